@@ -1,0 +1,257 @@
+"""Workers that are processes: the worker's side. Light to import: it brings in no torch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from hybridloader import arena
+from hybridloader.errors import Failure, ResultNotSendable
+from hybridloader.messages import Done, Event, Exhausted, Failed, Message, WorkerSpec
+from hybridloader.packing import Packed, pack, unpack
+from hybridloader.seeding import ProcessSeeds
+from hybridloader.shipping import receive
+from hybridloader.worker import Worker, run
+
+_LARGE = 64 * 1024
+"""Bytes from which a frame is written by a thread of its own: it may not fit into the socket, and
+the worker should make the next batch meanwhile."""
+
+_POLL = 0.5
+"""Seconds between two looks at the parent, where its end can't be waited for."""
+
+
+class _Result:
+    """A packed result: the payload on its way to the stream."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+
+    def open(self) -> Any:
+        return unpack(*self.packed)
+
+    def discard(self) -> None:
+        return None
+
+
+def main(
+    number: int,
+    channel_class: Any,
+    connection: Any,
+    spec: WorkerSpec | None,
+    parent: int,
+    slots: bool,
+    strays: Sequence[int],
+) -> None:
+    """Run one worker until it is told to stop or the parent is gone.
+
+    Parameters
+    ----------
+    spec
+        What to do; None if it comes as the first frame.
+    parent
+        Process id of the parent.
+    strays
+        Descriptors that the fork has copied and that belong to the parent alone.
+    """
+    for fd in strays:
+        try:
+            os.close(fd)
+        except OSError:
+            pass
+    _reset_signals()
+    channel = channel_class(connection)
+    life = _Life(channel, parent)
+    desk = _Desk(channel, arena.Writer() if slots else None)
+    try:
+        if spec is None:
+            frame = channel.get()
+            spec = receive(frame.parts[0], frame.fds)
+        _one_native_thread()
+        worker = Worker(
+            number, spec, ProcessSeeds(), lambda value: _Result(pack(value)), life.cancelled
+        )
+        run(worker, desk, desk.report)
+        desk.finish()
+    except EOFError:  # the parent has closed the iterator, or is gone
+        pass
+
+
+def _reset_signals() -> None:
+    """Leave Ctrl-C to the parent, and do not run its handlers here."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    # A handler that does nothing, rather than SIG_IGN, which programs started by the user's
+    # dataset would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+
+
+def _one_native_thread() -> None:
+    """As torch does in its workers: their number is the parallelism."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+
+
+class _Desk:
+    """The worker's messages in, events out, over one channel."""
+
+    def __init__(self, channel: Any, slots: arena.Writer | None) -> None:
+        self._channel = channel
+        self._slots = slots
+        self._outgoing: SimpleQueue[Any] = SimpleQueue()
+        self._unwritten = 0
+        self._counting = threading.Lock()
+        self._writer: threading.Thread | None = None
+
+    def get(self) -> Message:
+        frame = self._channel.get()
+        message, returned = unpack(frame.parts[0], frame.parts[1:])
+        if self._slots is not None:
+            for slot in returned:
+                self._slots.release(slot)
+        return message  # type: ignore[no-any-return]
+
+    def empty(self) -> bool:
+        return self._channel.empty()  # type: ignore[no-any-return]
+
+    def report(self, event: Event) -> None:
+        if isinstance(event, Done):
+            assert isinstance(event.payload, _Result)
+            self._report_done(event.seq, event.payload.packed)
+        elif isinstance(event, Failed):
+            self._write([_dump_failure(event)], ())
+        elif isinstance(event, Exhausted):
+            self._write([pickle.dumps(("exhausted", event.seq, None))], ())
+        else:
+            self._write([pickle.dumps(("ready", None, None))], ())
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+        if self._writer is not None:
+            self._outgoing.put(None)
+            self._writer.join()
+
+    def _report_done(self, seq: int, packed: Packed) -> None:
+        header, buffers = packed
+        place, size, fd, retired = None, 0, None, []
+        if self._slots is not None and buffers:
+            try:
+                place, fd, retired = self._slots.write(buffers)
+                size = place.capacity
+                buffers = []
+            except OSError:  # no memory for a slot: this batch goes through the stream
+                pass
+        meta = pickle.dumps(("done", seq, (place, size, retired)))
+        self._write([meta, header, *buffers], () if fd is None else (fd,))
+
+    def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
+        with self._counting:
+            direct = self._unwritten == 0 and sum(memoryview(p).nbytes for p in parts) < _LARGE
+            if not direct:
+                self._unwritten += 1
+        if direct:
+            self._put(parts, fds)
+            return
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write_behind, daemon=True)
+            self._writer.start()
+        self._outgoing.put((parts, fds))
+
+    def _write_behind(self) -> None:
+        while (item := self._outgoing.get()) is not None:
+            try:
+                self._put(*item)
+            except EOFError:
+                return  # the next read or direct write of the worker itself finds out
+            del item
+            with self._counting:
+                self._unwritten -= 1
+
+    def _put(self, parts: list[Any], fds: Sequence[int]) -> None:
+        self._channel.send(parts, fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def _dump_failure(event: Failed) -> bytes:
+    try:
+        return pickle.dumps(("failed", event.seq, event.failure))
+    except Exception as error:  # Failure guards against this; a hang would be worse than a guess
+        lost = Failure(ResultNotSendable(f"an exception could not be sent: {error!r}"))
+        return pickle.dumps(("failed", event.seq, lost))
+
+
+class _Life:
+    """Watches the parent and the connection from a thread.
+
+    When the iterator is closed the rest of a batch is left out; when the parent is gone the process
+    ends, whatever it is doing. `multiprocessing.parent_process().sentinel` would not do: it is None
+    under loky.
+    """
+
+    def __init__(self, channel: Any, parent: int) -> None:
+        self._closed = False
+        thread = threading.Thread(
+            target=self._watch, args=(channel.fileno(), parent), name="hybridloader-life"
+        )
+        thread.daemon = True
+        thread.start()
+
+    def cancelled(self) -> bool:
+        return self._closed
+
+    def _watch(self, line: int | None, parent: int) -> None:
+        if line is None or not hasattr(os, "pidfd_open"):
+            self._watch_by_looking(parent)
+            return
+        try:
+            pidfd = os.pidfd_open(parent)
+        except OSError:
+            os._exit(1)  # gone already
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.register(line, 0)  # POLLHUP is always told
+        while True:
+            for fd, _ in poll.poll():
+                if fd == pidfd:
+                    os._exit(1)
+                self._closed = True
+                poll.unregister(line)
+
+    @staticmethod
+    def _watch_by_looking(parent: int) -> None:
+        while _alive(parent):
+            time.sleep(_POLL)
+        os._exit(1)
+
+
+def _alive(pid: int) -> bool:
+    if sys.platform == "win32":
+        import _winapi
+
+        try:
+            handle = _winapi.OpenProcess(0x00100000, False, pid)  # SYNCHRONIZE
+        except OSError:
+            return False
+        try:
+            return _winapi.WaitForSingleObject(handle, 0) != 0
+        finally:
+            _winapi.CloseHandle(handle)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

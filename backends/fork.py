@@ -1,0 +1,46 @@
+"""Worker processes made by `fork`: started in milliseconds, nothing needs to be pickled for them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hybridloader.backends.process import ProcessCrew, check_children_allowed
+from hybridloader.contract import Backend, Crew
+from hybridloader.errors import BackendUnavailable
+
+
+def check_fork(name: str) -> None:
+    """Refuse where there is no fork, and after CUDA was initialised (its context breaks in a fork)."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise BackendUnavailable(
+            f"backend {name!r} needs fork, which this platform does not have. "
+            "Use backend='spawn', 'shared-memory' or 'threads'."
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise BackendUnavailable(
+            f"backend {name!r} would fork this process after CUDA was initialised, and CUDA does "
+            "not survive a fork. Use backend='threads', 'spawn' or "
+            "SharedMemory(start_method='spawn'), or make the iterator before the first use of CUDA."
+        )
+
+
+@dataclass(frozen=True)
+class Fork(Backend):
+    """Do the work in forked processes; results come back through a socket.
+
+    For batches beyond some hundred kilobytes `shared-memory` is faster.
+    """
+
+    name: ClassVar[str] = "fork"
+    in_process: ClassVar[bool] = False
+
+    def check(self) -> None:
+        check_fork(self.name)
+        check_children_allowed(self.name)
+
+    def open(self) -> Crew:
+        return ProcessCrew(multiprocessing.get_context("fork"), slots=False, sockets=True)

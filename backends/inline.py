@@ -1,0 +1,140 @@
+"""Workers played by the caller, one task at a time: nothing runs at the same time as anything else.
+
+With ``num_workers=0`` the caller does the work in its own context, as torch does. With ``num_workers=k``
+it plays k workers in turn, each with its own random states and its own copy of the dataset, so that
+a debugger sees the very data that k processes would have made.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
+from hybridloader.errors import ShippingError
+from hybridloader.messages import Begin, Event, Exited, Message, Stop, Task, WorkerSpec
+from hybridloader.seeding import CallerSeeds, InlineSeeds, Seeds
+from hybridloader.shipping import replicate
+from hybridloader.worker import Worker
+from hybridloader.worker_info import worker_info_set
+
+
+@dataclass(frozen=True)
+class Inline(Backend):
+    """Do the work where ``next()`` is called.
+
+    Parameters
+    ----------
+    copy_dataset
+        Whether each played worker reads a copy of the dataset, as a process would. A map-style
+        dataset that can't be copied is shared, with a warning. No matter with ``num_workers=0``.
+    """
+
+    copy_dataset: bool = True
+    name: ClassVar[str] = "inline"
+    in_process: ClassVar[bool] = True
+
+    def open(self) -> Crew:
+        return _InlineCrew(self.copy_dataset)
+
+
+class _Handle:
+    """A played worker, for those who ask after workers."""
+
+    def __init__(self, crew: _InlineCrew, worker: int) -> None:
+        self._crew, self._worker = crew, worker
+        self.name = "inline"
+        self.pid = os.getpid()
+
+    def is_alive(self) -> bool:
+        return self._worker in self._crew.workers
+
+    def terminate(self) -> None:
+        self._crew.kill(self._worker)
+
+    def join(self, timeout: float | None = None) -> None:
+        return None
+
+
+class _InlineCrew(Crew):
+    def __init__(self, copy_dataset: bool) -> None:
+        self._copy_dataset = copy_dataset
+        self._closed = False
+        self._events: deque[Event] = deque()
+        self._todo: deque[tuple[int, Message]] = deque()
+        self.workers: dict[int, Worker] = {}
+        self._handles: list[_Handle] = []
+
+    def start(self, worker: int, spec: WorkerSpec) -> None:
+        seeds: Seeds = CallerSeeds()
+        if spec.workers > 0:
+            seeds = InlineSeeds()
+            spec = replace(spec, fetch=spec.fetch.with_dataset(self._dataset_for(spec)))
+        made = Worker(worker, spec, seeds, ByReference, lambda: self._closed)
+        self._handles.append(_Handle(self, worker))
+        self.workers[worker] = made
+        self._act(made, None)
+
+    def send(self, worker: int, message: Message) -> None:
+        if isinstance(message, Begin):  # supersedes the tasks before it
+            self._todo = deque(item for item in self._todo if item[0] != worker)
+        self._todo.append((worker, message))
+
+    def wait(self, timeout: float | None) -> Sequence[Event]:
+        while self._todo and not self._events:
+            worker, message = self._todo.popleft()
+            made = self.workers.get(worker)
+            if made is None:
+                continue
+            if isinstance(message, Stop):
+                self.kill(worker, None)
+            else:
+                self._act(made, message)
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def wake(self) -> None:
+        return None  # `wait` never sleeps
+
+    def kill(self, worker: int, cause: str | None = "was told to end") -> None:
+        if self.workers.pop(worker, None) is not None:
+            self._events.append(Exited(worker, cause))
+
+    def close(self) -> None:
+        self._closed = True
+        self._todo.clear()
+        self._events.clear()
+        self.workers.clear()
+
+    def handles(self) -> Sequence[WorkerHandle]:
+        return self._handles
+
+    def _act(self, worker: Worker, message: Task | Begin | None) -> None:
+        """Open the worker (None) or let it do one step, with its `WorkerInfo` in place."""
+        info = nullcontext() if worker.info is None else worker_info_set(worker.info)
+        with info:
+            event = worker.open() if message is None else worker.step(message)
+        if event is not None:
+            self._events.append(event)
+
+    def _dataset_for(self, spec: WorkerSpec) -> object:
+        fetch = spec.fetch
+        if not (self._copy_dataset or fetch.private):
+            return fetch.dataset
+        try:
+            return replicate(fetch.dataset, "the dataset")
+        except ShippingError as error:
+            if fetch.private:
+                raise
+            warnings.warn(
+                f"inline workers share one dataset: {error} "
+                "Inline(copy_dataset=False) says that this is meant.",
+                stacklevel=2,
+            )
+            return fetch.dataset

@@ -1,0 +1,141 @@
+"""The portable way between parent and worker: a `multiprocessing` connection and two threads each.
+
+For platforms without socket pairs that can be polled and carry descriptors (Windows). One thread per
+worker reads and watches for its end, one writes, so that sending never blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing import connection as mp_connection
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from hybridloader.backends.frames import Buffer, Decoder, Frame, encode
+from hybridloader.backends.sockets import parent_ends
+
+Arrived = tuple[int, "Frame | None"]
+
+
+def _read(worker: int, line: Any, process: Any, arrived: SimpleQueue[Arrived | None]) -> None:
+    decoder = Decoder()
+    try:
+        while True:
+            ready = mp_connection.wait([line, process.sentinel])
+            if line in ready:
+                for frame in decoder.feed(line.recv_bytes()):
+                    arrived.put((worker, frame))
+            elif not line.poll(0):  # ended, and all that it had written was read
+                break
+    except (EOFError, OSError):
+        pass
+    arrived.put((worker, None))
+
+
+def _write(line: Any, outgoing: SimpleQueue[bytes | None]) -> None:
+    while (data := outgoing.get()) is not None:
+        try:
+            line.send_bytes(data)
+        except OSError:  # the worker is gone; the reader tells
+            return
+
+
+class PortablePost:
+    """All lines of one crew; the same methods as `SocketPost`."""
+
+    def __init__(self) -> None:
+        self._arrived: SimpleQueue[Arrived | None] = SimpleQueue()  # None wakes
+        self._lines: dict[int, Any] = {}
+        self._outgoing: dict[int, SimpleQueue[bytes | None]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def connect(self, worker: int, connection: Any) -> None:
+        self._lines[worker] = connection
+        parent_ends.add(connection.fileno())
+        self._outgoing[worker] = SimpleQueue()
+
+    def watch(self, worker: int, process: Any) -> None:
+        line = self._lines[worker]
+        for target, args in (
+            (_read, (worker, line, process, self._arrived)),
+            (_write, (line, self._outgoing[worker])),
+        ):
+            thread = threading.Thread(
+                target=target, args=args, name=f"hybridloader-line-{worker}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def send(self, worker: int, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        if worker in self._lines:
+            self._outgoing[worker].put(b"".join(map(bytes, encode(parts))))
+
+    def wait(self, timeout: float | None) -> list[Arrived]:
+        found: list[Arrived] = []
+        # Slices, because on Windows a wait for a lock can't be interrupted by Ctrl-C.
+        try:
+            item = self._arrived.get(timeout=0.2 if timeout is None else min(0.2, timeout))
+            while item is not None:
+                found.append(item)
+                item = self._arrived.get_nowait()
+        except Empty:
+            pass
+        for worker, frame in found:
+            if frame is None:
+                self.drop(worker)
+        return found
+
+    def wake(self) -> None:
+        self._arrived.put(None)
+
+    def drop(self, worker: int) -> None:
+        line = self._lines.pop(worker, None)
+        if line is not None:
+            self._outgoing[worker].put(None)
+            # Its own threads may be in the middle of a call on it; they end with the worker.
+            parent_ends.discard(line.fileno())
+            line.close()
+
+    def close(self) -> None:
+        for worker in list(self._lines):
+            self.drop(worker)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(1.0)
+
+
+class PortableChannel:
+    """The worker's end; the same methods as `SocketChannel`, but no descriptors."""
+
+    can_send_fds = False
+
+    def __init__(self, connection: Any) -> None:
+        self._line = connection
+        self._decoder = Decoder()
+        self._frames: deque[Frame] = deque()
+
+    def get(self) -> Frame:
+        while not self._frames:
+            try:
+                self._frames.extend(self._decoder.feed(self._line.recv_bytes()))
+            except OSError:
+                raise EOFError from None
+        return self._frames.popleft()
+
+    def empty(self) -> bool:
+        return not self._frames and not self._line.poll(0)
+
+    def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        try:
+            self._line.send_bytes(b"".join(map(bytes, encode(parts))))
+        except OSError:
+            raise EOFError from None
+
+    def fileno(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._line.close()

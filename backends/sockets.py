@@ -1,0 +1,273 @@
+"""The POSIX way between parent and worker: a socket pair per worker, polled, never blocking.
+
+Nothing is shared between workers and no lock is held that a dying worker could take along. What does
+not fit into the socket at once waits in a queue and is written by the next `wait`. A worker is known to
+be gone when its process ends (a pidfd where there is one, else multiprocessing's sentinel), after
+everything that it had written was read.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hybridloader.backends.frames import Buffer, Decoder, Frame, encode
+
+_READ = 64 * 1024
+_MANY_FDS = 64
+_ROOM = socket.CMSG_SPACE(_MANY_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+_SEND_BUFFER = 1 << 20
+_IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
+
+parent_ends: set[int] = set()
+"""Descriptors that a forked child must close: it would keep other workers from seeing our end."""
+
+
+def available() -> bool:
+    """Whether this platform has sockets that can be polled and can carry descriptors."""
+    return os.name == "posix" and hasattr(select, "poll") and hasattr(socket, "SCM_RIGHTS")
+
+
+def as_socket(connection: Any) -> socket.socket:
+    """Take over the descriptor of a `multiprocessing.Connection`."""
+    taken = socket.socket(fileno=os.dup(connection.fileno()))
+    connection.close()
+    return taken
+
+
+def send_some(sock: socket.socket, pieces: deque[Buffer], fds: Sequence[int]) -> bool:
+    """Write once; take what was written off `pieces`. Whether anything was written."""
+    head = [pieces[i] for i in range(min(_IOV, len(pieces)))]
+    extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sent = sock.sendmsg(head, extra)
+    while pieces and sent >= (size := memoryview(pieces[0]).nbytes):
+        sent -= size
+        pieces.popleft()
+    if sent:
+        pieces[0] = memoryview(pieces[0]).cast("B")[sent:]
+    return True
+
+
+def read_some(sock: socket.socket, decoder: Decoder) -> Iterator[Frame]:
+    """Read once; give the frames that became whole. Raises `EOFError` at the end."""
+    room = decoder.room()
+    if room is not None:
+        count = sock.recv_into(room)
+        room.release()
+        if count == 0:
+            raise EOFError
+        return decoder.advance(count)
+    data, extra, _, _ = sock.recvmsg(_READ, _ROOM)
+    for level, kind, body in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds = array.array("i")
+            fds.frombytes(body[: len(body) - len(body) % 4])
+            decoder.fds.extend(fds)
+    if not data:
+        raise EOFError
+    return decoder.feed(data)
+
+
+class _Line:
+    """The parent's end of one worker's connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.decoder = Decoder()
+        self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()
+
+    def flush(self) -> bool:
+        """Write what waits, as far as it goes; whether all of it went."""
+        while self.unsent:
+            pieces, fds = self.unsent[0]
+            try:
+                send_some(self.sock, pieces, fds)
+            except BlockingIOError:
+                return False
+            except OSError:  # the worker is gone; its sentinel tells
+                self.unsent.clear()
+                return True
+            self.unsent[0] = (pieces, ())
+            if not pieces:
+                self.unsent.popleft()
+        return True
+
+    def read(self) -> tuple[list[Frame], bool]:
+        """What has arrived, and whether that was the end."""
+        frames: list[Frame] = []
+        try:
+            while True:
+                frames.extend(read_some(self.sock, self.decoder))
+        except BlockingIOError:
+            return frames, False
+        except (EOFError, OSError):
+            return frames, True
+
+
+class SocketPost:
+    """All lines of one crew, and what it takes to wait for any of them."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._lines: dict[int, _Line] = {}
+        self._worker_of: dict[int, int] = {}  # descriptor -> worker
+        self._sentinels: dict[int, tuple[int, bool]] = {}  # worker -> descriptor, is it ours
+        self._alarm_r, self._alarm_w = os.pipe()
+        os.set_blocking(self._alarm_r, False)
+        os.set_blocking(self._alarm_w, False)
+        parent_ends.update((self._alarm_r, self._alarm_w))
+        self._poll.register(self._alarm_r, select.POLLIN)
+        self._open = True
+
+    def connect(self, worker: int, connection: Any) -> None:
+        """Take over the parent's end, before the worker is started."""
+        sock = as_socket(connection)
+        sock.setblocking(False)
+        parent_ends.add(sock.fileno())
+        self._lines[worker] = _Line(sock)
+        self._worker_of[sock.fileno()] = worker
+        self._poll.register(sock, select.POLLIN)
+
+    def watch(self, worker: int, process: Any) -> None:
+        """Watch for the end of the worker's process."""
+        try:
+            fd, ours = os.pidfd_open(process.pid), True
+        except (AttributeError, OSError):
+            fd, ours = process.sentinel, False
+        if ours:
+            parent_ends.add(fd)
+        self._sentinels[worker] = fd, ours
+        self._worker_of[fd] = worker
+        self._poll.register(fd, select.POLLIN)
+
+    def send(self, worker: int, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        line = self._lines.get(worker)
+        if line is None:
+            return
+        # What is not written at once must not change under us, nor keep a caller's array.
+        line.unsent.append((deque(encode(parts, fds)), fds))
+        if not line.flush():
+            self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
+
+    def wait(self, timeout: float | None) -> list[tuple[int, Frame | None]]:
+        """``(worker, frame)`` for what arrived, ``(worker, None)`` for a worker that is gone."""
+        found: list[tuple[int, Frame | None]] = []
+        gone: list[int] = []
+        for fd, event in self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000):
+            if fd == self._alarm_r:
+                self._drain_alarm()
+                continue
+            worker = self._worker_of.get(fd)
+            if worker is None:
+                continue
+            line = self._lines[worker]
+            if fd != line.sock.fileno():
+                gone.append(worker)
+                continue
+            if event & select.POLLOUT and line.flush():
+                self._poll.modify(fd, select.POLLIN)
+            if event & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                frames, ended = line.read()
+                found.extend((worker, frame) for frame in frames)
+                if ended:
+                    gone.append(worker)
+        for worker in dict.fromkeys(gone):
+            frames, _ = self._lines[worker].read()
+            found.extend((worker, frame) for frame in frames)
+            self.drop(worker)
+            found.append((worker, None))
+        return found
+
+    def wake(self) -> None:
+        try:
+            os.write(self._alarm_w, b"!")
+        except OSError:  # full, which wakes as well; or closed
+            pass
+
+    def drop(self, worker: int) -> None:
+        """Hang up: the worker sees the end of its input, and its writes fail."""
+        line = self._lines.pop(worker, None)
+        if line is None:
+            return
+        self._forget(line.sock.fileno())
+        line.sock.close()
+        for fd in line.decoder.fds:
+            os.close(fd)
+        fd, ours = self._sentinels.pop(worker, (-1, False))
+        if fd >= 0:
+            self._forget(fd)
+            if ours:
+                os.close(fd)
+
+    def close(self) -> None:
+        for worker in list(self._lines):
+            self.drop(worker)
+        if self._open:
+            self._open = False
+            for fd in (self._alarm_r, self._alarm_w):
+                parent_ends.discard(fd)
+                os.close(fd)
+
+    def _forget(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        self._worker_of.pop(fd, None)
+        parent_ends.discard(fd)
+
+    def _drain_alarm(self) -> None:
+        try:
+            os.read(self._alarm_r, 4096)
+        except BlockingIOError:
+            pass
+
+
+class SocketChannel:
+    """The worker's end: reads and writes block."""
+
+    can_send_fds = True
+
+    def __init__(self, connection: Any) -> None:
+        self._sock = as_socket(connection)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._decoder = Decoder()
+        self._frames: deque[Frame] = deque()
+        self._poll = select.poll()
+        self._poll.register(self._sock, select.POLLIN)
+
+    def get(self) -> Frame:
+        """The next frame. Raises `EOFError` when the parent has hung up."""
+        while not self._frames:
+            try:
+                self._frames.extend(read_some(self._sock, self._decoder))
+            except ConnectionError:
+                raise EOFError from None
+        return self._frames.popleft()
+
+    def empty(self) -> bool:
+        """Whether `get` would wait."""
+        while not self._frames:
+            if not self._poll.poll(0):
+                return True
+            self._frames.extend(read_some(self._sock, self._decoder))
+        return False
+
+    def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        """Write all of it. Raises `EOFError` when the parent has hung up."""
+        pieces = deque(encode(parts, fds))
+        try:
+            while pieces:
+                send_some(self._sock, pieces, fds)
+                fds = ()
+        except ConnectionError:
+            raise EOFError from None
+
+    def fileno(self) -> int:
+        """A descriptor that polls as hung up once the parent's end is closed."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()

@@ -1,0 +1,38 @@
+"""Worker processes started afresh by loky: everywhere, and without a ``__main__`` guard.
+
+The dataset and its functions travel by cloudpickle, so lambdas, classes defined in a function or in a
+notebook cell, and whatever lives in ``__main__`` arrive. The main script is not run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hybridloader.backends import sockets
+from hybridloader.backends.process import ProcessCrew, check_children_allowed
+from hybridloader.contract import Backend, Crew
+
+
+def loky_context() -> Any:
+    """loky's process context, which does not import the main module in the child."""
+    from loky.backend import get_context
+
+    return get_context("loky")
+
+
+@dataclass(frozen=True)
+class Spawn(Backend):
+    """Do the work in fresh processes; results come back through a socket.
+
+    For batches beyond some hundred kilobytes ``SharedMemory(start_method="spawn")`` is faster.
+    """
+
+    name: ClassVar[str] = "spawn"
+    in_process: ClassVar[bool] = False
+
+    def check(self) -> None:
+        check_children_allowed(self.name)
+
+    def open(self) -> Crew:
+        return ProcessCrew(loky_context(), slots=False, sockets=sockets.available())

@@ -1,0 +1,171 @@
+"""Workers that are threads of this process: one copy of the dataset, nothing to pickle.
+
+Good where the work waits or leaves the GIL: reading, decoding, most of numpy and torch. A thread can't
+be killed: one that is stuck in the user's code is left behind at close, as a daemon that ends with
+that code. Never touches process-wide settings such as torch's thread count.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import ClassVar
+
+from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
+from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
+from hybridloader.seeding import ThreadSeeds
+from hybridloader.shipping import replicate
+from hybridloader.worker import Worker, run
+
+_PATIENCE = 1.9
+"""Seconds that `close` waits for the threads."""
+
+_SLICE = 0.2 if sys.platform == "win32" else None
+"""Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Threads(Backend):
+    """Do the work on threads.
+
+    Parameters
+    ----------
+    copy_dataset
+        Whether each thread reads a copy of a map-style dataset, for datasets that keep state
+        (a file position, say) which threads must not share. Iterable datasets and data pipes are
+        always copied, because each worker reads its own shard.
+    """
+
+    copy_dataset: bool = False
+    name: ClassVar[str] = "threads"
+    in_process: ClassVar[bool] = True
+
+    def open(self) -> Crew:
+        return _ThreadCrew(self.copy_dataset)
+
+
+class _Flag:
+    """Set from any thread, even from a finalizer: a plain attribute, no lock."""
+
+    __slots__ = ("up",)
+
+    def __init__(self) -> None:
+        self.up = False
+
+
+class _Messages(SimpleQueue[Message]):
+    """A worker's queue. `SimpleQueue` is written to be usable from finalizers."""
+
+
+class _Thread:
+    """A worker thread and how to reach it; the thread itself holds none of this."""
+
+    name = "thread"
+
+    def __init__(
+        self, worker: int, spec: WorkerSpec, events: SimpleQueue[Event | None], copy_dataset: bool
+    ) -> None:
+        fetch = spec.fetch
+        if copy_dataset or fetch.private:
+            spec = replace(spec, fetch=fetch.with_dataset(replicate(fetch.dataset, "the dataset")))
+        self.pid = os.getpid()
+        self.flag = _Flag()
+        self.messages = _Messages()
+        self.opened = threading.Event()
+        self.thread = threading.Thread(
+            target=_main,
+            args=(worker, spec, self.messages, events, self.flag, self.opened),
+            name=f"hybridloader-{spec.stage}-{worker}",
+            daemon=True,
+        )
+
+    def is_alive(self) -> bool:
+        return self.thread.is_alive()
+
+    def terminate(self) -> None:
+        self.flag.up = True
+        self.messages.put(Stop())
+
+    def join(self, timeout: float | None = None) -> None:
+        if self.thread.ident is not None and self.thread is not threading.current_thread():
+            self.thread.join(timeout)
+
+
+def _main(
+    number: int,
+    spec: WorkerSpec,
+    messages: _Messages,
+    events: SimpleQueue[Event | None],
+    flag: _Flag,
+    opened: threading.Event,
+) -> None:
+    def report(event: Event) -> None:
+        opened.set()
+        events.put(event)
+
+    cause = None
+    try:
+        seeds = ThreadSeeds(borrows=spec.init_fn is not None)
+        worker = Worker(number, spec, seeds, ByReference, lambda: flag.up)
+        run(worker, messages, report)
+    except BaseException as error:  # whatever ends a worker, its crew must hear of it
+        if not flag.up:
+            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            cause = f"was ended by {type(error).__name__}: {error}\n{trace}"
+    finally:
+        opened.set()
+        events.put(Exited(number, cause))
+
+
+class _ThreadCrew(Crew):
+    def __init__(self, copy_dataset: bool) -> None:
+        self._copy_dataset = copy_dataset
+        self._events: SimpleQueue[Event | None] = SimpleQueue()  # None wakes
+        self._threads: list[_Thread] = []
+
+    def start(self, worker: int, spec: WorkerSpec) -> None:
+        thread = _Thread(worker, spec, self._events, self._copy_dataset)
+        self._threads.append(thread)
+        thread.thread.start()
+        if spec.init_fn is not None:
+            # It borrows the global generators of this process while the user's function reseeds
+            # them; the caller, who would draw from them, waits.
+            thread.opened.wait()
+
+    def send(self, worker: int, message: Message) -> None:
+        self._threads[worker].messages.put(message)
+
+    def wait(self, timeout: float | None) -> Sequence[Event]:
+        if _SLICE is not None:
+            timeout = _SLICE if timeout is None else min(timeout, _SLICE)
+        found = []
+        try:
+            event = self._events.get(timeout=timeout)
+            while event is not None:
+                found.append(event)
+                event = self._events.get_nowait()
+        except Empty:
+            pass
+        return found
+
+    def wake(self) -> None:
+        self._events.put(None)
+
+    def kill(self, worker: int) -> None:
+        self._threads[worker].terminate()
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.terminate()
+        deadline = time.monotonic() + _PATIENCE
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def handles(self) -> Sequence[WorkerHandle]:
+        return self._threads

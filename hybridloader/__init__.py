@@ -1,0 +1,88 @@
+"""hybridloader: a data-loading executor for PyTorch.
+
+Public names load when they are first used: ``import hybridloader`` imports neither torch nor loky.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._version import __version__
+
+if TYPE_CHECKING:
+    from hybridloader.backends.fork import Fork
+    from hybridloader.backends.inline import Inline
+    from hybridloader.backends.shared_memory import SharedMemory
+    from hybridloader.backends.spawn import Spawn
+    from hybridloader.backends.threads import Threads
+    from hybridloader.contract import Backend, Crew
+    from hybridloader.dataloader import DataLoader
+    from hybridloader.errors import (
+        BackendUnavailable,
+        HybridLoaderError,
+        IteratorClosed,
+        ResultNotSendable,
+        ShippingError,
+        WorkerDied,
+        WorkerTimeout,
+    )
+    from hybridloader.registry import backend_names, get_backend
+    from hybridloader.worker_info import get_worker_info
+
+_HOMES = {
+    "Backend": "contract",
+    "BackendUnavailable": "errors",
+    "Crew": "contract",
+    "DataLoader": "dataloader",
+    "Fork": "backends.fork",
+    "HybridLoaderError": "errors",
+    "Inline": "backends.inline",
+    "IteratorClosed": "errors",
+    "ResultNotSendable": "errors",
+    "SharedMemory": "backends.shared_memory",
+    "ShippingError": "errors",
+    "Spawn": "backends.spawn",
+    "Threads": "backends.threads",
+    "WorkerDied": "errors",
+    "WorkerTimeout": "errors",
+    "backend_names": "registry",
+    "get_backend": "registry",
+    "get_worker_info": "worker_info",
+}
+
+__all__ = [
+    "Backend",
+    "BackendUnavailable",
+    "Crew",
+    "DataLoader",
+    "Fork",
+    "HybridLoaderError",
+    "Inline",
+    "IteratorClosed",
+    "ResultNotSendable",
+    "SharedMemory",
+    "ShippingError",
+    "Spawn",
+    "Threads",
+    "WorkerDied",
+    "WorkerTimeout",
+    "__version__",
+    "backend_names",
+    "get_backend",
+    "get_worker_info",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

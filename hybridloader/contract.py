@@ -1,0 +1,124 @@
+"""The contract of a backend: what to write so that work can run somewhere new.
+
+A *backend* is what a user chooses: a small immutable object with options, safe to share, pickle
+and reuse. Opening it gives a *crew*: the workers of one stage, while that stage runs. The crew
+starts workers, carries messages to them, carries events back, and ends them. It knows nothing of
+order, batches, sampling or pinning. `hybridloader.testing.BackendContract` is the executable form
+of this page; a backend that passes it can serve.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from hybridloader.messages import Event, Message, WorkerSpec
+
+
+class Payload(Protocol):
+    """A result on its way. Exactly one of `open` and `discard` is called, once."""
+
+    def open(self) -> Any:
+        """Give the value. What it raises is reported as the failure of that task alone."""
+
+    def discard(self) -> None:
+        """Free what the payload holds. Never raises."""
+
+
+class ByReference:
+    """The payload of a worker in this very process: the value itself."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def open(self) -> Any:
+        return self._value
+
+    def discard(self) -> None:
+        self._value = None
+
+
+@runtime_checkable
+class WorkerHandle(Protocol):
+    """What can be asked of one worker; the methods are those of `multiprocessing.Process`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; this process's own for a worker that is a thread of it."""
+
+    def is_alive(self) -> bool: ...
+
+    def terminate(self) -> None:
+        """End the worker now if that is possible, else as soon as its current sample is done."""
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+
+class Crew(ABC):
+    """The running workers of one stage.
+
+    One thread at a time calls these methods; only `wake` may be called from any thread.
+    """
+
+    @abstractmethod
+    def start(self, worker: int, spec: WorkerSpec) -> None:
+        """Start worker number `worker`, without waiting for it; `Ready` or `Exited` follows.
+
+        What can be known to fail is raised here. One exception to not waiting: workers that share
+        the caller's random generators run `spec.init_fn` while the caller waits, because they
+        must borrow these generators.
+        """
+
+    @abstractmethod
+    def send(self, worker: int, message: Message) -> None:
+        """Queue `message`, in order. Never blocks; does nothing when the worker is gone."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None) -> Sequence[Event]:
+        """Give the events that have come; wait `timeout` seconds for the first (None: for ever).
+
+        May return early and empty, and does so after `wake`.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make a `wait` that is under way, or else the next one, return at once."""
+
+    @abstractmethod
+    def kill(self, worker: int) -> None:
+        """End the worker now; `Exited` follows. For threads: asked to end after this sample."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all workers and free everything, within 2 seconds. Idempotent, never raises."""
+
+    @abstractmethod
+    def handles(self) -> Sequence[WorkerHandle]:
+        """The workers started so far, in the order of their numbers."""
+
+
+class Backend(ABC):
+    """A kind of worker, with its options. Immutable and picklable; holds no worker itself."""
+
+    name: ClassVar[str]
+    """The registered name, in lower case with dashes."""
+
+    in_process: ClassVar[bool]
+    """Whether workers run in this process, and so share its objects and its random generators."""
+
+    def check(self) -> None:
+        """Raise `BackendUnavailable`, saying why and what to use instead, if it can't serve now.
+
+        Called before any worker starts. By default every backend can serve.
+        """
+        return None
+
+    @abstractmethod
+    def open(self) -> Crew:
+        """Make a crew with no worker in it."""

@@ -1,0 +1,290 @@
+"""The drop-in: torch's DataLoader, run by our engine on a backend of your choice.
+
+The constructor, the samplers, the seeds and the order of everything are torch's own, by inheritance.
+What is ours is the iterator: one `Stage` on one backend. Nothing is cached between the constructor
+and the iterator, because frameworks change attributes in between, and nothing but parameters is kept
+under a public name, because frameworks rebuild loaders from ``vars(loader)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.utils.data
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _sharding_worker_init_fn,
+)
+
+from hybridloader.contract import Backend, WorkerHandle
+from hybridloader.errors import IteratorClosed
+from hybridloader.fetch import Fetch, IterableFetch, MapFetch
+from hybridloader.messages import WorkerSpec
+from hybridloader.refresh import Watch
+from hybridloader.registry import get_backend
+from hybridloader.scheduler import round_robin, round_robin_with_room
+from hybridloader.stage import Stage
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+    from torch.utils.data import Dataset, Sampler
+
+
+class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Lightning needs the bare class
+    """A `torch.utils.data.DataLoader` whose workers are of the kind that you choose.
+
+    All parameters of torch's loader come first, with torch's names, order and meaning; see
+    `torch.utils.data.DataLoader`. Batches are the same, bit for bit, wherever torch's are
+    deterministic.
+
+    Parameters
+    ----------
+    dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, \
+drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor, \
+persistent_workers, pin_memory_device, in_order
+        As torch's. `timeout` is in seconds.
+    backend
+        Where the workers live: a name (``"inline"``, ``"threads"``, ``"fork"``, ``"spawn"``,
+        ``"shared-memory"``, or that of an installed extension; case does not matter and ``_`` is
+        as good as ``-``) or a `Backend` with options, such as
+        ``SharedMemory(start_method="forkserver")``. None does what torch would do on this
+        platform: processes, started as `multiprocessing_context` says, whose batches come back
+        through shared memory. With ``num_workers=0`` the caller does the work, whatever the
+        backend.
+
+    Raises
+    ------
+    BackendUnavailable
+        A `ValueError`: there is no such backend (the message lists those there are), or, when the
+        iterator is made, it can't serve here.
+    ShippingError
+        A `TypeError`, when the iterator is made: something must be sent to a process and can't be
+        pickled. The message names the attribute.
+    ValueError
+        Parameters contradict each other.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from hybridloader import DataLoader
+    >>> data = torch.utils.data.TensorDataset(torch.arange(6))
+    >>> [batch.tolist() for (batch,) in DataLoader(data, 2, num_workers=2, backend="threads")]
+    [[0, 1], [2, 3], [4, 5]]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        backend: str | Backend | None = None,
+    ) -> None:
+        if backend is not None:
+            get_backend(backend)
+        if prefetch_factor == 0:
+            raise ValueError(
+                "prefetch_factor=0 would ask the workers for nothing (torch's loader then yields "
+                "nothing at all); use prefetch_factor=1, or num_workers=0"
+            )
+        self.backend = backend
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        _check(self)
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        _check(self)
+        self.check_worker_number_rationality()
+        return LoaderIterator(self, _backend_of(self))
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn, as torch does, when there are more worker processes than CPUs. Not for threads."""
+        if self.backend is None or not get_backend(self.backend).in_process:
+            super().check_worker_number_rationality()
+
+
+def _check(loader: DataLoader) -> None:
+    """Find what contradicts itself; also what was set after the constructor."""
+    if loader.num_workers < 0 or loader.timeout < 0:
+        raise ValueError(
+            "num_workers and timeout must not be negative, "
+            f"got {loader.num_workers} and {loader.timeout}"
+        )
+    if loader.num_workers == 0 and loader.timeout > 0:
+        raise ValueError(
+            f"timeout={loader.timeout} needs num_workers > 0: with 0 the caller itself makes the "
+            "batch and can't stop waiting for it"
+        )
+    context, backend = loader.multiprocessing_context, loader.backend
+    if context is None or backend is None:
+        return
+    method, chosen = context.get_start_method(), get_backend(backend)
+    if chosen.in_process:
+        raise ValueError(
+            f"backend={chosen.name!r} starts no process, so it contradicts "
+            f"multiprocessing_context={method!r}; leave one of them out"
+        )
+    own = getattr(chosen, "start_method", chosen.name)
+    if own is not None and own != method:
+        raise ValueError(
+            f"backend {chosen!r} contradicts multiprocessing_context={method!r}; "
+            f"leave one of them out, or say SharedMemory(start_method={method!r})"
+        )
+
+
+def _backend_of(loader: DataLoader) -> Backend:
+    """The backend to use now."""
+    from hybridloader.backends.inline import Inline
+    from hybridloader.backends.shared_memory import SharedMemory
+
+    backend = None if loader.backend is None else get_backend(loader.backend)
+    if loader.num_workers == 0:
+        if backend is not None and not isinstance(backend, Inline):
+            _warn_idle(backend.name)
+        return Inline()
+    context = loader.multiprocessing_context
+    if backend is None or (context is not None and isinstance(backend, SharedMemory)):
+        return SharedMemory(None if context is None else context.get_start_method())
+    return backend
+
+
+@functools.cache
+def _warn_idle(name: str) -> None:
+    warnings.warn(
+        f"backend={name!r} has no workers with num_workers=0: the caller does the work. "
+        "Give num_workers to use it.",
+        stacklevel=5,
+    )
+
+
+class LoaderIterator(_BaseDataLoaderIter):
+    """One pass over a `DataLoader`, or, with persistent workers, one after the other.
+
+    A context manager; leaving it closes the iterator. Closing it, letting it go or exhausting it (if
+    the workers are not persistent) ends the workers.
+    """
+
+    def __init__(self, loader: DataLoader, backend: Backend) -> None:
+        super().__init__(loader)
+        self._backend = backend
+        self._prefetch_factor = loader.prefetch_factor or 2
+        self._in_order = loader.in_order
+        self._worker_init_fn = loader.worker_init_fn
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            self._shard_datapipe()
+            self._watch = None
+        else:
+            self._watch = Watch(self._dataset) if self._persistent_workers else None
+        self._stage = self._start()
+        if self._num_workers == 0:
+            self._stage.begin(self._sampler_iter)
+        else:
+            # As torch: the sampler's iter() is called a second time here.
+            self._reset(loader, first_iter=True)
+
+    def _shard_datapipe(self) -> None:
+        """Each rank and each worker reads its own part of a data pipe; the rules are torch's."""
+        if self._num_workers == 0:
+            torch.utils.data.graph_settings.apply_sharding(
+                self._dataset, self._world_size, self._rank
+            )
+        else:
+            self._worker_init_fn = functools.partial(
+                _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
+            )
+
+    def _start(self) -> Stage:
+        spec = WorkerSpec(
+            stage="DataLoader",
+            workers=self._num_workers,
+            fetch=self._fetch(),
+            base_seed=self._base_seed,
+            init_fn=self._worker_init_fn,
+            shared_seed=self._shared_seed,
+        )
+        return Stage(
+            self._backend,
+            spec,
+            lookahead=self._prefetch_factor * self._num_workers,
+            ordered=self._in_order,
+            timeout=self._timeout,
+            persistent=self._persistent_workers,
+            dispatch=round_robin if self._in_order else round_robin_with_room,
+        )
+
+    def _fetch(self) -> Fetch:
+        dataset, batched = self._dataset, self._auto_collation
+        if self._dataset_kind == _DatasetKind.Iterable:
+            datapipe = isinstance(dataset, IterDataPipe)
+            return IterableFetch(dataset, self._collate_fn, batched, self._drop_last, datapipe)
+        private = isinstance(dataset, MapDataPipe)
+        return MapFetch(dataset, self._collate_fn, batched, private)
+
+    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[no-untyped-call]
+        if self._stage.closed:  # a worker had died, or somebody closed it: start again
+            self._stage = self._start()
+        changes = () if first_iter or self._watch is None else self._watch.changes()
+        self._stage.begin(self._sampler_iter, self._shared_seed, changes)
+
+    def _next_data(self) -> Any:
+        data = next(self._stage)
+        if self._pin_memory:
+            data = torch.utils.data._utils.pin_memory.pin_memory(data, self._pin_memory_device)
+        return data
+
+    @property
+    def _workers(self) -> Sequence[WorkerHandle]:
+        return self._stage.handles
+
+    def _shutdown_workers(self) -> None:
+        self._stage.close()
+
+    def close(self) -> None:
+        """End the workers now. Any number of times, from any thread; at most some 2 seconds."""
+        self._stage.close()
+
+    def __enter__(self) -> LoaderIterator:
+        if self._stage.closed:
+            raise IteratorClosed("this iterator is closed")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,154 @@
+"""Every exception that hybridloader itself raises, and the way a worker's exception gets home.
+
+A user's exception keeps its type and its arguments. Where it happened is told in a note (Python
+3.11 and later show notes below the message) and, when it crossed a process border, by its
+``__cause__``, which holds the worker's traceback as text.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+
+class HybridLoaderError(Exception):
+    """Base class of all errors of this package."""
+
+
+class BackendUnavailable(HybridLoaderError, ValueError):
+    """The backend is unknown, is not installed, or can't serve on this machine or in this process."""
+
+
+class ShippingError(HybridLoaderError, TypeError):
+    """Something that must be sent to a worker can't be pickled; the message names the attribute."""
+
+
+class ResultNotSendable(HybridLoaderError, TypeError):
+    """A worker made a result that can't be pickled, so that it can't be sent back."""
+
+
+class WorkerDied(HybridLoaderError, RuntimeError):
+    """A worker ended without being asked to. A `RuntimeError`, as with torch's loader."""
+
+
+class WorkerTimeout(HybridLoaderError, RuntimeError, TimeoutError):
+    """No result came within `timeout` seconds. A `RuntimeError`, as with torch's loader.
+
+    The iterator stays usable: calling ``next()`` again goes on waiting for the same batch.
+    """
+
+
+class IteratorClosed(HybridLoaderError, RuntimeError):
+    """The iterator was closed while, or before, it was asked for its next item."""
+
+
+class IllegalTransition(HybridLoaderError, RuntimeError):
+    """A state machine was asked for a move that its table does not hold. Nothing was changed."""
+
+
+class WorkerTraceback(Exception):  # noqa: N818 - it is a traceback in the place of an exception
+    """The traceback of a worker in another process, as text: the ``__cause__`` of its exception."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+class Failure:
+    """An exception on its way from a worker to the consumer.
+
+    Within a process it carries the exception itself. When pickled it carries the exception's type,
+    arguments and attributes, and its traceback as text. An exception whose own pickling is broken
+    (a constructor with several arguments is the common case) is rebuilt without calling the
+    constructor, so it arrives with the same type and ``args``.
+    """
+
+    def __init__(self, exception: BaseException) -> None:
+        self.exception = exception
+        self.traceback: str | None = None
+
+    def to_exception(self, note: str) -> BaseException:
+        """Give back the exception, with `note` added to say where it happened."""
+        exception = self.exception
+        if self.traceback is not None:
+            exception.__cause__ = WorkerTraceback(f"{note}\n{self.traceback}")
+        add_note(exception, note)
+        return exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = self.traceback or "".join(
+            traceback.format_exception(
+                type(self.exception), self.exception, self.exception.__traceback__
+            )
+        )
+        return _rebuild_failure, (_freeze(self.exception), text)
+
+
+def add_note(exception: BaseException, note: str) -> None:
+    """``exception.add_note(note)``, also on Python 3.10, and only once for the same note."""
+    notes = getattr(exception, "__notes__", None)
+    if notes is None:
+        try:
+            exception.__notes__ = [note]  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):  # an exception class with __slots__ or a frozen one
+            pass
+    elif note not in notes:
+        notes.append(note)
+
+
+def _freeze(exception: BaseException) -> bytes:
+    """Pickle `exception` so that it is certain to load again."""
+    import cloudpickle
+
+    kind = type(exception)
+    try:
+        whole: bytes = cloudpickle.dumps(exception)
+        copy = pickle.loads(whole)
+        if type(copy).__qualname__ == kind.__qualname__ and len(copy.args) == len(exception.args):
+            return whole
+    except Exception:  # what a broken __reduce__ or __init__ raises can be anything
+        pass
+    args = tuple(_sendable(value) for value in exception.args)
+    state = {name: _sendable(value) for name, value in vars(exception).items()}
+    try:
+        parts: bytes = cloudpickle.dumps(_Parts(kind, args, state))
+    except Exception:  # the class itself can't be pickled: tell its name
+        message = f"{kind.__module__}.{kind.__qualname__}: {exception}"
+        parts = cloudpickle.dumps(_Parts(RuntimeError, (message,), {}))
+    return parts
+
+
+class _Parts:
+    """What an exception is made of, for those that can't be pickled whole."""
+
+    def __init__(
+        self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
+    ) -> None:
+        self.kind, self.args, self.state = kind, args, state
+
+    def assemble(self) -> BaseException:
+        exception = self.kind.__new__(self.kind, *self.args)
+        exception.args = self.args
+        exception.__dict__.update(self.state)
+        return exception
+
+
+def _sendable(value: Any) -> Any:
+    import cloudpickle
+
+    try:
+        pickle.loads(cloudpickle.dumps(value))
+    except Exception:  # as above
+        return repr(value)
+    return value
+
+
+def _rebuild_failure(frozen: bytes, text: str) -> Failure:
+    try:
+        thawed = pickle.loads(frozen)
+        exception = thawed.assemble() if isinstance(thawed, _Parts) else thawed
+    except Exception as error:  # e.g. a class that this process can't import
+        exception = RuntimeError(f"a worker's exception could not be loaded here: {error!r}")
+    failure = Failure(exception)
+    failure.traceback = text
+    return failure

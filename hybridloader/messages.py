@@ -1,0 +1,119 @@
+"""What travels between a stage and its workers: messages one way, events the other.
+
+Nothing here knows what carries it. Every class is frozen and made of plain values, so that it can
+go by reference to a thread and by pickle to a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Union
+
+if TYPE_CHECKING:
+    from hybridloader.contract import Payload
+    from hybridloader.errors import Failure
+    from hybridloader.fetch import Fetch
+    from hybridloader.refresh import Change
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What every worker of one stage is told when it starts; the same object for all of them.
+
+    Attributes
+    ----------
+    stage
+        The name that errors give to the stage.
+    workers
+        How many workers the stage has. 0 means that the caller does the work itself, in its own
+        context: no worker info, no seeding, no `init_fn`, as torch does with ``num_workers=0``.
+    fetch
+        Makes one result out of one index; opened once per worker and epoch.
+    base_seed
+        Worker ``i`` is seeded with ``base_seed + i``.
+    init_fn
+        Called in each worker, after seeding, with the worker's number.
+    shared_seed
+        The seed that all workers of an `IterDataPipe` share in the first epoch.
+    """
+
+    stage: str
+    workers: int
+    fetch: Fetch
+    base_seed: int = 0
+    init_fn: Callable[[int], None] | None = None
+    shared_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Fetch `index` and answer with `seq`."""
+
+    seq: int
+    index: Any
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A new epoch: drop the tasks that came before, take over `changes`, open a new fetcher."""
+
+    epoch: int
+    shared_seed: int | None = None
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stop:
+    """No more tasks will come: finish."""
+
+
+Message = Union[Task, Begin, Stop]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker has started and ran its `init_fn`."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """Task `seq` has a value."""
+
+    worker: int
+    seq: int
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Task `seq` raised; the worker goes on."""
+
+    worker: int
+    seq: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Exhausted:
+    """The worker's shard of an iterable dataset ended when it was asked for task `seq`.
+
+    It answers no further task of this epoch.
+    """
+
+    worker: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The worker is gone. `cause` is None when it was asked to go, else says what happened."""
+
+    worker: int
+    cause: str | None = None
+
+
+Result = Union[Done, Failed]
+Event = Union[Ready, Done, Failed, Exhausted, Exited]

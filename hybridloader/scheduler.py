@@ -1,0 +1,322 @@
+"""The scheduler: what goes to which worker, what comes out next, what an exit means.
+
+A pure state machine. It holds sequence numbers and states; it never holds a thread, a process, a
+clock, a tensor or an index, and it never waits. The pump (`stage.py`) asks it what to do and tells
+it what happened.
+
+Theory of operation
+-------------------
+Each task gets the next sequence number, `assign` says which worker it goes to. A task is in one of
+two dicts: `sent` (seq -> worker) until its result comes, then `done` (seq -> result) until it is
+popped. The two are disjoint, and together hold at most `window` tasks. Numbers are never reused:
+an epoch begins at `first`, whatever is older is stale. Every number that was assigned leaves
+exactly once: popped as a value or an error, or counted in `skipped` (the worker's shard ended
+before it) or in `abandoned` (a new epoch or a close came first).
+
+Both machines are the tables below. A pair that is not in its table is illegal: it raises
+`IllegalTransition` and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from hybridloader.errors import IllegalTransition
+from hybridloader.messages import Done, Event, Exhausted, Exited, Failed, Ready, Result
+
+
+class Run(Enum):
+    """States of a run."""
+
+    NEW = "NEW"
+    RUNNING = "RUNNING"
+    DRAINING = "DRAINING"
+    IDLE = "IDLE"
+    CLOSING = "CLOSING"
+    CLOSED = "CLOSED"
+
+
+class Work(Enum):
+    """States of a worker."""
+
+    STARTING = "STARTING"
+    READY = "READY"
+    EXHAUSTED = "EXHAUSTED"
+    STOPPING = "STOPPING"
+    GONE = "GONE"
+
+
+# fmt: off
+RUN_TABLE: dict[tuple[Run, str], Run] = {
+    (Run.NEW,      "begin"):   Run.RUNNING,
+    (Run.NEW,      "fault"):   Run.CLOSING,
+    (Run.NEW,      "close"):   Run.CLOSING,
+    (Run.RUNNING,  "begin"):   Run.RUNNING,
+    (Run.RUNNING,  "ended"):   Run.DRAINING,
+    (Run.RUNNING,  "fault"):   Run.CLOSING,
+    (Run.RUNNING,  "close"):   Run.CLOSING,
+    (Run.DRAINING, "begin"):   Run.RUNNING,
+    (Run.DRAINING, "drained"): Run.IDLE,
+    (Run.DRAINING, "fault"):   Run.CLOSING,
+    (Run.DRAINING, "close"):   Run.CLOSING,
+    (Run.IDLE,     "begin"):   Run.RUNNING,
+    (Run.IDLE,     "fault"):   Run.CLOSING,
+    (Run.IDLE,     "close"):   Run.CLOSING,
+    (Run.CLOSING,  "fault"):   Run.CLOSING,
+    (Run.CLOSING,  "close"):   Run.CLOSING,
+    (Run.CLOSING,  "gone"):    Run.CLOSED,
+    (Run.CLOSED,   "close"):   Run.CLOSED,
+}
+
+WORK_TABLE: dict[tuple[Work, str], Work] = {
+    (Work.STARTING,  "ready"):     Work.READY,
+    (Work.STARTING,  "begin"):     Work.STARTING,
+    (Work.STARTING,  "stop"):      Work.STOPPING,
+    (Work.STARTING,  "exited"):    Work.GONE,
+    (Work.READY,     "exhausted"): Work.EXHAUSTED,
+    (Work.READY,     "begin"):     Work.READY,
+    (Work.READY,     "stop"):      Work.STOPPING,
+    (Work.READY,     "exited"):    Work.GONE,
+    (Work.EXHAUSTED, "exhausted"): Work.EXHAUSTED,
+    (Work.EXHAUSTED, "begin"):     Work.READY,
+    (Work.EXHAUSTED, "stop"):      Work.STOPPING,
+    (Work.EXHAUSTED, "exited"):    Work.GONE,
+    (Work.STOPPING,  "ready"):     Work.STOPPING,
+    (Work.STOPPING,  "exhausted"): Work.STOPPING,
+    (Work.STOPPING,  "stop"):      Work.STOPPING,
+    (Work.STOPPING,  "exited"):    Work.GONE,
+    (Work.GONE,      "stop"):      Work.GONE,
+}
+# fmt: on
+
+ACTIVE = (Work.STARTING, Work.READY)
+
+
+class Fault(NamedTuple):
+    """A worker that ended unasked: its number, the cause, the tasks it had, oldest first."""
+
+    worker: int
+    cause: str
+    in_flight: tuple[int, ...]
+
+
+Dispatch = Callable[[int, Sequence[Work], Sequence[int], int], "int | None"]
+"""``(last worker, states, tasks each holds, window) -> worker or None``: who gets the next task."""
+
+
+def round_robin(last: int, states: Sequence[Work], load: Sequence[int], window: int) -> int | None:
+    """The next active worker in the circle: torch's rule, so that worker ``k`` gets batch ``k``."""
+    count = len(states)
+    for step in range(1, count + 1):
+        worker = (last + step) % count
+        if states[worker] in ACTIVE:
+            return worker
+    return None
+
+
+def round_robin_with_room(
+    last: int, states: Sequence[Work], load: Sequence[int], window: int
+) -> int | None:
+    """The next active worker that holds less than its share: torch's rule for ``in_order=False``."""
+    count = len(states)
+    share = window // max(1, sum(state in ACTIVE for state in states))
+    for step in range(1, count + 1):
+        worker = (last + step) % count
+        if states[worker] in ACTIVE and load[worker] < share:
+            return worker
+    return None
+
+
+class Scheduler:
+    """Decides for one stage; see the module for the rules.
+
+    Parameters
+    ----------
+    workers
+        How many workers there are, at least 1.
+    window
+        How many tasks may be under way or waiting to be popped, at least 1.
+    ordered
+        Whether results are popped in the order in which tasks were assigned, or as they come.
+    dispatch
+        Who gets the next task.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        window: int,
+        *,
+        ordered: bool = True,
+        dispatch: Dispatch = round_robin,
+    ) -> None:
+        if workers < 1 or window < 1:
+            raise ValueError(f"need workers >= 1 and window >= 1, got {workers} and {window}")
+        self.window = window
+        self.ordered = ordered
+        self.dispatch = dispatch
+        # All the mutable state:
+        self.run = Run.NEW
+        self.workers = [Work.STARTING] * workers
+        self.sent: dict[int, int] = {}
+        self.done: dict[int, Result] = {}
+        self.first = self.next_out = self.next_in = 0
+        self.skipped = self.abandoned = 0
+        self.fault: Fault | None = None
+        self._last = workers - 1
+        self._load = [0] * workers  # tasks in `sent` or `done`, by worker
+
+    def __repr__(self) -> str:
+        workers = " ".join(state.value for state in self.workers)
+        return (
+            f"<Scheduler {self.run.value} [{workers}] sent={sorted(self.sent)} "
+            f"done={sorted(self.done)} out={self.next_out} in={self.next_in}>"
+        )
+
+    # -- moves -----------------------------------------------------------------------------------
+
+    def begin(self) -> list[Result]:
+        """Begin an epoch; the results that nobody will pop come back, to be discarded."""
+        run = self._after(self.run, "begin")
+        workers = [self._worker_after(i, "begin") for i in range(len(self.workers))]
+        self.run, self.workers = run, workers
+        dropped = self._abandon()
+        self.first = self.next_out = self.next_in
+        self._last = len(workers) - 1
+        return dropped
+
+    @property
+    def candidate(self) -> int | None:
+        """The worker that the next task would go to; None while no task is wanted."""
+        if self.run is not Run.RUNNING or len(self.sent) + len(self.done) >= self.window:
+            return None
+        return self.dispatch(self._last, self.workers, self._load, self.window)
+
+    def assign(self) -> tuple[int, int]:
+        """Take the next sequence number; give it and the worker that its task must be sent to."""
+        worker = self.candidate
+        if worker is None:
+            raise IllegalTransition(f"assign: no task is wanted in {self!r}")
+        seq = self.next_in
+        self.next_in += 1
+        self.sent[seq] = self._last = worker
+        self._load[worker] += 1
+        return seq, worker
+
+    def source_ended(self) -> None:
+        """There is nothing more to assign in this epoch."""
+        self.run = self._after(self.run, "ended")
+
+    def handle(self, event: Event) -> bool:
+        """Take in what a worker reported; False if it is stale and its payload to be discarded."""
+        if isinstance(event, (Done, Failed)):
+            return self._handle_result(event)
+        if isinstance(event, Exhausted):
+            return self._handle_exhausted(event)
+        if isinstance(event, Exited):
+            self._handle_exited(event)
+            return True
+        assert isinstance(event, Ready)
+        self.workers[event.worker] = self._worker_after(event.worker, "ready")
+        return True
+
+    def pop(self) -> Result | None:
+        """The next result in turn, or None if it has not come."""
+        if not self.done:
+            return None
+        if self.ordered:
+            while self.next_out not in self.sent and self.next_out not in self.done:
+                self.next_out += 1  # its worker's shard had ended before it
+            seq = self.next_out
+        else:
+            seq = next(iter(self.done))
+        result = self.done.pop(seq, None)
+        if result is not None:
+            self._load[result.worker] -= 1
+            if self.ordered:
+                self.next_out = seq + 1
+        return result
+
+    def drain(self) -> bool:
+        """Whether the epoch is over: nothing more to assign, nothing under way, all popped."""
+        if self.run is Run.DRAINING and not self.sent and not self.done:
+            self.run = self._after(self.run, "drained")
+        return self.run is Run.IDLE
+
+    def stop(self, worker: int) -> None:
+        """The worker was told to stop."""
+        self.workers[worker] = self._worker_after(worker, "stop")
+
+    def close(self) -> list[Result]:
+        """The run ends here; the results that nobody will pop come back, to be discarded."""
+        self.run = self._after(self.run, "close")
+        self.workers = [self._worker_after(i, "stop") for i in range(len(self.workers))]
+        if self.run is not Run.CLOSED and self._all_gone():
+            self.run = self._after(self.run, "gone")
+        return self._abandon()
+
+    # -- the parts -------------------------------------------------------------------------------
+
+    def _handle_result(self, event: Done | Failed) -> bool:
+        if event.seq < self.first or self.run in (Run.CLOSING, Run.CLOSED):
+            return False
+        if self.sent.get(event.seq) != event.worker:
+            raise IllegalTransition(f"worker {event.worker} reported task {event.seq} in {self!r}")
+        del self.sent[event.seq]
+        self.done[event.seq] = event
+        return True
+
+    def _handle_exhausted(self, event: Exhausted) -> bool:
+        if event.seq < self.first or self.run in (Run.CLOSING, Run.CLOSED):
+            return False
+        state = self._worker_after(event.worker, "exhausted")
+        states = [*self.workers[: event.worker], state, *self.workers[event.worker + 1 :]]
+        run = self.run
+        if run is Run.RUNNING and not any(s in ACTIVE for s in states):
+            run = self._after(run, "ended")
+        self.run, self.workers = run, states
+        for seq in [seq for seq, worker in self.sent.items() if worker == event.worker]:
+            del self.sent[seq]
+            self._load[event.worker] -= 1
+            self.skipped += 1
+        return True
+
+    def _handle_exited(self, event: Exited) -> None:
+        asked = self.workers[event.worker] is Work.STOPPING
+        gone = self._worker_after(event.worker, "exited")
+        run = self.run if asked else self._after(self.run, "fault")
+        self.workers[event.worker], self.run = gone, run
+        if not asked and self.fault is None:
+            held = tuple(sorted(s for s, worker in self.sent.items() if worker == event.worker))
+            self.fault = Fault(event.worker, event.cause or "exited without being asked to", held)
+        if self.run is Run.CLOSING and self._all_gone():
+            self.run = self._after(self.run, "gone")
+
+    def _abandon(self) -> list[Result]:
+        dropped = list(self.done.values())
+        self.abandoned += len(self.sent) + len(dropped)
+        self.sent.clear()
+        self.done.clear()
+        self._load = [0] * len(self.workers)
+        return dropped
+
+    def _all_gone(self) -> bool:
+        return all(state is Work.GONE for state in self.workers)
+
+    @staticmethod
+    def _after(state: Run, event: str) -> Run:
+        try:
+            return RUN_TABLE[state, event]
+        except KeyError:
+            raise IllegalTransition(f"run is {state.value}: {event!r} is illegal") from None
+
+    def _worker_after(self, worker: int, event: str) -> Work:
+        state = self.workers[worker]
+        try:
+            return WORK_TABLE[state, event]
+        except KeyError:
+            raise IllegalTransition(
+                f"worker {worker} is {state.value}: {event!r} is illegal"
+            ) from None

@@ -1,0 +1,189 @@
+"""Sending a stage's work to processes that share no memory: what, how, and why it can't be done.
+
+cloudpickle does the work, so that lambdas, classes defined in a function and whatever lives in
+``__main__`` arrive, without a ``__main__`` guard. Tensors that are in shared memory stay shared: a
+dataset that keeps its epoch in such a tensor sees in every worker what the parent writes to it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from hybridloader.errors import ShippingError
+
+_local = threading.local()
+
+
+class Shipment:
+    """Pickled once, sent to any number of workers.
+
+    Attributes
+    ----------
+    data
+        The pickle.
+    fds
+        Descriptors that must go along with it, owned by the shipment.
+    """
+
+    def __init__(self, data: bytes, fds: list[int]) -> None:
+        self.data, self.fds = data, fds
+
+    def close(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def ship(thing: Any, what: str, *, share: bool) -> Shipment:
+    """Pickle `thing`.
+
+    Parameters
+    ----------
+    what
+        What it is, for the error.
+    share
+        Whether descriptors can be sent along, so that shared tensors stay shared. Else their
+        values are copied.
+
+    Raises
+    ------
+    ShippingError
+        It can't be pickled; names the attribute that is to blame.
+    """
+    import cloudpickle
+
+    out = io.BytesIO()
+    shipment = Shipment(b"", [])
+    pickler = _pickler(cloudpickle.Pickler, out, shipment.fds if share else None)
+    try:
+        pickler.dump(thing)
+    except Exception as error:  # pickle's own errors are of many types
+        shipment.close()
+        culprit = _culprit(thing, what)
+        raise ShippingError(
+            f"{culprit} can't be pickled, so it can't be sent to a worker process: {error}. "
+            "Open it in worker_init_fn or in __getitem__ instead of __init__, or use "
+            "backend='threads' (nothing is sent) or, where there is fork, backend='fork'."
+        ) from error
+    shipment.data = out.getvalue()
+    return shipment
+
+
+def receive(data: bytes | memoryview, fds: list[int]) -> Any:
+    """The inverse of `ship`, in the worker; closes `fds`."""
+    _local.fds = fds
+    try:
+        return pickle.loads(data)
+    finally:
+        _local.fds = []
+        for fd in fds:
+            os.close(fd)
+
+
+def replicate(thing: Any, what: str) -> Any:
+    """A private copy of `thing` within this process, as if it had been sent to another.
+
+    Functions, classes and modules are not copied, and neither are tensors in shared memory.
+
+    Raises
+    ------
+    ShippingError
+        It can't be copied; names the attribute that is to blame.
+    """
+    import cloudpickle
+
+    kept: list[Any] = []
+
+    class Copier(cloudpickle.Pickler):  # type: ignore[misc]
+        def persistent_id(self, obj: Any) -> int | None:
+            if isinstance(obj, (types.FunctionType, types.ModuleType, type)) or _is_shared(obj):
+                kept.append(obj)
+                return len(kept) - 1
+            return None
+
+    class Pasting(pickle.Unpickler):
+        def persistent_load(self, pid: int) -> Any:
+            return kept[pid]
+
+    out = io.BytesIO()
+    try:
+        Copier(out, protocol=5).dump(thing)
+    except Exception as error:
+        raise ShippingError(
+            f"{_culprit(thing, what)} can't be copied, and each worker needs a copy of its own: "
+            f"{error}"
+        ) from error
+    out.seek(0)
+    return Pasting(out).load()
+
+
+def _is_shared(obj: Any) -> bool:
+    import torch
+
+    return type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.is_shared()
+
+
+def _pickler(base: Any, out: io.BytesIO, fds: list[int] | None) -> Any:
+    class Pickler(base):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if fds is not None and _is_shared(obj):
+                return _reduce_shared(obj, fds)
+            return super().reducer_override(obj)
+
+    return Pickler(out, protocol=5)
+
+
+def _reduce_shared(tensor: Any, fds: list[int]) -> Any:
+    # torch.multiprocessing.reductions does the same over a socket of its own
+    # (_share_fd_cpu_ / _new_shared_fd_cpu; torch 2.13).
+    fd, size = tensor.untyped_storage()._share_fd_cpu_()[:2]
+    fds.append(os.dup(fd))
+    where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return _rebuild_shared, (len(fds) - 1, size, str(tensor.dtype).removeprefix("torch."), *where)
+
+
+def _rebuild_shared(
+    number: int, size: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Any:
+    import torch
+
+    new: Any = torch.UntypedStorage._new_shared_fd_cpu
+    storage = new(os.dup(_local.fds[number]), size)
+    return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
+
+
+def _culprit(thing: Any, path: str) -> str:
+    """The deepest part of `thing` that can't be pickled, as a path of attributes."""
+    import cloudpickle
+
+    deepest, seen = (path, thing), {id(thing)}
+    while True:
+        for step, part in _parts(deepest[1]):
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            try:
+                cloudpickle.dumps(part)
+            except Exception:
+                deepest = (deepest[0] + step, part)
+                break
+        else:
+            return f"{deepest[0]} (a {type(deepest[1]).__qualname__})"
+
+
+def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, dict):
+        yield from ((f"[{key!r}]", value) for key, value in thing.items())
+    elif isinstance(thing, (list, tuple)):
+        yield from ((f"[{i}]", value) for i, value in enumerate(thing))
+    elif isinstance(thing, types.FunctionType):
+        names = thing.__code__.co_freevars
+        for name, cell in zip(names, thing.__closure__ or (), strict=True):
+            yield f".<closure>.{name}", cell.cell_contents
+    else:
+        yield from ((f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items())

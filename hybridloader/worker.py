@@ -1,0 +1,193 @@
+"""The one worker: what every worker of every backend does, step by step.
+
+A backend gives it messages and takes its events. It seeds itself, runs the user's `init_fn`, opens
+a fetcher for each epoch and answers tasks. It does not know whether it lives in a thread, in a
+process or in the caller, nor how its messages travel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hybridloader.contract import Payload
+from hybridloader.errors import Failure
+from hybridloader.fetch import Abandoned, Cancelled, EndOfShard, Fetcher
+from hybridloader.messages import (
+    Begin,
+    Done,
+    Event,
+    Exhausted,
+    Failed,
+    Message,
+    Ready,
+    Stop,
+    Task,
+    WorkerSpec,
+)
+from hybridloader.refresh import apply
+from hybridloader.seeding import Seeds
+from hybridloader.worker_info import set_worker_info
+
+
+class Worker:
+    """One worker, driven from outside by `step`.
+
+    Whatever the user's code raises as an `Exception` becomes the answer to a task: an error in a
+    sample answers that task, an error in `init_fn` or in opening the dataset answers every task
+    of the epoch. Anything else (`SystemExit`, `KeyboardInterrupt`) ends the worker.
+
+    Parameters
+    ----------
+    worker
+        Its number, from 0.
+    spec
+        What all workers of the stage are told; its dataset is the copy that this worker reads.
+    seeds
+        How it comes to its random numbers.
+    wrap
+        Makes the payload of a result.
+    cancelled
+        Whether the iterator was closed meanwhile, so that the rest of a batch can be left out.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        spec: WorkerSpec,
+        seeds: Seeds,
+        wrap: Callable[[Any], Payload],
+        cancelled: Cancelled,
+    ) -> None:
+        self.worker = worker
+        self._spec = spec
+        self._seeds = seeds
+        self._wrap = wrap
+        self._cancelled = cancelled
+        self.info = self._describe()
+        self._fetcher: Fetcher | None = None
+        self._broken: Exception | None = None
+        self._exhausted = False
+
+    def open(self) -> Ready:
+        """Seed, run `init_fn`, open the first fetcher."""
+        spec = self._spec
+        with self._seeds.initialising(spec.base_seed, self.worker):
+            try:
+                if spec.init_fn is not None and spec.workers > 0:
+                    spec.init_fn(self.worker)
+                self._fetcher = spec.fetch.open(spec.shared_seed, self._cancelled)
+            except Exception as error:
+                if spec.workers == 0:
+                    raise
+                self._broken = error
+        return Ready(self.worker)
+
+    def step(self, message: Task | Begin) -> Event | None:
+        """Do what `message` says; give what there is to report, or None."""
+        with self._seeds.working():
+            if isinstance(message, Begin):
+                self._begin(message)
+                return None
+            return self._answer(message)
+
+    def _begin(self, message: Begin) -> None:
+        self._exhausted = False
+        if self._broken is not None and self._fetcher is None:
+            return  # init_fn failed: nothing was ever opened, and the reason stays the same
+        self._broken = None
+        try:
+            apply(self._spec.fetch.dataset, message.changes)
+            self._fetcher = self._spec.fetch.open(message.shared_seed, self._cancelled)
+        except Exception as error:
+            self._broken = error
+
+    def _answer(self, task: Task) -> Event | None:
+        if self._exhausted:
+            return None
+        try:
+            if self._broken is not None:
+                raise self._broken
+            assert self._fetcher is not None
+            return Done(self.worker, task.seq, self._wrap(self._fetcher(task.index)))
+        except EndOfShard:
+            self._exhausted = True
+            return Exhausted(self.worker, task.seq)
+        except Abandoned:
+            return None
+        except StopIteration as error:
+            # torch lets it through, and a map-style dataset that leaks a StopIteration ends the
+            # user's loop early, without a word. As in PEP 479, it becomes a RuntimeError.
+            leak = RuntimeError("the dataset or the collate function raised StopIteration")
+            leak.__cause__ = error
+            return Failed(self.worker, task.seq, Failure(leak))
+        except Exception as error:
+            return Failed(self.worker, task.seq, Failure(error))
+
+    def _describe(self) -> Any:
+        """This worker's `WorkerInfo`; None when the caller does the work itself."""
+        spec = self._spec
+        if spec.workers == 0:
+            return None
+        from torch.utils.data._utils.worker import WorkerInfo
+
+        return WorkerInfo(
+            id=self.worker,
+            num_workers=spec.workers,
+            seed=spec.base_seed + self.worker,
+            dataset=spec.fetch.dataset,
+            rng=self._seeds.generators(spec.base_seed, self.worker),
+            worker_method=self._seeds.method,
+        )
+
+
+class Source(Protocol):
+    """Where a worker's messages come from."""
+
+    def get(self) -> Message:
+        """The next message; waits for it."""
+
+    def empty(self) -> bool:
+        """Whether `get` would have to wait."""
+
+
+class Inbox:
+    """A worker's messages in order, where a `Begin` or a `Stop` supersedes the tasks before it.
+
+    After a break the tasks of the old epoch are still in the worker's queue; without this it would
+    do them all before it comes to the new epoch.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._waiting: deque[Message] = deque()
+
+    def get(self) -> Message:
+        waiting = self._waiting
+        while not waiting or not self._source.empty():
+            message = self._source.get()
+            if isinstance(message, Stop):
+                waiting.clear()
+            elif isinstance(message, Begin):
+                # Keep the changes of earlier Begins: each tells only what is new since the last.
+                begins = [old for old in waiting if isinstance(old, Begin)]
+                waiting.clear()
+                waiting.extend(begins)
+            waiting.append(message)
+        return waiting.popleft()
+
+
+def run(worker: Worker, source: Source, report: Callable[[Event], None]) -> None:
+    """Answer messages until `Stop`: the loop of every worker that has a thread to itself."""
+    set_worker_info(worker.info)
+    inbox = Inbox(source)
+    report(worker.open())
+    while True:
+        message = inbox.get()
+        if isinstance(message, Stop):
+            return
+        event = worker.step(message)
+        if event is not None:
+            report(event)
+        del event, message  # a batch must not outlive its sending

@@ -1,0 +1,71 @@
+"""What all tests share: nothing may be left behind."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+_PATIENCE = 5.0
+"""Seconds that what is already ending gets to be gone."""
+
+
+def _children() -> set[psutil.Process]:
+    """Child processes, without the two trackers that Python and loky keep for the process's life."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            line = " ".join(child.cmdline())
+        except psutil.Error:
+            continue
+        if "resource_tracker" in line or "forkserver" in line:
+            continue
+        found.add(child)
+    return found
+
+
+def _descriptors() -> int:
+    folder = Path("/proc/self/fd")
+    return len(os.listdir(folder)) if folder.exists() else 0
+
+
+def _segments() -> set[str]:
+    folder = Path("/dev/shm")
+    return set(os.listdir(folder)) if folder.exists() else set()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trackers_running() -> None:
+    """Start what lives as long as the process, so that no single test seems to have left it."""
+    from multiprocessing import resource_tracker
+
+    from loky.backend.resource_tracker import _resource_tracker
+
+    resource_tracker.ensure_running()
+    _resource_tracker.ensure_running()
+    multiprocessing.set_forkserver_preload([])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a child, a thread, a descriptor or a segment behind."""
+    gc.collect()
+    children, threads = _children(), set(threading.enumerate())
+    descriptors, segments = _descriptors(), _segments()
+    yield
+    gc.collect()
+    _, alive = psutil.wait_procs(list(_children() - children), timeout=_PATIENCE)
+    assert not alive, f"left child processes: {alive}"
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(_PATIENCE)
+        assert not thread.is_alive(), f"left thread: {thread}"
+    assert _segments() <= segments, f"left segments: {_segments() - segments}"
+    if request.node.get_closest_marker("forkserver") is None:
+        gc.collect()
+        assert _descriptors() <= descriptors, "left descriptors open"
