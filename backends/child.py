@@ -144,7 +144,8 @@ class _Desk:
 
     def _report_done(self, seq: int, packed: Packed) -> None:
         header, buffers = packed
-        place, size, fd, retired = None, 0, None, []
+        place: arena.Place | None = None
+        size, fd, retired = 0, None, list[int]()
         if self._slots is not None and buffers:
             try:
                 place, fd, retired = self._slots.write(buffers)

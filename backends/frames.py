@@ -28,7 +28,9 @@ class Frame(NamedTuple):
 def encode(parts: Sequence[Buffer], fds: Sequence[int] = ()) -> list[Buffer]:
     """The pieces to write, in order, without copying the parts."""
     sizes = [memoryview(part).nbytes for part in parts]
-    pieces: list[Buffer] = [_HEAD.pack(len(parts), len(fds)) + struct.pack(f"<{len(parts)}Q", *sizes)]
+    pieces: list[Buffer] = [
+        _HEAD.pack(len(parts), len(fds)) + struct.pack(f"<{len(parts)}Q", *sizes)
+    ]
     for part, size in zip(parts, sizes, strict=True):
         pieces.append(part)
         if size % ALIGN:

@@ -21,7 +21,17 @@ from hybridloader.backends.portable import PortableChannel, PortablePost
 from hybridloader.backends.sockets import SocketChannel, SocketPost, parent_ends
 from hybridloader.contract import Crew, WorkerHandle
 from hybridloader.errors import BackendUnavailable
-from hybridloader.messages import Done, Event, Exhausted, Exited, Failed, Message, Ready, Stop, WorkerSpec
+from hybridloader.messages import (
+    Done,
+    Event,
+    Exhausted,
+    Exited,
+    Failed,
+    Message,
+    Ready,
+    Stop,
+    WorkerSpec,
+)
 from hybridloader.packing import pack, unpack
 from hybridloader.shipping import Shipment, ship
 

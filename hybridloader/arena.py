@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 ALIGN = 64
@@ -43,10 +44,9 @@ def available() -> bool:
 
 def _posix_shm() -> Any:
     try:
-        import _posixshmem
+        return import_module("_posixshmem")
     except ImportError:
         return None
-    return _posixshmem
 
 
 def _anonymous_file(size: int) -> int:
@@ -80,9 +80,7 @@ class Mapping:
 
     def __init__(self, fd: int, size: int) -> None:
         # PROT_* are 1 and 2 and MAP_SHARED is 1 on Linux, macOS and the BSDs; mmap names them.
-        address = _libc().mmap(
-            None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0
-        )
+        address = _libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
         if address is None or address == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()
             raise OSError(code, f"could not map {size} bytes: {os.strerror(code)}")

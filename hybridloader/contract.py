@@ -117,7 +117,7 @@ class Backend(ABC):
 
         Called before any worker starts. By default every backend can serve.
         """
-        return None
+        return
 
     @abstractmethod
     def open(self) -> Crew:

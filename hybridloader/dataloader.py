@@ -222,9 +222,8 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _shard_datapipe(self) -> None:
         """Each rank and each worker reads its own part of a data pipe; the rules are torch's."""
         if self._num_workers == 0:
-            torch.utils.data.graph_settings.apply_sharding(
-                self._dataset, self._world_size, self._rank
-            )
+            pipe: Any = self._dataset
+            torch.utils.data.graph_settings.apply_sharding(pipe, self._world_size, self._rank)
         else:
             self._worker_init_fn = functools.partial(
                 _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
@@ -235,7 +234,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             stage="DataLoader",
             workers=self._num_workers,
             fetch=self._fetch(),
-            base_seed=self._base_seed,
+            base_seed=int(self._base_seed),
             init_fn=self._worker_init_fn,
             shared_seed=self._shared_seed,
         )
@@ -258,7 +257,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return MapFetch(dataset, self._collate_fn, batched, private)
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
-        super()._reset(loader, first_iter)  # type: ignore[no-untyped-call]
+        super()._reset(loader, first_iter)
         if self._stage.closed:  # a worker had died, or somebody closed it: start again
             self._stage = self._start()
         changes = () if first_iter or self._watch is None else self._watch.changes()
@@ -267,7 +266,8 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         data = next(self._stage)
         if self._pin_memory:
-            data = torch.utils.data._utils.pin_memory.pin_memory(data, self._pin_memory_device)
+            pin: Any = torch.utils.data._utils.pin_memory.pin_memory
+            data = pin(data, self._pin_memory_device)
         return data
 
     @property

@@ -47,7 +47,7 @@ class IllegalTransition(HybridLoaderError, RuntimeError):
     """A state machine was asked for a move that its table does not hold. Nothing was changed."""
 
 
-class WorkerTraceback(Exception):  # noqa: N818 - it is a traceback in the place of an exception
+class WorkerTraceback(Exception):
     """The traceback of a worker in another process, as text: the ``__cause__`` of its exception."""
 
     def __str__(self) -> str:

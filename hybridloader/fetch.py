@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 
-class EndOfShard(Exception):  # noqa: N818 - an end, not an error
+class EndOfShard(Exception):
     """The iterable dataset of this worker has no more to give in this epoch."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridloader.contract import Payload
@@ -68,7 +68,7 @@ class Stop:
     """No more tasks will come: finish."""
 
 
-Message = Union[Task, Begin, Stop]
+Message = Task | Begin | Stop
 
 
 @dataclass(frozen=True)
@@ -115,5 +115,5 @@ class Exited:
     cause: str | None = None
 
 
-Result = Union[Done, Failed]
-Event = Union[Ready, Done, Failed, Exhausted, Exited]
+Result = Done | Failed
+Event = Ready | Done | Failed | Exhausted | Exited

@@ -86,7 +86,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     import torch
 
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        return tensor.__reduce_ex__(5)
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if tensor.requires_grad and not tensor.is_leaf:
         raise pickle.PicklingError(
             "a tensor that requires grad and is not a leaf can't be sent to another process "
@@ -100,7 +100,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if flat.numel() == 0:
         data: Any = b""
     else:
-        data = pickle.PickleBuffer(flat.reshape(-1).view(torch.uint8).numpy())
+        array: Any = flat.reshape(-1).view(torch.uint8).numpy()
+        data = pickle.PickleBuffer(array)
     shape = tuple(flat.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return _rebuild_tensor, (data, dtype, shape, order, tensor.requires_grad)
@@ -110,7 +111,8 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions by falling stride, when that is not their own order and leaves no gap."""
     if tensor.is_contiguous():
         return None
-    order = tuple(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
+    stride = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else None
 
 

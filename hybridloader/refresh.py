@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-Path = tuple["str | int", ...]
+Path = tuple[Any, ...]  # names of attributes and places in lists, from the dataset inwards
 Change = tuple[Path, Any]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -88,7 +88,8 @@ def _bindings(dataset: Any) -> dict[Path, tuple[Any, bool]]:
         by_epoch = hasattr(node, "set_epoch")
         for name, value in vars(node).items():
             if not _is_dataset(value):
-                found[(*path, name)] = value, by_epoch
+                here = (*path, name)
+                found[here] = value, by_epoch
     return found
 
 
@@ -102,10 +103,11 @@ def _nodes(dataset: Any) -> Iterator[tuple[Path, Any]]:
         seen.add(id(node))
         yield path, node
         for name, value in vars(node).items():
+            here = (*path, name)
             if _is_dataset(value):
-                todo.append(((*path, name), value))
+                todo.append((here, value))
             elif isinstance(value, (list, tuple)) and value and _is_dataset(value[0]):
-                todo.extend(((*path, name, i), item) for i, item in enumerate(value))
+                todo.extend(((*here, i), item) for i, item in enumerate(value))
 
 
 def _is_dataset(value: Any) -> bool:

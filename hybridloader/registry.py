@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybridloader.contract import Backend
 from hybridloader.errors import BackendUnavailable
@@ -59,7 +59,7 @@ def normalise(name: str) -> str:
     return name.strip().lower().replace("_", "-")
 
 
-def get_backend(backend: str | Backend) -> Backend:
+def get_backend(backend: Any) -> Backend:
     """Give the backend that a name, a `Backend` instance or a `Backend` class stands for.
 
     Raises

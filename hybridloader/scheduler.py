@@ -273,7 +273,7 @@ class Scheduler:
             return False
         state = self._worker_after(event.worker, "exhausted")
         states = [*self.workers[: event.worker], state, *self.workers[event.worker + 1 :]]
-        run = self.run
+        run: Run = self.run
         if run is Run.RUNNING and not any(s in ACTIVE for s in states):
             run = self._after(run, "ended")
         self.run, self.workers = run, states

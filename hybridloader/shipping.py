@@ -125,7 +125,7 @@ def replicate(thing: Any, what: str) -> Any:
 def _is_shared(obj: Any) -> bool:
     import torch
 
-    return type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.is_shared()
+    return type(obj) is torch.Tensor and obj.device.type == "cpu" and bool(obj.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _pickler(base: Any, out: io.BytesIO, fds: list[int] | None) -> Any:
@@ -152,8 +152,8 @@ def _rebuild_shared(
 ) -> Any:
     import torch
 
-    new: Any = torch.UntypedStorage._new_shared_fd_cpu
-    storage = new(os.dup(_local.fds[number]), size)
+    cls: Any = torch.UntypedStorage
+    storage = cls._new_shared_fd_cpu(os.dup(_local.fds[number]), size)
     return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
 
 

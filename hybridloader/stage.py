@@ -101,9 +101,7 @@ class Stage(Iterator[Any]):
         self._clock = clock
         self._eager = lookahead > 0
         workers = max(1, spec.workers)
-        self._scheduler = Scheduler(
-            workers, max(1, lookahead), ordered=ordered, dispatch=dispatch
-        )
+        self._scheduler = Scheduler(workers, max(1, lookahead), ordered=ordered, dispatch=dispatch)
         # All the mutable state, besides the scheduler and the crew:
         self._epoch = -1
         self._source: Iterator[Any] = iter(())

@@ -1,0 +1,526 @@
+"""For authors of backends and for our own tests: a contract suite, and tools that replace waiting.
+
+`BackendContract` is the executable form of `hybridloader.contract`: subclass it in a test module, set
+`backend`, and pytest runs the suite. `Gate` lets a test decide when a worker goes on, wherever that
+worker lives; `FakeClock` and `ScriptedBackend` let it decide what happens and when, with no worker at
+all. Nothing here is imported by the rest of the package.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hybridloader.contract import Backend, Crew, WorkerHandle
+from hybridloader.fetch import Cancelled, EndOfShard, Fetcher
+from hybridloader.messages import (
+    Begin,
+    Done,
+    Event,
+    Exhausted,
+    Exited,
+    Failed,
+    Message,
+    Ready,
+    Stop,
+    Task,
+    WorkerSpec,
+)
+from hybridloader.worker_info import get_worker_info
+
+_DEADLINE = 60.0
+"""Seconds after which a test that waits for a worker gives up; never reached when all is well."""
+
+
+class FakeClock:
+    """A clock that a test sets: ``clock()`` gives `now`, in seconds."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Gate:
+    """Workers wait at it until the test opens it; the test waits until workers have arrived.
+
+    It is a folder, so it works across threads, processes and start methods, and it can be pickled.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder = Path(folder or tempfile.mkdtemp(prefix="hybridloader-gate-"))
+
+    def open(self) -> None:
+        (self.folder / "open").touch()
+
+    def arrive(self) -> None:
+        """In the worker: tell that it is here, and wait until the gate is open."""
+        descriptor, _ = tempfile.mkstemp(prefix="arrived-", dir=self.folder)
+        os.close(descriptor)
+        self._until((self.folder / "open").exists, "the gate was never opened")
+
+    def await_arrivals(self, count: int = 1) -> None:
+        """In the test: wait until `count` workers have come."""
+        self._until(
+            lambda: len(list(self.folder.glob("arrived-*"))) >= count, "no worker came to the gate"
+        )
+
+    @staticmethod
+    def _until(condition: Callable[[], bool], complaint: str) -> None:
+        deadline = time.monotonic() + _DEADLINE
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(complaint)
+            time.sleep(0.002)  # the one place that looks again and again, so that tests need not
+
+
+@dataclass
+class ScriptedBackend(Backend):
+    """A backend whose workers do what a script says.
+
+    Parameters
+    ----------
+    script
+        What successive calls of `wait` give. An item may be a function of the crew; it may look
+        at `crew.sent`, and move a `FakeClock`.
+    """
+
+    script: Iterable[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]] = ()
+    crews: list[ScriptedCrew] = field(default_factory=list)
+    name: ClassVar[str] = "scripted"
+    in_process: ClassVar[bool] = True
+
+    def open(self) -> Crew:
+        crew = ScriptedCrew(iter(self.script))
+        self.crews.append(crew)
+        return crew
+
+
+class ScriptedCrew(Crew):
+    """Records what it was asked in `started`, `sent`, `killed`, `woken` and `closed`."""
+
+    def __init__(
+        self, script: Iterator[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]]
+    ) -> None:
+        self._script = script
+        self.started: list[int] = []
+        self.sent: list[tuple[int, Message]] = []
+        self.killed: list[int] = []
+        self.woken = self.closed = 0
+
+    def start(self, worker: int, spec: WorkerSpec) -> None:
+        self.started.append(worker)
+
+    def send(self, worker: int, message: Message) -> None:
+        self.sent.append((worker, message))
+
+    def wait(self, timeout: float | None) -> Sequence[Event]:
+        try:
+            step = next(self._script)
+        except StopIteration:
+            raise AssertionError(
+                f"the script has ended, but was asked again; sent: {self.sent}"
+            ) from None
+        return step(self) if callable(step) else step
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def kill(self, worker: int) -> None:
+        self.killed.append(worker)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def handles(self) -> Sequence[WorkerHandle]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A `Fetch` that calls a function: the simplest work for a worker."""
+
+    function: Callable[[Any], Any]
+    dataset: Any = None
+    private: bool = False
+
+    def with_dataset(self, dataset: Any) -> Call:
+        return Call(self.function, dataset, self.private)
+
+    def open(self, shared_seed: int | None, cancelled: Cancelled) -> Fetcher:
+        return self.function
+
+
+@dataclass(frozen=True)
+class Count:
+    """A `Fetch` whose shard has `length` items in each epoch."""
+
+    length: int
+    dataset: Any = None
+    private: bool = True
+
+    def with_dataset(self, dataset: Any) -> Count:
+        return Count(self.length, dataset, self.private)
+
+    def open(self, shared_seed: int | None, cancelled: Cancelled) -> Fetcher:
+        items = iter(range(self.length))
+
+        def fetch(index: Any) -> int:
+            for item in items:
+                return item
+            raise EndOfShard
+
+        return fetch
+
+
+class BackendContract:
+    """The suite that every backend must pass; subclass it and set `backend`.
+
+    Examples
+    --------
+    >>> from hybridloader.testing import BackendContract
+    >>> from hybridloader import Threads
+    >>> class TestThreads(BackendContract):
+    ...     backend = Threads()
+    """
+
+    backend: ClassVar[Backend]
+
+    # -- tools -----------------------------------------------------------------------------------
+
+    def crew(self, spec: WorkerSpec) -> _Running:
+        """A crew of ``spec.workers`` started workers; a context manager that closes it."""
+        self.backend.check()
+        return _Running(self.backend.open(), spec)
+
+    @staticmethod
+    def spec(function: Callable[[Any], Any], workers: int = 1, **more: Any) -> WorkerSpec:
+        return WorkerSpec("contract", workers, Call(function), **more)
+
+    # -- starting, answering ----------------------------------------------------------------------
+
+    def test_every_worker_reports_that_it_is_ready_before_anything_else(self) -> None:
+        with self.crew(self.spec(_echo, workers=3)) as crew:
+            for worker in range(3):
+                crew.send(worker, Task(worker, "x"))
+            crew.collect(3)
+            for worker in range(3):
+                mine = [event for event in crew.events if event.worker == worker]
+                assert isinstance(mine[0], Ready)
+                assert isinstance(mine[1], Done)
+
+    def test_each_task_is_answered_once_and_in_order_per_worker(self) -> None:
+        with self.crew(self.spec(_echo, workers=2)) as crew:
+            for seq in range(40):
+                crew.send(seq % 2, Task(seq, seq))
+            results = crew.collect(40)
+            assert sorted(result.seq for result in results) == list(range(40))
+            for worker in range(2):
+                mine = [result.seq for result in results if result.worker == worker]
+                assert mine == list(range(worker, 40, 2))
+
+    def test_values_arrive_equal_and_writable(self) -> None:
+        import numpy as np
+
+        sent: list[Any] = [
+            None,
+            7,
+            "text",
+            b"bytes",
+            {"a": [1, (2.5, None)]},
+            np.arange(5),
+            np.arange(100_000, dtype=np.float32).reshape(100, 1000),
+            np.empty((0, 3)),
+            np.array(3.0),
+        ]
+        with self.crew(self.spec(_echo)) as crew:
+            for seq, value in enumerate(sent):
+                crew.send(0, Task(seq, value))
+            got = [crew.open(result) for result in crew.collect(len(sent))]
+        for before, after in zip(sent, got, strict=True):
+            assert type(before) is type(after)
+            if isinstance(before, np.ndarray):
+                assert before.dtype == after.dtype
+                np.testing.assert_array_equal(before, after)
+                after[...] = 0  # raises if it is read-only
+            else:
+                assert before == after
+
+    def test_large_results_do_not_mix_up(self) -> None:
+        with self.crew(self.spec(_filled, workers=2)) as crew:
+            for seq in range(12):
+                crew.send(seq % 2, Task(seq, seq))
+            kept = [(result.seq, crew.open(result)) for result in crew.collect(12)]
+            for seq, array in kept:
+                assert array.shape == (1 << 20,)
+                assert array.min() == array.max() == seq
+
+    def test_results_that_nobody_wants_can_be_discarded(self) -> None:
+        with self.crew(self.spec(_filled)) as crew:
+            for seq in range(8):
+                crew.send(0, Task(seq, seq))
+                (result,) = crew.collect(1)
+                assert isinstance(result, Done)
+                result.payload.discard()
+
+    def test_sending_large_tasks_to_a_busy_worker_does_not_block(self, tmp_path: Path) -> None:
+        gate = Gate(tmp_path)
+        with self.crew(self.spec(_at_gate(gate))) as crew:
+            for seq in range(6):
+                crew.send(0, Task(seq, bytes(1 << 20)))
+            gate.open()
+            assert [crew.open(result) for result in crew.collect(6)] == [1 << 20] * 6
+
+    def test_functions_made_on_the_spot_arrive(self) -> None:
+        offset = 41
+        with self.crew(self.spec(lambda x: x + offset)) as crew:
+            crew.send(0, Task(0, 1))
+            assert crew.open(crew.collect(1)[0]) == 42
+
+    # -- errors ----------------------------------------------------------------------------------
+
+    def test_an_error_answers_its_own_task_alone(self) -> None:
+        with self.crew(self.spec(_fail_on_odd)) as crew:
+            for seq in range(4):
+                crew.send(0, Task(seq, seq))
+            results = crew.collect(4)
+            assert [type(result) for result in results] == [Done, Failed, Done, Failed]
+            failed = results[1]
+            assert isinstance(failed, Failed)
+            error = failed.failure.to_exception("a note")
+            assert type(error) is ArithmeticError
+            assert error.args == ("odd", 1)
+
+    def test_an_error_in_init_fn_answers_every_task(self) -> None:
+        with self.crew(self.spec(_echo, init_fn=_broken_init)) as crew:
+            for seq in range(3):
+                crew.send(0, Task(seq, seq))
+            for result in crew.collect(3):
+                assert isinstance(result, Failed)
+                assert isinstance(result.failure.to_exception("a note"), LookupError)
+
+    def test_a_result_is_delivered_or_its_task_fails(self) -> None:
+        with self.crew(self.spec(_unpicklable)) as crew:
+            crew.send(0, Task(0, 0))
+            crew.send(0, Task(1, 1))
+            results = crew.collect(2)
+            assert isinstance(results[0], Done if self.backend.in_process else Failed)
+            assert crew.open(results[1]) == "fine"
+
+    # -- epochs ----------------------------------------------------------------------------------
+
+    def test_a_new_epoch_supersedes_the_tasks_before_it(self, tmp_path: Path) -> None:
+        gate = Gate(tmp_path)
+        with self.crew(self.spec(_at_gate(gate))) as crew:
+            for seq in range(5):
+                crew.send(0, Task(seq, b""))
+            crew.send(0, Begin(1))
+            crew.send(0, Task(5, b"new"))
+            gate.open()
+            last = crew.collect_until(lambda event: isinstance(event, Done) and event.seq == 5)
+            # At most the tasks that were under way when the new epoch came are still answered.
+            stale = [event for event in crew.events if isinstance(event, Done) and event.seq < 5]
+            assert len(stale) <= 1
+            assert crew.open(last) == 3
+
+    def test_a_shard_ends_once_and_begins_anew_with_the_epoch(self) -> None:
+        with self.crew(WorkerSpec("contract", 1, Count(2))) as crew:
+            for epoch in range(2):
+                if epoch:
+                    crew.send(0, Begin(epoch))
+                first = 10 * epoch
+                for seq in range(first, first + 5):
+                    crew.send(0, Task(seq, None))
+                crew.collect_until(lambda event: isinstance(event, Exhausted))
+                crew.send(0, Begin(epoch + 100))  # nothing else comes of the three tasks left
+                ended = [event for event in crew.events if isinstance(event, Exhausted)]
+                assert [event.seq for event in ended] == [10 * e + 2 for e in range(epoch + 1)]
+
+    # -- who am I --------------------------------------------------------------------------------
+
+    def test_worker_info_tells_who_it_is_inside_and_nothing_outside(self) -> None:
+        with self.crew(self.spec(_who, workers=2, base_seed=1000)) as crew:
+            for worker in range(2):
+                crew.send(worker, Task(worker, None))
+            answers = {result.worker: crew.open(result) for result in crew.collect(2)}
+            assert answers == {0: (0, 2, 1000), 1: (1, 2, 1001)}
+            assert get_worker_info() is None
+
+    def test_init_fn_runs_once_per_worker_with_its_seed_in_place(self, tmp_path: Path) -> None:
+        import torch
+
+        before = torch.get_rng_state()
+        init = _init_into(tmp_path)
+        with self.crew(self.spec(_echo, workers=2, base_seed=77, init_fn=init)) as crew:
+            for worker in range(2):
+                crew.send(worker, Task(worker, None))
+            crew.collect(2)
+        told = sorted(path.read_text() for path in tmp_path.glob("init-*"))
+        assert told == ["0 77", "1 78"]
+        assert torch.equal(before, torch.get_rng_state())
+
+    # -- ending ----------------------------------------------------------------------------------
+
+    def test_a_worker_that_is_told_to_stop_exits_cleanly(self) -> None:
+        with self.crew(self.spec(_echo, workers=2)) as crew:
+            crew.send(0, Task(0, "a"))
+            crew.collect(1)
+            crew.send(0, Stop())
+            exited = crew.collect_until(lambda event: isinstance(event, Exited))
+            assert exited == Exited(0, None)
+            crew.send(0, Task(1, "to nobody"))  # ignored
+            crew.send(1, Task(2, "b"))
+            assert crew.open(crew.collect(1)[0]) == "b"
+
+    def test_a_worker_that_is_killed_is_reported_with_a_cause(self) -> None:
+        with self.crew(self.spec(_echo)) as crew:
+            crew.send(0, Task(0, "a"))
+            crew.collect(1)
+            crew.raw.kill(0)
+            crew.collect_until(lambda event: isinstance(event, Exited))
+            crew.raw.kill(0)  # of one that is gone: nothing happens
+
+    def test_wake_ends_a_wait(self) -> None:
+        with self.crew(self.spec(_echo)) as crew:
+            crew.collect_until(lambda event: isinstance(event, Ready))
+            crew.raw.wake()
+            assert list(crew.raw.wait(_DEADLINE)) == []
+
+    def test_wait_with_no_time_returns_at_once(self) -> None:
+        with self.crew(self.spec(_echo)) as crew:
+            crew.collect_until(lambda event: isinstance(event, Ready))
+            assert list(crew.raw.wait(0)) == []
+
+    def test_close_ends_busy_and_idle_workers_and_can_be_repeated(self) -> None:
+        running = self.crew(self.spec(_filled, workers=2))
+        with running as crew:
+            for seq in range(20):
+                crew.send(0, Task(seq, seq))
+            handles = list(crew.raw.handles())
+            crew.raw.close()
+            assert not any(handle.is_alive() for handle in handles)
+            crew.raw.close()
+            crew.raw.wake()
+
+    def test_a_crew_that_never_started_anyone_can_be_closed(self) -> None:
+        crew = self.backend.open()
+        assert list(crew.handles()) == []
+        crew.close()
+
+    def test_the_backend_itself_is_a_plain_value(self) -> None:
+        copy = pickle.loads(pickle.dumps(self.backend))
+        assert copy == self.backend
+        assert type(copy) is type(self.backend)
+        assert copy.name == copy.name.lower()
+
+
+class _Running:
+    """A started crew with its hands held: collects events until what was asked for is there."""
+
+    def __init__(self, crew: Crew, spec: WorkerSpec) -> None:
+        self.raw, self._spec = crew, spec
+        self.events: list[Any] = []
+        self._unread: deque[Done | Failed] = deque()
+
+    def __enter__(self) -> _Running:
+        try:
+            for worker in range(self._spec.workers):
+                self.raw.start(worker, self._spec)
+        except BaseException:
+            self.raw.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.raw.close()
+
+    def send(self, worker: int, message: Message) -> None:
+        self.raw.send(worker, message)
+
+    def collect(self, count: int) -> list[Done | Failed]:
+        """The next `count` results."""
+        deadline = time.monotonic() + _DEADLINE
+        while len(self._unread) < count:
+            self._take(deadline)
+        return [self._unread.popleft() for _ in range(count)]
+
+    def collect_until(self, wanted: Callable[[Event], bool]) -> Any:
+        """The first event, from now on, for which `wanted` holds."""
+        deadline = time.monotonic() + _DEADLINE
+        while True:
+            for event in self._take(deadline):
+                if wanted(event):
+                    return event
+
+    def open(self, result: Done | Failed) -> Any:
+        assert isinstance(result, Done), result
+        return result.payload.open()
+
+    def _take(self, deadline: float) -> Sequence[Event]:
+        left = deadline - time.monotonic()
+        assert left > 0, f"nothing came; so far: {self.events}"
+        events = self.raw.wait(left)
+        self.events.extend(events)
+        self._unread.extend(event for event in events if isinstance(event, (Done, Failed)))
+        return events
+
+
+def _echo(index: Any) -> Any:
+    return index
+
+
+def _filled(index: int) -> Any:
+    import numpy as np
+
+    return np.full(1 << 20, index, dtype=np.int16)
+
+
+def _fail_on_odd(index: int) -> int:
+    if index % 2:
+        raise ArithmeticError("odd", index)
+    return index
+
+
+def _unpicklable(index: int) -> Any:
+    return "fine" if index else (x for x in "abc")
+
+
+def _broken_init(worker: int) -> None:
+    raise LookupError(f"no luck in worker {worker}")
+
+
+def _who(index: Any) -> tuple[int, int, int]:
+    from torch.utils.data import get_worker_info as torchs
+
+    ours, theirs = get_worker_info(), torchs()
+    assert ours is theirs
+    assert ours is not None
+    return ours.id, ours.num_workers, ours.seed
+
+
+def _at_gate(gate: Gate) -> Callable[[bytes], int]:
+    def wait_then_measure(data: bytes) -> int:
+        gate.arrive()
+        return len(data)
+
+    return wait_then_measure
+
+
+def _init_into(folder: Path) -> Callable[[int], None]:
+    def init(worker: int) -> None:
+        import torch
+
+        descriptor, name = tempfile.mkstemp(prefix="init-", dir=folder)
+        os.close(descriptor)
+        Path(name).write_text(f"{worker} {torch.initial_seed()}")
+        torch.manual_seed(0)
+
+    return init

@@ -1,0 +1,71 @@
+"""The contract suite over every backend, and over the ways that other platforms would take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hybridloader import Fork, Inline, SharedMemory, Spawn, Threads, arena
+from hybridloader.backends import sockets
+from hybridloader.testing import BackendContract
+
+
+class TestInline(BackendContract):
+    backend = Inline()
+
+
+class TestThreads(BackendContract):
+    backend = Threads()
+
+
+class TestThreadsWithCopies(BackendContract):
+    backend = Threads(copy_dataset=True)
+
+
+class TestFork(BackendContract):
+    backend = Fork()
+
+
+class TestSpawn(BackendContract):
+    backend = Spawn()
+
+
+class TestSharedMemory(BackendContract):
+    backend = SharedMemory()
+
+
+class TestSharedMemoryUnderLoky(BackendContract):
+    backend = SharedMemory(start_method="loky")
+
+
+class TestForkWithoutPidfd(BackendContract):
+    """As on macOS: the end of a process is seen through multiprocessing's sentinel."""
+
+    backend = Fork()
+
+    @pytest.fixture(autouse=True)
+    def _no_pidfd(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("os.pidfd_open", raising=False)
+
+
+class TestSharedMemoryWithoutMemfd(BackendContract):
+    """As on macOS: slots are POSIX shared memory that loses its name at once."""
+
+    backend = SharedMemory(start_method="fork")
+
+    @pytest.fixture(autouse=True)
+    def _no_memfd(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("os.memfd_create")
+
+
+class TestPortableTransport(BackendContract):
+    """As on Windows: connections instead of polled sockets, no descriptors, no slots."""
+
+    backend = Spawn()
+
+    @pytest.fixture(autouse=True)
+    def _no_sockets(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(sockets, "available", lambda: False)
+        monkeypatch.setattr(arena, "available", lambda: False)
+        yield
