@@ -26,8 +26,8 @@ from typing import Any
 
 from hybridloader.contract import Backend, Crew, WorkerHandle
 from hybridloader.diagnosis import death, late, name_of, place
-from hybridloader.errors import IteratorClosed, WorkerDied, WorkerTimeout, add_note
-from hybridloader.messages import Begin, Done, Exhausted, Result, Stop, Task, WorkerSpec
+from hybridloader.errors import Failure, IteratorClosed, WorkerDied, WorkerTimeout, add_note
+from hybridloader.messages import Begin, Done, Exhausted, Failed, Result, Stop, Task, WorkerSpec
 from hybridloader.refresh import Change
 from hybridloader.scheduler import Dispatch, Run, Scheduler, round_robin
 
@@ -223,7 +223,10 @@ class Stage(Iterator[Any]):
                 return
             seq, worker = scheduler.assign()
             self._indices[seq] = index
-            self._crew.send(worker, Task(seq, index))
+            try:
+                self._crew.send(worker, Task(seq, index))
+            except Exception as error:  # an index that can't be pickled
+                scheduler.handle(Failed(worker, seq, Failure(error)))
 
     def _wait(self) -> Result:
         """Wait for the next result in turn."""

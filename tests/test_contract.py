@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from hybridloader import Fork, Inline, SharedMemory, Spawn, Threads, arena
@@ -65,7 +63,6 @@ class TestPortableTransport(BackendContract):
     backend = Spawn()
 
     @pytest.fixture(autouse=True)
-    def _no_sockets(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def _no_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sockets, "available", lambda: False)
         monkeypatch.setattr(arena, "available", lambda: False)
-        yield

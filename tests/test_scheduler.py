@@ -1,0 +1,285 @@
+"""The scheduler alone: no thread, no clock, no worker."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridloader.contract import ByReference
+from hybridloader.errors import Failure, IllegalTransition
+from hybridloader.messages import Done, Exhausted, Exited, Failed, Ready
+from hybridloader.scheduler import (
+    RUN_TABLE,
+    WORK_TABLE,
+    Run,
+    Scheduler,
+    Work,
+    round_robin,
+    round_robin_with_room,
+)
+
+RUN_EVENTS = sorted({event for _, event in RUN_TABLE})
+WORK_EVENTS = sorted({event for _, event in WORK_TABLE})
+
+
+def done(worker: int, seq: int) -> Done:
+    return Done(worker, seq, ByReference(seq))
+
+
+def snapshot(scheduler: Scheduler) -> str:
+    return repr(vars(scheduler))
+
+
+def test_it_imports_nothing_that_waits_or_computes() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import hybridloader.scheduler; "
+        "new = set(sys.modules) - before; "
+        "print([m for m in ('threading', 'time', 'multiprocessing', 'torch', 'numpy') if m in new])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-S", "-c", "import site; site.main()\n" + code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(Run, RUN_EVENTS)))
+def test_a_run_moves_as_its_table_says_and_an_illegal_move_changes_nothing(
+    state: Run, event: str
+) -> None:
+    target = RUN_TABLE.get((state, event))
+    if target is None:
+        with pytest.raises(IllegalTransition, match=f"{state.value}.*{event}"):
+            Scheduler._after(state, event)
+    else:
+        assert Scheduler._after(state, event) is target
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(Work, WORK_EVENTS)))
+def test_a_worker_moves_as_its_table_says(state: Work, event: str) -> None:
+    scheduler = Scheduler(1, 1)
+    scheduler.workers[0] = state
+    target = WORK_TABLE.get((state, event))
+    if target is None:
+        with pytest.raises(IllegalTransition, match=f"worker 0 is {state.value}.*{event}"):
+            scheduler._worker_after(0, event)
+    else:
+        assert scheduler._worker_after(0, event) is target
+
+
+def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:
+    scheduler = Scheduler(2, 2)
+    illegal = [
+        scheduler.assign,
+        scheduler.source_ended,
+        lambda: scheduler.handle(done(0, 0)),
+        lambda: scheduler.handle(Exhausted(0, 0)),
+    ]
+    for call in illegal:
+        before = snapshot(scheduler)
+        with pytest.raises(IllegalTransition):
+            call()
+        assert snapshot(scheduler) == before
+    scheduler.begin()
+    seq, worker = scheduler.assign()
+    scheduler.handle(Ready(worker))
+    for wrong in (done(1 - worker, seq), done(worker, seq + 1), Ready(worker)):
+        before = snapshot(scheduler)
+        with pytest.raises(IllegalTransition):
+            scheduler.handle(wrong)
+        assert snapshot(scheduler) == before
+
+
+def test_begin_is_refused_whole_when_one_worker_is_gone() -> None:
+    scheduler = Scheduler(2, 2)
+    scheduler.begin()
+    for worker in range(2):
+        scheduler.handle(Ready(worker))
+    scheduler.stop(1)
+    scheduler.handle(Exited(1))
+    before = snapshot(scheduler)
+    with pytest.raises(IllegalTransition, match="worker 1 is GONE"):
+        scheduler.begin()
+    assert snapshot(scheduler) == before
+
+
+def test_tasks_go_round_the_workers_and_no_further_than_the_window() -> None:
+    scheduler = Scheduler(3, 6)
+    scheduler.begin()
+    assigned = []
+    while scheduler.candidate is not None:
+        assigned.append(scheduler.assign())
+    assert assigned == [(seq, seq % 3) for seq in range(6)]
+    with pytest.raises(IllegalTransition):
+        scheduler.assign()
+
+
+def test_an_epoch_begins_again_with_the_first_worker() -> None:
+    scheduler = Scheduler(3, 4)
+    for _ in range(2):
+        scheduler.begin()
+        assert scheduler.assign()[1] == 0
+
+
+def test_an_exhausted_worker_is_passed_over_and_its_tasks_are_counted_as_skipped() -> None:
+    scheduler = Scheduler(2, 4)
+    scheduler.begin()
+    for _ in range(4):
+        scheduler.assign()
+    for worker in range(2):
+        scheduler.handle(Ready(worker))
+    scheduler.handle(Exhausted(0, 0))
+    assert scheduler.skipped == 2  # tasks 0 and 2
+    assert [scheduler.assign()[1] for _ in range(2)] == [1, 1]
+    scheduler.handle(done(1, 1))
+    result = scheduler.pop()
+    assert result is not None
+    assert result.seq == 1
+    scheduler.handle(Exhausted(1, 3))
+    assert scheduler.drain()
+    assert scheduler.run is Run.IDLE
+
+
+def test_without_order_results_come_as_they_arrive() -> None:
+    scheduler = Scheduler(2, 4, ordered=False, dispatch=round_robin_with_room)
+    scheduler.begin()
+    for _ in range(4):
+        scheduler.assign()
+    popped = []
+    for seq in (3, 1, 0, 2):
+        scheduler.handle(done(seq % 2, seq))
+        result = scheduler.pop()
+        assert result is not None
+        popped.append(result.seq)
+    assert popped == [3, 1, 0, 2]
+
+
+def test_without_order_a_worker_gets_no_more_than_its_share() -> None:
+    states = [Work.READY, Work.READY]
+    assert round_robin_with_room(1, states, [2, 1], 4) == 1
+    assert round_robin_with_room(1, states, [2, 2], 4) is None
+    assert round_robin(1, states, [2, 2], 4) == 0
+    assert round_robin(0, [Work.READY, Work.EXHAUSTED], [0, 0], 4) == 0
+    assert round_robin(0, [Work.GONE, Work.EXHAUSTED], [0, 0], 4) is None
+
+
+def test_a_worker_that_exits_unasked_is_a_fault_that_names_what_it_held() -> None:
+    scheduler = Scheduler(2, 4)
+    scheduler.begin()
+    for _ in range(4):
+        scheduler.assign()
+    scheduler.handle(done(1, 1))
+    scheduler.handle(Exited(1, "was killed"))
+    assert scheduler.fault == (1, "was killed", (3,))
+    assert scheduler.run is Run.CLOSING
+    assert not scheduler.handle(done(0, 0))  # stale: to be discarded
+    scheduler.close()
+    scheduler.handle(Exited(0))
+    assert scheduler.run is Run.CLOSED
+    assert scheduler.close() == []
+
+
+# -- the property: what goes in comes out exactly once -----------------------------------------
+
+
+@given(data=st.data(), workers=st.integers(1, 4), window=st.integers(1, 8), ordered=st.booleans())
+def test_every_sequence_number_comes_out_exactly_once(
+    data: st.DataObject, workers: int, window: int, ordered: bool
+) -> None:
+    """Any order of completion, failures, ends of shards, epochs and a close, in any mixture."""
+    dispatch = round_robin if ordered else round_robin_with_room
+    scheduler = Scheduler(workers, window, ordered=ordered, dispatch=dispatch)
+    for worker in range(workers):
+        scheduler.handle(Ready(worker))
+    queues: list[list[int]] = [[] for _ in range(workers)]
+    ended: set[int] = set()
+    popped: list[int] = []
+    stale: list[int] = []
+    discarded = 0
+
+    def begin() -> None:
+        nonlocal discarded
+        discarded += len(scheduler.begin())
+        for queue in queues:
+            stale.extend(queue)
+            queue.clear()
+        ended.clear()
+
+    begin()
+    for _ in range(data.draw(st.integers(0, 60), "steps")):
+        moves = ["pop", "begin"]
+        if scheduler.candidate is not None:
+            moves += ["assign"] * 4 + ["source_ended"]
+        busy = [w for w in range(workers) if queues[w]]
+        moves += ["done"] * 4 * bool(busy) + ["failed", "exhausted"] * bool(busy)
+        moves += ["late"] * bool(stale)
+        move = data.draw(st.sampled_from(moves), "move")
+        if move == "assign":
+            seq, worker = scheduler.assign()
+            assert worker not in ended
+            queues[worker].append(seq)
+        elif move in ("done", "failed"):
+            worker = data.draw(st.sampled_from(busy), "worker")
+            seq = queues[worker].pop(0)
+            event = done(worker, seq)
+            if move == "failed":
+                assert scheduler.handle(Failed(worker, seq, Failure(ValueError())))
+            else:
+                assert scheduler.handle(event)
+        elif move == "exhausted":
+            worker = data.draw(st.sampled_from(busy), "worker")
+            seq = queues[worker][0]
+            assert scheduler.handle(Exhausted(worker, seq))
+            queues[worker].clear()
+            ended.add(worker)
+        elif move == "late":
+            assert not scheduler.handle(done(0, stale.pop()))
+        elif move == "source_ended":
+            scheduler.source_ended()
+        elif move == "begin":
+            begin()
+        else:
+            result = scheduler.pop()
+            if result is not None:
+                popped.append(result.seq)
+        assert len(scheduler.sent) + len(scheduler.done) <= window
+        assert not scheduler.sent.keys() & scheduler.done.keys()
+        assert scheduler._load == [
+            sum(w == worker for w in scheduler.sent.values())
+            + sum(r.worker == worker for r in scheduler.done.values())
+            for worker in range(workers)
+        ]
+        if scheduler.drain():
+            begin()
+    scheduler.close()
+    assert len(popped) == len(set(popped))
+    if ordered:
+        assert popped == sorted(popped)
+    assert len(popped) + scheduler.skipped + scheduler.abandoned == scheduler.next_in
+    for worker in range(workers):
+        scheduler.handle(Exited(worker))
+    assert scheduler.run is Run.CLOSED
+
+
+@given(order=st.permutations(range(12)), workers=st.integers(1, 3))
+def test_any_order_of_completion_gives_the_order_of_assignment(
+    order: list[int], workers: int
+) -> None:
+    scheduler = Scheduler(workers, 12)
+    scheduler.begin()
+    owner = dict(scheduler.assign() for _ in range(12))
+    scheduler.source_ended()
+    popped = []
+    for seq in order:
+        scheduler.handle(done(owner[seq], seq))
+        while (result := scheduler.pop()) is not None:
+            popped.append(result.seq)
+    assert popped == list(range(12))
+    assert scheduler.drain()

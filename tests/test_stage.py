@@ -1,0 +1,270 @@
+"""The pump, with scripted workers and a clock that the test sets."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from hybridloader.contract import ByReference
+from hybridloader.errors import Failure, IteratorClosed, WorkerDied, WorkerTimeout
+from hybridloader.messages import (
+    Begin,
+    Done,
+    Event,
+    Exhausted,
+    Exited,
+    Failed,
+    Ready,
+    Stop,
+    Task,
+    WorkerSpec,
+)
+from hybridloader.stage import Stage
+from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
+
+
+def stage(
+    script: Sequence[Any], *, workers: int = 1, lookahead: int = 2, **more: Any
+) -> tuple[Stage, ScriptedBackend]:
+    backend = ScriptedBackend(script)
+    spec = WorkerSpec("scripted", workers, Call(lambda index: index))
+    return Stage(backend, spec, lookahead=lookahead, **more), backend
+
+
+def answer(*seqs: int, worker: int = 0) -> list[Event]:
+    return [Done(worker, seq, ByReference(f"value {seq}")) for seq in seqs]
+
+
+def ready(workers: int = 1) -> list[Event]:
+    return [Ready(worker) for worker in range(workers)]
+
+
+def tasks(backend: ScriptedBackend) -> list[tuple[int, Any]]:
+    crew = backend.crews[0]
+    return [(worker, message.index) for worker, message in crew.sent if isinstance(message, Task)]
+
+
+def counting(drawn: list[int], length: int) -> Iterator[int]:
+    for index in range(length):
+        drawn.append(index)
+        yield index
+
+
+def test_it_never_draws_more_indices_than_the_window_has_room_for() -> None:
+    drawn: list[int] = []
+    it, _ = stage([ready(), answer(0), answer(1), answer(2), answer(3), answer(4)], lookahead=2)
+    it.begin(counting(drawn, 5))
+    assert drawn == [0, 1]
+    for k in range(5):
+        assert next(it) == f"value {k}"
+        assert drawn == list(range(min(5, k + 3)))
+    with pytest.raises(StopIteration):
+        next(it)
+
+
+def test_without_lookahead_an_index_is_drawn_only_when_its_result_is_asked_for() -> None:
+    drawn: list[int] = []
+    it, _ = stage([ready(), answer(0), answer(1)], lookahead=0)
+    it.begin(counting(drawn, 2))
+    assert drawn == []
+    next(it)
+    assert drawn == [0]
+    next(it)
+    assert drawn == [0, 1]
+
+
+def test_results_come_in_order_whatever_the_order_of_arrival() -> None:
+    script = [ready(2), answer(1, worker=1), answer(0), answer(3, worker=1) + answer(2)]
+    it, backend = stage(script, workers=2, lookahead=4)
+    it.begin(iter("abcd"))
+    assert tasks(backend) == [(0, "a"), (1, "b"), (0, "c"), (1, "d")]
+    assert list(it) == [f"value {k}" for k in range(4)]
+
+
+def test_an_error_is_raised_in_its_turn_and_the_next_result_follows() -> None:
+    script = [ready(), answer(1), [Failed(0, 0, Failure(ValueError("bad", 1)))]]
+    it, _ = stage(script)
+    it.begin(iter("ab"))
+    with pytest.raises(ValueError, match="bad") as caught:
+        next(it)
+    assert caught.value.args == ("bad", 1)
+    assert "stage 'scripted', worker 0" in caught.value.__notes__[0]
+    assert "'a'" in caught.value.__notes__[0]
+    assert next(it) == "value 1"
+
+
+def test_an_error_of_the_source_comes_after_the_results_before_it() -> None:
+    def source() -> Iterator[int]:
+        yield 0
+        raise LookupError("the sampler is broken")
+
+    it, _ = stage([ready(), answer(0)], lookahead=4)
+    it.begin(source())
+    assert next(it) == "value 0"
+    with pytest.raises(LookupError, match="the sampler is broken"):
+        next(it)
+    with pytest.raises(StopIteration):
+        next(it)
+
+
+def test_a_result_that_can_not_be_opened_fails_alone() -> None:
+    class Broken(ByReference):
+        def open(self) -> Any:
+            raise EOFError("cut off")
+
+    it, _ = stage([ready(), [Done(0, 0, Broken(None))], answer(1)])
+    it.begin(iter("ab"))
+    with pytest.raises(EOFError) as caught:
+        next(it)
+    assert "loading the result of 'a'" in caught.value.__notes__[0]
+    assert next(it) == "value 1"
+
+
+def test_a_death_is_told_with_worker_cause_and_indices_and_closes_the_crew() -> None:
+    script = [ready(2), [Exited(1, "was killed by signal SIGKILL (9)")]]
+    it, backend = stage(script, workers=2, lookahead=4)
+    it.begin(iter("abcd"))
+    for _ in range(2):  # it says so again when it is asked again
+        with pytest.raises(WorkerDied, match=r"worker 1 was killed.*SIGKILL.*'b'; 'd'"):
+            next(it)
+    assert backend.crews[0].closed
+
+
+def test_results_before_a_death_that_are_there_are_not_lost() -> None:
+    it, _ = stage([ready(), answer(0, 1), [Exited(0, "exited with code 1")]], lookahead=3)
+    it.begin(iter("abc"))
+    assert [next(it), next(it)] == ["value 0", "value 1"]
+    with pytest.raises(WorkerDied):
+        next(it)
+
+
+def test_timeout_counts_the_seconds_of_one_next_and_leaves_the_iterator_usable() -> None:
+    clock = FakeClock()
+
+    def later(seconds: float, events: list[Event]) -> Callable[[ScriptedCrew], list[Event]]:
+        def step(crew: ScriptedCrew) -> list[Event]:
+            clock.now += seconds
+            return events
+
+        return step
+
+    script = [
+        later(4, ready()),
+        later(4, []),
+        later(4, []),
+        later(4, answer(0)),
+        later(9, answer(1)),
+    ]
+    it, _ = stage(script, timeout=10, clock=clock)
+    it.begin(iter("ab"))
+    with pytest.raises(WorkerTimeout, match=r"within 10 seconds from worker 0.*'a'") as caught:
+        next(it)
+    assert isinstance(caught.value, TimeoutError)
+    assert isinstance(caught.value, RuntimeError)
+    assert next(it) == "value 0"
+    assert next(it) == "value 1"
+
+
+def test_a_worker_whose_shard_has_ended_is_told_to_stop_unless_another_epoch_may_come() -> None:
+    for persistent in (False, True):
+        script = [ready(2), [Exhausted(0, 0)], answer(1, worker=1), [Exhausted(1, 3)]]
+        it, backend = stage(script, workers=2, lookahead=2, persistent=persistent)
+        it.begin(iter("abcdef"))
+        assert list(it) == ["value 1"]
+        stops = [worker for worker, m in backend.crews[0].sent if isinstance(m, Stop)]
+        assert stops == ([] if persistent else [0, 1])
+        assert bool(backend.crews[0].closed) is not persistent
+        it.close()
+
+
+def test_a_new_epoch_drops_what_is_left_of_the_old_one() -> None:
+    script = [ready(), answer(0), answer(1), answer(2), answer(3)]
+    it, backend = stage(script, persistent=True)
+    it.begin(iter("abc"))
+    assert next(it) == "value 0"
+    it.begin(iter("xy"), 7)
+    sent = [message for _, message in backend.crews[0].sent]
+    assert sent[3] == Begin(1, 7)
+    assert [m.index for m in sent[4:] if isinstance(m, Task)] == ["x", "y"]
+    # The answers to tasks 1 and 2 of the old epoch are late; those of the new one are 3 and 4.
+    assert next(it) == "value 3"
+    it.close()
+
+
+def test_a_closed_iterator_says_so() -> None:
+    it, backend = stage([])
+    it.begin(iter("a"))
+    it.close()
+    it.close()
+    with pytest.raises(IteratorClosed):
+        next(it)
+    assert backend.crews[0].closed
+
+
+def test_close_from_another_thread_ends_a_wait() -> None:
+    waiting, closing = threading.Event(), threading.Event()
+
+    def wait(crew: ScriptedCrew) -> list[Event]:
+        waiting.set()
+        assert closing.wait(30)
+        return []
+
+    it, backend = stage([ready(), wait, lambda crew: pytest.fail("asked again after close")])
+    it.begin(iter("a"))
+    caught: list[BaseException] = []
+
+    def pull() -> None:
+        try:
+            next(it)
+        except BaseException as error:
+            caught.append(error)
+
+    backend_crew = backend.crews[0]
+    backend_crew.wake = closing.set  # type: ignore[method-assign]  # what a real crew's wake does
+    thread = threading.Thread(target=pull)
+    thread.start()
+    assert waiting.wait(30)
+    it.close()
+    thread.join(30)
+    assert isinstance(caught[0], IteratorClosed)
+    assert backend_crew.closed
+
+
+def test_an_iterator_that_is_let_go_closes_its_crew() -> None:
+    it, backend = stage([])
+    it.begin(iter("abc"))
+    del it
+    gc.collect()
+    assert backend.crews[0].closed
+
+
+def test_an_interrupt_closes_the_crew_and_goes_through() -> None:
+    def interrupt(crew: ScriptedCrew) -> list[Event]:
+        raise KeyboardInterrupt
+
+    it, backend = stage([interrupt])
+    it.begin(iter("a"))
+    with pytest.raises(KeyboardInterrupt):
+        next(it)
+    assert backend.crews[0].closed
+
+
+def test_a_task_that_can_not_be_sent_fails_in_its_turn() -> None:
+    it, backend = stage([ready(), answer(1)])
+    crew = backend.crews[0]
+    send = crew.send
+
+    def refuse(worker: int, message: Any) -> None:
+        if isinstance(message, Task) and message.index == "bad":
+            raise TypeError("can't be pickled")
+        send(worker, message)
+
+    crew.send = refuse  # type: ignore[method-assign]
+    it.begin(iter(["bad", "good"]))
+    with pytest.raises(TypeError, match="can't be pickled"):
+        next(it)
+    assert next(it) == "value 1"
