@@ -40,13 +40,11 @@ def pack(value: Any) -> Packed:
         Something in it can't be pickled.
     """
     try:
-        return _pack(value, pickle.Pickler)
+        return _pack(value, _plain_pickler)
     except Exception:  # pickle's own errors are of many types: PicklingError, TypeError, ...
         pass
-    import cloudpickle
-
     try:  # lambdas, classes defined in a function, things from __main__
-        return _pack(value, cloudpickle.Pickler)
+        return _pack(value, _cloud_pickler)
     except Exception as error:
         raise ResultNotSendable(
             f"a result of type {type(value).__qualname__!r} can't be sent to another process: "
@@ -59,26 +57,39 @@ def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     return pickle.loads(header, buffers=buffers)
 
 
-def _pack(value: Any, pickler_class: Callable[..., Any]) -> Packed:
+def _pack(value: Any, make_pickler: Callable[..., Any]) -> Packed:
     buffers: list[memoryview] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
-        with memoryview(buffer) as view:
-            if view.nbytes < IN_BAND:
-                return True
-        buffers.append(buffer.raw())
+        raw = buffer.raw()
+        if raw.nbytes < IN_BAND:
+            return True
+        buffers.append(raw)
         return False
 
     out = io.BytesIO()
-    pickler = pickler_class(out, protocol=5, buffer_callback=keep)
+    make_pickler(out, keep).dump(value)
+    return out.getvalue(), buffers
+
+
+def _plain_pickler(out: io.BytesIO, keep: Callable[..., bool]) -> Any:
+    pickler = pickle.Pickler(out, protocol=5, buffer_callback=keep)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # a process that has not imported torch has no tensor to send
+        pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce_tensor}
+    return pickler
+
+
+def _cloud_pickler(out: io.BytesIO, keep: Callable[..., bool]) -> Any:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
+
     torch = sys.modules.get("torch")
     if torch is not None:
-        # A process that has not imported torch has no tensor to send.
-        table = dict(getattr(pickler, "dispatch_table", copyreg.dispatch_table))
-        table[torch.Tensor] = _reduce_tensor
-        pickler.dispatch_table = table
-    pickler.dump(value)
-    return out.getvalue(), buffers
+        Pickler.dispatch_table[torch.Tensor] = _reduce_tensor
+    return Pickler(out, protocol=5, buffer_callback=keep)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:

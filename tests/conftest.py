@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
@@ -45,11 +44,13 @@ def _trackers_running() -> None:
     """Start what lives as long as the process, so that no single test seems to have left it."""
     from multiprocessing import resource_tracker
 
+    import torch.utils.data  # noqa: F401
     from loky.backend.resource_tracker import _resource_tracker
 
     resource_tracker.ensure_running()
     _resource_tracker.ensure_running()
-    multiprocessing.set_forkserver_preload([])
+    gc.collect()
+    gc.freeze()  # a collection over all that torch imports would take 100 ms, twice a test
 
 
 @pytest.fixture(autouse=True)
