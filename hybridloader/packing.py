@@ -12,7 +12,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader.errors import ResultNotSendable
 
@@ -84,7 +84,7 @@ def _cloud_pickler(out: io.BytesIO, keep: Callable[..., bool]) -> Any:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
+        dispatch_table: ClassVar[dict[Any, Any]] = dict(cloudpickle.Pickler.dispatch_table)
 
     torch = sys.modules.get("torch")
     if torch is not None:

@@ -78,14 +78,17 @@ def get_backend(backend: Any) -> Backend:
     if entry is None:
         listed = ", ".join(f"{name} ({known()[name].install})" for name in known())
         raise BackendUnavailable(f"unknown backend {backend!r}; there are: {listed}")
-    return _load(backend, entry)()
+    made: Any = _load(backend, entry)()
+    if not isinstance(made, Backend):
+        raise TypeError(f"backend {backend!r} gave {made!r}, which is not a Backend")
+    return made
 
 
 def _load(name: str, entry: Entry) -> Callable[[], Backend]:
     module, _, attribute = entry.target.partition(":")
     try:
         factory: Callable[[], Backend] = getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise BackendUnavailable(
             f"backend {name!r} can't be imported ({error}); to install it: {entry.install}"
         ) from error

@@ -7,6 +7,7 @@ dataset that keeps its epoch in such a tensor sees in every worker what the pare
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -182,8 +183,18 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, (list, tuple)):
         yield from ((f"[{i}]", value) for i, value in enumerate(thing))
     elif isinstance(thing, types.FunctionType):
-        names = thing.__code__.co_freevars
-        for name, cell in zip(names, thing.__closure__ or (), strict=True):
-            yield f".<closure>.{name}", cell.cell_contents
+        code = thing.__code__
+        for name, cell in zip(code.co_freevars, thing.__closure__ or (), strict=True):
+            if cell != types.CellType():  # an empty cell can be pickled, but not looked into
+                yield f".<closure>.{name}", cell.cell_contents
+        for name in code.co_names:
+            if name in thing.__globals__:
+                yield f".<global>.{name}", thing.__globals__[name]
+    elif isinstance(thing, types.MethodType):
+        yield ".__self__", thing.__self__
+    elif isinstance(thing, functools.partial):
+        yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
     else:
-        yield from ((f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items())
+        slots = [slot for kind in type(thing).__mro__ for slot in getattr(kind, "__slots__", ())]
+        names = [*getattr(thing, "__dict__", ()), *slots]
+        yield from ((f".{name}", getattr(thing, name)) for name in names if hasattr(thing, name))

@@ -1,10 +1,4 @@
-"""For authors of backends and for our own tests: a contract suite, and tools that replace waiting.
-
-`BackendContract` is the executable form of `hybridloader.contract`: subclass it in a test module, set
-`backend`, and pytest runs the suite. `Gate` lets a test decide when a worker goes on, wherever that
-worker lives; `FakeClock` and `ScriptedBackend` let it decide what happens and when, with no worker at
-all. Nothing here is imported by the rest of the package.
-"""
+"""The contract of a backend as a test suite."""
 
 from __future__ import annotations
 
@@ -13,12 +7,12 @@ import pickle
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridloader.contract import Backend, Crew, WorkerHandle
+from hybridloader.contract import Backend, Crew
 from hybridloader.fetch import Cancelled, EndOfShard, Fetcher
 from hybridloader.messages import (
     Begin,
@@ -33,115 +27,8 @@ from hybridloader.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.testing.tools import DEADLINE, Gate
 from hybridloader.worker_info import get_worker_info
-
-_DEADLINE = 60.0
-"""Seconds after which a test that waits for a worker gives up; never reached when all is well."""
-
-
-class FakeClock:
-    """A clock that a test sets: ``clock()`` gives `now`, in seconds."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Gate:
-    """Workers wait at it until the test opens it; the test waits until workers have arrived.
-
-    It is a folder, so it works across threads, processes and start methods, and it can be pickled.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="hybridloader-gate-"))
-
-    def open(self) -> None:
-        (self.folder / "open").touch()
-
-    def arrive(self) -> None:
-        """In the worker: tell that it is here, and wait until the gate is open."""
-        descriptor, _ = tempfile.mkstemp(prefix="arrived-", dir=self.folder)
-        os.close(descriptor)
-        self._until((self.folder / "open").exists, "the gate was never opened")
-
-    def await_arrivals(self, count: int = 1) -> None:
-        """In the test: wait until `count` workers have come."""
-        self._until(
-            lambda: len(list(self.folder.glob("arrived-*"))) >= count, "no worker came to the gate"
-        )
-
-    @staticmethod
-    def _until(condition: Callable[[], bool], complaint: str) -> None:
-        deadline = time.monotonic() + _DEADLINE
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError(complaint)
-            time.sleep(0.002)  # the one place that looks again and again, so that tests need not
-
-
-@dataclass
-class ScriptedBackend(Backend):
-    """A backend whose workers do what a script says.
-
-    Parameters
-    ----------
-    script
-        What successive calls of `wait` give. An item may be a function of the crew; it may look
-        at `crew.sent`, and move a `FakeClock`.
-    """
-
-    script: Iterable[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]] = ()
-    crews: list[ScriptedCrew] = field(default_factory=list)
-    name: ClassVar[str] = "scripted"
-    in_process: ClassVar[bool] = True
-
-    def open(self) -> Crew:
-        crew = ScriptedCrew(iter(self.script))
-        self.crews.append(crew)
-        return crew
-
-
-class ScriptedCrew(Crew):
-    """Records what it was asked in `started`, `sent`, `killed`, `woken` and `closed`."""
-
-    def __init__(
-        self, script: Iterator[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]]
-    ) -> None:
-        self._script = script
-        self.started: list[int] = []
-        self.sent: list[tuple[int, Message]] = []
-        self.killed: list[int] = []
-        self.woken = self.closed = 0
-
-    def start(self, worker: int, spec: WorkerSpec) -> None:
-        self.started.append(worker)
-
-    def send(self, worker: int, message: Message) -> None:
-        self.sent.append((worker, message))
-
-    def wait(self, timeout: float | None) -> Sequence[Event]:
-        try:
-            step = next(self._script)
-        except StopIteration:
-            raise AssertionError(
-                f"the script has ended, but was asked again; sent: {self.sent}"
-            ) from None
-        return step(self) if callable(step) else step
-
-    def wake(self) -> None:
-        self.woken += 1
-
-    def kill(self, worker: int) -> None:
-        self.killed.append(worker)
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def handles(self) -> Sequence[WorkerHandle]:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -392,7 +279,7 @@ class BackendContract:
         with self.crew(self.spec(_echo)) as crew:
             crew.collect_until(lambda event: isinstance(event, Ready))
             crew.raw.wake()
-            assert list(crew.raw.wait(_DEADLINE)) == []
+            assert list(crew.raw.wait(DEADLINE)) == []
 
     def test_wait_with_no_time_returns_at_once(self) -> None:
         with self.crew(self.spec(_echo)) as crew:
@@ -447,14 +334,14 @@ class _Running:
 
     def collect(self, count: int) -> list[Done | Failed]:
         """The next `count` results."""
-        deadline = time.monotonic() + _DEADLINE
+        deadline = time.monotonic() + DEADLINE
         while len(self._unread) < count:
             self._take(deadline)
         return [self._unread.popleft() for _ in range(count)]
 
     def collect_until(self, wanted: Callable[[Event], bool]) -> Any:
         """The first event, from now on, for which `wanted` holds."""
-        deadline = time.monotonic() + _DEADLINE
+        deadline = time.monotonic() + DEADLINE
         while True:
             for event in self._take(deadline):
                 if wanted(event):

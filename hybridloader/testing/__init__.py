@@ -1,0 +1,20 @@
+"""For authors of backends and for our own tests: a contract suite, and tools that replace waiting.
+
+`BackendContract` is the executable form of `hybridloader.contract`: subclass it in a test module, set
+`backend`, and pytest runs the suite. `Gate` lets a test decide when a worker goes on, wherever that
+worker lives; `FakeClock` and `ScriptedBackend` let it decide what happens and when, with no worker at
+all. Nothing here is imported by the rest of the package.
+"""
+
+from hybridloader.testing.suite import BackendContract, Call, Count
+from hybridloader.testing.tools import FakeClock, Gate, ScriptedBackend, ScriptedCrew
+
+__all__ = [
+    "BackendContract",
+    "Call",
+    "Count",
+    "FakeClock",
+    "Gate",
+    "ScriptedBackend",
+    "ScriptedCrew",
+]

@@ -1,0 +1,122 @@
+"""Tools that replace waiting: a clock and a gate that a test moves, and workers that follow a script."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from hybridloader.contract import Backend, Crew, WorkerHandle
+from hybridloader.messages import Event, Message, WorkerSpec
+
+DEADLINE = 60.0
+"""Seconds after which a test that waits for a worker gives up; never reached when all is well."""
+
+
+class FakeClock:
+    """A clock that a test sets: ``clock()`` gives `now`, in seconds."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Gate:
+    """Workers wait at it until the test opens it; the test waits until workers have arrived.
+
+    It is a folder, so it works across threads, processes and start methods, and it can be pickled.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder = Path(folder or tempfile.mkdtemp(prefix="hybridloader-gate-"))
+
+    def open(self) -> None:
+        (self.folder / "open").touch()
+
+    def arrive(self) -> None:
+        """In the worker: tell that it is here, and wait until the gate is open."""
+        descriptor, _ = tempfile.mkstemp(prefix="arrived-", dir=self.folder)
+        os.close(descriptor)
+        self._until((self.folder / "open").exists, "the gate was never opened")
+
+    def await_arrivals(self, count: int = 1) -> None:
+        """In the test: wait until `count` workers have come."""
+        self._until(
+            lambda: len(list(self.folder.glob("arrived-*"))) >= count, "no worker came to the gate"
+        )
+
+    @staticmethod
+    def _until(condition: Callable[[], bool], complaint: str) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(complaint)
+            time.sleep(0.002)  # the one place that looks again and again, so that tests need not
+
+
+@dataclass
+class ScriptedBackend(Backend):
+    """A backend whose workers do what a script says.
+
+    Parameters
+    ----------
+    script
+        What successive calls of `wait` give. An item may be a function of the crew; it may look
+        at `crew.sent`, and move a `FakeClock`.
+    """
+
+    script: Iterable[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]] = ()
+    crews: list[ScriptedCrew] = field(default_factory=list)
+    name: ClassVar[str] = "scripted"
+    in_process: ClassVar[bool] = True
+
+    def open(self) -> Crew:
+        crew = ScriptedCrew(iter(self.script))
+        self.crews.append(crew)
+        return crew
+
+
+class ScriptedCrew(Crew):
+    """Records what it was asked in `started`, `sent`, `killed`, `woken` and `closed`."""
+
+    def __init__(
+        self, script: Iterator[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]]
+    ) -> None:
+        self._script = script
+        self.started: list[int] = []
+        self.sent: list[tuple[int, Message]] = []
+        self.killed: list[int] = []
+        self.woken = self.closed = 0
+
+    def start(self, worker: int, spec: WorkerSpec) -> None:
+        self.started.append(worker)
+
+    def send(self, worker: int, message: Message) -> None:
+        self.sent.append((worker, message))
+
+    def wait(self, timeout: float | None) -> Sequence[Event]:
+        try:
+            step = next(self._script)
+        except StopIteration:
+            raise AssertionError(
+                f"the script has ended, but was asked again; sent: {self.sent}"
+            ) from None
+        return step(self) if callable(step) else step
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def kill(self, worker: int) -> None:
+        self.killed.append(worker)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def handles(self) -> Sequence[WorkerHandle]:
+        return ()
