@@ -115,7 +115,7 @@ class ThreadSeeds:
     def generators(self, base_seed: int, worker: int) -> _RNG | None:
         import numpy as np
         import torch
-        from torch.utils.data._utils.worker import _RNG
+        from torch.utils.data._utils.worker import _RNG  # its three fields are torch 2.13's
 
         return _RNG(
             random_generator=random.Random(base_seed + worker),
