@@ -113,6 +113,8 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+    if hasattr(signal, "pthread_sigmask"):  # the parent has held Ctrl-C back until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _one_native_thread() -> None:

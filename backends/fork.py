@@ -12,6 +12,12 @@ from hybridloader.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable
 
 
+def cuda_initialised() -> bool:
+    """Whether this process has used CUDA, without importing torch to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
 def check_fork(name: str) -> None:
     """Refuse where there is no fork, and after CUDA was initialised (its context breaks in a fork)."""
     if "fork" not in multiprocessing.get_all_start_methods():
@@ -19,8 +25,7 @@ def check_fork(name: str) -> None:
             f"backend {name!r} needs fork, which this platform does not have. "
             "Use backend='spawn', 'shared-memory' or 'threads'."
         )
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if cuda_initialised():
         raise BackendUnavailable(
             f"backend {name!r} would fork this process after CUDA was initialised, and CUDA does "
             "not survive a fork. Use backend='threads', 'spawn' or "

@@ -11,7 +11,9 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hybridloader import arena
@@ -46,6 +48,42 @@ def check_children_allowed(name: str) -> None:
             f"backend {name!r} can't serve inside a daemonic process, such as another loader's "
             "worker: it may not have children. Use backend='threads' or num_workers=0 there."
         )
+
+
+_crews: weakref.WeakSet[ProcessCrew] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """In a fork that the user's own code made: the workers are the parent's.
+
+    multiprocessing would terminate them when the fork exits, and then fail to join them.
+    """
+    for crew in list(_crews):
+        crew.disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown)
+
+
+@contextmanager
+def _interrupts_held_back(forks: bool) -> Iterator[None]:
+    """Hold Ctrl-C back, from a process that starts within the block too: it inherits the mask.
+
+    Until that has its own handler, Ctrl-C would end it with a traceback of its own.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    if not forks:
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()  # else `start` does it, and that lifts the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Payload:
@@ -93,6 +131,11 @@ class _Handle:
         else:
             self._process.terminate()
 
+    def disown(self) -> None:
+        """Take it off the list of those that multiprocessing ends when this process exits."""
+        children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
+        children.discard(self._process)
+
     def cause(self) -> str:
         """How it ended, for a worker that was not asked to."""
         self.join(_GRACE)
@@ -137,6 +180,7 @@ class ProcessCrew(Crew):
         self._asked: set[int] = set()
         self._shipment: Shipment | None = None
         self._events: list[Event] = []
+        _crews.add(self)
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         if not self._forks and self._shipment is None:
@@ -159,10 +203,11 @@ class ProcessCrew(Crew):
             daemon=True,
         )
         try:
-            process.start()
+            with _interrupts_held_back(self._forks):
+                process.start()
+                self._handles.append(_Handle(process))
         finally:
             theirs.close()
-        self._handles.append(_Handle(process))
         self._slots.append(arena.Reader())
         self._post.watch(worker, process)
         if self._shipment is not None:
@@ -215,6 +260,12 @@ class ProcessCrew(Crew):
 
     def handles(self) -> Sequence[WorkerHandle]:
         return self._handles
+
+    def disown(self) -> None:
+        """Forget the processes."""
+        for handle in self._handles:
+            handle.disown()
+        self._handles = []
 
     def _returned(self, worker: int) -> list[int]:
         """The slots that the worker may use again."""

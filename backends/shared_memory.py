@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import warnings
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 
 from hybridloader import arena
 from hybridloader.backends import sockets
-from hybridloader.backends.fork import check_fork
+from hybridloader.backends.fork import check_fork, cuda_initialised
 from hybridloader.backends.process import ProcessCrew, check_children_allowed
 from hybridloader.backends.spawn import loky_context
 from hybridloader.contract import Backend, Crew
@@ -25,9 +26,10 @@ class SharedMemory(Backend):
     Parameters
     ----------
     start_method
-        ``"fork"``, ``"spawn"``, ``"forkserver"`` (multiprocessing's own, which run the main script
-        again and so need a ``__main__`` guard) or ``"loky"`` (as the `spawn` backend). None takes
-        what multiprocessing would take: fork on Linux before Python 3.14.
+        ``"fork"``, ``"loky"`` (as the `spawn` backend), ``"spawn"`` or ``"forkserver"``
+        (multiprocessing's own, which run the main script again and so need a ``__main__`` guard).
+        None takes fork where that is multiprocessing's default and safe, that is on Linux before
+        Python 3.14 while CUDA is not initialised, else loky.
 
     Raises
     ------
@@ -54,18 +56,39 @@ class SharedMemory(Backend):
         check_children_allowed(self.name)
 
     def open(self) -> Crew:
-        context: Any
-        if self._method() == "loky":
-            context = loky_context()
-        else:
-            context = multiprocessing.get_context(self._method())
+        method = self._method()
+        context: Any = loky_context() if method == "loky" else multiprocessing.get_context(method)
         slots = sockets.available() and arena.available()
         if not slots:
-            warnings.warn(
-                "this platform has no nameless shared memory: batches travel through the pipe",
-                stacklevel=2,
-            )
+            _warn_without_slots()
         return ProcessCrew(context, slots=slots, sockets=sockets.available())
 
     def _method(self) -> str:
+        if self.start_method is not None:
+            return self.start_method
+        forks = multiprocessing.get_start_method() == "fork" and not cuda_initialised()
+        return "fork" if forks else "loky"
+
+
+@dataclass(frozen=True)
+class AsTorch(SharedMemory):
+    """What a loader without `backend` takes: processes started as torch would start them.
+
+    That includes forking after CUDA was initialised, which every training script does that makes
+    a new iterator for its second epoch. Workers that leave CUDA alone are not harmed by it, and
+    torch itself raises in those that do not.
+    """
+
+    def check(self) -> None:
+        check_children_allowed("the default")
+
+    def _method(self) -> str:
         return self.start_method or multiprocessing.get_start_method()
+
+
+@functools.cache
+def _warn_without_slots() -> None:
+    warnings.warn(
+        "this platform has no shared memory without a name: batches travel through the pipe",
+        stacklevel=3,
+    )

@@ -128,6 +128,7 @@ class _ThreadCrew(Crew):
         self._copy_dataset = copy_dataset
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None wakes
         self._threads: list[_Thread] = []
+        self._patience = _PATIENCE
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         thread = _Thread(worker, spec, self._events, self._copy_dataset)
@@ -163,7 +164,8 @@ class _ThreadCrew(Crew):
     def close(self) -> None:
         for thread in self._threads:
             thread.terminate()
-        deadline = time.monotonic() + _PATIENCE
+        # Only the first close waits: who is stuck then will be stuck again at exit.
+        deadline, self._patience = time.monotonic() + self._patience, 0.0
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

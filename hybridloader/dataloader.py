@@ -172,7 +172,7 @@ def _check(loader: DataLoader) -> None:
 def _backend_of(loader: DataLoader) -> Backend:
     """The backend to use now."""
     from hybridloader.backends.inline import Inline
-    from hybridloader.backends.shared_memory import SharedMemory
+    from hybridloader.backends.shared_memory import AsTorch, SharedMemory
 
     backend = None if loader.backend is None else get_backend(loader.backend)
     if loader.num_workers == 0:
@@ -180,8 +180,10 @@ def _backend_of(loader: DataLoader) -> Backend:
             _warn_idle(backend.name)
         return Inline()
     context = loader.multiprocessing_context
-    if backend is None or (context is not None and isinstance(backend, SharedMemory)):
-        return SharedMemory(None if context is None else context.get_start_method())
+    if backend is None:
+        return AsTorch(None if context is None else context.get_start_method())
+    if context is not None and isinstance(backend, SharedMemory):
+        return SharedMemory(context.get_start_method())
     return backend
 
 

@@ -68,8 +68,13 @@ class Failure:
         self.traceback: str | None = None
 
     def to_exception(self, note: str) -> BaseException:
-        """Give back the exception, with `note` added to say where it happened."""
+        """Give back the exception, with `note` added to say where it happened.
+
+        Only once: the failure lets go of it. It is in a frame of the traceback that the exception
+        gets when it is raised, and together they would keep the whole iterator alive.
+        """
         exception = self.exception
+        del self.exception
         if self.traceback is not None:
             exception.__cause__ = WorkerTraceback(f"{note}\n{self.traceback}")
         add_note(exception, note)
@@ -81,7 +86,7 @@ class Failure:
                 type(self.exception), self.exception, self.exception.__traceback__
             )
         )
-        return _rebuild_failure, (_freeze(self.exception), text)
+        return _rebuild_failure, (_freeze(self.exception), id(type(self.exception)), text)
 
 
 def add_note(exception: BaseException, note: str) -> None:
@@ -98,11 +103,9 @@ def add_note(exception: BaseException, note: str) -> None:
 
 def _freeze(exception: BaseException) -> bytes:
     """Pickle `exception` so that it is certain to load again."""
-    import cloudpickle
-
     kind = type(exception)
     try:
-        whole: bytes = cloudpickle.dumps(exception)
+        whole = _dumps(exception)
         copy = pickle.loads(whole)
         if type(copy).__qualname__ == kind.__qualname__ and len(copy.args) == len(exception.args):
             return whole
@@ -111,11 +114,21 @@ def _freeze(exception: BaseException) -> bytes:
     args = tuple(_sendable(value) for value in exception.args)
     state = {name: _sendable(value) for name, value in vars(exception).items()}
     try:
-        parts: bytes = cloudpickle.dumps(_Parts(kind, args, state))
+        parts = _dumps(_Parts(kind, args, state))
     except Exception:  # the class itself can't be pickled: tell its name
         message = f"{kind.__module__}.{kind.__qualname__}: {exception}"
-        parts = cloudpickle.dumps(_Parts(RuntimeError, (message,), {}))
+        parts = _dumps(_Parts(RuntimeError, (message,), {}))
     return parts
+
+
+def _dumps(thing: Any) -> bytes:
+    """Classes by reference where that can be: an ``except`` at home must know them again."""
+    try:
+        return pickle.dumps(thing)
+    except Exception:  # as above
+        import cloudpickle
+
+        return cloudpickle.dumps(thing)  # type: ignore[no-any-return]
 
 
 class _Parts:
@@ -134,19 +147,35 @@ class _Parts:
 
 
 def _sendable(value: Any) -> Any:
-    import cloudpickle
-
     try:
-        pickle.loads(cloudpickle.dumps(value))
+        pickle.loads(_dumps(value))
     except Exception:  # as above
         return repr(value)
     return value
 
 
-def _rebuild_failure(frozen: bytes, text: str) -> Failure:
+def _original(copy: type[BaseException], address: int) -> type[BaseException]:
+    """The class that `copy` was copied from, if this process has it.
+
+    A class made in a function is sent by value. A forked worker's is the one that lies at the same
+    address here, and that is what an ``except`` here means.
+    """
+    todo: list[type[BaseException]] = [BaseException]
+    while todo:
+        kind = todo.pop()
+        if id(kind) == address and kind.__name__ == copy.__name__:
+            return kind
+        todo.extend(type.__subclasses__(kind))
+    return copy
+
+
+def _rebuild_failure(frozen: bytes, address: int, text: str) -> Failure:
     try:
         thawed = pickle.loads(frozen)
         exception = thawed.assemble() if isinstance(thawed, _Parts) else thawed
+        original = _original(type(exception), address)
+        if original is not type(exception):
+            exception.__class__ = original
     except Exception as error:  # e.g. a class that this process can't import
         exception = RuntimeError(f"a worker's exception could not be loaded here: {error!r}")
     failure = Failure(exception)

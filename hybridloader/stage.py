@@ -36,12 +36,13 @@ assert multiprocessing.util is not None
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread that pulls."""
 
-_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+_crews: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
+"""Every crew and the process that owns it."""
 
 
 def _close_crews() -> None:
-    for crew in list(_crews):
-        crew.close()
+    for crew, owner in list(_crews.items()):
+        _close_crew(crew, owner)
 
 
 atexit.register(_close_crews)
@@ -112,7 +113,7 @@ class Stage(Iterator[Any]):
         self._owner = os.getpid()
         self._pulling = threading.RLock()
         self._crew = backend.open()
-        _crews.add(self._crew)
+        _crews[self._crew] = self._owner
         self._finalizer = weakref.finalize(self, _close_crew, self._crew, self._owner)
         self._finalizer.atexit = False  # _close_crews does it, in the right order
         try:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from hybridloader.contract import Payload
 from hybridloader.errors import Failure
-from hybridloader.fetch import Abandoned, Cancelled, EndOfShard, Fetcher
+from hybridloader.fetch import Abandoned, Cancelled, EndOfShard, Fetcher, seed_datapipe
 from hybridloader.messages import (
     Begin,
     Done,
@@ -67,6 +67,7 @@ class Worker:
         self._cancelled = cancelled
         self.info = self._describe()
         self._fetcher: Fetcher | None = None
+        self._initialised = False
         self._broken: Exception | None = None
         self._exhausted = False
 
@@ -77,6 +78,7 @@ class Worker:
             try:
                 if spec.init_fn is not None and spec.workers > 0:
                     spec.init_fn(self.worker)
+                self._initialised = True
                 self._fetcher = spec.fetch.open(spec.shared_seed, self._cancelled)
             except Exception as error:
                 if spec.workers == 0:
@@ -94,8 +96,8 @@ class Worker:
 
     def _begin(self, message: Begin) -> None:
         self._exhausted = False
-        if self._broken is not None and self._fetcher is None:
-            return  # init_fn failed: nothing was ever opened, and the reason stays the same
+        if not self._initialised:
+            return  # init_fn failed, and that stays the answer to every task
         self._broken = None
         try:
             apply(self._spec.fetch.dataset, message.changes)
