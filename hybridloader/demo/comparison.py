@@ -1,0 +1,117 @@
+"""The same images through every backend and through torch's own loader: how many per second.
+
+Only loading is measured: batches are dropped as they come. Nothing is trained or printed here, and
+no number is kept from an earlier run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.utils.data
+
+import hybridloader
+from hybridloader.demo.images import Photographs
+
+ROUNDS = 3
+IMAGES = 960
+"""Per round and backend: about a second on one core, so that six rows take half a minute."""
+
+
+@dataclass
+class Contender:
+    """One row: how to make its loader, and what was measured."""
+
+    name: str
+    workers: int
+    make: Callable[[], Iterable[Any]]
+    first_batch: float = 0.0
+    """Seconds from asking for an iterator to its first batch, workers started from nothing."""
+    rates: list[float] = field(default_factory=list)
+    """Images per second of whole epochs, with the workers up."""
+    skipped: str = ""
+    """Why it can't serve here; empty if it can."""
+
+    @property
+    def rate(self) -> float:
+        """The median of `rates`."""
+        return statistics.median(self.rates)
+
+
+def contenders(dataset: Photographs, batch_size: int, workers: int) -> list[Contender]:
+    """torch's own loader and all backends; with no workers, only those that need none."""
+    common: dict[str, Any] = {"batch_size": batch_size, "shuffle": False}
+    busy = {**common, "num_workers": workers, "persistent_workers": True}
+
+    def torchs(options: dict[str, Any]) -> Callable[[], Iterable[Any]]:
+        return lambda: torch.utils.data.DataLoader(dataset, **options)
+
+    def ours(name: str, options: dict[str, Any]) -> Callable[[], Iterable[Any]]:
+        return lambda: hybridloader.DataLoader(dataset, backend=name, **options)
+
+    inline = Contender("inline", 0, ours("inline", common))
+    if workers == 0:
+        return [Contender("torch DataLoader", 0, torchs(common)), inline]
+    others = [name for name in hybridloader.backend_names() if name != "inline"]
+    return [
+        Contender("torch DataLoader", workers, torchs(busy)),
+        inline,
+        *(Contender(name, workers, ours(name, busy)) for name in others),
+    ]
+
+
+def compare(
+    rows: list[Contender], images: int, report: Callable[[int], None], rounds: int = ROUNDS
+) -> None:
+    """Measure all `rows` in turn, and that `rounds` times, so that no row has a quiet hour.
+
+    A first turn starts the workers and is timed only up to its first batch. The workers stay up
+    (idle ones wait and cost nothing), and each later turn is an epoch timed as a whole.
+
+    Parameters
+    ----------
+    rows
+        What to measure; the results are put into them.
+    images
+        How many images an epoch has.
+    report
+        Called after each batch with its number of images.
+    rounds
+        How many epochs to time.
+    """
+    loaders: dict[str, Iterable[Any]] = {}
+    # Threads last: forking a process in which threads run is asking for trouble.
+    for row in sorted(rows, key=lambda row: _in_process(row.name)):
+        try:
+            loaders[row.name] = row.make()
+            row.first_batch = _epoch(loaders[row.name], report)[0]
+        except hybridloader.BackendUnavailable as error:
+            loaders.pop(row.name, None)
+            row.skipped = str(error)
+            report(images * (rounds + 1))
+    for _ in range(rounds):
+        for row in rows:
+            if row.name in loaders:
+                row.rates.append(images / _epoch(loaders[row.name], report)[1])
+
+
+def _epoch(loader: Iterable[Any], report: Callable[[int], None]) -> tuple[float, float]:
+    """Seconds to the first batch and to the end."""
+    start = time.perf_counter()
+    first = 0.0
+    for _, labels in loader:
+        first = first or time.perf_counter() - start
+        report(_count(labels))
+    return first, time.perf_counter() - start
+
+
+def _count(labels: Sized) -> int:
+    return len(labels)
+
+
+def _in_process(name: str) -> bool:
+    return name in hybridloader.backend_names() and hybridloader.get_backend(name).in_process

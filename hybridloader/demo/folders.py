@@ -1,0 +1,112 @@
+"""A folder of class folders: which images there are, and which of them are held out.
+
+It looks at names only; it never opens an image and never writes anything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+"""Files with other endings are passed over: notes, checksums, thumbnails' data bases."""
+
+EVERY = 10
+"""Of every so many images of a class, in the order of their names, the last one is held out."""
+
+
+class DemoError(Exception):
+    """What the user gave can't be used. The message is one line and names the file or folder."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image file and the number of its class."""
+
+    path: str
+    label: int
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """What a folder holds: the names of the classes, and the images in two parts."""
+
+    classes: tuple[str, ...]
+    train: tuple[Sample, ...]
+    heldout: tuple[Sample, ...]
+
+    def limited(self, count: int | None) -> ClassFolders:
+        """The same with at most `count` training images, always the same ones, in mixed order."""
+        if count is None or count >= len(self.train):
+            return self
+        chosen = random.Random(0).sample(self.train, count)
+        return ClassFolders(self.classes, tuple(chosen), self.heldout)
+
+
+def read_class_folders(folder: Path) -> ClassFolders:
+    """List the images of `folder`, which holds one folder per class.
+
+    Parameters
+    ----------
+    folder
+        Its folders are the classes, in the order of their names. Hidden ones are passed over.
+
+    Returns
+    -------
+    ClassFolders
+        In every class each tenth image is held out, or the last one if there are fewer than ten.
+
+    Raises
+    ------
+    DemoError
+        The folder is missing or unreadable, or holds too little to tell anything from anything.
+    """
+    if not folder.exists():
+        raise DemoError(f"there is no folder {folder}")
+    if not folder.is_dir():
+        raise DemoError(f"{folder} is a file; give the folder that holds the class folders")
+    names = [entry.name for entry in _entries(folder) if entry.is_dir()]
+    if not names:
+        raise DemoError(f"{folder} holds no class folders: it needs one folder of images per class")
+    if len(names) < 2:
+        raise DemoError(f"{folder} holds only one class ({names[0]}); two are needed to tell apart")
+    train: list[Sample] = []
+    heldout: list[Sample] = []
+    for label, name in enumerate(names):
+        seen, unseen = _split(_images(folder / name))
+        train += [Sample(str(path), label) for path in seen]
+        heldout += [Sample(str(path), label) for path in unseen]
+    return ClassFolders(tuple(names), tuple(train), tuple(heldout))
+
+
+def is_heldout(index: int) -> bool:
+    """Whether image number `index` of a class with ten images or more is held out."""
+    return index % EVERY == EVERY - 1
+
+
+def _split(images: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    if len(images) < EVERY:
+        return list(images[:-1]), list(images[-1:])
+    seen = [path for index, path in enumerate(images) if not is_heldout(index)]
+    unseen = [path for index, path in enumerate(images) if is_heldout(index)]
+    return seen, unseen
+
+
+def _images(folder: Path) -> list[Path]:
+    found = [path for path in _entries(folder) if path.suffix.lower() in SUFFIXES]
+    if not found:
+        raise DemoError(f"the class folder {folder} holds no image")
+    if len(found) < 2:
+        raise DemoError(
+            f"the class folder {folder} holds only one image; one more is to be held out"
+        )
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise DemoError(f"can't read the folder {folder}: {error.strerror or error}") from error
