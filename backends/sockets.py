@@ -241,10 +241,7 @@ class SocketChannel:
     def get(self) -> Frame:
         """The next frame. Raises `EOFError` when the parent has hung up."""
         while not self._frames:
-            try:
-                self._frames.extend(read_some(self._sock, self._decoder))
-            except ConnectionError:
-                raise EOFError from None
+            self._read()
         return self._frames.popleft()
 
     def empty(self) -> bool:
@@ -252,8 +249,14 @@ class SocketChannel:
         while not self._frames:
             if not self._poll.poll(0):
                 return True
-            self._frames.extend(read_some(self._sock, self._decoder))
+            self._read()
         return False
+
+    def _read(self) -> None:
+        try:
+            self._frames.extend(read_some(self._sock, self._decoder))
+        except ConnectionError:  # it hung up with results of ours unread
+            raise EOFError from None
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         """Write all of it. Raises `EOFError` when the parent has hung up."""

@@ -7,6 +7,7 @@ A user's exception keeps its type and its arguments. Where it happened is told i
 
 from __future__ import annotations
 
+import copy
 import pickle
 import traceback
 from typing import Any
@@ -101,13 +102,38 @@ def add_note(exception: BaseException, note: str) -> None:
         notes.append(note)
 
 
+def twin(exception: Exception) -> Exception:
+    """Another exception of the same type, arguments, attributes, cause and traceback.
+
+    For a worker that answers many tasks with one error: what the consumer raises collects the
+    consumer's frames in its traceback, and a worker thread must not hold on to these.
+    """
+    kind, args = type(exception), exception.args
+    try:  # OSError and its like keep more than their arguments
+        other = copy.copy(exception)
+        same = type(other) is kind and len(other.args) == len(args)
+        same = same and all(a is b for a, b in zip(other.args, args, strict=True))
+    except Exception:  # a constructor that wants other arguments than it passes on
+        same = False
+    if not same:
+        assembled = _Parts(kind, args, vars(exception)).assemble()
+        assert isinstance(assembled, Exception)
+        other = assembled
+    other.__dict__.pop("__notes__", None)
+    other.__cause__, other.__context__ = exception.__cause__, exception.__context__
+    other.__suppress_context__ = exception.__suppress_context__
+    return other.with_traceback(exception.__traceback__)
+
+
 def _freeze(exception: BaseException) -> bytes:
     """Pickle `exception` so that it is certain to load again."""
     kind = type(exception)
     try:
         whole = _dumps(exception)
-        copy = pickle.loads(whole)
-        if type(copy).__qualname__ == kind.__qualname__ and len(copy.args) == len(exception.args):
+        thawed = pickle.loads(whole)
+        if type(thawed).__qualname__ == kind.__qualname__ and len(thawed.args) == len(
+            exception.args
+        ):
             return whole
     except Exception:  # what a broken __reduce__ or __init__ raises can be anything
         pass
@@ -154,8 +180,8 @@ def _sendable(value: Any) -> Any:
     return value
 
 
-def _original(copy: type[BaseException], address: int) -> type[BaseException]:
-    """The class that `copy` was copied from, if this process has it.
+def _original(received: type[BaseException], address: int) -> type[BaseException]:
+    """The class that `received` was copied from, if this process has it.
 
     A class made in a function is sent by value. A forked worker's is the one that lies at the same
     address here, and that is what an ``except`` here means.
@@ -163,10 +189,10 @@ def _original(copy: type[BaseException], address: int) -> type[BaseException]:
     todo: list[type[BaseException]] = [BaseException]
     while todo:
         kind = todo.pop()
-        if id(kind) == address and kind.__name__ == copy.__name__:
+        if id(kind) == address and kind.__name__ == received.__name__:
             return kind
         todo.extend(type.__subclasses__(kind))
-    return copy
+    return received
 
 
 def _rebuild_failure(frozen: bytes, address: int, text: str) -> Failure:

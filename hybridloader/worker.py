@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hybridloader.contract import Payload
-from hybridloader.errors import Failure
+from hybridloader.errors import Failure, twin
 from hybridloader.fetch import Abandoned, Cancelled, EndOfShard, Fetcher, seed_datapipe
 from hybridloader.messages import (
     Begin,
@@ -76,10 +76,13 @@ class Worker:
         spec = self._spec
         with self._seeds.initialising(spec.base_seed, self.worker):
             try:
+                if spec.shared_seed is not None:
+                    # As torch, before init_fn: the seeds that init_fn sets are the ones used.
+                    seed_datapipe(spec.fetch.dataset, spec.shared_seed)
                 if spec.init_fn is not None and spec.workers > 0:
                     spec.init_fn(self.worker)
                 self._initialised = True
-                self._fetcher = spec.fetch.open(spec.shared_seed, self._cancelled)
+                self._fetcher = spec.fetch.open(None, self._cancelled)
             except Exception as error:
                 if spec.workers == 0:
                     raise
@@ -110,7 +113,7 @@ class Worker:
             return None
         try:
             if self._broken is not None:
-                raise self._broken
+                return Failed(self.worker, task.seq, Failure(twin(self._broken)))
             assert self._fetcher is not None
             return Done(self.worker, task.seq, self._wrap(self._fetcher(task.index)))
         except EndOfShard:

@@ -1,0 +1,528 @@
+"""Bad input is refused at once, with words that help."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import hybridloader
+from hybridloader import (
+    Backend,
+    BackendUnavailable,
+    DataLoader,
+    Fork,
+    Inline,
+    SharedMemory,
+    ShippingError,
+    Spawn,
+    Threads,
+    dataloader,
+    registry,
+)
+
+NAMES = ("inline", "threads", "fork", "spawn", "shared-memory")
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_registry() -> Iterator[None]:
+    registry.known.cache_clear()
+    yield
+    registry.known.cache_clear()
+
+
+# -- the name of a backend -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["treads", "", "process", "shared memory"])
+def test_an_unknown_backend_is_refused_with_a_list_of_those_there_are(name: str) -> None:
+    with pytest.raises(BackendUnavailable) as caught:
+        DataLoader(Numbers(), backend=name)
+    text = str(caught.value)
+    assert repr(name) in text
+    for known in NAMES:
+        assert known in text
+    assert "pip install" in text
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("name", ["Threads", " threads ", "SHARED_MEMORY", "shared-memory", "Fork"])
+def test_case_and_underscores_of_a_name_do_not_matter(name: str) -> None:
+    assert DataLoader(Numbers(), num_workers=1, backend=name).backend == name
+
+
+@pytest.mark.parametrize("kind", [Inline, Threads, Fork, Spawn, SharedMemory])
+def test_a_backend_class_is_refused_with_the_hint_to_make_an_instance(kind: type[Backend]) -> None:
+    given: Any = kind
+    with pytest.raises(TypeError, match=rf"instance.*{kind.__name__}\(\)"):
+        DataLoader(Numbers(), backend=given)
+
+
+@pytest.mark.parametrize("wrong", [1, True, 2.5, b"threads", ["threads"], object(), len, int])
+def test_a_backend_of_the_wrong_type_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="backend") as caught:
+        DataLoader(Numbers(), backend=wrong)
+    assert repr(wrong) in str(caught.value)
+
+
+def test_a_backend_set_after_the_constructor_is_checked_by_the_iterator() -> None:
+    loader = DataLoader(Numbers(), num_workers=1)
+    loader.backend = "treads"
+    with pytest.raises(BackendUnavailable, match="treads"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("method", ["Fork", "threads", "", "fork server", 3])
+def test_an_unknown_start_method_is_refused_with_a_list(method: Any) -> None:
+    with pytest.raises(BackendUnavailable) as caught:
+        SharedMemory(start_method=method)
+    text = str(caught.value)
+    assert repr(method) in text
+    for known in ("fork", "spawn", "forkserver", "loky"):
+        assert known in text
+
+
+# -- backends of other packages ------------------------------------------------------------------
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, name: str, target: str, package: str | None) -> None:
+    """Pretend that a package that registers a backend is installed."""
+    point: Any = types.SimpleNamespace(name=name, value=target, dist=None)
+    if package is not None:
+        point.dist = types.SimpleNamespace(name=package)
+
+    def entry_points(*, group: str) -> list[Any]:
+        assert group == "hybridloader.backends"
+        return [point]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+
+
+def test_a_backend_of_another_package_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, "My_Threads", "hybridloader.backends.threads:Threads", "my-package")
+    assert "my-threads" in hybridloader.backend_names()
+    loader = DataLoader(Numbers(), 4, num_workers=1, backend="my-threads")
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_another_package_can_not_take_the_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, "threads", "no_such_module:Nothing", "evil")
+    assert isinstance(hybridloader.get_backend("threads"), Threads)
+
+
+@pytest.mark.parametrize(
+    ("package", "hint"), [("hybridloader-mpi", "hybridloader-mpi"), (None, "no_such_module")]
+)
+def test_a_backend_that_can_not_be_imported_is_refused_with_an_install_hint(
+    monkeypatch: pytest.MonkeyPatch, package: str | None, hint: str
+) -> None:
+    _install(monkeypatch, "mpi", "no_such_module:MPI", package)
+    with pytest.raises(BackendUnavailable, match="mpi") as caught:
+        DataLoader(Numbers(), backend="mpi")
+    assert f"pip install {hint}" in str(caught.value)
+    assert "no_such_module" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ImportError)
+    with pytest.raises(BackendUnavailable, match=f"treads.*mpi.*pip install {hint}"):
+        DataLoader(Numbers(), backend="treads")
+
+
+def test_a_backend_whose_module_lacks_it_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _install(monkeypatch, "mpi", "hybridloader.backends.threads:NoSuchClass", "hybridloader-mpi")
+    with pytest.raises(BackendUnavailable, match="mpi") as caught:
+        DataLoader(Numbers(), backend="mpi")
+    assert "NoSuchClass" in str(caught.value)
+
+
+def test_what_another_package_registers_must_be_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, "mpi", "builtins:dict", "hybridloader-mpi")
+    with pytest.raises(TypeError, match="mpi"):
+        DataLoader(Numbers(), backend="mpi")
+
+
+# -- options that contradict each other ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "context"),
+    [
+        ("inline", "fork"),
+        ("threads", "fork"),
+        (Threads(), "spawn"),
+        ("fork", "spawn"),
+        (Fork(), "forkserver"),
+        ("spawn", "fork"),
+        (SharedMemory("fork"), "spawn"),
+        (SharedMemory("loky"), "spawn"),
+    ],
+)
+def test_a_backend_that_contradicts_the_context_is_refused(
+    backend: str | Backend, context: str
+) -> None:
+    with pytest.raises(ValueError, match="contradicts") as caught:
+        DataLoader(Numbers(), num_workers=1, backend=backend, multiprocessing_context=context)
+    assert repr(context) in str(caught.value)
+    name = backend if isinstance(backend, str) else backend.name
+    assert name.replace("-", "") in str(caught.value).lower().replace("-", "")
+
+
+@pytest.mark.parametrize(
+    ("backend", "context"),
+    [("fork", "fork"), ("shared-memory", "fork"), (SharedMemory("fork"), "fork"), (None, "fork")],
+)
+def test_a_context_that_agrees_with_the_backend_is_taken(backend: Any, context: str) -> None:
+    loader = DataLoader(
+        Numbers(), 4, num_workers=1, backend=backend, multiprocessing_context=context
+    )
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_contradiction_made_after_the_constructor_is_found_by_the_iterator() -> None:
+    loader = DataLoader(Numbers(), num_workers=1, backend="fork")
+    loader.multiprocessing_context = "spawn"
+    with pytest.raises(ValueError, match="contradicts"):
+        iter(loader)
+    loader.multiprocessing_context = None
+    loader.num_workers = -1
+    with pytest.raises(ValueError, match="num_workers"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("backend", [None, *NAMES])
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"num_workers": -1}, "num_workers"),
+        ({"num_workers": 1, "timeout": -1}, "timeout"),
+        ({"num_workers": 1, "timeout": -0.5}, "timeout"),
+        ({"num_workers": 1, "prefetch_factor": -1}, "prefetch_factor"),
+        ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor"),
+        ({"num_workers": 0, "prefetch_factor": 0}, "prefetch_factor"),
+        ({"num_workers": 0, "prefetch_factor": 2}, "prefetch_factor"),
+        ({"num_workers": 0, "timeout": 1}, "timeout"),
+        ({"num_workers": 0, "persistent_workers": True}, "persistent_workers"),
+        ({"num_workers": 1, "batch_size": -1}, "batch_size"),
+        ({"num_workers": 1, "batch_size": 0}, "batch_size"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    backend: str | None, options: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ValueError, match=word):
+        DataLoader(Numbers(), backend=backend, **options)
+
+
+# -- torch's own checks --------------------------------------------------------------------------
+
+BAD_FOR_TORCH: list[tuple[Callable[[], Any], dict[str, Any]]] = [
+    (Numbers, {"num_workers": -1}),
+    (Numbers, {"num_workers": "two"}),
+    (Numbers, {"num_workers": 1, "timeout": -1}),
+    (Numbers, {"prefetch_factor": 2}),
+    (Numbers, {"num_workers": 1, "prefetch_factor": -1}),
+    (Numbers, {"persistent_workers": True}),
+    (Numbers, {"sampler": range(8), "shuffle": True}),
+    (Numbers, {"batch_sampler": [[0]], "batch_size": 2}),
+    (Numbers, {"batch_sampler": [[0]], "shuffle": True}),
+    (Numbers, {"batch_sampler": [[0]], "sampler": range(8)}),
+    (Numbers, {"batch_sampler": [[0]], "drop_last": True}),
+    (Numbers, {"batch_size": None, "drop_last": True}),
+    (Numbers, {"batch_size": 0}),
+    (Numbers, {"batch_size": -3}),
+    (Numbers, {"batch_size": 1.5}),
+    (Numbers, {"drop_last": "yes"}),
+    (Numbers, {"multiprocessing_context": "fork"}),
+    (Numbers, {"num_workers": 1, "multiprocessing_context": "no-such-method"}),
+    (Numbers, {"num_workers": 1, "multiprocessing_context": 3}),
+    (Stream, {"shuffle": True}),
+    (Stream, {"sampler": range(8)}),
+    (Stream, {"batch_sampler": [[0]]}),
+    (list, {"shuffle": True}),
+]
+
+
+@pytest.mark.parametrize(("dataset", "options"), BAD_FOR_TORCH)
+@pytest.mark.parametrize("backend", [None, "threads"])
+def test_what_torch_refuses_is_refused_with_the_same_exception(
+    backend: str | None, dataset: Callable[[], Any], options: dict[str, Any]
+) -> None:
+    with pytest.raises(Exception) as theirs:
+        torch.utils.data.DataLoader(dataset(), **options)
+    with pytest.raises(Exception) as ours:
+        DataLoader(dataset(), backend=backend, **options)
+    assert type(ours.value) is type(theirs.value)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"no_such_option": 1}, {"num_workers": 0, "backend": "threads", "worker": 2}]
+)
+def test_an_unknown_option_is_refused_as_by_any_function(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        DataLoader(Numbers(), **options)
+
+
+# -- where a backend can't serve -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["fork", SharedMemory("fork")])
+def test_no_fork_after_cuda_was_initialised(
+    monkeypatch: pytest.MonkeyPatch, backend: str | Backend
+) -> None:
+    loader = DataLoader(Numbers(), num_workers=1, backend=backend)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(BackendUnavailable, match="CUDA") as caught:
+        iter(loader)
+    for way_out in ("threads", "spawn"):
+        assert way_out in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", [None, "inline", "threads", "spawn", "shared-memory"])
+def test_other_backends_serve_after_cuda_was_initialised(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    loader = DataLoader(Numbers(), 8, num_workers=1, backend=backend)
+    assert [batch.tolist() for batch in loader] == [list(range(8))]
+
+
+@pytest.mark.parametrize("backend", ["fork", "shared-memory"])
+def test_where_there_is_no_fork_the_message_says_what_to_use(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
+    with pytest.raises(BackendUnavailable, match="fork") as caught:
+        iter(DataLoader(Numbers(), num_workers=1, backend=backend))
+    assert "threads" in str(caught.value)
+    assert "spawn" in str(caught.value)
+
+
+# -- what can't be sent --------------------------------------------------------------------------
+
+
+class Holder(Numbers):
+    """A dataset with something in it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class Box:
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+
+def _closure_over(thing: Any) -> Callable[[Any], Any]:
+    def function(batch: Any) -> Any:
+        return thing
+
+    return function
+
+
+def _no_process_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loky.backend.process import LokyProcess
+
+    def start(process: Any) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(LokyProcess, "start", start)
+
+
+UNSENDABLE: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
+    ("dataset.inner", lambda lock: {"dataset": Holder(lock)}),
+    ("dataset.inner.handle", lambda lock: {"dataset": Holder(Box(lock))}),
+    ("dataset.inner.handle.handle", lambda lock: {"dataset": Holder(Box(Box(lock)))}),
+    ("dataset.inner[1]", lambda lock: {"dataset": Holder([3, lock])}),
+    ("dataset.inner[1].handle", lambda lock: {"dataset": Holder((3, Box(lock)))}),
+    ("dataset.inner['key']", lambda lock: {"dataset": Holder({"key": lock})}),
+    ("dataset.inner.<closure>.thing", lambda lock: {"dataset": Holder(_closure_over(lock))}),
+    ("collate_fn.<closure>.thing", lambda lock: {"collate_fn": _closure_over(lock)}),
+    ("init_fn.<closure>.thing.handle", lambda lock: {"worker_init_fn": _closure_over(Box(lock))}),
+]
+
+
+@pytest.mark.parametrize(("path", "options"), UNSENDABLE, ids=[path for path, _ in UNSENDABLE])
+@pytest.mark.parametrize("backend", ["spawn", SharedMemory("loky")])
+def test_what_can_not_be_pickled_is_named_before_any_worker_starts(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str | Backend,
+    path: str,
+    options: Callable[[Any], dict[str, Any]],
+) -> None:
+    _no_process_may_start(monkeypatch)
+    given = {"dataset": Numbers(), **options(threading.Lock())}
+    loader = DataLoader(num_workers=1, backend=backend, **given)
+    with pytest.raises(ShippingError) as caught:
+        iter(loader)
+    text = str(caught.value)
+    assert f"{path} " in text
+    assert "lock" in text
+    assert "threads" in text
+    assert isinstance(caught.value, TypeError)
+    assert caught.value.__cause__ is not None
+
+
+def test_an_object_whose_reduce_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stubborn:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("I stay here")
+
+    _no_process_may_start(monkeypatch)
+    loader = DataLoader(Holder(Box(Stubborn())), num_workers=1, backend="spawn")
+    with pytest.raises(ShippingError, match=r"dataset\.inner\.handle .*Stubborn.*I stay here"):
+        iter(loader)
+
+
+def test_a_dataset_with_a_cycle_through_what_can_not_be_pickled_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _no_process_may_start(monkeypatch)
+    box = Box(None)
+    box.handle = [box, threading.Lock()]
+    with pytest.raises(ShippingError, match=r"dataset\.inner\.handle\[1\]"):
+        iter(DataLoader(Holder(box), num_workers=1, backend="spawn"))
+
+
+def test_an_attribute_in_slots_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slotted:
+        __slots__ = ("handle",)
+
+        def __init__(self, handle: Any) -> None:
+            self.handle = handle
+
+    _no_process_may_start(monkeypatch)
+    loader = DataLoader(Holder(Slotted(threading.Lock())), num_workers=1, backend="spawn")
+    with pytest.raises(ShippingError, match=r"dataset\.inner\.handle"):
+        iter(loader)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.logger = threading.Lock()
+
+    def do(self, argument: Any) -> Any:
+        return argument
+
+
+@pytest.mark.parametrize("option", ["collate_fn", "worker_init_fn"])
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: Trainer().do, ".__self__.logger"),
+        (lambda: functools.partial(max, key=Trainer()), ".keywords['key'].logger"),
+        (lambda: functools.partial(Trainer().do), ".func.__self__.logger"),
+    ],
+)
+def test_what_stands_behind_a_method_or_a_partial_is_looked_into(
+    monkeypatch: pytest.MonkeyPatch, option: str, make: Callable[[], Any], path: str
+) -> None:
+    _no_process_may_start(monkeypatch)
+    given: Any = {option: make()}
+    with pytest.raises(ShippingError) as caught:
+        iter(DataLoader(Numbers(), num_workers=1, backend="spawn", **given))
+    assert path in str(caught.value)
+
+
+def test_a_global_that_a_function_of_the_main_module_uses_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _no_process_may_start(monkeypatch)
+    names: dict[str, Any] = {"__name__": "__main__", "lock": threading.Lock()}
+    exec("def collate(batch):\n    with lock:\n        return batch", names)
+    loader = DataLoader(Numbers(), num_workers=1, backend="spawn", collate_fn=names["collate"])
+    with pytest.raises(ShippingError, match=r"collate_fn\.<global>\.lock"):
+        iter(loader)
+
+
+def test_a_closure_with_an_empty_cell_does_not_hide_the_culprit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock = threading.Lock()
+
+    def collate(batch: Any) -> Any:
+        return early, lock
+
+    _no_process_may_start(monkeypatch)
+    loader = DataLoader(Numbers(), num_workers=1, backend="spawn", collate_fn=collate)
+    with pytest.raises(ShippingError, match=r"collate_fn\.<closure>\.lock"):
+        iter(loader)
+    early = None
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork", "shared-memory"])
+def test_what_can_not_be_pickled_may_be_used_where_nothing_is_sent(backend: str) -> None:
+    loader = DataLoader(Holder(threading.Lock()), 8, num_workers=1, backend=backend)
+    assert [batch.tolist() for batch in loader] == [list(range(8))]
+
+
+def test_a_dataset_that_inline_workers_can_not_copy_is_shared_with_a_warning() -> None:
+    loader = DataLoader(Holder(Box(threading.Lock())), 8, num_workers=1, backend="inline")
+    with pytest.warns(UserWarning, match=r"dataset\.inner\.handle"):
+        batches = [batch.tolist() for batch in loader]
+    assert batches == [list(range(8))]
+
+
+def test_an_iterable_dataset_that_threads_can_not_copy_is_refused() -> None:
+    class Locked(Stream):
+        def __init__(self) -> None:
+            self.handle = threading.Lock()
+
+    for backend in ("threads", "inline"):
+        with pytest.raises(ShippingError, match=r"dataset\.handle .*copy"):
+            iter(DataLoader(Locked(), num_workers=1, backend=backend))
+
+
+# -- a backend that has nothing to do -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork", "spawn", "shared-memory", Threads()])
+def test_a_backend_without_workers_warns_once_where_the_loader_is_used(
+    backend: str | Backend,
+) -> None:
+    dataloader._warn_idle.cache_clear()
+    loader = DataLoader(Numbers(), 8, backend=backend)
+    with pytest.warns(UserWarning, match="num_workers") as caught:
+        first = [batch.tolist() for batch in loader]
+    (warning,) = caught
+    name = backend if isinstance(backend, str) else backend.name
+    assert repr(name) in str(warning.message)
+    assert os.path.samefile(warning.filename, __file__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = [batch.tolist() for batch in loader]
+    assert first == again == [list(range(8))]
+
+
+@pytest.mark.parametrize("backend", [None, "inline", Inline()])
+def test_a_backend_that_needs_no_workers_does_not_warn(backend: str | Backend | None) -> None:
+    dataloader._warn_idle.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(DataLoader(Numbers(), 4, backend=backend))) == 2
+
+
+def test_the_backends_of_this_table_are_those_there_are() -> None:
+    assert set(NAMES) <= set(hybridloader.backend_names())
