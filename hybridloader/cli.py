@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         The exit code: 0, 2 for bad input, 130 after Ctrl-C.
     """
-    arguments = _parser().parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    if unknown:  # parse_args would complain of them in the name of the whole, not of the subcommand
+        arguments.parser.error(f"unknown arguments: {' '.join(unknown)}")
     name = f"hybridloader {arguments.command}"
     try:
         problem: str | None = arguments.run(arguments)
@@ -62,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "files (once), train a small network to tell which photograph a crop is from, and measure "
         "how many images per second each backend loads.",
     )
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, parser=demo)
     demo.add_argument(
         "--data", type=Path, metavar="DIR", help="a folder with one folder of images per class"
     )

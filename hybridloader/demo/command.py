@@ -18,6 +18,7 @@ from hybridloader.demo.comparison import IMAGES, ROUNDS, compare, contenders
 from hybridloader.demo.display import Display
 from hybridloader.demo.folders import ClassFolders, read_class_folders
 from hybridloader.demo.images import Photographs
+from hybridloader.demo.photographs import CROPS, PHOTOGRAPHS, cut_folder, is_complete, prepare
 from hybridloader.demo.training import Trainer, cores_left_by
 
 SEED = 0
@@ -57,7 +58,7 @@ def run(options: Options, display: Display | None = None) -> float:
     if options.backend is not None:
         get_backend(options.backend)  # before anything takes time
     workers = min(4, os.cpu_count() or 1) if options.workers is None else options.workers
-    folder = _prepared(options.cache, display) if options.data is None else options.data
+    folder = prepared(options.cache, display) if options.data is None else options.data
     images = read_class_folders(folder).limited(options.limit)
     display.say(
         f"{folder}: {len(images.classes)} classes, {len(images.train):,} images to train on, "
@@ -81,14 +82,12 @@ def run(options: Options, display: Display | None = None) -> float:
     return accuracy
 
 
-def _prepared(cache: Path | None, display: Display) -> Path:
-    # Needs Pillow only to cut, but the two wheels too: with --data it is never imported.
-    from hybridloader.demo.photographs import CROPS, PHOTOGRAPHS, cut_folder, is_complete, prepare
-
-    if is_complete(cut_folder(cache)):
-        return prepare(cache)
-    with display.task("cutting photographs", CROPS * len(PHOTOGRAPHS)) as task:
-        return prepare(cache, report=task.advance)
+def prepared(cache: Path | None, display: Display, crops: int = CROPS) -> Path:
+    """The folder with the photographs; a progress bar if they must be cut first."""
+    if is_complete(cut_folder(cache, crops), crops):
+        return cut_folder(cache, crops)
+    with display.task("cutting photographs", crops * len(PHOTOGRAPHS)) as task:
+        return prepare(cache, crops=crops, report=task.advance)
 
 
 def _train(options: Options, images: ClassFolders, workers: int, display: Display) -> int:

@@ -24,7 +24,8 @@ class Task:
     """Something that takes a while, a known number of images long."""
 
     def __init__(self, title: str, total: int, progress: Progress | None) -> None:
-        self.title, self.total, self.done, self.loss = title, total, 0, ""
+        self.title, self.total, self.done = title, total, 0
+        self._loss: float | None = None
         self._progress = progress
         self._start = self._drawn = time.perf_counter()
         if progress is not None:
@@ -35,11 +36,16 @@ class Task:
         """Images per second so far, as text."""
         return f"{self.done / max(1e-9, time.perf_counter() - self._start):,.0f} images/s"
 
+    @property
+    def loss(self) -> str:
+        """The loss, smoothed over some ten batches, as text; empty if there is none."""
+        return "" if self._loss is None else f"loss {self._loss:.3f}"
+
     def advance(self, images: int, loss: float | None = None) -> None:
-        """Tell that so many images more are done, and what the loss is now."""
+        """Tell that so many images more are done, and what the loss of these was."""
         self.done += images
         if loss is not None:
-            self.loss = f"loss {loss:.3f}"
+            self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
         if time.perf_counter() - self._drawn > _REDRAW or self.done >= self.total:
             self._draw()
 

@@ -50,7 +50,8 @@ def decode(path: str) -> Image.Image:
     """Read the image at `path`; raise a `DemoError` that names it if that can't be done."""
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            pixels: Image.Image = image.convert("RGB")
+            return pixels
     except UnidentifiedImageError as error:
         raise DemoError(f"{path} is not an image, or not one that Pillow reads") from error
     # Pillow's decoders raise all of these for files that are cut off or made to harm.
