@@ -9,6 +9,7 @@ under a public name, because frameworks rebuild loaders from ``vars(loader)``.
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,9 @@ persistent_workers, pin_memory_device, in_order
     >>> [batch.tolist() for (batch,) in DataLoader(data, 2, num_workers=2, backend="threads")]
     [[0, 1], [2, 3], [4, 5]]
     """
+
+    # ``DataLoader[int]``, as with torch's, although this class is not generic: see its base.
+    __class_getitem__ = classmethod(types.GenericAlias)  # type: ignore[var-annotated]
 
     def __init__(
         self,

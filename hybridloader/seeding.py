@@ -36,13 +36,17 @@ def numpy_seed(base_seed: int, worker: int) -> list[int]:
     return state
 
 
-def seed_globals(base_seed: int, worker: int) -> None:
-    """Seed `random`, `torch` and `numpy.random` as torch does in worker number `worker`."""
+def seed_globals(base_seed: int, worker: int, *, devices: bool) -> None:
+    """Seed `random`, `torch` and `numpy.random` as torch does in worker number `worker`.
+
+    `torch.manual_seed` seeds the generators of all devices too. Within the training process these
+    are the training code's, and nobody could restore them, so `devices` is for other processes.
+    """
     import numpy as np
     import torch
 
     random.seed(base_seed + worker)
-    torch.manual_seed(base_seed + worker)
+    (torch if devices else torch.default_generator).manual_seed(base_seed + worker)
     np.random.seed(numpy_seed(base_seed, worker))
 
 
@@ -91,7 +95,7 @@ class ProcessSeeds:
         return None
 
     def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
-        seed_globals(base_seed, worker)
+        seed_globals(base_seed, worker, devices=True)
         return _NOTHING
 
     def working(self) -> AbstractContextManager[None]:
@@ -130,7 +134,7 @@ class ThreadSeeds:
             return
         with _borrowing:
             before = _Globals()
-            seed_globals(base_seed, worker)
+            seed_globals(base_seed, worker, devices=False)
             try:
                 yield
             finally:
@@ -155,7 +159,7 @@ class InlineSeeds:
     def initialising(self, base_seed: int, worker: int) -> Iterator[None]:
         with _borrowing:
             before = _Globals()
-            seed_globals(base_seed, worker)
+            seed_globals(base_seed, worker, devices=False)
             try:
                 yield
             finally:
