@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from torch.utils.data.dataloader import (
 
 from hybridloader.contract import Backend, WorkerHandle
 from hybridloader.errors import IteratorClosed
-from hybridloader.fetch import Fetch, IterableFetch, MapFetch
+from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
 from hybridloader.messages import WorkerSpec
 from hybridloader.refresh import Watch
 from hybridloader.registry import get_backend
@@ -200,6 +201,23 @@ def _warn_idle(name: str) -> None:
     )
 
 
+class _Weakly:
+    """A method of the loader, without holding the loader.
+
+    A worker thread that held it would keep the loader, and with persistent workers the iterator,
+    alive for ever. As long as the iterator lives, it holds the method itself.
+    """
+
+    def __init__(self, method: types.MethodType) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, argument: Any) -> Any:
+        method = self._method()
+        if method is None:
+            raise Abandoned
+        return method(argument)
+
+
 class LoaderIterator(_BaseDataLoaderIter):
     """One pass over a `DataLoader`, or, with persistent workers, one after the other.
 
@@ -213,6 +231,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._prefetch_factor = loader.prefetch_factor or 2
         self._in_order = loader.in_order
         self._worker_init_fn = loader.worker_init_fn
+        self._loader = weakref.ref(loader)
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._shard_datapipe()
             self._watch = None
@@ -241,7 +260,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             workers=self._num_workers,
             fetch=self._fetch(),
             base_seed=int(self._base_seed),
-            init_fn=self._worker_init_fn,
+            init_fn=self._for_workers(self._worker_init_fn),
             shared_seed=self._shared_seed,
         )
         return Stage(
@@ -254,13 +273,19 @@ class LoaderIterator(_BaseDataLoaderIter):
             dispatch=round_robin if self._in_order else round_robin_with_room,
         )
 
+    def _for_workers(self, function: Any) -> Any:
+        """What workers of this process may hold of `function`."""
+        own = isinstance(function, types.MethodType) and function.__self__ is self._loader()
+        return _Weakly(function) if own and self._backend.in_process else function
+
     def _fetch(self) -> Fetch:
         dataset, batched = self._dataset, self._auto_collation
+        collate_fn = self._for_workers(self._collate_fn)
         if self._dataset_kind == _DatasetKind.Iterable:
             datapipe = isinstance(dataset, IterDataPipe)
-            return IterableFetch(dataset, self._collate_fn, batched, self._drop_last, datapipe)
+            return IterableFetch(dataset, collate_fn, batched, self._drop_last, datapipe)
         private = isinstance(dataset, MapDataPipe)
-        return MapFetch(dataset, self._collate_fn, batched, private)
+        return MapFetch(dataset, collate_fn, batched, private)
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
