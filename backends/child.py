@@ -85,6 +85,8 @@ def main(
         desk.finish()
     except EOFError:  # the parent has closed the iterator, or is gone
         pass
+    finally:
+        channel.close()
     if fresh:
         _leave()
 
@@ -142,9 +144,6 @@ class _Desk:
             for slot in returned:
                 self._slots.release(slot)
         return message  # type: ignore[no-any-return]
-
-    def empty(self) -> bool:
-        return self._channel.empty()  # type: ignore[no-any-return]
 
     def report(self, event: Event) -> None:
         if isinstance(event, Done):

@@ -81,12 +81,6 @@ class _InlineCrew(Crew):
         self._act(made, None)
 
     def send(self, worker: int, message: Message) -> None:
-        if isinstance(message, Begin):  # supersedes the tasks before it, but not what Begins told
-            self._todo = deque(
-                (other, old)
-                for other, old in self._todo
-                if other != worker or not isinstance(old, Task)
-            )
         self._todo.append((worker, message))
 
     def wait(self, timeout: float | None) -> Sequence[Event]:

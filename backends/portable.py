@@ -125,9 +125,6 @@ class PortableChannel:
                 raise EOFError from None
         return self._frames.popleft()
 
-    def empty(self) -> bool:
-        return not self._frames and not self._line.poll(0)
-
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         try:
             self._line.send_bytes(b"".join(map(bytes, encode(parts))))

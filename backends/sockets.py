@@ -235,22 +235,12 @@ class SocketChannel:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._decoder = Decoder()
         self._frames: deque[Frame] = deque()
-        self._poll = select.poll()
-        self._poll.register(self._sock, select.POLLIN)
 
     def get(self) -> Frame:
         """The next frame. Raises `EOFError` when the parent has hung up."""
         while not self._frames:
             self._read()
         return self._frames.popleft()
-
-    def empty(self) -> bool:
-        """Whether `get` would wait."""
-        while not self._frames:
-            if not self._poll.poll(0):
-                return True
-            self._read()
-        return False
 
     def _read(self) -> None:
         try:

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import ClassVar
 
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
-from hybridloader.messages import Begin, Event, Exited, Message, Stop, Task, WorkerSpec
+from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
 from hybridloader.seeding import ThreadSeeds
 from hybridloader.shipping import replicate
 from hybridloader.worker import Worker
@@ -33,7 +33,7 @@ class Pool(Backend):
 
 
 class PoolWorker:
-    """One worker, its thread, and the number of the latest epoch it was told of."""
+    """One worker and its thread."""
 
     name = "pool"
 
@@ -41,7 +41,7 @@ class PoolWorker:
         if spec.fetch.private:  # iterable datasets: each worker reads a copy of its own
             dataset = replicate(spec.fetch.dataset, "the dataset")
             spec = replace(spec, fetch=spec.fetch.with_dataset(dataset))
-        self.number, self.pid, self.epoch, self.ended = number, os.getpid(), 0, False
+        self.number, self.pid, self.ended = number, os.getpid(), False
         seeds = ThreadSeeds(borrows=spec.init_fn is not None)
         self.worker = Worker(number, spec, seeds, ByReference, lambda: self.ended)
         self.executor = ThreadPoolExecutor(1, f"pool-{spec.stage}-{number}")
@@ -77,14 +77,11 @@ class PoolCrew(Crew):
 
     def send(self, worker: int, message: Message) -> None:
         mine = self.workers[worker]
-        if mine.ended:
-            return
-        if isinstance(message, Begin):  # supersedes the tasks before it
-            mine.epoch = message.epoch
-        mine.executor.submit(self._act, mine, message, mine.epoch)
+        if not mine.ended:
+            mine.executor.submit(self._act, mine, message)
 
-    def _act(self, mine: PoolWorker, message: Message, epoch: int) -> None:
-        if mine.ended or (isinstance(message, Task) and epoch != mine.epoch):
+    def _act(self, mine: PoolWorker, message: Message) -> None:
+        if mine.ended:
             return
         if isinstance(message, Stop):
             self._end(mine, None)

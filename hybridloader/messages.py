@@ -56,7 +56,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Begin:
-    """A new epoch: drop the tasks that came before, take over `changes`, open a new fetcher."""
+    """A new epoch: take over `changes` and open a new fetcher, once the tasks before it are done."""
 
     epoch: int
     shared_seed: int | None = None

@@ -51,14 +51,22 @@ def seed_globals(base_seed: int, worker: int, *, devices: bool) -> None:
 
 
 class _Globals:
-    """The states of the three global generators."""
+    """The states of the three global generators.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    devices
+        Whether also those of CUDA devices in use, which a user's ``torch.manual_seed`` sets too.
+    """
+
+    def __init__(self, *, devices: bool = False) -> None:
         import numpy as np
         import torch
 
         # The CPU generator only: torch.get_rng_state and set_rng_state leave the devices alone.
         self._states = random.getstate(), torch.get_rng_state(), np.random.get_state()
+        cuda = devices and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._devices = torch.cuda.get_rng_state_all() if cuda else []
 
     def restore(self) -> None:
         import numpy as np
@@ -68,6 +76,8 @@ class _Globals:
         random.setstate(python)
         torch.set_rng_state(tensor)
         np.random.set_state(array)
+        if self._devices:
+            torch.cuda.set_rng_state_all(self._devices)
 
 
 class Seeds(Protocol):
@@ -133,7 +143,7 @@ class ThreadSeeds:
             yield
             return
         with _borrowing:
-            before = _Globals()
+            before = _Globals(devices=True)
             seed_globals(base_seed, worker, devices=False)
             try:
                 yield
@@ -158,7 +168,7 @@ class InlineSeeds:
     @contextmanager
     def initialising(self, base_seed: int, worker: int) -> Iterator[None]:
         with _borrowing:
-            before = _Globals()
+            before = _Globals(devices=True)
             seed_globals(base_seed, worker, devices=False)
             try:
                 yield

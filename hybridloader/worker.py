@@ -7,7 +7,6 @@ process or in the caller, nor how its messages travel.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -64,7 +63,7 @@ class Worker:
         self._spec = spec
         self._seeds = seeds
         self._wrap = wrap
-        self._cancelled = cancelled
+        self.cancelled = cancelled
         self.info = self._describe()
         self._fetcher: Fetcher | None = None
         self._initialised = False
@@ -82,7 +81,7 @@ class Worker:
                 if spec.init_fn is not None and spec.workers > 0:
                     spec.init_fn(self.worker)
                 self._initialised = True
-                self._fetcher = spec.fetch.open(None, self._cancelled)
+                self._fetcher = spec.fetch.open(None, self.cancelled)
             except Exception as error:
                 if spec.workers == 0:
                     raise
@@ -104,7 +103,7 @@ class Worker:
         self._broken = None
         try:
             apply(self._spec.fetch.dataset, message.changes)
-            self._fetcher = self._spec.fetch.open(message.shared_seed, self._cancelled)
+            self._fetcher = self._spec.fetch.open(message.shared_seed, self.cancelled)
         except Exception as error:
             self._broken = error
 
@@ -153,44 +152,14 @@ class Source(Protocol):
     def get(self) -> Message:
         """The next message; waits for it."""
 
-    def empty(self) -> bool:
-        """Whether `get` would have to wait."""
-
-
-class Inbox:
-    """A worker's messages in order, where a `Begin` or a `Stop` supersedes the tasks before it.
-
-    After a break the tasks of the old epoch are still in the worker's queue; without this it would
-    do them all before it comes to the new epoch.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._waiting: deque[Message] = deque()
-
-    def get(self) -> Message:
-        waiting = self._waiting
-        while not waiting or not self._source.empty():
-            message = self._source.get()
-            if isinstance(message, Stop):
-                waiting.clear()
-            elif isinstance(message, Begin):
-                # Keep the changes of earlier Begins: each tells only what is new since the last.
-                begins = [old for old in waiting if isinstance(old, Begin)]
-                waiting.clear()
-                waiting.extend(begins)
-            waiting.append(message)
-        return waiting.popleft()
-
 
 def run(worker: Worker, source: Source, report: Callable[[Event], None]) -> None:
-    """Answer messages until `Stop`: the loop of every worker that has a thread to itself."""
+    """Answer messages until `Stop`, or until nobody waits: the loop of a worker with its own thread."""
     set_worker_info(worker.info)
-    inbox = Inbox(source)
     report(worker.open())
     while True:
-        message = inbox.get()
-        if isinstance(message, Stop):
+        message = source.get()
+        if isinstance(message, Stop) or worker.cancelled():
             return
         event = worker.step(message)
         if event is not None:
