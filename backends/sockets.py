@@ -9,6 +9,7 @@ everything that it had written was read.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import select
 import socket
@@ -249,7 +250,7 @@ class SocketChannel:
             raise EOFError from None
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
-        """Write all of it. Raises `EOFError` when the parent has hung up."""
+        """Write all of it. Raises `EOFError` when the parent has hung up, or this end has."""
         pieces = deque(encode(parts, fds))
         try:
             while pieces:
@@ -257,6 +258,10 @@ class SocketChannel:
                 fds = ()
         except ConnectionError:
             raise EOFError from None
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            raise EOFError from None  # the worker has ended while its writer was at work
 
     def fileno(self) -> int:
         """A descriptor that polls as hung up once the parent's end is closed."""

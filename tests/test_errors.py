@@ -634,6 +634,16 @@ def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_inpu
         channel.close()
 
 
+def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
+    """Its writer thread may still be at a large frame; a traceback of it would be noise."""
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    channel = SocketChannel(theirs)
+    channel.close()
+    with pytest.raises(EOFError):
+        channel.send([b"late"])
+    ours.close()
+
+
 # -- results that can't be sent ------------------------------------------------------------------
 
 
