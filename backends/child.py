@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
-import pickle
 import select
 import signal
 import sys
@@ -15,12 +15,22 @@ from queue import SimpleQueue
 from typing import Any
 
 from hybridloader import arena
-from hybridloader.errors import Failure, ResultNotSendable
+from hybridloader.backends.letters import (
+    decode_message,
+    encode_done,
+    encode_exhausted,
+    encode_failed,
+    encode_ready,
+)
+from hybridloader.collate import set_slots, teach_torch
+from hybridloader.fetch import Flag
+from hybridloader.late import when_imported
 from hybridloader.messages import Done, Event, Exhausted, Failed, Message, WorkerSpec
 from hybridloader.packing import Packed, pack, unpack
 from hybridloader.seeding import ProcessSeeds
 from hybridloader.shipping import receive
 from hybridloader.worker import Worker, run
+from hybridloader.worker_info import set_process_info
 
 _LARGE = 64 * 1024
 """Bytes from which a frame is written by a thread of its own: it may not fit into the socket, and
@@ -49,7 +59,7 @@ def main(
     connection: Any,
     spec: WorkerSpec | None,
     parent: int,
-    slots: bool,
+    slots: tuple[int, str | None] | None,
     strays: Sequence[int],
 ) -> None:
     """Run one worker until it is told to stop or the parent is gone.
@@ -60,6 +70,9 @@ def main(
         What to do; None if it comes as the first frame.
     parent
         Process id of the parent.
+    slots
+        Bytes that this worker's slots may take, and how their names begin if they have any; None
+        for no slots.
     strays
         Descriptors that the fork has copied and that belong to the parent alone.
     """
@@ -71,16 +84,20 @@ def main(
     _reset_signals()
     channel = channel_class(connection)
     life = _Life(channel, parent)
-    desk = _Desk(channel, arena.Writer() if slots else None)
+    writer = None if slots is None else arena.Writer(*slots)
+    desk = _Desk(channel, writer)
     fresh = spec is None
     try:
+        one_native_thread(fresh)
+        gc.freeze()  # a collection would touch, and so copy, every page that a fork shares
+        set_slots(writer)
+        when_imported("torch", teach_torch)
         if spec is None:
             frame = channel.get()
-            spec = receive(frame.parts[0], frame.fds)
-        _one_native_thread()
-        worker = Worker(
-            number, spec, ProcessSeeds(), lambda value: _Result(pack(value)), life.cancelled
-        )
+            spec = receive(frame.parts, frame.fds)
+            del frame
+        worker = Worker(number, spec, ProcessSeeds(), lambda value: _Result(pack(value)), life.flag)
+        set_process_info(worker.info)
         run(worker, desk, desk.report)
         desk.finish()
     except EOFError:  # the parent has closed the iterator, or is gone
@@ -119,11 +136,18 @@ def _reset_signals() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _one_native_thread() -> None:
-    """As torch does in its workers: their number is the parallelism."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)
+def one_native_thread(fresh: bool) -> None:
+    """Let torch, OpenMP, BLAS and OpenCV use one thread: the number of workers is the parallelism.
+
+    torch as torch's own workers do. What is set in the environment stays, and a `worker_init_fn`
+    may set what it likes.
+    """
+    if fresh:  # else the libraries have read it already
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
+    when_imported("torch", lambda: sys.modules["torch"].set_num_threads(1))
+    # 0 is OpenCV's word for: run sequentially (docs.opencv.org, cv::setNumThreads).
+    when_imported("cv2", lambda: sys.modules["cv2"].setNumThreads(0))
 
 
 class _Desk:
@@ -138,23 +162,23 @@ class _Desk:
         self._writer: threading.Thread | None = None
 
     def get(self) -> Message:
-        frame = self._channel.get()
-        message, returned = unpack(frame.parts[0], frame.parts[1:])
-        if self._slots is not None:
-            for slot in returned:
-                self._slots.release(slot)
-        return message  # type: ignore[no-any-return]
+        message, returned = decode_message(self._channel.get().parts)
+        if self._slots is not None and returned:
+            self._slots.release(returned)
+        return message
 
     def report(self, event: Event) -> None:
+        fds: Sequence[int] = ()
         if isinstance(event, Done):
             assert isinstance(event.payload, _Result)
-            self._report_done(event.seq, event.payload.packed)
+            parts, fds = encode_done(event.seq, event.payload.packed, self._slots)
         elif isinstance(event, Failed):
-            self._write([_dump_failure(event)], ())
+            parts = encode_failed(event)
         elif isinstance(event, Exhausted):
-            self._write([pickle.dumps(("exhausted", event.seq, None))], ())
+            parts = encode_exhausted(event.seq)
         else:
-            self._write([pickle.dumps(("ready", None, None))], ())
+            parts = encode_ready()
+        self._write(parts, fds)
 
     def finish(self) -> None:
         """Wait until all is written."""
@@ -162,23 +186,10 @@ class _Desk:
             self._outgoing.put(None)
             self._writer.join()
 
-    def _report_done(self, seq: int, packed: Packed) -> None:
-        header, buffers = packed
-        place: arena.Place | None = None
-        size, fd, retired = 0, None, list[int]()
-        if self._slots is not None and buffers:
-            try:
-                place, fd, retired = self._slots.write(buffers)
-                size = place.capacity
-                buffers = []
-            except OSError:  # no memory for a slot: this batch goes through the stream
-                pass
-        meta = pickle.dumps(("done", seq, (place, size, retired)))
-        self._write([meta, header, *buffers], () if fd is None else (fd,))
-
     def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
         with self._counting:
-            direct = self._unwritten == 0 and sum(memoryview(p).nbytes for p in parts) < _LARGE
+            small = len(parts[0]) if len(parts) == 1 else sum(memoryview(p).nbytes for p in parts)
+            direct = self._unwritten == 0 and small < _LARGE
             if not direct:
                 self._unwritten += 1
         if direct:
@@ -205,14 +216,6 @@ class _Desk:
             os.close(fd)
 
 
-def _dump_failure(event: Failed) -> bytes:
-    try:
-        return pickle.dumps(("failed", event.seq, event.failure))
-    except Exception as error:  # Failure guards against this; a hang would be worse than a guess
-        lost = Failure(ResultNotSendable(f"an exception could not be sent: {error!r}"))
-        return pickle.dumps(("failed", event.seq, lost))
-
-
 class _Life:
     """Watches the parent and the connection from a thread.
 
@@ -222,15 +225,12 @@ class _Life:
     """
 
     def __init__(self, channel: Any, parent: int) -> None:
-        self._closed = False
+        self.flag = Flag()
         thread = threading.Thread(
             target=self._watch, args=(channel.fileno(), parent), name="hybridloader-life"
         )
         thread.daemon = True
         thread.start()
-
-    def cancelled(self) -> bool:
-        return self._closed
 
     def _watch(self, line: int | None, parent: int) -> None:
         if line is None or not hasattr(os, "pidfd_open"):
@@ -247,7 +247,7 @@ class _Life:
             for fd, _ in poll.poll():
                 if fd == pidfd:
                     os._exit(1)
-                self._closed = True
+                self.flag.up = True
                 poll.unregister(line)
 
     @staticmethod

@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridloader.backends.process import ProcessCrew, check_children_allowed
+from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
 from hybridloader.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable
+from hybridloader.memory import DEFAULT_MEMORY, Memory
 
 
 def cuda_initialised() -> bool:
@@ -35,17 +36,22 @@ def check_fork(name: str) -> None:
 
 @dataclass(frozen=True)
 class Fork(Backend):
-    """Do the work in forked processes; results come back through a socket.
+    """Do the work in forked processes.
 
-    For batches beyond some hundred kilobytes `shared-memory` is faster.
+    Parameters
+    ----------
+    memory
+        What the slots may take through which large tensors and arrays come back.
     """
 
+    memory: Memory = DEFAULT_MEMORY
     name: ClassVar[str] = "fork"
     in_process: ClassVar[bool] = False
 
     def check(self) -> None:
         check_fork(self.name)
         check_children_allowed(self.name)
+        slot_kind(self.memory, sockets=True)
 
     def open(self) -> Crew:
-        return ProcessCrew(multiprocessing.get_context("fork"), slots=False, sockets=True)
+        return ProcessCrew(multiprocessing.get_context("fork"), self.memory, sockets=True)

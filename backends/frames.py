@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 ALIGN = 16
 _HEAD = struct.Struct("<II")
+_ONE = struct.Struct("<IIQ")  # the head of a frame of one part
 _PADDING = bytes(ALIGN)
 
 Buffer = Any  # bytes, bytearray or memoryview; collections.abc.Buffer needs Python 3.12
@@ -27,6 +28,9 @@ class Frame(NamedTuple):
 
 def encode(parts: Sequence[Buffer], fds: Sequence[int] = ()) -> list[Buffer]:
     """The pieces to write, in order, without copying the parts."""
+    if len(parts) == 1 and not fds:
+        size = memoryview(parts[0]).nbytes
+        return [_ONE.pack(1, 0, size), parts[0], _PADDING[: -size % ALIGN]]
     sizes = [memoryview(part).nbytes for part in parts]
     pieces: list[Buffer] = [
         _HEAD.pack(len(parts), len(fds)) + struct.pack(f"<{len(parts)}Q", *sizes)
@@ -67,6 +71,19 @@ class Decoder:
 
     def feed(self, data: Buffer) -> Iterator[Frame]:
         """`data` was read elsewhere."""
+        if self._body is None and not self._pending:
+            whole = memoryview(data)
+            start = 0
+            # Frames of one part, which is most of them, are used where they were read.
+            while len(whole) - start >= _ONE.size:
+                count, fd_count, size = _ONE.unpack_from(whole, start)
+                end = start + _ONE.size + -(-size // ALIGN) * ALIGN
+                if count != 1 or fd_count or end > len(whole):
+                    break
+                begin = start + _ONE.size
+                yield Frame([whole[begin : begin + size]], [])
+                start = end
+            data = whole[start:]
         self._pending += data
         yield from self._frames()
 

@@ -15,8 +15,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from hybridloader.arena import PrivateSlots
+from hybridloader.collate import set_slots, teach_torch
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.errors import ShippingError
+from hybridloader.fetch import Flag
+from hybridloader.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.messages import Begin, Event, Exited, Message, Stop, Task, WorkerSpec
 from hybridloader.seeding import CallerSeeds, InlineSeeds, Seeds
 from hybridloader.shipping import replicate
@@ -33,14 +37,17 @@ class Inline(Backend):
     copy_dataset
         Whether each played worker reads a copy of the dataset, as a process would. A map-style
         dataset that can't be copied is shared, with a warning. No matter with ``num_workers=0``.
+    memory
+        What the recycled slots may take in which large tensors are collated.
     """
 
     copy_dataset: bool = True
+    memory: Memory = DEFAULT_MEMORY
     name: ClassVar[str] = "inline"
     in_process: ClassVar[bool] = True
 
     def open(self) -> Crew:
-        return _InlineCrew(self.copy_dataset)
+        return _InlineCrew(self.copy_dataset, PrivateSlots(self.memory.bytes()))
 
 
 class _Handle:
@@ -62,9 +69,12 @@ class _Handle:
 
 
 class _InlineCrew(Crew):
-    def __init__(self, copy_dataset: bool) -> None:
+    def __init__(self, copy_dataset: bool, slots: PrivateSlots) -> None:
+        teach_torch()
         self._copy_dataset = copy_dataset
-        self._closed = False
+        self._slots = slots
+        self._warned = False
+        self._flag = Flag()
         self._events: deque[Event] = deque()
         self._todo: deque[tuple[int, Message]] = deque()
         self.workers: dict[int, Worker] = {}
@@ -75,7 +85,7 @@ class _InlineCrew(Crew):
         if spec.workers > 0:
             seeds = InlineSeeds()
             spec = replace(spec, fetch=spec.fetch.with_dataset(self._dataset_for(spec)))
-        made = Worker(worker, spec, seeds, ByReference, lambda: self._closed)
+        made = Worker(worker, spec, seeds, ByReference, self._flag)
         self._handles.append(_Handle(self, worker))
         self.workers[worker] = made
         self._act(made, None)
@@ -84,6 +94,9 @@ class _InlineCrew(Crew):
         self._todo.append((worker, message))
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
+        if self._slots.refusal is not None and not self._warned:
+            self._warned = True
+            warn_of_overflow(self._slots.refusal)
         while self._todo and not self._events:
             worker, message = self._todo.popleft()
             made = self.workers.get(worker)
@@ -105,7 +118,7 @@ class _InlineCrew(Crew):
             self._events.append(Exited(worker, cause))
 
     def close(self) -> None:
-        self._closed = True
+        self._flag.up = True
         self._todo.clear()
         self._events.clear()
         self.workers.clear()
@@ -116,8 +129,12 @@ class _InlineCrew(Crew):
     def _act(self, worker: Worker, message: Task | Begin | None) -> None:
         """Open the worker (None) or let it do one step, with its `WorkerInfo` in place."""
         info = nullcontext() if worker.info is None else worker_info_set(worker.info)
-        with info:
-            event = worker.open() if message is None else worker.step(message)
+        before = set_slots(self._slots)
+        try:
+            with info:
+                event = worker.open() if message is None else worker.step(message)
+        finally:
+            set_slots(before)
         if event is not None:
             self._events.append(event)
 

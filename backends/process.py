@@ -16,13 +16,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hybridloader import arena
+from hybridloader import arena, segments
 from hybridloader.backends.child import main
 from hybridloader.backends.frames import Frame
+from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event, encode_message
 from hybridloader.backends.portable import PortableChannel, PortablePost
 from hybridloader.backends.sockets import SocketChannel, SocketPost, parent_ends
 from hybridloader.contract import Crew, WorkerHandle
 from hybridloader.errors import BackendUnavailable
+from hybridloader.memory import Memory, warn_of_overflow
 from hybridloader.messages import (
     Done,
     Event,
@@ -34,7 +36,7 @@ from hybridloader.messages import (
     Stop,
     WorkerSpec,
 )
-from hybridloader.packing import pack, unpack
+from hybridloader.packing import unpack
 from hybridloader.shipping import Shipment, ship
 
 _GRACE = 1.0
@@ -48,6 +50,23 @@ def check_children_allowed(name: str) -> None:
             f"backend {name!r} can't serve inside a daemonic process, such as another loader's "
             "worker: it may not have children. Use backend='threads' or num_workers=0 there."
         )
+
+
+def slot_kind(memory: Memory, *, sockets: bool) -> str:
+    """The kind of slots to use here.
+
+    Raises
+    ------
+    BackendUnavailable
+        `memory` asks for a kind that this platform does not have.
+    """
+    nameless = sockets and segments.nameless_available()
+    if memory.kind == "nameless" and not nameless:
+        raise BackendUnavailable(
+            "this platform can't send memory without a name to another process; "
+            "use Memory(kind='named') or leave the kind out"
+        )
+    return memory.kind or ("nameless" if nameless else "named")
 
 
 _crews: weakref.WeakSet[ProcessCrew] = weakref.WeakSet()
@@ -89,19 +108,28 @@ def _interrupts_held_back(forks: bool) -> Iterator[None]:
 class _Payload:
     """A batch that came from a process: loaded when its turn comes."""
 
+    __slots__ = ("_buffers", "_header", "_parcel", "_slots")
+
     def __init__(
-        self, header: memoryview, buffers: list[memoryview], slots: arena.Reader, place: Any
+        self,
+        header: memoryview,
+        buffers: list[memoryview],
+        slots: arena.Reader,
+        parcel: arena.Parcel | None,
     ) -> None:
-        self._header, self._buffers, self._slots, self._place = header, buffers, slots, place
+        self._header, self._buffers, self._slots, self._parcel = header, buffers, slots, parcel
 
     def open(self) -> Any:
-        if self._place is None:
-            return unpack(self._header, self._buffers)
-        return unpack(self._header, self._slots.buffers(self._place))
+        header, buffers = self._header, self._buffers
+        if self._parcel is not None:
+            buffers = self._slots.buffers(self._parcel, buffers)
+            if not header:  # it was so large that it has a slot too
+                header = buffers.pop()
+        return unpack(header, buffers)
 
     def discard(self) -> None:
-        if self._place is not None:
-            self._slots.give_back(self._place)
+        if self._parcel is not None:
+            self._slots.give_back(self._parcel)
 
 
 class _Handle:
@@ -161,16 +189,17 @@ class ProcessCrew(Crew):
     ----------
     context
         A multiprocessing context, or loky's.
-    slots
-        Whether large buffers come back through recycled slots of shared memory.
+    memory
+        What slots for large buffers may take, and of which kind they are.
     sockets
         Whether the POSIX transport is used, or the portable one.
     """
 
-    def __init__(self, context: Any, *, slots: bool, sockets: bool) -> None:
+    def __init__(self, context: Any, memory: Memory, *, sockets: bool) -> None:
         self._context = context
         self._forks = context.get_start_method() == "fork"
-        self._use_slots = slots and sockets
+        self._kind = slot_kind(memory, sockets=sockets)
+        self._limit = memory.bytes()
         self._sockets = sockets
         self._post: Any = SocketPost() if sockets else PortablePost()
         # All the mutable state:
@@ -179,12 +208,19 @@ class ProcessCrew(Crew):
         self._gone: set[int] = set()
         self._asked: set[int] = set()
         self._shipment: Shipment | None = None
-        self._events: list[Event] = []
+        self._ready = 0
+        self._warned = False
+        self._overflow: str | None = None
         _crews.add(self)
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         if not self._forks and self._shipment is None:
             self._shipment = ship(spec, "the loader", share=self._sockets)
+        share = max(1, self._limit // max(1, spec.workers))
+        names = None
+        if self._kind == "named":  # short: macOS allows 31 characters
+            names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
+        slots = None if self._kind == "stream" else (share, names)
         ours, theirs = self._context.Pipe(duplex=True)
         self._post.connect(worker, ours)
         channel = SocketChannel if self._sockets else PortableChannel
@@ -196,7 +232,7 @@ class ProcessCrew(Crew):
                 theirs,
                 spec if self._forks else None,
                 os.getpid(),
-                self._use_slots,
+                slots,
                 tuple(parent_ends) if self._forks else (),
             ),
             name=f"hybridloader-{spec.stage}-{worker}",
@@ -208,23 +244,23 @@ class ProcessCrew(Crew):
                 self._handles.append(_Handle(process))
         finally:
             theirs.close()
-        self._slots.append(arena.Reader())
+        self._slots.append(arena.Reader(share // 2, names))
         self._post.watch(worker, process)
         if self._shipment is not None:
-            self._post.send(worker, [self._shipment.data], self._shipment.fds)
+            self._post.send(worker, self._shipment.parts, self._shipment.fds)
 
     def send(self, worker: int, message: Message) -> None:
         if worker in self._gone:
             return
         if isinstance(message, Stop):
             self._asked.add(worker)
-        header, buffers = pack((message, self._returned(worker)))
-        self._post.send(worker, [header, *buffers])
+        self._post.send(worker, encode_message(message, self._slots[worker].returned()))
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
-        events, self._events = self._events, []
-        arrived = self._post.wait(0 if events else timeout)
-        for worker, frame in arrived:
+        if self._overflow is not None:  # before anything is taken in: a warning may be an error
+            self._warn()
+        events: list[Event] = []
+        for worker, frame in self._post.wait(timeout):
             if frame is not None:
                 events.append(self._decode(worker, frame))
             elif worker not in self._gone:
@@ -254,6 +290,8 @@ class ProcessCrew(Crew):
                 handle.join(max(0.0, deadline - time.monotonic()))
         if isinstance(self._post, PortablePost):
             self._post.join()
+        for slots in self._slots:
+            slots.sweep()
         if self._shipment is not None:
             self._shipment.close()
         self._gone.update(range(len(self._handles)))
@@ -267,24 +305,25 @@ class ProcessCrew(Crew):
             handle.disown()
         self._handles = []
 
-    def _returned(self, worker: int) -> list[int]:
-        """The slots that the worker may use again."""
-        returned, found = self._slots[worker].returned, []
-        while returned:
-            found.append(returned.popleft())
-        return found
-
     def _decode(self, worker: int, frame: Frame) -> Event:
-        kind, seq, detail = pickle.loads(frame.parts[0])
-        if kind == "done":
-            place, size, retired = detail
+        kind, seq, parcel, rest = decode_event(frame.parts[0])
+        if kind == DONE:
             slots = self._slots[worker]
-            slots.retire(retired)
-            if frame.fds:
-                slots.add(place.slot, frame.fds[0], size)
-            return Done(worker, seq, _Payload(frame.parts[1], frame.parts[2:], slots, place))
-        if kind == "failed":
-            return Failed(worker, seq, detail)
-        if kind == "exhausted":
+            if parcel is not None:
+                slots.learn(parcel, frame.fds)
+                self._overflow = self._overflow or parcel.refusal or slots.overflow
+            return Done(worker, seq, _Payload(rest, frame.parts[1:], slots, parcel))
+        if kind == FAILED:
+            return Failed(worker, seq, pickle.loads(rest))
+        if kind == EXHAUSTED:
             return Exhausted(worker, seq)
+        self._ready += 1
+        if self._ready == len(self._handles) and self._shipment is not None:
+            self._shipment.close()  # every worker has mapped it
         return Ready(worker)
+
+    def _warn(self) -> None:
+        reason, self._overflow = self._overflow, None
+        if not self._warned:
+            self._warned = True
+            warn_of_overflow(str(reason))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
-import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hybridloader import arena
 from hybridloader.backends import sockets
 from hybridloader.backends.fork import check_fork, cuda_initialised
-from hybridloader.backends.process import ProcessCrew, check_children_allowed
+from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
 from hybridloader.backends.spawn import loky_context
 from hybridloader.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable
+from hybridloader.memory import DEFAULT_MEMORY, Memory
 
 _METHODS = ("fork", "spawn", "forkserver", "loky")
 
@@ -30,6 +28,8 @@ class SharedMemory(Backend):
         (multiprocessing's own, which run the main script again and so need a ``__main__`` guard).
         None takes fork where that is multiprocessing's default and safe, that is on Linux before
         Python 3.14 while CUDA is not initialised, else loky.
+    memory
+        What the slots may take through which large tensors and arrays come back.
 
     Raises
     ------
@@ -38,6 +38,7 @@ class SharedMemory(Backend):
     """
 
     start_method: str | None = None
+    memory: Memory = DEFAULT_MEMORY
     name: ClassVar[str] = "shared-memory"
     in_process: ClassVar[bool] = False
 
@@ -54,14 +55,12 @@ class SharedMemory(Backend):
         elif method != "loky" and method not in multiprocessing.get_all_start_methods():
             raise BackendUnavailable(f"this platform has no start method {method!r}; use 'loky'")
         check_children_allowed(self.name)
+        slot_kind(self.memory, sockets=sockets.available())
 
     def open(self) -> Crew:
         method = self._method()
         context: Any = loky_context() if method == "loky" else multiprocessing.get_context(method)
-        slots = sockets.available() and arena.available()
-        if not slots:
-            _warn_without_slots()
-        return ProcessCrew(context, slots=slots, sockets=sockets.available())
+        return ProcessCrew(context, self.memory, sockets=sockets.available())
 
     def _method(self) -> str:
         if self.start_method is not None:
@@ -84,11 +83,3 @@ class AsTorch(SharedMemory):
 
     def _method(self) -> str:
         return self.start_method or multiprocessing.get_start_method()
-
-
-@functools.cache
-def _warn_without_slots() -> None:
-    warnings.warn(
-        "this platform has no shared memory without a name: batches travel through the pipe",
-        stacklevel=3,
-    )

@@ -20,7 +20,7 @@ from typing import Any
 from hybridloader.backends.frames import Buffer, Decoder, Frame, encode
 
 _READ = 64 * 1024
-_MANY_FDS = 64
+_MANY_FDS = 253  # SCM_MAX_FD
 _ROOM = socket.CMSG_SPACE(_MANY_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 _SEND_BUFFER = 1 << 20
 _IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
@@ -104,6 +104,8 @@ class _Line:
         try:
             while True:
                 frames.extend(read_some(self.sock, self.decoder))
+                if self.decoder.room() is None:
+                    return frames, False  # poll tells if there is more
         except BlockingIOError:
             return frames, False
         except (EOFError, OSError):
@@ -150,7 +152,19 @@ class SocketPost:
         line = self._lines.get(worker)
         if line is None:
             return
-        # What is not written at once must not change under us, nor keep a caller's array.
+        if not line.unsent and not fds:
+            data = b"".join(encode(parts))
+            try:
+                sent = line.sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:  # the worker is gone; its sentinel tells
+                return
+            if sent == len(data):
+                return
+            line.unsent.append((deque([memoryview(data)[sent:]]), ()))
+            self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
+            return
         line.unsent.append((deque(encode(parts, fds)), fds))
         if not line.flush():
             self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
@@ -178,8 +192,11 @@ class SocketPost:
                 if ended:
                     gone.append(worker)
         for worker in dict.fromkeys(gone):
-            frames, _ = self._lines[worker].read()
-            found.extend((worker, frame) for frame in frames)
+            ended = False
+            while not ended:  # all that it had written; its end, or nothing more
+                frames, ended = self._lines[worker].read()
+                found.extend((worker, frame) for frame in frames)
+                ended = ended or not frames
             self.drop(worker)
             found.append((worker, None))
         return found
@@ -251,8 +268,11 @@ class SocketChannel:
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         """Write all of it. Raises `EOFError` when the parent has hung up, or this end has."""
-        pieces = deque(encode(parts, fds))
         try:
+            if len(parts) == 1 and not fds:
+                self._sock.sendall(b"".join(encode(parts)))
+                return
+            pieces = deque(encode(parts, fds))
             while pieces:
                 send_some(self._sock, pieces, fds)
                 fds = ()

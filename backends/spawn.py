@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridloader.backends import sockets
-from hybridloader.backends.process import ProcessCrew, check_children_allowed
+from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
 from hybridloader.contract import Backend, Crew
+from hybridloader.memory import DEFAULT_MEMORY, Memory
 
 
 def loky_context() -> Any:
@@ -23,16 +24,21 @@ def loky_context() -> Any:
 
 @dataclass(frozen=True)
 class Spawn(Backend):
-    """Do the work in fresh processes; results come back through a socket.
+    """Do the work in fresh processes.
 
-    For batches beyond some hundred kilobytes ``SharedMemory(start_method="spawn")`` is faster.
+    Parameters
+    ----------
+    memory
+        What the slots may take through which large tensors and arrays come back.
     """
 
+    memory: Memory = DEFAULT_MEMORY
     name: ClassVar[str] = "spawn"
     in_process: ClassVar[bool] = False
 
     def check(self) -> None:
         check_children_allowed(self.name)
+        slot_kind(self.memory, sockets=sockets.available())
 
     def open(self) -> Crew:
-        return ProcessCrew(loky_context(), slots=False, sockets=sockets.available())
+        return ProcessCrew(loky_context(), self.memory, sockets=sockets.available())

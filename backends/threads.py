@@ -17,11 +17,16 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import ClassVar
 
+from hybridloader.arena import PrivateSlots
+from hybridloader.collate import set_slots, teach_torch
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
+from hybridloader.fetch import Flag
+from hybridloader.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
 from hybridloader.seeding import ThreadSeeds
 from hybridloader.shipping import replicate
 from hybridloader.worker import Worker, run
+from hybridloader.worker_info import set_worker_info
 
 _PATIENCE = 1.9
 """Seconds that `close` waits for the threads."""
@@ -40,23 +45,17 @@ class Threads(Backend):
         Whether each thread reads a copy of a map-style dataset, for datasets that keep state
         (a file position, say) which threads must not share. Iterable datasets and data pipes are
         always copied, because each worker reads its own shard.
+    memory
+        What the recycled slots may take in which large tensors are collated.
     """
 
     copy_dataset: bool = False
+    memory: Memory = DEFAULT_MEMORY
     name: ClassVar[str] = "threads"
     in_process: ClassVar[bool] = True
 
     def open(self) -> Crew:
-        return _ThreadCrew(self.copy_dataset)
-
-
-class _Flag:
-    """Set from any thread, even from a finalizer: a plain attribute, no lock."""
-
-    __slots__ = ("up",)
-
-    def __init__(self) -> None:
-        self.up = False
+        return _ThreadCrew(self.copy_dataset, PrivateSlots(self.memory.bytes()))
 
 
 class _Messages(SimpleQueue[Message]):
@@ -69,18 +68,23 @@ class _Thread:
     name = "thread"
 
     def __init__(
-        self, worker: int, spec: WorkerSpec, events: SimpleQueue[Event | None], copy_dataset: bool
+        self,
+        worker: int,
+        spec: WorkerSpec,
+        events: SimpleQueue[Event | None],
+        slots: PrivateSlots,
+        copy_dataset: bool,
     ) -> None:
         fetch = spec.fetch
         if copy_dataset or fetch.private:
             spec = replace(spec, fetch=fetch.with_dataset(replicate(fetch.dataset, "the dataset")))
         self.pid = os.getpid()
-        self.flag = _Flag()
+        self.flag = Flag()
         self.messages = _Messages()
         self.opened = threading.Event()
         self.thread = threading.Thread(
             target=_main,
-            args=(worker, spec, self.messages, events, self.flag, self.opened),
+            args=(worker, spec, self.messages, events, slots, self.flag, self.opened),
             name=f"hybridloader-{spec.stage}-{worker}",
             daemon=True,
         )
@@ -102,7 +106,8 @@ def _main(
     spec: WorkerSpec,
     messages: _Messages,
     events: SimpleQueue[Event | None],
-    flag: _Flag,
+    slots: PrivateSlots,
+    flag: Flag,
     opened: threading.Event,
 ) -> None:
     def report(event: Event) -> None:
@@ -112,7 +117,9 @@ def _main(
     cause = None
     try:
         seeds = ThreadSeeds(borrows=spec.init_fn is not None)
-        worker = Worker(number, spec, seeds, ByReference, lambda: flag.up)
+        worker = Worker(number, spec, seeds, ByReference, flag)
+        set_worker_info(worker.info)
+        set_slots(slots)
         run(worker, messages, report)
     except BaseException as error:  # whatever ends a worker, its crew must hear of it
         if not flag.up:
@@ -124,14 +131,17 @@ def _main(
 
 
 class _ThreadCrew(Crew):
-    def __init__(self, copy_dataset: bool) -> None:
+    def __init__(self, copy_dataset: bool, slots: PrivateSlots) -> None:
+        teach_torch()
         self._copy_dataset = copy_dataset
+        self._slots = slots
+        self._warned = False
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None wakes
         self._threads: list[_Thread] = []
         self._patience = _PATIENCE
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
-        thread = _Thread(worker, spec, self._events, self._copy_dataset)
+        thread = _Thread(worker, spec, self._events, self._slots, self._copy_dataset)
         self._threads.append(thread)
         thread.thread.start()
         if spec.init_fn is not None:
@@ -143,6 +153,9 @@ class _ThreadCrew(Crew):
         self._threads[worker].messages.put(message)
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
+        if self._slots.refusal is not None and not self._warned:
+            self._warned = True
+            warn_of_overflow(self._slots.refusal)
         if _SLICE is not None:
             timeout = _SLICE if timeout is None else min(timeout, _SLICE)
         found = []

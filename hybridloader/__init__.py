@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
+    from hybridloader.memory import Memory
     from hybridloader.registry import backend_names, get_backend
     from hybridloader.worker_info import get_worker_info
 
@@ -38,6 +39,7 @@ _HOMES = {
     "HybridLoaderError": "errors",
     "Inline": "backends.inline",
     "IteratorClosed": "errors",
+    "Memory": "memory",
     "ResultNotSendable": "errors",
     "SharedMemory": "backends.shared_memory",
     "ShippingError": "errors",
@@ -59,6 +61,7 @@ __all__ = [
     "HybridLoaderError",
     "Inline",
     "IteratorClosed",
+    "Memory",
     "ResultNotSendable",
     "SharedMemory",
     "ShippingError",

@@ -1,114 +1,63 @@
-"""Recycled slots of shared memory, through which large buffers come back from worker processes.
+"""Recycled slots: memory that large tensors and arrays are made in, again and again.
 
 Fresh pages, not bytes, are what a loader spends its time on: filling 38 MB of fresh memory takes
-some 17 ms, of recycled memory 1 ms. So a worker owns slots that are mapped once. It fills one, tells
-the parent its number, and gets the number back when the last array over it has died there.
+some 17 ms, of recycled memory 1 ms. So a slot is mapped once and used again when the last array over
+it has died.
 
-A slot is an anonymous file: it has no name that could be left behind, and it is not limited by
-the size of /dev/shm. Its descriptor goes over once and is closed on both sides as soon as the slot is
-mapped, so that slots cost no descriptors. `posix_fallocate` makes a lack of memory an error here
-instead of a SIGBUS later. Nothing POSIX-only is touched at import.
+Who holds a slot is a count: one for every buffer of this process over it, and, between processes,
+one for every batch in which the other side has it. The count goes down only by way of a queue that
+finalizers may write to from any thread. At zero the slot is free; nobody ever writes to one that
+is not. So a collated tensor that a user's function keeps is safe, in the worker as in the parent.
+
+No call here waits. Without a free slot, without room below the limit, or without memory, the answer
+is None, and the batch is made in ordinary memory.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from functools import lru_cache
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from hybridloader import segments
+from hybridloader.segments import Mapping, Ticket
 
 ALIGN = 64
 """Bytes at which every buffer in a slot begins: a cache line, and what AVX-512 loads like best."""
 
-_SPARE = 4
-"""Free slots that a worker keeps beyond what it has in use; one more than that is given back."""
+OWN = 256 * 1024
+"""Bytes from which a buffer gets a slot of its own. Smaller ones of a batch share one: copying them
+takes less than 25 microseconds each, and a mapping each would cost more."""
+
+_IDLE = 64
+"""A slot that was passed over so many times is given back."""
+
+_MOST_NEW = 48
+"""Slots that one batch may announce: their descriptors go in one message, and 253 is the kernel's
+limit (SCM_MAX_FD)."""
 
 
-class Place(NamedTuple):
-    """Where the buffers of one batch lie."""
+class Slot:
+    """One piece of memory, and how many hold it."""
 
-    slot: int
-    capacity: int  # bytes of the whole slot, so that the reader can map it
-    spans: tuple[tuple[int, int], ...]  # (offset, bytes) of each buffer
+    __slots__ = ("fd", "holders", "last", "mapping", "number", "ticket")
 
+    def __init__(
+        self, number: int, mapping: Mapping, ticket: Ticket | None, fd: int | None
+    ) -> None:
+        self.number, self.mapping, self.ticket, self.fd = number, mapping, ticket, fd
+        self.holders = 0
+        self.last = 0
 
-def available() -> bool:
-    """Whether this platform has nameless shared memory whose descriptor can be sent."""
-    return hasattr(os, "memfd_create") or (os.name == "posix" and _posix_shm() is not None)
-
-
-def _posix_shm() -> Any:
-    try:
-        return import_module("_posixshmem")
-    except ImportError:
-        return None
-
-
-def _anonymous_file(size: int) -> int:
-    """A descriptor of `size` bytes of shared memory that no path leads to."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("hybridloader", os.MFD_CLOEXEC)
-    else:  # macOS: named for an instant
-        name = f"/hybridloader-{os.getpid()}-{os.urandom(6).hex()}"
-        shm: Any = _posix_shm()
-        fd = shm.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
-        shm.shm_unlink(name)
-    try:
-        if hasattr(os, "posix_fallocate") and hasattr(os, "memfd_create"):
-            os.posix_fallocate(fd, 0, size)
-        else:
-            os.ftruncate(fd, size)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-class Mapping:
-    """A slot mapped into this process; unmapped when nobody refers to it any more.
-
-    `mmap.mmap` would keep a descriptor for as long as it lives (before Python 3.13 always), and ten
-    thousand batches that are kept would run into ``ulimit -n``. libc's `mmap` keeps none.
-    """
-
-    __slots__ = ("__weakref__", "address", "size")
-
-    def __init__(self, fd: int, size: int) -> None:
-        # PROT_* are 1 and 2 and MAP_SHARED is 1 on Linux, macOS and the BSDs; mmap names them.
-        address = _libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            raise OSError(code, f"could not map {size} bytes: {os.strerror(code)}")
-        self.address, self.size = address, size
-        weakref.finalize(self, _libc().munmap, address, size).atexit = False
-
-    def view(self) -> Any:
-        """The bytes of the slot, as an object that supports the buffer protocol and weak references.
-
-        The mapping must outlive it.
-        """
-        return (ctypes.c_ubyte * self.size).from_address(self.address)
-
-
-@lru_cache(maxsize=1)
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_ssize_t,
-    ]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc
+    def close(self) -> None:
+        """Nobody will be told of it any more."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
 
 def capacity_for(size: int) -> int:
@@ -117,109 +66,370 @@ def capacity_for(size: int) -> int:
     return -(-size // step) * step
 
 
-class Writer:
-    """A worker's own slots.
+Made = tuple[Mapping, "Ticket | None", "int | None"]
 
-    Invariant: a slot is either free, or the parent has its number; nobody writes to the latter.
+
+class Pool:
+    """Slots of one process, up to `limit` bytes together.
+
+    Parameters
+    ----------
+    make
+        Makes the memory of a new slot, given its size and number, or raises `OSError`.
+    limit
+        In bytes.
+
+    Attributes
+    ----------
+    refusal
+        Why the last slot that was wanted could not be had; None as long as all could.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[int, int], Made], limit: int) -> None:
+        self._make = make
+        self._limit = limit
         # All the mutable state:
+        self.slots: dict[int, Slot] = {}
+        self.size = 0  # bytes of all slots
+        self.retired: list[int] = []
+        self.refusal: str | None = None
+        self._free: list[Slot] = []  # the one that was freed last at the end
+        self._left: deque[Slot] = deque()  # holders that went; filled from any thread
         self._next = 0
-        self._mappings: dict[int, Mapping] = {}
-        self._free: list[int] = []
-        self._in_use = 0
+        self._takes = 0
 
-    def write(self, buffers: Sequence[memoryview]) -> tuple[Place, int | None, list[int]]:
-        """Copy `buffers` into a slot.
+    def empty(self, size: int) -> Any | None:
+        """A buffer of `size` bytes over a slot of its own, with anything in it; or None."""
+        slot = self.take(size)
+        return None if slot is None else self.hold(slot, 0, size)
+
+    def hold(self, slot: Slot, start: int, size: int) -> Any:
+        """A buffer over a part of `slot`, which is held until the last view of the buffer dies."""
+        buffer = slot.mapping.view(start, size)
+        slot.holders += 1
+        # The finalizer also keeps the mapping alive for as long as there is a view of it.
+        weakref.finalize(buffer, self._left.append, slot).atexit = False
+        return buffer
+
+    def take(self, size: int) -> Slot | None:
+        """A free slot of at least `size` bytes, not yet held; None if there can be none."""
+        self._collect()
+        self._takes += 1
+        best: Slot | None = None
+        for slot in reversed(self._free):
+            fits = size <= slot.mapping.size <= 2 * capacity_for(size)
+            if fits and (best is None or slot.mapping.size < best.mapping.size):
+                best = slot
+        if best is not None:
+            self._free.remove(best)
+        else:
+            best = self._new(capacity_for(size))
+        if best is not None:
+            best.last = self._takes
+        if self._free and self._takes - self._free[0].last > _IDLE:
+            self._retire(self._free[0])
+        return best
+
+    def drop(self, slot: Slot) -> None:
+        """One holder less."""
+        self._left.append(slot)
+
+    def give_up(self, slot: Slot) -> None:
+        """What was taken is not wanted after all."""
+        if slot.holders == 0 and slot not in self._free:
+            self._free.append(slot)
+
+    def close(self) -> None:
+        """Forget all slots; their memory goes with the last view of each."""
+        for slot in self.slots.values():
+            slot.close()
+        self.slots.clear()
+        self._free.clear()
+
+    def _collect(self) -> None:
+        left = self._left
+        while left:
+            slot = left.popleft()
+            slot.holders -= 1
+            if slot.holders == 0 and slot.number in self.slots:
+                self._free.append(slot)
+
+    def _new(self, capacity: int) -> Slot | None:
+        while self._free and self.size + capacity > self._limit:
+            self._retire(self._free[0])
+        if self.size + capacity > self._limit:
+            self.refusal = (
+                f"slots of {self.size:,} bytes are in use and {capacity:,} more would pass the "
+                f"limit of {self._limit:,} bytes"
+            )
+            return None
+        try:
+            mapping, ticket, fd = self._make(capacity, self._next)
+        except OSError as error:
+            self.refusal = f"there is no memory for a slot of {capacity:,} bytes ({error})"
+            return None
+        slot = Slot(self._next, mapping, ticket, fd)
+        self._next += 1
+        self.size += mapping.size
+        self.slots[slot.number] = slot
+        return slot
+
+    def _retire(self, slot: Slot) -> None:
+        self._free.remove(slot)
+        del self.slots[slot.number]
+        self.size -= slot.mapping.size
+        if slot.fd is None:  # else nobody has heard of it
+            self.retired.append(slot.number)
+        slot.close()
+
+
+class PrivateSlots:
+    """Slots for workers of this very process; any of its threads may take one."""
+
+    def __init__(self, limit: int) -> None:
+        self._pool = Pool(lambda size, number: (segments.make_private(size), None, None), limit)
+        self._taking = threading.Lock()
+
+    def empty(self, size: int) -> Any | None:
+        """A buffer of `size` bytes, with anything in it; None if there can be none."""
+        with self._taking:
+            return self._pool.empty(size)
+
+    @property
+    def refusal(self) -> str | None:
+        return self._pool.refusal
+
+    @property
+    def size(self) -> int:
+        """Bytes of all slots."""
+        return self._pool.size
+
+
+class Span(NamedTuple):
+    """Where one buffer of a batch lies."""
+
+    slot: int
+    start: int
+    size: int
+
+
+class Parcel(NamedTuple):
+    """A batch's buffers, as the other side is told of them.
+
+    Attributes
+    ----------
+    spans
+        One for each buffer; None for one that goes through the stream.
+    tickets
+        Slots that the other side does not know yet, with what it needs in order to map them.
+    retired
+        Slots that no longer exist.
+    refusal
+        Why a slot could not be had, if that was so.
+    """
+
+    spans: tuple[Span | None, ...]
+    tickets: tuple[tuple[int, Ticket], ...]
+    retired: tuple[int, ...]
+    refusal: str | None
+
+
+class Writer:
+    """A worker's own slots, which the parent maps as it hears of them.
+
+    Parameters
+    ----------
+    limit
+        Bytes of all slots together.
+    names
+        How the names of named segments begin; their numbers follow. None: they have no names.
+    """
+
+    def __init__(self, limit: int, names: str | None = None) -> None:
+        def make(size: int, number: int) -> Made:
+            return segments.make(size, None if names is None else f"{names}{number}")
+
+        self._pool = Pool(make, limit)
+        self.empty = self._pool.empty
+
+    def write(self, buffers: Sequence[memoryview]) -> tuple[Parcel, list[int]]:
+        """Bring `buffers` into slots, those that do not lie in one already.
 
         Returns
         -------
-        place
-            Where they are; to be sent to the reader.
-        fd
-            The slot's descriptor if the slot is new, to be sent along and then closed.
-        retired
-            Numbers of slots that no longer exist, to be sent along.
-
-        Raises
-        ------
-        OSError
-            There is no memory for a slot. Nothing was changed.
+        parcel
+            To be sent to the reader, which holds every slot that it names until it returns it.
+        fds
+            To be sent along, and then closed.
         """
-        spans, end = [], 0
-        for buffer in buffers:
-            start = -(-end // ALIGN) * ALIGN
-            spans.append((start, buffer.nbytes))
-            end = start + buffer.nbytes
-        slot, fd, retired = self._take(end)
-        mapping = self._mappings[slot]
-        target = memoryview(mapping.view()).cast("B")
-        for (start, size), buffer in zip(spans, buffers, strict=True):
-            target[start : start + size] = buffer
-        self._in_use += 1
-        return Place(slot, mapping.size, tuple(spans)), fd, retired
+        where = [self._find(buffer) for buffer in buffers]
+        self._copy_alone(buffers, where)
+        self._copy_together(buffers, where)
+        return self._announce(where)
 
-    def release(self, slot: int) -> None:
-        """The reader is done with `slot`."""
-        if slot in self._mappings:
-            self._free.append(slot)
-            self._in_use -= 1
+    def release(self, numbers: Sequence[int]) -> None:
+        """The reader is done with these."""
+        for number in numbers:
+            slot = self._pool.slots.get(number)
+            if slot is not None:
+                self._pool.drop(slot)
 
-    def _take(self, size: int) -> tuple[int, int | None, list[int]]:
-        fits = [s for s in self._free if size <= self._mappings[s].size <= 2 * capacity_for(size)]
-        if fits:
-            slot = min(fits, key=lambda s: self._mappings[s].size)
-            self._free.remove(slot)
-            return slot, None, []
-        fd = _anonymous_file(capacity_for(size))
-        try:
-            mapping = Mapping(fd, capacity_for(size))
-        except BaseException:
-            os.close(fd)
-            raise
-        # Sizes have changed: what is free does not fit, so the oldest of it goes.
-        retired, self._free = self._free[:-_SPARE], self._free[-_SPARE:]
-        for old in retired:
-            del self._mappings[old]
-        slot, self._next = self._next, self._next + 1
-        self._mappings[slot] = mapping
-        return slot, fd, retired
+    def close(self) -> None:
+        self._pool.close()
+
+    def _find(self, buffer: memoryview) -> Span | None:
+        """Where `buffer` lies, if that is in a slot."""
+        address = segments.address_of(buffer)
+        if address is None:
+            return None
+        for slot in self._pool.slots.values():
+            start = address - slot.mapping.address
+            if start >= 0 and start + buffer.nbytes <= slot.mapping.size:
+                return Span(slot.number, start, buffer.nbytes)
+        return None
+
+    def _copy_alone(self, buffers: Sequence[memoryview], where: list[Span | None]) -> None:
+        alone = [i for i, b in enumerate(buffers) if where[i] is None and b.nbytes >= OWN]
+        if len(alone) > _MOST_NEW // 2:
+            return
+        for i in alone:
+            self._copy(buffers, [i], where)
+
+    def _copy_together(self, buffers: Sequence[memoryview], where: list[Span | None]) -> None:
+        self._copy(buffers, [i for i in range(len(buffers)) if where[i] is None], where)
+
+    def _copy(
+        self, buffers: Sequence[memoryview], those: list[int], where: list[Span | None]
+    ) -> None:
+        starts, end = [], 0
+        for i in those:
+            starts.append(-(-end // ALIGN) * ALIGN)
+            end = starts[-1] + buffers[i].nbytes
+        slot = self._pool.take(end) if end else None
+        if slot is None:
+            return
+        target = memoryview(slot.mapping.view()).cast("B")
+        for i, start in zip(those, starts, strict=True):
+            size = buffers[i].nbytes
+            target[start : start + size] = buffers[i]
+            where[i] = Span(slot.number, start, size)
+
+    def _announce(self, where: list[Span | None]) -> tuple[Parcel, list[int]]:
+        tickets: list[tuple[int, Ticket]] = []
+        fds: list[int] = []
+        used: dict[int, Slot] = {}
+        for i, span in enumerate(where):
+            if span is None or span.slot in used:
+                continue
+            slot = self._pool.slots[span.slot]
+            if slot.ticket is not None:
+                if len(tickets) == _MOST_NEW:
+                    where[i] = None
+                    self._pool.give_up(slot)
+                    continue
+                tickets.append((slot.number, slot.ticket))
+                if slot.fd is not None:
+                    fds.append(slot.fd)
+                slot.ticket = slot.fd = None
+            used[span.slot] = slot
+        for slot in used.values():
+            slot.holders += 1  # the reader's
+        pool = self._pool
+        retired, pool.retired = tuple(pool.retired), []
+        refusal, pool.refusal = pool.refusal, None
+        return Parcel(tuple(where), tuple(tickets), retired, refusal), fds
 
 
 class Reader:
-    """The parent's view of one worker's slots."""
+    """The parent's view of one worker's slots.
 
-    def __init__(self) -> None:
-        self._mappings: dict[int, Mapping] = {}
-        self.returned: deque[int] = deque()
-        """Numbers of slots whose last array has died; filled from any thread."""
+    Parameters
+    ----------
+    limit
+        Bytes that the consumer may hold in slots before batches are copied out instead. Below
+        the writer's limit, so that the writer always finds a free one.
+    names
+        As the writer's.
+    """
 
-    def add(self, slot: int, fd: int, size: int) -> None:
-        """Map a new slot; `fd` is closed."""
-        try:
-            self._mappings[slot] = Mapping(fd, size)
-        finally:
-            os.close(fd)
+    def __init__(self, limit: int, names: str | None = None) -> None:
+        self._limit = limit
+        self._names = names
+        self._highest = -1
+        self._mappings: dict[int, Mapping | OSError] = {}
+        self._lent = 0
+        self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
+        self.overflow: str | None = None
+        """Why the last batch was copied out; None as long as none was."""
 
-    def retire(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._mappings.pop(slot, None)
+    def learn(self, parcel: Parcel, fds: list[int]) -> None:
+        """Map what is new in `parcel`, forget what is gone. Takes over `fds`."""
+        for number in parcel.retired:
+            self._mappings.pop(number, None)
+        for number, ticket in parcel.tickets:
+            self._highest = max(self._highest, number)
+            fd = fds.pop(0) if ticket.name is None else None
+            try:
+                self._mappings[number] = segments.open_ticket(ticket, fd)
+            except OSError as error:  # told when the batch is opened, and with that batch alone
+                self._mappings[number] = error
 
-    def buffers(self, place: Place) -> list[memoryview]:
-        """The buffers at `place`; the slot is returned when the last array over them dies."""
-        mapping = self._mappings[place.slot]
+    def buffers(self, parcel: Parcel, streamed: Sequence[memoryview]) -> list[memoryview]:
+        """The batch's buffers; each slot is returned when the last array over it dies."""
+        stream = iter(streamed)
+        by_slot: dict[int, memoryview] = {}
+        found = []
+        for span in parcel.spans:
+            if span is None:
+                found.append(next(stream))
+                continue
+            if span.slot not in by_slot:
+                by_slot[span.slot] = self._lend(span.slot)
+            found.append(by_slot[span.slot][span.start : span.start + span.size])
+        return found
+
+    def give_back(self, parcel: Parcel) -> None:
+        """Nobody wants what is in `parcel`."""
+        self._returned.extend((slot, 0) for slot in _slots_of(parcel))
+
+    def returned(self) -> list[int]:
+        """Slots whose last array has died since the last call."""
+        found, returned = [], self._returned
+        while returned:
+            slot, size = returned.popleft()
+            self._lent -= size
+            found.append(slot)
+        return found
+
+    def sweep(self) -> None:
+        """Take the names off what the writer, which is gone, had made and we have never opened."""
+        if self._names is not None:
+            for number in range(self._highest + 1 + _IDLE):
+                segments.unlink(f"{self._names}{number}")
+
+    def _lend(self, number: int) -> memoryview:
+        mapping = self._mappings[number]
+        if isinstance(mapping, OSError):
+            raise MemoryError(f"a slot of shared memory can't be mapped here: {mapping}")
         holder = mapping.view()
+        if self._lent + mapping.size > self._limit:
+            self.overflow = (
+                f"the batches that are kept hold {self._lent:,} bytes of slots, of "
+                f"{self._limit:,} for each worker"
+            )
+            copied = memoryview(bytearray(holder))
+            self._returned.append((number, 0))
+            return copied
+        self._lent += mapping.size
         # The finalizer also keeps the mapping alive for as long as there is a view of it.
-        returned = self.returned
-        weakref.finalize(holder, _give_back, returned, place.slot, mapping).atexit = False
-        whole = memoryview(holder).cast("B")
-        return [whole[start : start + size] for start, size in place.spans]
-
-    def give_back(self, place: Place) -> None:
-        """Nobody wants what is at `place`."""
-        self.returned.append(place.slot)
+        done = weakref.finalize(holder, _hand_in, self._returned, number, mapping)
+        done.atexit = False
+        return memoryview(holder).cast("B")
 
 
-def _give_back(returned: deque[int], slot: int, mapping: Mapping) -> None:
-    returned.append(slot)
+def _slots_of(parcel: Parcel) -> list[int]:
+    return list(dict.fromkeys(span.slot for span in parcel.spans if span is not None))
+
+
+def _hand_in(returned: deque[tuple[int, int]], number: int, mapping: Mapping) -> None:
+    returned.append((number, mapping.size))

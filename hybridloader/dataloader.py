@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import (
     _sharding_worker_init_fn,
 )
 
+from hybridloader.collate import without_torch
 from hybridloader.contract import Backend, WorkerHandle
 from hybridloader.errors import IteratorClosed
 from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
@@ -201,6 +202,10 @@ def _warn_idle(name: str) -> None:
     )
 
 
+_TORCHS_NEXT = _BaseDataLoaderIter.__next__
+_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
 class _Weakly:
     """A method of the loader, without holding the loader.
 
@@ -274,9 +279,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         )
 
     def _for_workers(self, function: Any) -> Any:
-        """What workers of this process may hold of `function`."""
+        """What workers get for `function`."""
+        if not self._backend.in_process:
+            return without_torch(function)
         own = isinstance(function, types.MethodType) and function.__self__ is self._loader()
-        return _Weakly(function) if own and self._backend.in_process else function
+        return _Weakly(function) if own else function
 
     def _fetch(self) -> Fetch:
         dataset, batched = self._dataset, self._auto_collation
@@ -293,6 +300,19 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._stage = self._start()
         changes = () if first_iter or self._watch is None else self._watch.changes()
         self._stage.begin(self._sampler_iter, self._shared_seed, changes)
+
+    def __next__(self) -> Any:
+        # torch's enters a profiler range for every batch, which costs 15-30 us; only a running
+        # profiler sees it. Whoever replaces torch's method (as monitors do) finds it called.
+        if (
+            _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
+            or self._dataset_kind == _DatasetKind.Iterable
+            or _profiling()
+        ):
+            return super().__next__()
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
 
     def _next_data(self) -> Any:
         data = next(self._stage)

@@ -21,7 +21,18 @@ class Abandoned(BaseException):
 
 
 Fetcher = Callable[[Any], Any]
-Cancelled = Callable[[], bool]
+
+
+class Flag:
+    """Up once nobody waits any more; looked at after every sample.
+
+    Raised from any thread, even from a finalizer: a plain attribute, no lock.
+    """
+
+    __slots__ = ("up",)
+
+    def __init__(self) -> None:
+        self.up = False
 
 
 class Fetch(Protocol):
@@ -38,7 +49,7 @@ class Fetch(Protocol):
     def with_dataset(self, dataset: Any) -> Fetch:
         """The same work on another copy of the dataset."""
 
-    def open(self, shared_seed: int | None, cancelled: Cancelled) -> Fetcher:
+    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
         """Make the fetcher for one epoch. It may raise `EndOfShard`, once and for all."""
 
 
@@ -62,7 +73,7 @@ class MapFetch:
     def with_dataset(self, dataset: Any) -> MapFetch:
         return replace(self, dataset=dataset)
 
-    def open(self, shared_seed: int | None, cancelled: Cancelled) -> Fetcher:
+    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
         dataset, collate_fn = self.dataset, self.collate_fn
 
         def fetch_batch(indices: Any) -> Any:
@@ -72,7 +83,7 @@ class MapFetch:
             samples = []
             for index in indices:
                 samples.append(dataset[index])
-                if cancelled():
+                if cancelled.up:
                     raise Abandoned
             return collate_fn(samples)
 
@@ -99,7 +110,7 @@ class IterableFetch:
     def with_dataset(self, dataset: Any) -> IterableFetch:
         return replace(self, dataset=dataset)
 
-    def open(self, shared_seed: int | None, cancelled: Cancelled) -> Fetcher:
+    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
         dataset, collate_fn, drop_last = self.dataset, self.collate_fn, self.drop_last
         if self.datapipe and shared_seed is not None:
             dataset = seed_datapipe(dataset, shared_seed)
@@ -117,7 +128,7 @@ class IterableFetch:
                 except StopIteration:
                     ended = True
                     break
-                if cancelled():
+                if cancelled.up:
                     raise Abandoned
             if not batch or (drop_last and len(batch) < len(indices)):
                 raise EndOfShard

@@ -12,7 +12,8 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from hybridloader.errors import ResultNotSendable
 
@@ -29,6 +30,26 @@ would keep the images. Copying 32 KB costs about 3 microseconds, less than handl
 Packed = tuple[bytes, list[memoryview]]
 
 
+class AsTensor:
+    """An array in a process without torch that is to arrive as a tensor.
+
+    Parameters
+    ----------
+    array
+        A C-contiguous numpy array of a dtype that torch has.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __reduce__(self) -> Any:
+        array = self.array
+        data = pickle.PickleBuffer(array) if array.size else b""
+        return _rebuild_tensor, (data, array.dtype.name, array.shape, None, False)
+
+
 def pack(value: Any) -> Packed:
     """Split `value` into a header and the buffers left out of it.
 
@@ -40,11 +61,11 @@ def pack(value: Any) -> Packed:
         Something in it can't be pickled.
     """
     try:
-        return _pack(value, _plain_pickler)
+        return _pack(value, _Plain)
     except Exception:  # pickle's own errors are of many types: PicklingError, TypeError, ...
         pass
     try:  # lambdas, classes defined in a function, things from __main__
-        return _pack(value, _cloud_pickler)
+        return _pack(value, _cloud())
     except Exception as error:
         raise ResultNotSendable(
             f"a result of type {type(value).__qualname__!r} can't be sent to another process: "
@@ -57,8 +78,24 @@ def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     return pickle.loads(header, buffers=buffers)
 
 
-def _pack(value: Any, make_pickler: Callable[..., Any]) -> Packed:
-    buffers: list[memoryview] = []
+def _pack(value: Any, pickler: Callable[..., Any]) -> Packed:
+    tensors = Tensors()
+    out, buffers = _dump(value, pickler, tensors)
+    if tensors.several_over_one_storage():
+        out, buffers = _dump(value, pickler, tensors)
+    return out.getvalue(), buffers
+
+
+def _dump(
+    value: Any, pickler: Callable[..., Any], tensors: Tensors
+) -> tuple[io.BytesIO, list[memoryview]]:
+    out, buffers = io.BytesIO(), list[memoryview]()
+    pickler(out, keep_small(buffers), tensors).dump(value)
+    return out, buffers
+
+
+def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
+    """A `buffer_callback` that puts all but small buffers into `buffers`."""
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -67,79 +104,202 @@ def _pack(value: Any, make_pickler: Callable[..., Any]) -> Packed:
         buffers.append(raw)
         return False
 
-    out = io.BytesIO()
-    make_pickler(out, keep).dump(value)
-    return out.getvalue(), buffers
+    return keep
 
 
-def _plain_pickler(out: io.BytesIO, keep: Callable[..., bool]) -> Any:
-    pickler = pickle.Pickler(out, protocol=5, buffer_callback=keep)
-    torch = sys.modules.get("torch")
-    if torch is not None:  # a process that has not imported torch has no tensor to send
-        pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduce_tensor}
-    return pickler
+class _Plain(pickle.Pickler):
+    """The C pickler, told about tensors."""
+
+    def __init__(self, out: io.BytesIO, keep: Callable[..., bool], tensors: Tensors) -> None:
+        super().__init__(out, protocol=5, buffer_callback=keep)
+        if "torch" in sys.modules:  # a process that has not imported torch has no tensor to send
+            self.dispatch_table = {**copyreg.dispatch_table, _torch().Tensor: tensors.reduce}
 
 
-def _cloud_pickler(out: io.BytesIO, keep: Callable[..., bool]) -> Any:
+@lru_cache(maxsize=1)
+def _cloud() -> Any:
     import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        dispatch_table: ClassVar[dict[Any, Any]] = dict(cloudpickle.Pickler.dispatch_table)
+    class Cloud(cloudpickle.Pickler):  # type: ignore[misc]
+        def __init__(self, out: io.BytesIO, keep: Callable[..., bool], tensors: Tensors) -> None:
+            super().__init__(out, protocol=5, buffer_callback=keep)
+            self._tensors = tensors
 
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        Pickler.dispatch_table[torch.Tensor] = _reduce_tensor
-    return Pickler(out, protocol=5, buffer_callback=keep)
+        def reducer_override(self, obj: Any) -> Any:
+            if "torch" in sys.modules and type(obj) is _torch().Tensor:
+                return self._tensors.reduce(obj)
+            return super().reducer_override(obj)
+
+    return Cloud
 
 
-def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    """A dense CPU tensor as one flat buffer; all others by torch's own way."""
+@lru_cache(maxsize=1)
+def _torch() -> Any:
     import torch
 
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    if tensor.requires_grad and not tensor.is_leaf:
-        raise pickle.PicklingError(
-            "a tensor that requires grad and is not a leaf can't be sent to another process "
-            "(autograd does not cross processes); detach() it first"
-        )
-    flat = tensor.detach().resolve_conj().resolve_neg()
-    order = _dense_order(flat)
-    # In the order of its strides a dense tensor is contiguous memory: no copy, and the other side
-    # gets the same strides back (channels_last stays channels_last).
-    flat = flat.permute(order).contiguous() if order else flat.contiguous()
+    return torch
+
+
+class Tensors:
+    """Reduces the tensors of one pickle: dense CPU ones to one flat buffer each.
+
+    Several over one storage would arrive as several storages, so after a first pass has found such,
+    a second one sends each of these storages once, as far as it is used.
+    """
+
+    def __init__(self) -> None:
+        # All the mutable state:
+        self._met: list[Any] = []
+        self._bases: dict[int, _Base] = {}
+
+    def reduce(self, tensor: torch.Tensor) -> Any:
+        torch = _torch()
+        odd = tensor.is_quantized or tensor.is_nested or tensor.device.type != "cpu"
+        if odd or tensor.layout is not torch.strided:
+            return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        if tensor.requires_grad:
+            if not tensor.is_leaf:
+                raise pickle.PicklingError(
+                    "a tensor that requires grad and is not a leaf can't be sent to another "
+                    "process (autograd does not cross processes); detach() it first"
+                )
+            plain, grad = tensor.detach(), True
+        else:
+            plain, grad = tensor, False
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        if plain is tensor:
+            self._met.append(plain)
+            base = self._bases.get(plain.untyped_storage().data_ptr()) if self._bases else None
+            if base is not None:
+                return _rebuild_view, (base, *base.place(plain))
+        order = None if plain.is_contiguous() else _dense_order(plain)
+        # In the order of its strides a dense tensor is contiguous memory: no copy, and the other
+        # side gets the same strides back (channels_last stays channels_last).
+        flat = plain.contiguous() if order is None else plain.permute(order).contiguous()
+        name = _NAMES.get(plain.dtype) or _name(plain.dtype)
+        return _rebuild_tensor, (_bytes_of(flat, name), name, tuple(flat.shape), order, grad)
+
+    def several_over_one_storage(self) -> bool:
+        """Whether a second pass is needed; prepares for it."""
+        met = self._met
+        if len(met) < 2 or self._bases:
+            return False
+        groups: dict[int, list[Any]] = {}
+        for tensor in met:
+            if tensor.numel():
+                groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        self._bases = {key: _Base(group) for key, group in groups.items() if len(group) > 1}
+        return bool(self._bases)
+
+
+_NAMES: dict[Any, str] = {}
+
+
+def _name(dtype: Any) -> str:
+    return _NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+_NUMPY_HAS = frozenset(
+    [
+        "float64",
+        "float32",
+        "float16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint64",
+        "uint32",
+        "uint16",
+        "uint8",
+        "bool",
+        "complex128",
+        "complex64",
+    ]
+)
+
+
+def _bytes_of(flat: torch.Tensor, dtype: str) -> Any:
+    """The memory of a contiguous tensor, as something that pickles by protocol 5."""
     if flat.numel() == 0:
-        data: Any = b""
-    else:
-        array: Any = flat.reshape(-1).view(torch.uint8).numpy()
-        data = pickle.PickleBuffer(array)
-    shape = tuple(flat.shape)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return _rebuild_tensor, (data, dtype, shape, order, tensor.requires_grad)
+        return b""
+    if dtype not in _NUMPY_HAS:
+        flat = flat.reshape(-1).view(_torch().uint8)
+    array: Any = flat.numpy()
+    return pickle.PickleBuffer(array)
+
+
+class _Base:
+    """The part of one storage that some tensors cover; pickled once, by the pickle's memo."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        starts, ends = zip(*map(_extent, tensors), strict=True)
+        self._start = min(starts) // 16 * 16  # as aligned as any dtype needs
+        self._bytes = (
+            _torch()
+            .empty(0, dtype=_torch().uint8)
+            .set_(tensors[0].untyped_storage(), self._start, (max(ends) - self._start,), (1,))
+        )
+
+    def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        offset = tensor.storage_offset() - self._start // tensor.element_size()
+        return _name(tensor.dtype), offset, tuple(tensor.shape), tensor.stride()
+
+    def __reduce__(self) -> Any:
+        return _rebuild_base, (pickle.PickleBuffer(self._bytes.numpy()),)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of its storage that `tensor` covers, and the one after the last."""
+    last: int = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return start * size, (start + last + 1) * size
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions by falling stride, when that is not their own order and leaves no gap."""
-    if tensor.is_contiguous():
-        return None
     stride = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def tensor_over(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor over the memory of `buffer`; not a view of another tensor."""
+    torch = _torch()
+    flat = torch.frombuffer(buffer, dtype=dtype)
+    if len(shape) == 1:
+        return flat  # type: ignore[no-any-return]
+    stride, steps = 1, []
+    for size in reversed(shape):
+        steps.append(stride)
+        stride *= max(size, 1)
+    return torch.empty(0, dtype=dtype).set_(  # type: ignore[no-any-return]
+        flat.untyped_storage(), 0, shape, tuple(reversed(steps))
+    )
+
+
 def _rebuild_tensor(
     data: Any, dtype: str, shape: tuple[int, ...], order: tuple[int, ...] | None, grad: bool
 ) -> torch.Tensor:
-    import torch
-
+    torch = _torch()
     kind = getattr(torch, dtype)
-    if len(data) == 0:
-        tensor = torch.empty(shape, dtype=kind)
-    else:
-        tensor = torch.frombuffer(data, dtype=kind).view(shape)
+    tensor = tensor_over(data, kind, shape) if len(data) else torch.empty(shape, dtype=kind)
     if order is not None:
         back = [0] * len(order)
         for position, dimension in enumerate(order):
             back[dimension] = position
         tensor = tensor.permute(back)
     return tensor.requires_grad_() if grad else tensor
+
+
+def _rebuild_base(data: Any) -> torch.Tensor:
+    return _torch().frombuffer(data, dtype=_torch().uint8)  # type: ignore[no-any-return]
+
+
+def _rebuild_view(
+    base: torch.Tensor, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    torch = _torch()
+    empty = torch.empty(0, dtype=getattr(torch, dtype))
+    return empty.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from hybridloader.late import when_imported
+
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import _RNG
 
@@ -36,18 +38,29 @@ def numpy_seed(base_seed: int, worker: int) -> list[int]:
     return state
 
 
-def seed_globals(base_seed: int, worker: int, *, devices: bool) -> None:
+def seed_globals(base_seed: int, worker: int) -> None:
     """Seed `random`, `torch` and `numpy.random` as torch does in worker number `worker`.
 
-    `torch.manual_seed` seeds the generators of all devices too. Within the training process these
-    are the training code's, and nobody could restore them, so `devices` is for other processes.
+    Not by `torch.manual_seed`, which seeds the generators of all devices too: within the training
+    process these are the training code's, and nobody could restore them.
     """
-    import numpy as np
     import torch
 
     random.seed(base_seed + worker)
-    (torch if devices else torch.default_generator).manual_seed(base_seed + worker)
+    torch.default_generator.manual_seed(base_seed + worker)
+    _seed_numpy(base_seed, worker)
+
+
+def _seed_numpy(base_seed: int, worker: int) -> None:
+    import numpy as np
+
     np.random.seed(numpy_seed(base_seed, worker))
+
+
+def _seed_torch(seed: int) -> None:
+    import torch
+
+    torch.manual_seed(seed)
 
 
 class _Globals:
@@ -105,7 +118,10 @@ class ProcessSeeds:
         return None
 
     def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
-        seed_globals(base_seed, worker, devices=True)
+        # Whoever imports numpy or torch later gets it seeded: a worker need not have either.
+        random.seed(base_seed + worker)
+        when_imported("numpy", lambda: _seed_numpy(base_seed, worker))
+        when_imported("torch", lambda: _seed_torch(base_seed + worker))
         return _NOTHING
 
     def working(self) -> AbstractContextManager[None]:
@@ -144,7 +160,7 @@ class ThreadSeeds:
             return
         with _borrowing:
             before = _Globals(devices=True)
-            seed_globals(base_seed, worker, devices=False)
+            seed_globals(base_seed, worker)
             try:
                 yield
             finally:
@@ -169,7 +185,7 @@ class InlineSeeds:
     def initialising(self, base_seed: int, worker: int) -> Iterator[None]:
         with _borrowing:
             before = _Globals(devices=True)
-            seed_globals(base_seed, worker, devices=False)
+            seed_globals(base_seed, worker)
             try:
                 yield
             finally:

@@ -11,14 +11,23 @@ import functools
 import io
 import os
 import pickle
+import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
+from hybridloader.arena import ALIGN
 from hybridloader.errors import ShippingError
+from hybridloader.packing import Tensors, keep_small
+from hybridloader.segments import anonymous_file, map_descriptor
 
 _local = threading.local()
+
+MOST_FDS = 250
+"""Descriptors that go along in one message; the kernel's limit is 253 (SCM_MAX_FD). More tensors in
+shared memory than that are copied."""
 
 
 class Shipment:
@@ -26,14 +35,15 @@ class Shipment:
 
     Attributes
     ----------
-    data
-        The pickle.
+    parts
+        What goes through the line: a table of contents where the pickle and its buffers lie in a
+        file, else these themselves.
     fds
-        Descriptors that must go along with it, owned by the shipment.
+        Descriptors that must go along, owned by the shipment; the first is that of the file.
     """
 
-    def __init__(self, data: bytes, fds: list[int]) -> None:
-        self.data, self.fds = data, fds
+    def __init__(self, parts: list[Any], fds: list[int]) -> None:
+        self.parts, self.fds = parts, fds
 
     def close(self) -> None:
         while self.fds:
@@ -48,21 +58,27 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
     what
         What it is, for the error.
     share
-        Whether descriptors can be sent along, so that shared tensors stay shared. Else their
-        values are copied.
+        Whether descriptors can be sent along. Then the pickle goes once into a file without a name,
+        which all workers map: its large arrays and tensors are not copied, until one is written to.
+        And tensors in shared memory stay shared. Else each worker gets a copy of everything.
 
     Raises
     ------
     ShippingError
         It can't be pickled; names the attribute that is to blame.
     """
-    import cloudpickle
-
-    out = io.BytesIO()
-    shipment = Shipment(b"", [])
-    pickler = _pickler(cloudpickle.Pickler, out, shipment.fds if share else None)
+    shipment = Shipment([], [])
     try:
-        pickler.dump(thing)
+        if share:
+            shipment.fds.append(anonymous_file(0))
+            with open(shipment.fds[0], "wb", closefd=False) as file:
+                contents = _write(thing, file, shipment.fds)
+            shipment.parts = [pickle.dumps(contents)]
+        else:
+            whole = io.BytesIO()
+            ((_, size), *buffers) = _write(thing, whole, None)
+            view = whole.getbuffer()
+            shipment.parts = [view[:size], *(view[at : at + n] for at, n in buffers)]
     except Exception as error:  # pickle's own errors are of many types
         shipment.close()
         culprit = _culprit(thing, what)
@@ -71,19 +87,54 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
             "Open it in worker_init_fn or in __getitem__ instead of __init__, or use "
             "backend='threads' (nothing is sent) or, where there is fork, backend='fork'."
         ) from error
-    shipment.data = out.getvalue()
     return shipment
 
 
-def receive(data: bytes | memoryview, fds: list[int]) -> Any:
+def receive(parts: list[memoryview], fds: list[int]) -> Any:
     """The inverse of `ship`, in the worker; closes `fds`."""
     _local.fds = fds
     try:
-        return pickle.loads(data)
+        if not fds:
+            return pickle.loads(parts[0], buffers=parts[1:])
+        ((_, size), *buffers) = pickle.loads(parts[0])
+        whole = _mapped(fds[0])
+        return pickle.loads(whole[:size], buffers=[whole[at : at + n] for at, n in buffers])
     finally:
         _local.fds = []
         for fd in fds:
             os.close(fd)
+
+
+def _write(thing: Any, file: IO[bytes], fds: list[int] | None) -> list[tuple[int, int]]:
+    """Write the pickle, then the buffers; give where each begins and how long it is."""
+    tensors = Tensors()
+    while True:
+        buffers: list[memoryview] = []
+        file.seek(0)
+        _pickler(file, buffers, tensors, fds).dump(thing)
+        if not tensors.several_over_one_storage():
+            break
+        if fds is not None:
+            while len(fds) > 1:
+                os.close(fds.pop())
+    contents = [(0, file.tell())]
+    for buffer in buffers:
+        start = -(-file.tell() // ALIGN) * ALIGN
+        file.seek(start)
+        file.write(buffer)
+        contents.append((start, buffer.nbytes))
+    return contents
+
+
+def _mapped(fd: int) -> memoryview:
+    """The whole file: what is written to it stays with this process."""
+    size = os.fstat(fd).st_size
+    mapping = map_descriptor(fd, size, private=True)
+    holder = mapping.view()
+    weakref.finalize(
+        holder, id, mapping
+    ).atexit = False  # keeps the mapping as long as a view of it
+    return memoryview(holder).cast("B")
 
 
 def replicate(thing: Any, what: str) -> Any:
@@ -124,19 +175,27 @@ def replicate(thing: Any, what: str) -> Any:
 
 
 def _is_shared(obj: Any) -> bool:
-    import torch
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    return type(obj) is torch.Tensor and obj.device.type == "cpu" and bool(obj.is_shared())
 
-    return type(obj) is torch.Tensor and obj.device.type == "cpu" and bool(obj.is_shared())  # type: ignore[no-untyped-call]
 
+def _pickler(
+    file: IO[bytes], buffers: list[memoryview], tensors: Tensors, fds: list[int] | None
+) -> Any:
+    import cloudpickle
 
-def _pickler(base: Any, out: io.BytesIO, fds: list[int] | None) -> Any:
-    class Pickler(base):  # type: ignore[misc]
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            if fds is not None and _is_shared(obj):
-                return _reduce_shared(obj, fds)
+            torch = sys.modules.get("torch")
+            if torch is not None and type(obj) is torch.Tensor:
+                if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
+                    return _reduce_shared(obj, fds)
+                return tensors.reduce(obj)
             return super().reducer_override(obj)
 
-    return Pickler(out, protocol=5)
+    return Pickler(file, protocol=5, buffer_callback=keep_small(buffers))
 
 
 def _reduce_shared(tensor: Any, fds: list[int]) -> Any:

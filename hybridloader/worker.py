@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from hybridloader.contract import Payload
 from hybridloader.errors import Failure, twin
-from hybridloader.fetch import Abandoned, Cancelled, EndOfShard, Fetcher, seed_datapipe
+from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, seed_datapipe
 from hybridloader.messages import (
     Begin,
     Done,
@@ -27,7 +27,7 @@ from hybridloader.messages import (
 )
 from hybridloader.refresh import apply
 from hybridloader.seeding import Seeds
-from hybridloader.worker_info import set_worker_info
+from hybridloader.worker_info import describe
 
 
 class Worker:
@@ -48,7 +48,7 @@ class Worker:
     wrap
         Makes the payload of a result.
     cancelled
-        Whether the iterator was closed meanwhile, so that the rest of a batch can be left out.
+        Up once the iterator was closed, so that the rest of a batch can be left out.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Worker:
         spec: WorkerSpec,
         seeds: Seeds,
         wrap: Callable[[Any], Payload],
-        cancelled: Cancelled,
+        cancelled: Flag,
     ) -> None:
         self.worker = worker
         self._spec = spec
@@ -134,9 +134,7 @@ class Worker:
         spec = self._spec
         if spec.workers == 0:
             return None
-        from torch.utils.data._utils.worker import WorkerInfo
-
-        return WorkerInfo(
+        return describe(
             id=self.worker,
             num_workers=spec.workers,
             seed=spec.base_seed + self.worker,
@@ -155,11 +153,10 @@ class Source(Protocol):
 
 def run(worker: Worker, source: Source, report: Callable[[Event], None]) -> None:
     """Answer messages until `Stop`, or until nobody waits: the loop of a worker with its own thread."""
-    set_worker_info(worker.info)
     report(worker.open())
     while True:
         message = source.get()
-        if isinstance(message, Stop) or worker.cancelled():
+        if isinstance(message, Stop) or worker.cancelled.up:
             return
         event = worker.step(message)
         if event is not None:

@@ -17,7 +17,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from hybridloader.late import when_imported
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import WorkerInfo
@@ -36,11 +39,49 @@ def get_worker_info() -> WorkerInfo | None:
     Returns
     -------
     WorkerInfo or None
-        torch's own class: `id`, `num_workers`, `seed` (``base_seed + id``), `dataset` (the copy
+        torch's own class (or, in a process that has not imported torch, one with the same
+        attributes): `id`, `num_workers`, `seed` (``base_seed + id``), `dataset` (the copy
         that this worker reads), `rng` (generators of this worker's own, for threads) and
         `worker_method` (``"thread"``, ``"multiprocessing"`` or ``"inline"``).
     """
     return _current.info
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a `WorkerInfo` says; stands in for one in a process that has not imported torch."""
+
+    id: int
+    num_workers: int
+    seed: int
+    dataset: Any
+    rng: Any
+    worker_method: str
+
+    def in_torchs_words(self) -> WorkerInfo:
+        from torch.utils.data._utils.worker import WorkerInfo
+
+        return WorkerInfo(**vars(self))
+
+
+def describe(**facts: Any) -> Any:
+    """A `WorkerInfo`, as long as that needs no import of torch."""
+    description = Description(**facts)
+    return description.in_torchs_words() if "torch" in sys.modules else description
+
+
+def set_process_info(info: Any) -> None:
+    """Make `info` the answer on every thread of this process: it belongs to one worker."""
+    vars(_current).pop("info", None)
+    _Current.info = info
+    when_imported("torch", _teach_process)
+
+
+def _teach_process() -> None:
+    _teach_torch()
+    info: Any = _Current.info
+    if isinstance(info, Description):
+        _Current.info = info.in_torchs_words()
 
 
 def set_worker_info(info: WorkerInfo | None) -> None:

@@ -38,7 +38,7 @@ def _segments() -> set[str]:
     """Named shared memory that Python or we could have made; other processes make semaphores."""
     folder = Path("/dev/shm")
     names = os.listdir(folder) if folder.exists() else []
-    return {name for name in names if name.startswith(("psm_", "hybridloader"))}
+    return {name for name in names if name.startswith(("psm_", "hl-", "hybridloader"))}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridloader import Fork, Inline, SharedMemory, Spawn, Threads, arena
+from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads
 from hybridloader.backends import sockets
 from hybridloader.testing import BackendContract
 
@@ -58,11 +58,22 @@ class TestSharedMemoryWithoutMemfd(BackendContract):
 
 
 class TestPortableTransport(BackendContract):
-    """As on Windows: connections instead of polled sockets, no descriptors, no slots."""
+    """As on Windows: connections instead of polled sockets, no descriptors, slots with names."""
 
     backend = Spawn()
 
     @pytest.fixture(autouse=True)
     def _no_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sockets, "available", lambda: False)
-        monkeypatch.setattr(arena, "available", lambda: False)
+
+
+class TestNamedSlots(BackendContract):
+    """Slots that are `multiprocessing.shared_memory`, where descriptors could be sent."""
+
+    backend = Fork(memory=Memory(kind="named"))
+
+
+class TestStream(BackendContract):
+    """No slots at all."""
+
+    backend = Fork(memory=Memory(kind="stream"))

@@ -21,13 +21,17 @@ LAYERS = {
     "errors": set(),
     "relay": {"errors"},
     "refresh": set(),
-    "arena": set(),
-    "worker_info": set(),
-    "seeding": set(),
+    "segments": set(),
+    "memory": set(),
+    "late": set(),
+    "arena": {"segments"},
+    "collate": {"arena", "packing"},
+    "worker_info": {"late"},
+    "seeding": {"late"},
     "messages": set(),
     "fetch": set(),
     "contract": {"messages"},
-    "shipping": {"errors"},
+    "shipping": {"arena", "errors", "packing", "segments"},
     "packing": {"errors"},
     "scheduler": {"errors", "messages"},
     "worker": {"contract", "errors", "fetch", "messages", "refresh", "seeding", "worker_info"},
@@ -35,6 +39,7 @@ LAYERS = {
     "diagnosis": {"contract", "scheduler"},
     "stage": {"contract", "diagnosis", "errors", "messages", "refresh", "scheduler"},
     "dataloader": {
+        "collate",
         "contract",
         "errors",
         "fetch",
@@ -46,8 +51,8 @@ LAYERS = {
     },
 }
 BACKENDS_MAY_USE = {
-    "arena", "backends", "contract", "errors", "messages", "packing", "seeding", "shipping",
-    "worker", "worker_info",
+    "arena", "backends", "collate", "contract", "errors", "fetch", "late", "memory", "messages",
+    "packing", "seeding", "segments", "shipping", "worker", "worker_info",
 }  # fmt: skip
 
 

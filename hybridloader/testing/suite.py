@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridloader.contract import Backend, Crew
-from hybridloader.fetch import Cancelled, EndOfShard, Fetcher
+from hybridloader.fetch import EndOfShard, Fetcher, Flag
 from hybridloader.messages import (
     Begin,
     Done,
@@ -42,7 +42,7 @@ class Call:
     def with_dataset(self, dataset: Any) -> Call:
         return Call(self.function, dataset, self.private)
 
-    def open(self, shared_seed: int | None, cancelled: Cancelled) -> Fetcher:
+    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
         return self.function
 
 
@@ -57,7 +57,7 @@ class Count:
     def with_dataset(self, dataset: Any) -> Count:
         return Count(self.length, dataset, self.private)
 
-    def open(self, shared_seed: int | None, cancelled: Cancelled) -> Fetcher:
+    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
         items = iter(range(self.length))
 
         def fetch(index: Any) -> int:

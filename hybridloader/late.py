@@ -1,0 +1,69 @@
+"""Code that runs as soon as a module is there: now, or right after its first import.
+
+A worker process that needs no torch imports none. Should the user's code import it after all, half
+a second in, it must be seeded and told its number of threads just as if it had been there from the
+start, before that code sees it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def when_imported(name: str, act: Callable[[], None]) -> None:
+    """Call `act` once the top-level module `name` has been imported.
+
+    `act` may import `name`. What it raises, the import raises.
+    """
+    if name in sys.modules:
+        act()
+        return
+    sys.meta_path.insert(0, _Finder(name, act))
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self._name, self._act = name, act
+        self._looking = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name or self._looking:
+            return None
+        self._looking = True  # the others are asked, by way of this very list
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenAct(spec.loader, self)
+        return spec
+
+    def imported(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._act()
+
+
+class _ThenAct(Loader):
+    """The module's own loader, and then the act."""
+
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        module.__loader__ = self._loader  # nobody else shall see this one
+        if spec is not None:
+            spec.loader = self._loader
+        self._loader.exec_module(module)
+        self._finder.imported()

@@ -1,0 +1,214 @@
+"""Memory that two processes map: how it is made, sent and mapped. Knows nothing of slots or batches.
+
+Two kinds. A *nameless* segment is an anonymous file (memfd on Linux; on macOS a POSIX segment whose
+name lives for an instant): it has no name that could be left behind, it is not limited by the size
+of /dev/shm, and its descriptor travels over a socket and is closed as soon as it is mapped. A *named*
+segment is a `multiprocessing.shared_memory.SharedMemory`, for platforms whose connections carry no
+descriptors. Nothing POSIX-only is touched at import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class Ticket(NamedTuple):
+    """What the other process needs in order to map a segment."""
+
+    size: int  # bytes
+    name: str | None  # of a named segment; None: a descriptor goes along
+
+
+class Mapping:
+    """Memory mapped into this process; given back when nobody refers to it any more.
+
+    Attributes
+    ----------
+    address
+        Of its first byte.
+    size
+        In bytes.
+    """
+
+    __slots__ = ("__weakref__", "_owner", "address", "size")
+
+    def __init__(self, address: int, size: int, owner: Any = None) -> None:
+        self.address, self.size, self._owner = address, size, owner
+
+    def view(self, start: int = 0, size: int | None = None) -> Any:
+        """`size` bytes from `start`: an object with the buffer protocol and weak references.
+
+        The mapping must outlive it.
+        """
+        length = self.size - start if size is None else size
+        return (ctypes.c_ubyte * length).from_address(self.address + start)
+
+
+def nameless_available() -> bool:
+    """Whether this platform has nameless segments."""
+    return hasattr(os, "memfd_create") or (os.name == "posix" and _posix_shm() is not None)
+
+
+def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
+    """Make a segment of `size` bytes, with a name or without, and map it.
+
+    Returns
+    -------
+    mapping, ticket, fd
+        `fd` is to be sent along with the ticket of a nameless segment, and then closed.
+
+    Raises
+    ------
+    OSError
+        There is no memory for it. Nothing was left behind.
+    """
+    if name is not None:
+        segment = _shared_memory(name, size)
+        return _map_named(segment), Ticket(segment.size, name), None
+    fd = anonymous_file(size)
+    try:
+        return map_descriptor(fd, size), Ticket(size, None), fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def make_private(size: int) -> Mapping:
+    """`size` bytes of this process alone. Raises `OSError` when there is no memory for them."""
+    if sys.platform == "win32":
+        pages = mmap.mmap(-1, size)
+    else:  # private, so that a fork gets a copy; Python's default would share the pages with it
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # one fault for 2 MB instead of 512
+            try:
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # a kernel without
+                pass
+    # An address instead of a view of the buffer: a view would keep the pages from being unmapped.
+    return Mapping(ctypes.addressof(ctypes.c_ubyte.from_buffer(pages)), size, pages)
+
+
+def address_of(buffer: memoryview) -> int | None:
+    """Where the bytes of `buffer` lie; None for a read-only one."""
+    if buffer.readonly or buffer.nbytes == 0:
+        return None
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
+
+
+def open_ticket(ticket: Ticket, fd: int | None) -> Mapping:
+    """Map what another process has made; `fd` is closed."""
+    if ticket.name is not None:
+        mapping = _map_named(_shared_memory(ticket.name, 0))
+        unlink(ticket.name)  # both have it open, so the name has done its work
+        return mapping
+    assert fd is not None
+    try:
+        return map_descriptor(fd, ticket.size)
+    finally:
+        os.close(fd)
+
+
+def anonymous_file(size: int) -> int:
+    """A descriptor of `size` bytes of shared memory that no path leads to.
+
+    `posix_fallocate` makes a lack of memory an error here instead of a SIGBUS later.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("hybridloader", os.MFD_CLOEXEC)
+    else:
+        name = f"/hybridloader-{os.getpid()}-{os.urandom(6).hex()}"
+        shm: Any = _posix_shm()
+        fd = shm.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+        shm.shm_unlink(name)
+    try:
+        if size and hasattr(os, "posix_fallocate") and hasattr(os, "memfd_create"):
+            os.posix_fallocate(fd, 0, size)
+        else:
+            os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_descriptor(fd: int, size: int, *, private: bool = False) -> Mapping:
+    """Map `size` bytes of the file `fd`, for reading and writing.
+
+    `mmap.mmap` would keep a descriptor for as long as it lives (before Python 3.13 always), and ten
+    thousand batches that are kept would run into ``ulimit -n``. libc's `mmap` keeps none.
+
+    Parameters
+    ----------
+    private
+        What is written stays with this process: a page is copied when it is first written.
+    """
+    # PROT_* are 1 and 2, MAP_SHARED is 1 and MAP_PRIVATE 2 on Linux, macOS and the BSDs.
+    flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    address = _libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"could not map {size} bytes: {os.strerror(code)}")
+    mapping = Mapping(address, size)
+    weakref.finalize(mapping, _libc().munmap, address, size).atexit = False
+    return mapping
+
+
+def _map_named(segment: Any) -> Mapping:
+    # An address instead of a view of the buffer: a view would make `close` fail at the end.
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(segment.buf))
+    return Mapping(address, segment.size, segment)
+
+
+def unlink(name: str) -> None:
+    """Take the name off a segment, if it has it still. Where names go by themselves, nothing."""
+    shm = _posix_shm()
+    if shm is not None:
+        try:
+            shm.shm_unlink(f"/{name}")
+        except FileNotFoundError:
+            pass
+
+
+def _shared_memory(name: str, size: int) -> Any:
+    """Make a named segment, or open one (size 0)."""
+    from multiprocessing import shared_memory
+
+    if sys.version_info >= (3, 13):
+        return shared_memory.SharedMemory(name, size > 0, size, track=False)
+    segment = shared_memory.SharedMemory(name, size > 0, size)
+    if sys.platform != "win32":
+        # Else this process's resource tracker would unlink it at its own end, and complain.
+        from multiprocessing import resource_tracker
+
+        resource_tracker.unregister(f"/{name}", "shared_memory")
+    return segment
+
+
+def _posix_shm() -> Any:
+    try:
+        return import_module("_posixshmem")
+    except ImportError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_ssize_t,
+    ]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
