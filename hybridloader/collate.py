@@ -102,23 +102,23 @@ class WithoutTorch:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._function: Callable[[Any], Any] | None = None
 
     def __call__(self, data: Any) -> Any:
         if self._function is None and "torch" not in sys.modules:
             try:
-                return _collate(data) if self._name == "default_collate" else _convert(data)
+                return _collate(data) if self.name == "default_collate" else _convert(data)
             except _NeedsTorch:
                 pass
         if self._function is None:
             import torch.utils.data
 
-            self._function = getattr(torch.utils.data, self._name)
+            self._function = getattr(torch.utils.data, self.name)
         return self._function(data)
 
     def __reduce__(self) -> Any:
-        return WithoutTorch, (self._name,)
+        return WithoutTorch, (self.name,)
 
 
 def without_torch(function: Any) -> Any:
@@ -129,6 +129,14 @@ def without_torch(function: Any) -> Any:
             if function is getattr(torch.utils.data, name):
                 return WithoutTorch(name)
     return function
+
+
+def is_default_collate(function: Any) -> bool:
+    """Whether `function` is torch's `default_collate`, or what stands in for it."""
+    if isinstance(function, WithoutTorch):
+        return function.name == "default_collate"
+    torch = sys.modules.get("torch")
+    return torch is not None and function is torch.utils.data.default_collate
 
 
 class _NeedsTorch(Exception):

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from hybridloader.gather import Odd, gatherer
+
 
 class EndOfShard(Exception):
     """The iterable dataset of this worker has no more to give in this epoch."""
@@ -75,8 +77,14 @@ class MapFetch:
 
     def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
         dataset, collate_fn = self.dataset, self.collate_fn
+        gather = gatherer(dataset, collate_fn) if self.batched else None
 
         def fetch_batch(indices: Any) -> Any:
+            if gather is not None:
+                try:
+                    return gather(indices)
+                except Odd:
+                    pass
             many = getattr(dataset, "__getitems__", None)
             if many:
                 return collate_fn(many(indices))
