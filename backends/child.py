@@ -26,6 +26,7 @@ from hybridloader.collate import set_slots, teach_torch
 from hybridloader.fetch import Flag
 from hybridloader.late import when_imported
 from hybridloader.messages import Done, Event, Exhausted, Failed, Message, WorkerSpec
+from hybridloader.native import one_thread_in_this_process
 from hybridloader.packing import Packed, pack, unpack
 from hybridloader.seeding import ProcessSeeds
 from hybridloader.shipping import receive
@@ -88,7 +89,7 @@ def main(
     desk = _Desk(channel, writer)
     fresh = spec is None
     try:
-        one_native_thread(fresh)
+        one_thread_in_this_process(fresh)
         gc.freeze()  # a collection would touch, and so copy, every page that a fork shares
         set_slots(writer)
         when_imported("torch", teach_torch)
@@ -134,20 +135,6 @@ def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     if hasattr(signal, "pthread_sigmask"):  # the parent has held Ctrl-C back until now
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def one_native_thread(fresh: bool) -> None:
-    """Let torch, OpenMP, BLAS and OpenCV use one thread: the number of workers is the parallelism.
-
-    torch as torch's own workers do. What is set in the environment stays, and a `worker_init_fn`
-    may set what it likes.
-    """
-    if fresh:  # else the libraries have read it already
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-            os.environ.setdefault(name, "1")
-    when_imported("torch", lambda: sys.modules["torch"].set_num_threads(1))
-    # 0 is OpenCV's word for: run sequentially (docs.opencv.org, cv::setNumThreads).
-    when_imported("cv2", lambda: sys.modules["cv2"].setNumThreads(0))
 
 
 class _Desk:

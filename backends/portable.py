@@ -72,6 +72,9 @@ class PortablePost:
         if worker in self._lines:
             self._outgoing[worker].put(b"".join(map(bytes, encode(parts))))
 
+    def flush(self) -> None:
+        return None  # `send` has handed it to a thread
+
     def wait(self, timeout: float | None) -> list[Arrived]:
         found: list[Arrived] = []
         # Slices, because on Windows a wait for a lock can't be interrupted by Ctrl-C.

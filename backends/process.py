@@ -256,6 +256,9 @@ class ProcessCrew(Crew):
             self._asked.add(worker)
         self._post.send(worker, encode_message(message, self._slots[worker].returned()))
 
+    def flush(self) -> None:
+        self._post.flush()
+
     def wait(self, timeout: float | None) -> Sequence[Event]:
         if self._overflow is not None:  # before anything is taken in: a warning may be an error
             self._warn()

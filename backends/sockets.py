@@ -80,7 +80,26 @@ class _Line:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.decoder = Decoder()
-        self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()
+        self.pending: list[Buffer] = []  # to be written at the next flush
+        self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()  # did not fit
+
+    def write_pending(self) -> bool:
+        """Write `pending`; whether all of it went. Afterwards it is empty either way."""
+        pieces, self.pending = self.pending, []
+        if self.unsent:
+            self.unsent.append((deque(pieces), ()))
+            return False
+        data = b"".join(pieces)
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the worker is gone; its sentinel tells
+            return True
+        if sent == len(data):
+            return True
+        self.unsent.append((deque([memoryview(data)[sent:]]), ()))
+        return False
 
     def flush(self) -> bool:
         """Write what waits, as far as it goes; whether all of it went."""
@@ -125,6 +144,7 @@ class SocketPost:
         os.set_blocking(self._alarm_w, False)
         parent_ends.update((self._alarm_r, self._alarm_w))
         self._poll.register(self._alarm_r, select.POLLIN)
+        self._dirty: list[int] = []
         self._open = True
 
     def connect(self, worker: int, connection: Any) -> None:
@@ -152,25 +172,28 @@ class SocketPost:
         line = self._lines.get(worker)
         if line is None:
             return
-        if not line.unsent and not fds:
-            data = b"".join(encode(parts))
-            try:
-                sent = line.sock.send(data)
-            except BlockingIOError:
-                sent = 0
-            except OSError:  # the worker is gone; its sentinel tells
-                return
-            if sent == len(data):
-                return
-            line.unsent.append((deque([memoryview(data)[sent:]]), ()))
-            self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
+        if not fds:
+            if not line.pending:
+                self._dirty.append(worker)
+            line.pending += encode(parts)
             return
+        self.flush()
         line.unsent.append((deque(encode(parts, fds)), fds))
         if not line.flush():
             self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
 
+    def flush(self) -> None:
+        """Write what was sent, in one go for each worker: it need not wake for every message."""
+        for worker in self._dirty:
+            line = self._lines.get(worker)
+            if line is not None and not line.write_pending():
+                self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
+        self._dirty.clear()
+
     def wait(self, timeout: float | None) -> list[tuple[int, Frame | None]]:
         """``(worker, frame)`` for what arrived, ``(worker, None)`` for a worker that is gone."""
+        if self._dirty:
+            self.flush()
         found: list[tuple[int, Frame | None]] = []
         gone: list[int] = []
         for fd, event in self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000):

@@ -2,7 +2,7 @@
 
 Good where the work waits or leaves the GIL: reading, decoding, most of numpy and torch. A thread can't
 be killed: one that is stuck in the user's code is left behind at close, as a daemon that ends with
-that code. Never touches process-wide settings such as torch's thread count.
+that code. Never touches process-wide settings: torch's thread count is set for this thread only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.fetch import Flag
 from hybridloader.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
+from hybridloader.native import one_thread_on_this_thread
 from hybridloader.seeding import ThreadSeeds
 from hybridloader.shipping import replicate
 from hybridloader.worker import Worker, run
@@ -120,6 +121,7 @@ def _main(
         worker = Worker(number, spec, seeds, ByReference, flag)
         set_worker_info(worker.info)
         set_slots(slots)
+        one_thread_on_this_thread()
         run(worker, messages, report)
     except BaseException as error:  # whatever ends a worker, its crew must hear of it
         if not flag.up:

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import ClassVar
 
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
+from hybridloader.fetch import Flag
 from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
 from hybridloader.seeding import ThreadSeeds
 from hybridloader.shipping import replicate
@@ -41,16 +42,17 @@ class PoolWorker:
         if spec.fetch.private:  # iterable datasets: each worker reads a copy of its own
             dataset = replicate(spec.fetch.dataset, "the dataset")
             spec = replace(spec, fetch=spec.fetch.with_dataset(dataset))
-        self.number, self.pid, self.ended = number, os.getpid(), False
+        self.number, self.pid = number, os.getpid()
+        self.ended = Flag()
         seeds = ThreadSeeds(borrows=spec.init_fn is not None)
-        self.worker = Worker(number, spec, seeds, ByReference, lambda: self.ended)
+        self.worker = Worker(number, spec, seeds, ByReference, self.ended)
         self.executor = ThreadPoolExecutor(1, f"pool-{spec.stage}-{number}")
 
     def is_alive(self) -> bool:
-        return not self.ended
+        return not self.ended.up
 
     def terminate(self) -> None:
-        self.ended = True
+        self.ended.up = True
 
     def join(self, timeout: float | None = None) -> None:
         self.executor.shutdown()
@@ -77,11 +79,11 @@ class PoolCrew(Crew):
 
     def send(self, worker: int, message: Message) -> None:
         mine = self.workers[worker]
-        if not mine.ended:
+        if not mine.ended.up:
             mine.executor.submit(self._act, mine, message)
 
     def _act(self, mine: PoolWorker, message: Message) -> None:
-        if mine.ended:
+        if mine.ended.up:
             return
         if isinstance(message, Stop):
             self._end(mine, None)
@@ -91,8 +93,8 @@ class PoolCrew(Crew):
             self.events.put(event)
 
     def _end(self, mine: PoolWorker, cause: str | None) -> None:
-        if not mine.ended:
-            mine.ended = True
+        if not mine.ended.up:
+            mine.ended.up = True
             self.events.put(Exited(mine.number, cause))
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
@@ -114,7 +116,7 @@ class PoolCrew(Crew):
 
     def close(self) -> None:
         for mine in self.workers:
-            mine.ended = True
+            mine.ended.up = True
         for mine in self.workers:
             mine.executor.shutdown(cancel_futures=True)
 

@@ -79,6 +79,9 @@ class Crew(ABC):
     def send(self, worker: int, message: Message) -> None:
         """Queue `message`, in order. Never blocks; does nothing when the worker is gone."""
 
+    def flush(self) -> None:  # noqa: B027  # most crews have nothing to do
+        """Send off what `send` has queued, if it does not do so itself. `wait` does so, too."""
+
     @abstractmethod
     def wait(self, timeout: float | None) -> Sequence[Event]:
         """Give the events that have come; wait `timeout` seconds for the first (None: for ever).

@@ -13,6 +13,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
@@ -27,6 +28,7 @@ from hybridloader.collate import without_torch
 from hybridloader.contract import Backend, WorkerHandle
 from hybridloader.errors import IteratorClosed
 from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
+from hybridloader.memory import DEFAULT_MEMORY
 from hybridloader.messages import WorkerSpec
 from hybridloader.refresh import Watch
 from hybridloader.registry import get_backend
@@ -182,14 +184,16 @@ def _backend_of(loader: DataLoader) -> Backend:
 
     backend = None if loader.backend is None else get_backend(loader.backend)
     if loader.num_workers == 0:
-        if backend is not None and not isinstance(backend, Inline):
+        if isinstance(backend, Inline):
+            return backend
+        if backend is not None:
             _warn_idle(backend.name)
-        return Inline()
+        return Inline(memory=getattr(backend, "memory", DEFAULT_MEMORY))
     context = loader.multiprocessing_context
     if backend is None:
         return AsTorch(None if context is None else context.get_start_method())
     if context is not None and isinstance(backend, SharedMemory):
-        return SharedMemory(context.get_start_method())
+        return replace(backend, start_method=context.get_start_method())
     return backend
 
 

@@ -145,7 +145,7 @@ def _of_concat(dataset: Any) -> Gather | None:
             shape = (len(index), *column[0].shape[1:])
             out = slot_for(shape, column[0].dtype)
             found.append(torch.empty(shape, dtype=column[0].dtype) if out is None else out)
-        for part in part_of.unique().tolist():
+        for part in sorted(set(part_of.tolist())):
             rows = (part_of == part).nonzero()[:, 0]
             local = index[rows] - starts[part]
             for batch, column in zip(found, columns, strict=True):

@@ -158,6 +158,7 @@ class Stage(Iterator[Any]):
             self._source_error = None
             if self._eager:
                 self._fill()
+            self._crew.flush()
 
     def __next__(self) -> Any:
         with self._pulling:
@@ -176,6 +177,7 @@ class Stage(Iterator[Any]):
             # Refill before the result is opened: the workers should not wait for the consumer.
             if self._eager:
                 self._fill()
+                self._crew.flush()
             return self._open(result)
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ LAYERS = {
     "segments": set(),
     "memory": set(),
     "late": set(),
+    "native": {"late"},
     "arena": {"segments"},
     "collate": {"arena", "packing"},
     "worker_info": {"late"},
@@ -44,6 +45,7 @@ LAYERS = {
         "contract",
         "errors",
         "fetch",
+        "memory",
         "messages",
         "refresh",
         "registry",
@@ -53,7 +55,7 @@ LAYERS = {
 }
 BACKENDS_MAY_USE = {
     "arena", "backends", "collate", "contract", "errors", "fetch", "late", "memory", "messages",
-    "packing", "seeding", "segments", "shipping", "worker", "worker_info",
+    "native", "packing", "seeding", "segments", "shipping", "worker", "worker_info",
 }  # fmt: skip
 
 
