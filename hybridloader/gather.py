@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hybridloader.arena import OWN
 from hybridloader.collate import is_default_collate, slot_for
 
 Gather = Callable[[Any], Any]
@@ -72,12 +73,16 @@ def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
         if tensor.device.type != "cpu" or tensor.is_quantized or tensor.requires_grad:
             return None
 
+    rows = [tensor[:1].nbytes for tensor in tensors]  # bytes of one sample
+
     def gather(index: Any) -> Any:
-        found = []
-        for tensor in tensors:
+        count, found = index.numel(), []  # len() of a tensor takes 5 us
+        for tensor, row in zip(tensors, rows, strict=True):
             if tensor.requires_grad:  # since we looked
                 raise Odd
-            out = slot_for((len(index), *tensor.shape[1:]), tensor.dtype)
+            out = None
+            if row * count >= OWN:
+                out = slot_for((count, *tensor.shape[1:]), tensor.dtype)
             if out is None:
                 found.append(tensor.index_select(0, index))
             else:
@@ -142,7 +147,7 @@ def _of_concat(dataset: Any) -> Gather | None:
         part_of = torch.bucketize(index, ends, right=True)
         found = []
         for column in columns:
-            shape = (len(index), *column[0].shape[1:])
+            shape = (index.numel(), *column[0].shape[1:])
             out = slot_for(shape, column[0].dtype)
             found.append(torch.empty(shape, dtype=column[0].dtype) if out is None else out)
         for part in sorted(set(part_of.tolist())):

@@ -30,7 +30,7 @@ LAYERS = {
     "worker_info": {"late"},
     "seeding": {"late"},
     "messages": set(),
-    "gather": {"collate"},
+    "gather": {"arena", "collate"},
     "fetch": {"gather"},
     "contract": {"messages"},
     "shipping": {"arena", "errors", "packing", "segments"},
