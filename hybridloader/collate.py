@@ -77,15 +77,15 @@ def _stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
             and elem.nbytes * len(batch) >= OWN
             and elem.device.type == "cpu"
             and not elem.is_quantized
-            and all(type(t) is torch.Tensor and t.dtype is elem.dtype for t in batch)
-            and not any(t.requires_grad for t in batch)
+            and {*map(type, batch)} == {torch.Tensor}
+            and {t.dtype for t in batch} == {elem.dtype}
         ):
             out = slot_for((len(batch), *elem.shape), elem.dtype)
             if out is not None:
                 try:
                     return torch.stack(batch, 0, out=out)
                 except RuntimeError:
-                    pass  # of different shapes, say: the error shall be torch's
+                    pass  # of different shapes, say, or one requires grad: as torch has it
     return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
 
 
