@@ -1,1 +1,1 @@
-"""Benchmarks: ratios against torch's loader, measured side by side in one run. Not installed."""
+"""``python -m benchmarks``, beside torch's loader and its rivals. See docs/benchmarks.md."""

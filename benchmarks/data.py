@@ -1,0 +1,147 @@
+"""The datasets of the cases, by name. The ones here need torch; those in `light` do not."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from benchmarks.light import Numbers, Paths, path_strings
+from benchmarks.loaders import CannotDo
+
+POOL = 64
+"""Different images in a dataset of images: 10 MB, so that they don't all stay in the caches."""
+
+ENDLESS = 1 << 40
+"""Samples of a dataset that no repetition comes to the end of."""
+
+
+class Ints(torch.utils.data.Dataset[int]):
+    """Samples that cost nothing: their own index."""
+
+    def __init__(self, length: int = ENDLESS) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Images(torch.utils.data.Dataset[torch.Tensor]):
+    """Images out of a small pool made beforehand: all that is left to do is collate and carry.
+
+    An image is 3x224x224 bytes, as uint8, or as a quarter as many rows of float32.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (3, 224, 224) if dtype == "uint8" else (3, 56, 224)
+        kind = torch.uint8 if dtype == "uint8" else torch.float32
+        self.pool = [
+            torch.randint(0, 255, shape, generator=generator).to(kind) for _ in range(POOL)
+        ]
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.pool[index % POOL]
+
+
+class Blocks(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples of `size` bytes: as batches of one they are just large enough for shared memory."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.size,), index % 251, dtype=torch.uint8)
+
+
+class Jpegs(torch.utils.data.Dataset[torch.Tensor]):
+    """JPEG files of 500x375, held in memory: decode, resize to 224x224, as a tensor."""
+
+    def __init__(self) -> None:
+        self.files = jpeg_files()
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        import numpy
+        from PIL import Image
+
+        with Image.open(io.BytesIO(self.files[index % len(self.files)])) as image:
+            small = image.convert("RGB").resize((224, 224), Image.Resampling.BILINEAR)
+        return torch.from_numpy(numpy.array(small)).permute(2, 0, 1).contiguous()
+
+
+def jpeg_files(count: int = 40) -> list[bytes]:
+    """Crops of the demo's photographs, or, where those are missing, of a picture made of waves."""
+    from PIL import Image
+
+    sources = _photographs()
+    files = []
+    for index in range(count):
+        source = sources[index % len(sources)]
+        left = 7 * index % max(1, source.width // 4)
+        box = (left, 0, source.width, source.height)
+        out = io.BytesIO()
+        source.resize((500, 375), Image.Resampling.BICUBIC, box=box).save(out, "JPEG", quality=90)
+        files.append(out.getvalue())
+    return files
+
+
+def _photographs() -> list[Any]:
+    try:
+        from hybridloader.demo.photographs import PHOTOGRAPHS, _open
+
+        return [_open(*where) for where in PHOTOGRAPHS.values()]
+    except Exception:  # of whatever kind: no skimage, another layout of its files
+        import numpy
+        from PIL import Image
+
+        y, x = numpy.mgrid[0:480, 0:640]
+        waves = [numpy.sin(x / a) * numpy.cos(y / b) for a, b in ((7, 31), (19, 11), (53, 5))]
+        pixels = (numpy.stack(waves, -1) * 127 + 128).astype(numpy.uint8)
+        return [Image.fromarray(pixels)]
+
+
+def table(rows: int = 20_000, columns: int = 20) -> torch.utils.data.TensorDataset:
+    """Floats and labels, as a small table would be held in memory."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(rows, columns, generator=generator)
+    labels = torch.randint(0, 10, (rows,), generator=generator)
+    return torch.utils.data.TensorDataset(values, labels)
+
+
+def paths(count: int, container: str = "list") -> Paths:
+    """Names of files, in a list or in hybridloader's `SharedList`."""
+    names = path_strings(count)
+    if container == "list":
+        return Paths(names)
+    try:
+        from hybridloader.containers import SharedList
+    except ImportError as error:
+        raise CannotDo(f"this hybridloader has no SharedList: {error}") from error
+    return Paths(SharedList(names))
+
+
+DATASETS: dict[str, Callable[..., Any]] = {
+    "ints": Ints,
+    "images": Images,
+    "blocks": Blocks,
+    "jpegs": Jpegs,
+    "table": table,
+    "numbers": Numbers,
+    "paths": paths,
+}
+"""How to make a dataset, by the name that a case gives."""

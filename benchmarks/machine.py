@@ -1,0 +1,61 @@
+"""The machine that a run was made on, by name. Nothing large is imported to find out versions."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("hybridloader", "torch", "numpy", "pillow", "torchdata", "spdl-core", "grain")
+
+
+def about(**more: Any) -> dict[str, Any]:
+    """CPU, cores, memory, system, versions and the day; a package that is missing has None."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "os": _system(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "date": datetime.date.today().isoformat(),
+        "load": round(os.getloadavg()[0], 1),
+        **more,
+    }
+
+
+def sentence(about: dict[str, Any]) -> str:
+    """The same in one sentence."""
+    versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
+    return (
+        f"{about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['os']}, "
+        f"Python {about['python']}; {versions}; {about['date']}, {about['rounds']} rounds"
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _system() -> str:
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
+        name = platform.system()
+    return f"{name} ({platform.system()} {platform.release()})"

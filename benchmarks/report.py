@@ -1,0 +1,160 @@
+"""``python -m benchmarks.report results.json FILE...``: put the figures of a run into documents.
+
+What is between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end NAME -->`` is written anew.
+NAME is a case, ``machine``, ``summary`` (ours against torch's and the best rival, a line per variant),
+``targets`` or ``blanks`` (who could not do what, and why). With ``--check`` nothing is written, and the
+exit code is 1 if something would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.display import best, cell, column_names, number
+from benchmarks.results import OURS, Measurement, Results, family, is_rival
+from benchmarks.targets import verdicts
+
+_BEGIN = re.compile(r"<!-- benchmarks:begin ([\w-]+) -->\n")
+
+
+class BadBlock(ValueError):
+    """A block has no end, or a name that nothing can be written for."""
+
+
+def rewrite(text: str, results: Results) -> str:
+    """`text` with its blocks filled in.
+
+    Raises
+    ------
+    BadBlock
+        There is none, one has no end, or the run has nothing for it.
+    """
+    out, position = [], 0
+    for begin in _BEGIN.finditer(text):
+        name = begin.group(1)
+        mark = f"<!-- benchmarks:end {name} -->"
+        end = text.find(mark, begin.end())
+        if end < 0:
+            raise BadBlock(f"the block {name!r} has no end: {mark}")
+        out += [text[position : begin.end()], block(name, results), "\n"]
+        position = end
+    if not out:
+        raise BadBlock("there is no block to fill in")
+    return "".join(out) + text[position:]
+
+
+def block(name: str, results: Results) -> str:
+    """The Markdown for a block."""
+    makers = {"machine": _machine, "summary": _summary, "targets": _targets, "blanks": _blanks}
+    if name in makers:
+        return makers[name](results)
+    if name in results.cases():
+        return _case(name, results)
+    known = ", ".join((*results.cases(), *makers))
+    raise BadBlock(f"nothing to write for {name!r}; there is: {known}")
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _machine(results: Results) -> str:
+    text = machine.sentence(results.about) + "."
+    if results.about.get("quick"):
+        text = "**A `--quick` run, on a busy machine: to see the form, not the figures.** " + text
+    return text
+
+
+def _case(name: str, results: Results) -> str:
+    rows = [m for m in results.measurements if m.case == name]
+    columns = column_names(rows)
+    body = []
+    for variant in results.variants(name):
+        group = [m for m in rows if m.variant == variant]
+        body.append([variant, *(cell(group, c).replace("\n", "<br>") for c in columns)])
+    return _table([f"{name}, {rows[0].unit}", *columns], body)
+
+
+def _summary(results: Results) -> str:
+    body = []
+    for case in results.cases():
+        for variant in results.variants(case):
+            group = results.of(case, variant)
+            ours = [m for m in group if m.loader in OURS and m.passed is None]
+            ours = [m for m in ours if m.loader != "inline"] or ours  # with workers, if they were
+            if not ours:
+                continue
+            top = min(ours, key=lambda m: m.median)
+            rivals = [m for m in group if is_rival(m.loader)]
+            rival = min(rivals, key=lambda m: m.median) if rivals else None
+            body.append(
+                [
+                    f"{case}, {variant}",
+                    _value(best(group, "torch")),
+                    "" if rival is None else f"{_value(rival)} ({family(rival.loader)})",
+                    f"{_value(top)} ({top.loader})",
+                    "" if top.versus_torch is None else f"**{number(top.versus_torch)}x**",
+                    "" if top.versus_limit is None else f"{top.versus_limit:.2f}",
+                ]
+            )
+    heading = ["case", "torch", "best rival", "hybridloader", "faster than torch", "of the limit"]
+    return _table(heading, body)
+
+
+def _value(row: Measurement | None) -> str:
+    return "" if row is None or not row.values else f"{number(row.median)} {row.unit}"
+
+
+def _targets(results: Results) -> str:
+    words = {True: "met", False: "**missed**", None: "not measured"}
+    body = [[v.case, v.target, v.reached, words[v.met]] for v in verdicts(results)]
+    return _table(["case", "target", "reached", "verdict"], body)
+
+
+def _blanks(results: Results) -> str:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for m in results.measurements:
+        if m.skipped:
+            cases = reasons.setdefault((m.loader, m.skipped.splitlines()[0]), [])
+            if m.case not in cases:
+                cases.append(m.case)
+    body = [
+        [loader, ", ".join(cases), reason.replace("|", "\\|")]
+        for (loader, reason), cases in reasons.items()
+    ]
+    return _table(["loader", "cases", "why it is blank"], body)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite the files; 1 if `--check` finds one out of date, 2 if a block can't be filled."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.report")
+    made.add_argument("results", type=Path, help="what --json wrote")
+    made.add_argument("files", type=Path, nargs="+", help="documents with marked blocks")
+    made.add_argument("--check", action="store_true", help="only say what is out of date")
+    options = made.parse_args(arguments)
+    results = Results.read(options.results)
+    stale = False
+    for file in options.files:
+        text = file.read_text()
+        try:
+            new = rewrite(text, results)
+        except BadBlock as error:
+            print(f"{file}: {error}", file=sys.stderr)
+            return 2
+        if new != text:
+            stale = True
+            if options.check:
+                print(f"{file}: out of date", file=sys.stderr)
+            else:
+                file.write_text(new)
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
