@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     )
     from hybridloader.memory import Memory
     from hybridloader.registry import backend_names, get_backend
+    from hybridloader.shared_dict import SharedDict
+    from hybridloader.shared_list import SharedList
     from hybridloader.worker_info import get_worker_info
 
 _HOMES = {
@@ -41,6 +43,8 @@ _HOMES = {
     "IteratorClosed": "errors",
     "Memory": "memory",
     "ResultNotSendable": "errors",
+    "SharedDict": "shared_dict",
+    "SharedList": "shared_list",
     "SharedMemory": "backends.shared_memory",
     "ShippingError": "errors",
     "Spawn": "backends.spawn",
@@ -63,6 +67,8 @@ __all__ = [
     "IteratorClosed",
     "Memory",
     "ResultNotSendable",
+    "SharedDict",
+    "SharedList",
     "SharedMemory",
     "ShippingError",
     "Spawn",

@@ -28,6 +28,7 @@ from hybridloader.collate import without_torch
 from hybridloader.contract import Backend, WorkerHandle
 from hybridloader.errors import IteratorClosed
 from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
+from hybridloader.large import hint_at_large_container
 from hybridloader.memory import DEFAULT_MEMORY
 from hybridloader.messages import WorkerSpec
 from hybridloader.refresh import Watch
@@ -264,6 +265,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             )
 
     def _start(self) -> Stage:
+        if not self._backend.in_process:
+            hint_at_large_container(self._dataset)
         spec = WorkerSpec(
             stage="DataLoader",
             workers=self._num_workers,
