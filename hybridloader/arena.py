@@ -57,7 +57,9 @@ class Slot:
         """Nobody will be told of it any more."""
         if self.fd is not None:
             os.close(self.fd)
-            self.fd = None
+        if self.ticket is not None and self.ticket.name is not None:
+            segments.unlink(self.ticket.name)
+        self.ticket = self.fd = None
 
 
 def capacity_for(size: int) -> int:
@@ -155,11 +157,13 @@ class Pool:
                 self._free.append(slot)
 
     def _new(self, capacity: int) -> Slot | None:
-        while self._free and self.size + capacity > self._limit:
-            self._retire(self._free[0])
-        if self.size + capacity > self._limit:
+        in_use = self.size - sum(slot.mapping.size for slot in self._free)
+        if in_use + capacity <= self._limit:
+            while self.size + capacity > self._limit:
+                self._retire(self._free[0])
+        else:
             self.refusal = (
-                f"slots of {self.size:,} bytes are in use and {capacity:,} more would pass the "
+                f"slots of {in_use:,} bytes are in use and {capacity:,} more would pass the "
                 f"limit of {self._limit:,} bytes"
             )
             return None
@@ -178,7 +182,7 @@ class Pool:
         self._free.remove(slot)
         del self.slots[slot.number]
         self.size -= slot.mapping.size
-        if slot.fd is None:  # else nobody has heard of it
+        if slot.ticket is None:  # else nobody has heard of it
             self.retired.append(slot.number)
         slot.close()
 
@@ -359,6 +363,7 @@ class Reader:
         self._mappings: dict[int, Mapping | OSError] = {}
         self._lent = 0
         self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
+        self._free: list[int] = []  # returned, and not yet told
         self.overflow: str | None = None
         """Why the last batch was copied out; None as long as none was."""
 
@@ -379,13 +384,18 @@ class Reader:
         stream = iter(streamed)
         by_slot: dict[int, memoryview] = {}
         found = []
+        try:
+            for number in _slots_of(parcel):
+                by_slot[number] = self._lend(number)
+        except MemoryError:
+            lost = [number for number in _slots_of(parcel) if number not in by_slot]
+            self._returned.extend((number, 0) for number in lost)
+            raise
         for span in parcel.spans:
             if span is None:
                 found.append(next(stream))
-                continue
-            if span.slot not in by_slot:
-                by_slot[span.slot] = self._lend(span.slot)
-            found.append(by_slot[span.slot][span.start : span.start + span.size])
+            else:
+                found.append(by_slot[span.slot][span.start : span.start + span.size])
         return found
 
     def give_back(self, parcel: Parcel) -> None:
@@ -394,24 +404,32 @@ class Reader:
 
     def returned(self) -> list[int]:
         """Slots whose last array has died since the last call."""
-        found, returned = [], self._returned
+        self._collect()
+        found, self._free = self._free, []
+        return found
+
+    def _collect(self) -> None:
+        returned = self._returned
         while returned:
             slot, size = returned.popleft()
             self._lent -= size
-            found.append(slot)
-        return found
+            self._free.append(slot)
 
     def sweep(self) -> None:
         """Take the names off what the writer, which is gone, had made and we have never opened."""
-        if self._names is not None:
-            for number in range(self._highest + 1 + _IDLE):
-                segments.unlink(f"{self._names}{number}")
+        if self._names is None:
+            return
+        number = misses = 0
+        while number <= self._highest or misses < 2 * _IDLE:
+            misses = 0 if segments.unlink(f"{self._names}{number}") else misses + 1
+            number += 1
 
     def _lend(self, number: int) -> memoryview:
         mapping = self._mappings[number]
         if isinstance(mapping, OSError):
             raise MemoryError(f"a slot of shared memory can't be mapped here: {mapping}")
         holder = mapping.view()
+        self._collect()
         if self._lent + mapping.size > self._limit:
             self.overflow = (
                 f"the batches that are kept hold {self._lent:,} bytes of slots, of "

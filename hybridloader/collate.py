@@ -71,9 +71,10 @@ def _stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
     if _current.slots is not None:
         elem = batch[0]
-        plain = type(elem) is torch.Tensor and elem.layout is torch.strided
+        plain = type(elem) is torch.Tensor and not elem.is_nested
         if (
             plain
+            and elem.layout is torch.strided
             and elem.nbytes * len(batch) >= OWN
             and elem.device.type == "cpu"
             and not elem.is_quantized
@@ -188,6 +189,8 @@ def _numbers(batch: Sequence[Any], kind: type) -> Any:
         if any(a.dtype != first.dtype or a.shape != first.shape for a in batch):
             raise _NeedsTorch
         if first.dtype.name not in _DTYPES or not first.dtype.isnative:
+            raise _NeedsTorch
+        if any(min(a.strides, default=0) < 0 for a in batch):
             raise _NeedsTorch
         return AsTensor(np.stack(batch, out=_array(np, (len(batch), *first.shape), first.dtype)))
     if issubclass(kind, (np.bool_, np.number)) and np.dtype(kind).name in _DTYPES:

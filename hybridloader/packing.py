@@ -150,7 +150,7 @@ class Tensors:
     def __init__(self) -> None:
         # All the mutable state:
         self._met: list[Any] = []
-        self._bases: dict[int, _Base] = {}
+        self._bases: dict[int, list[_Base]] = {}  # by the address of their storage
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         torch = _torch()
@@ -170,9 +170,9 @@ class Tensors:
             plain = plain.resolve_conj().resolve_neg()
         if plain is tensor:
             self._met.append(plain)
-            base = self._bases.get(plain.untyped_storage().data_ptr()) if self._bases else None
-            if base is not None:
-                return _rebuild_view, (base, *base.place(plain))
+            for base in self._bases.get(plain.untyped_storage().data_ptr(), ()):
+                if base.covers(plain):
+                    return _rebuild_view, (base, *base.place(plain))
         order = None if plain.is_contiguous() else _dense_order(plain)
         # In the order of its strides a dense tensor is contiguous memory: no copy, and the other
         # side gets the same strides back (channels_last stays channels_last).
@@ -189,7 +189,10 @@ class Tensors:
         for tensor in met:
             if tensor.numel():
                 groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-        self._bases = {key: _Base(group) for key, group in groups.items() if len(group) > 1}
+        for key, group in groups.items():
+            bases = [_Base(cluster) for cluster in _clusters(group) if len(cluster) > 1]
+            if bases:
+                self._bases[key] = bases
         return bool(self._bases)
 
 
@@ -225,7 +228,8 @@ def _bytes_of(flat: torch.Tensor, dtype: str) -> Any:
     if flat.numel() == 0:
         return b""
     if dtype not in _NUMPY_HAS:
-        flat = flat.reshape(-1).view(_torch().uint8)
+        # as_strided, because a single element may have any stride and still be contiguous
+        flat = flat.as_strided((flat.numel(),), (1,)).view(_torch().uint8)
     array: Any = flat.numpy()
     return pickle.PickleBuffer(array)
 
@@ -242,12 +246,31 @@ class _Base:
             .set_(tensors[0].untyped_storage(), self._start, (max(ends) - self._start,), (1,))
         )
 
+    def covers(self, tensor: torch.Tensor) -> bool:
+        if not tensor.numel():
+            return False
+        start, end = _extent(tensor)
+        return bool(self._start <= start and end <= self._start + self._bytes.numel())
+
     def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         offset = tensor.storage_offset() - self._start // tensor.element_size()
         return _name(tensor.dtype), offset, tuple(tensor.shape), tensor.stride()
 
     def __reduce__(self) -> Any:
         return _rebuild_base, (pickle.PickleBuffer(self._bytes.numpy()),)
+
+
+def _clusters(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those that overlap or touch belong together; what lies between others is not sent."""
+    clusters: list[list[torch.Tensor]] = []
+    reached = -1
+    for tensor in sorted(tensors, key=_extent):
+        start, end = _extent(tensor)
+        if start > reached:
+            clusters.append([])
+        clusters[-1].append(tensor)
+        reached = max(reached, end)
+    return clusters
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -266,30 +289,38 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def tensor_over(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A contiguous tensor over the memory of `buffer`; not a view of another tensor."""
-    torch = _torch()
-    flat = torch.frombuffer(buffer, dtype=dtype)
-    if len(shape) == 1:
-        return flat  # type: ignore[no-any-return]
-    stride, steps = 1, []
+    flat: torch.Tensor = _torch().frombuffer(buffer, dtype=dtype)
+    return flat if len(shape) == 1 else _over(flat, shape, _steps(shape))
+
+
+def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    step, steps = 1, []
     for size in reversed(shape):
-        steps.append(stride)
-        stride *= max(size, 1)
-    return torch.empty(0, dtype=dtype).set_(  # type: ignore[no-any-return]
-        flat.untyped_storage(), 0, shape, tuple(reversed(steps))
-    )
+        steps.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(steps))
+
+
+def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    empty = _torch().empty(0, dtype=flat.dtype)
+    return empty.set_(flat.untyped_storage(), 0, shape, stride)  # type: ignore[no-any-return]
 
 
 def _rebuild_tensor(
     data: Any, dtype: str, shape: tuple[int, ...], order: tuple[int, ...] | None, grad: bool
 ) -> torch.Tensor:
-    torch = _torch()
-    kind = getattr(torch, dtype)
-    tensor = tensor_over(data, kind, shape) if len(data) else torch.empty(shape, dtype=kind)
-    if order is not None:
-        back = [0] * len(order)
-        for position, dimension in enumerate(order):
-            back[dimension] = position
-        tensor = tensor.permute(back)
+    kind = getattr(_torch(), dtype)
+    tensor: torch.Tensor
+    if not len(data):
+        tensor = _torch().empty(shape, dtype=kind)
+    elif order is None:
+        tensor = tensor_over(data, kind, shape)
+    else:  # `shape` is in the order of the memory: back to that of the dimensions
+        steps = _steps(shape)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        where = tuple(shape[i] for i in back), tuple(steps[i] for i in back)
+        tensor = _over(_torch().frombuffer(data, dtype=kind), *where)
     return tensor.requires_grad_() if grad else tensor
 
 

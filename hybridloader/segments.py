@@ -71,6 +71,13 @@ def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
     """
     if name is not None:
         segment = _shared_memory(name, size)
+        try:  # a full /dev/shm shall be an error here, not a SIGBUS later
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(segment._fd, 0, size)
+        except BaseException:
+            segment.close()
+            unlink(name)
+            raise
         return _map_named(segment), Ticket(segment.size, name), None
     fd = anonymous_file(size)
     try:
@@ -166,14 +173,16 @@ def _map_named(segment: Any) -> Mapping:
     return Mapping(address, segment.size, segment)
 
 
-def unlink(name: str) -> None:
+def unlink(name: str) -> bool:
     """Take the name off a segment, if it has it still. Where names go by themselves, nothing."""
     shm = _posix_shm()
-    if shm is not None:
-        try:
-            shm.shm_unlink(f"/{name}")
-        except FileNotFoundError:
-            pass
+    if shm is None:
+        return False
+    try:
+        shm.shm_unlink(f"/{name}")
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _shared_memory(name: str, size: int) -> Any:

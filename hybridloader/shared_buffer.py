@@ -125,7 +125,8 @@ class Stage:
 
         try:
             # Known to the resource tracker, which unlinks it should this process be killed.
-            segment = shared_memory.SharedMemory(create=True, size=self.size)
+            name = f"hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS takes 30 letters
+            segment = shared_memory.SharedMemory(name, create=True, size=self.size)
         except OSError as error:
             raise no_room(self.what, self.size, error) from error
         try:

@@ -1,43 +1,37 @@
-"""Batches there and back: packing, frames and slots."""
+"""Values there and back: packing, the frames that carry it, and the dataset's own way to a worker."""
 
 from __future__ import annotations
 
 import collections
+import copyreg
 import gc
 import os
+import pickle
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hybridloader import arena
-from hybridloader.arena import Reader, Writer, capacity_for
+from hybridloader.arena import OWN, Reader, Writer
 from hybridloader.backends.frames import Decoder, encode
+from hybridloader.backends.letters import decode_event, decode_message, encode_done, encode_message
 from hybridloader.errors import ResultNotSendable
+from hybridloader.messages import Begin, Stop, Task
 from hybridloader.packing import IN_BAND, pack, unpack
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int16,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.float8_e4m3fn,
-]
-
-
-def native_dtypes() -> st.SearchStrategy[Any]:
-    kinds = hnp.scalar_dtypes() | hnp.unicode_string_dtypes() | hnp.byte_string_dtypes()
-    return kinds.map(lambda dtype: dtype.newbyteorder("="))
+_DTYPES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
+    "complex32 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
+    "float8_e8m0fnu float4_e2m1fn_x2 int4 uint3 bits8 bits16"
+)
+DTYPES = [getattr(torch, name) for name in _DTYPES.split()]
+_NUMPY = "? b h i q B H I Q e f d g F D G S5 U7 M8[ns] M8[D] m8[us] V6 >f4 <i2 f4,(2,3)i2,U3"
+NUMPY_DTYPES = _NUMPY.split()
 
 
 class Point(NamedTuple):
@@ -51,14 +45,48 @@ class Record:
     label: int
 
 
-def there_and_back(value: Any) -> Any:
+class Keyed(dict[str, Any]):
+    """A user's own kind of dict, with an attribute."""
+
+
+class Marked(torch.Tensor):
+    """A user's own kind of tensor."""
+
+
+def streamed(value: Any) -> Any:
     """As over a stream: every buffer in memory of its own."""
     header, buffers = pack(value)
     return unpack(header, [memoryview(bytearray(buffer)) for buffer in buffers])
 
 
+def through_slots(value: Any, lanes: tuple[Writer, Reader] | None = None) -> Any:
+    """As the process backend does it: letters, slots, and a stream for the rest."""
+    writer, reader = lanes or (Writer(1 << 30), Reader(1 << 30))
+    writer.release(reader.returned())
+    parts, fds = encode_done(7, pack(value), writer)
+    carried = [memoryview(bytearray(part)) for part in parts]
+    _, seq, parcel, header = decode_event(carried[0])
+    assert seq == 7
+    buffers = carried[1:]
+    if parcel is not None:
+        reader.learn(parcel, list(fds))
+        buffers = reader.buffers(parcel, buffers)
+        if not header:
+            header = buffers.pop()
+    else:
+        assert not fds
+    found = unpack(header, buffers)
+    if lanes is None:
+        writer.close()
+    return found
+
+
+WAYS = [pytest.param(streamed, id="stream"), pytest.param(through_slots, id="slots")]
+
+
 def raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
@@ -74,16 +102,39 @@ def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
     assert raw(a) == raw(b)
 
 
+def of_random_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with any bits in it; of ``bool`` only those that a bool may have."""
+    one = torch.empty(1, dtype=dtype).element_size()
+    generator = torch.Generator().manual_seed(1)
+    high = 2 if dtype is torch.bool else 256
+    bits = torch.randint(0, high, (*shape, one), dtype=torch.uint8, generator=generator)
+    # `view(dtype)` wants a dimension of that many bytes, which a tensor without elements has too.
+    return bits.view(dtype).reshape(shape)
+
+
+# -- tensors and arrays --------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 7), (64, 80, 60)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 7), (40, 40, 40)], ids=str)
-def test_tensors_of_every_kind_come_back_equal(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    bits = torch.randint(0, 2, shape, dtype=torch.int32)
-    tensor = bits.to(dtype)
-    back = there_and_back(tensor)
+def test_tensors_of_every_dtype_and_size_come_back_equal_and_writable(
+    dtype: torch.dtype, shape: tuple[int, ...], way: Any
+) -> None:
+    tensor = of_random_bytes(dtype, shape)
+    back = way([tensor])[0]
     assert_same(tensor, back)
-    back.zero_()  # writable
+    assert back.stride() == tensor.stride()
+    assert back._base is None
+    if tensor.numel():
+        before = raw(tensor)
+        back.untyped_storage().fill_(1)
+        assert {*raw(back)} == {1}
+        assert raw(tensor) == before  # nothing is shared with the sender's own
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "view",
     [
@@ -94,34 +145,169 @@ def test_tensors_of_every_kind_come_back_equal(dtype: torch.dtype, shape: tuple[
         lambda t: t[0, 0, 0].expand(50, -1),
         lambda t: t.flip(0),
         lambda t: t.transpose(1, 3),
+        lambda t: t[1:2],
         lambda t: torch.complex(t, t).conj(),
-        lambda t: torch.complex(t, t).conj().imag,
+        lambda t: torch.complex(t, t + 1).conj().imag,
+        lambda t: torch.complex(t, t + 1).real,
     ],
 )
-@pytest.mark.parametrize("scale", [1, 16], ids=["small", "large"])
-def test_views_come_back_equal_and_dense_ones_keep_their_strides(view: Any, scale: int) -> None:
+@pytest.mark.parametrize("scale", [1, 24], ids=["small", "large"])
+def test_views_come_back_equal_and_dense_ones_keep_their_strides(
+    view: Any, scale: int, way: Any
+) -> None:
     tensor = view(torch.arange(4 * 3 * 8 * 8 * scale * 1.0).reshape(4, 3, 8, 8 * scale))
-    back = there_and_back(tensor)
-    assert torch.equal(tensor, back)
+    back = way(tensor)
+    assert_same(tensor, back)
+    assert not back.is_neg()
     if is_dense(tensor):
         assert tensor.stride() == back.stride()
+    else:
+        assert back.is_contiguous()
+
+
+def test_a_channels_last_tensor_that_arrives_is_nobodys_view() -> None:
+    tensor = torch.rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    assert streamed(tensor)._base is None
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")  # torch's own, of quantised tensors
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_tensors_that_are_not_dense_on_the_cpu_go_by_torchs_own_way() -> None:
-    sparse = torch.eye(4).to_sparse()
-    assert torch.equal(there_and_back(sparse).to_dense(), torch.eye(4))
-    quantised = torch.quantize_per_tensor(torch.rand(8), 0.1, 3, torch.quint8)
-    assert torch.equal(there_and_back(quantised).int_repr(), quantised.int_repr())
-    parameter = torch.nn.Parameter(torch.rand(3))
-    assert_same(parameter, there_and_back(parameter))
+    eye = torch.eye(300)
+    for sparse in (eye.to_sparse(), eye.to_sparse_csr(), eye.to_sparse_csc()):
+        back = streamed({"s": sparse})["s"]
+        assert back.layout is sparse.layout
+        assert torch.equal(back.to_dense(), eye)
+    quantised = torch.quantize_per_tensor(torch.rand(80_000), 0.1, 3, torch.quint8)
+    back = streamed(quantised)
+    assert (back.q_scale(), back.q_zero_point()) == (0.1, 3)
+    assert torch.equal(back.int_repr(), quantised.int_repr())
+    meta = streamed(torch.empty(3, 4, device="meta"))
+    assert (meta.device.type, meta.shape) == ("meta", (3, 4))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_and_leaves_that_require_grad_come_back_as_such(way: Any) -> None:
+    parameter = torch.nn.Parameter(torch.rand(300, 400))
+    assert_same(parameter, way(parameter))
+    frozen = torch.nn.Parameter(torch.rand(3), requires_grad=False)
+    assert_same(frozen, way(frozen))
+    leaf = way(torch.ones(300, 400, requires_grad=True))
+    (leaf * 3).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((300, 400), 3.0))
 
 
 def test_a_tensor_inside_a_graph_is_refused_as_torch_does() -> None:
     tensor = torch.rand(3, requires_grad=True)
-    assert there_and_back(tensor).requires_grad
     with pytest.raises(ResultNotSendable, match="detach"):
         pack([tensor * 2])
+
+
+def test_a_tensor_subclass_keeps_its_type() -> None:
+    back = streamed(torch.arange(20_000).as_subclass(Marked))
+    assert type(back) is Marked
+    assert torch.equal(back.as_subclass(torch.Tensor), torch.arange(20_000))
+
+
+# -- several tensors over one storage --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [64, 200_000], ids=["small", "large"])
+def test_views_of_one_storage_still_share_it_when_they_arrive(size: int, way: Any) -> None:
+    whole = torch.arange(size, dtype=torch.float32)
+    views = {
+        "all": whole,
+        "left": whole[: size // 2 + 3],
+        "right": whole[size // 2 - 3 :],  # overlaps with left
+        "bytes": whole.view(torch.uint8),
+        "ints": whole.view(torch.int32)[5:],
+        "steps": whole[1::2],
+        "square": whole[: size // 8 * 8].view(-1, 8).T,
+    }
+    back = way(views)
+    for name, view in views.items():
+        assert_same(view, back[name])
+        assert back[name].stride() == view.stride()
+        assert back[name]._base is None
+    at = size // 2
+    back["left"][at] = -8.0
+    assert back["all"][at] == -8
+    assert back["right"][3] == -8
+    assert back["ints"][at - 5] == torch.tensor(-8.0).view(torch.int32)
+    assert back["square"].T.reshape(-1)[at] == -8
+    back["bytes"].zero_()
+    assert not back["all"].any()
+    assert whole[at] == at  # the sender's own is another
+
+
+def test_an_empty_view_of_a_storage_that_others_share_arrives() -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    empty, *others = streamed([memory[:0], memory[16:20], memory[17:21]])
+    assert empty.shape == (0,)
+    assert [t.tolist() for t in others] == [[16, 17, 18, 19], [17, 18, 19, 20]]
+
+
+def test_one_bfloat16_cut_out_with_a_step_arrives() -> None:
+    tensor = torch.arange(4).to(torch.bfloat16)[3::4]
+    assert_same(tensor, streamed(tensor))
+
+
+def test_one_tensor_in_two_places_is_one_tensor_and_one_buffer() -> None:
+    tensor = torch.ones(100_000)
+    header, buffers = pack({"a": tensor, "b": [tensor]})
+    assert [buffer.nbytes for buffer in buffers] == [400_000]
+    back = unpack(header, [memoryview(bytearray(buffers[0]))])
+    assert back["a"] is back["b"][0]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 40),
+            st.integers(1, 6),
+            st.integers(1, 6),
+            st.integers(0, 7),
+            st.integers(1, 3),
+            st.sampled_from([torch.uint8, torch.int16, torch.float64, torch.complex128]),
+        ),
+        min_size=2,
+        max_size=6,
+    ),
+    st.binary(min_size=1, max_size=16),
+)
+def test_any_views_of_one_storage_come_back_as_such(
+    cuts: list[tuple[int, int, int, int, int, torch.dtype]], content: bytes
+) -> None:
+    memory = torch.tensor(list(content), dtype=torch.uint8).repeat(4096)[:4096]
+    views = [
+        memory.view(dtype).as_strided(
+            (rows, columns), ((columns - 1) * right + 1 + gap, right), offset
+        )  # may overlap another, not itself
+        for offset, rows, columns, gap, right, dtype in cuts
+    ]
+    back = streamed(views)
+    for view, arrived in zip(views, back, strict=True):
+        assert_same(view, arrived)
+    for i in range(len(views)):  # what one view writes, the others see: here as there
+        for sent_or_arrived in (views, back):
+            sent_or_arrived[i][-1, -1] = i + 1
+        for view, arrived in zip(views, back, strict=True):
+            assert_same(view, arrived)
+
+
+def test_two_samples_at_the_ends_of_a_large_dataset_do_not_take_the_dataset_along() -> None:
+    dataset = torch.zeros(100_000, 100)
+    _, buffers = pack([dataset[0], dataset[-1]])
+    assert sum(buffer.nbytes for buffer in buffers) < 100_000
+
+
+# -- numpy -----------------------------------------------------------------------------------------
+
+
+def native_dtypes() -> st.SearchStrategy[Any]:
+    kinds = hnp.scalar_dtypes() | hnp.unicode_string_dtypes() | hnp.byte_string_dtypes()
+    return kinds.map(lambda dtype: dtype.newbyteorder("="))
 
 
 @given(
@@ -132,51 +318,204 @@ def test_a_tensor_inside_a_graph_is_refused_as_torch_does() -> None:
     )
 )
 def test_numpy_arrays_come_back_equal(array: np.ndarray[Any, Any]) -> None:
-    back = there_and_back({"a": array})["a"]
+    back = streamed({"a": array})["a"]
     assert back.dtype == array.dtype
     assert back.shape == array.shape
     assert back.tobytes() == array.tobytes()
     assert back.flags.writeable
 
 
-def test_numpy_arrays_of_structures_and_objects_come_back_equal() -> None:
-    structured = np.zeros(5000, dtype=[("x", "f4"), ("name", "U8")])
-    structured["x"] = np.arange(5000)
-    np.testing.assert_array_equal(structured, there_and_back(structured))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (300, 500)], ids=str)
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_large_arrays_of_every_dtype_come_back_equal_and_writable(
+    dtype: str, shape: tuple[int, ...], way: Any
+) -> None:
+    kind = np.dtype(dtype)
+    size = int(np.prod(shape)) * kind.itemsize
+    array = np.frombuffer(bytes(65 + i % 26 for i in range(size)), np.uint8).copy()
+    if kind.kind == "U":
+        array = np.full(int(np.prod(shape)), "çafé", kind)
+    elif kind.names:
+        array = np.zeros(int(np.prod(shape)), kind)
+        array["f0"] = np.arange(len(array))
+    elif kind.kind == "b":
+        array = (array % 2).astype(bool)
+    else:
+        array = array.view(kind)
+    array = array.reshape(shape)
+    back = way((array,))[0]
+    assert (type(back), back.dtype, back.shape) == (np.ndarray, kind, shape)
+    assert back.tobytes() == array.tobytes()
+    assert back.flags.writeable
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda a: a[::-1],
+        lambda a: a[:, ::-2],
+        lambda a: a.T,
+        lambda a: np.asfortranarray(a),
+        lambda a: np.broadcast_to(a[0], (400, 500)),
+        lambda a: a[10:20, 5:9],
+    ],
+)
+def test_arrays_with_any_strides_come_back_equal(view: Any, way: Any) -> None:
+    array = view(np.arange(300.0 * 500).reshape(300, 500))
+    back = way(array)
+    np.testing.assert_array_equal(back, array)
+    assert back.dtype == array.dtype
+
+
+def test_a_read_only_array_stays_read_only_and_arrives_whole() -> None:
+    array = np.arange(100_000)
+    array.flags.writeable = False
+    for back in (streamed(array), through_slots(array)):
+        np.testing.assert_array_equal(back, array)
+        assert not back.flags.writeable
+
+
+def test_arrays_of_objects_and_numpy_scalars_come_back_equal() -> None:
     objects = np.array([{"a": 1}, None, "text"], dtype=object)
-    assert list(there_and_back(objects)) == list(objects)
+    assert list(streamed(objects)) == list(objects)
+    for scalar in (np.float16(1.5), np.int8(-3), np.datetime64("2020-02-02"), np.str_("x")):
+        back = streamed([scalar])[0]
+        assert type(back) is type(scalar)
+        assert back == scalar
 
 
-def test_what_is_around_the_arrays_comes_back_too() -> None:
+def test_an_array_over_a_tensor_and_that_tensor_both_arrive() -> None:
+    tensor = torch.arange(60_000.0)
+    back_tensor, back_array = streamed((tensor, tensor.numpy()))
+    assert torch.equal(back_tensor, tensor)
+    np.testing.assert_array_equal(back_array, tensor.numpy())
+
+
+# -- what is around them ---------------------------------------------------------------------------
+
+
+def leaves() -> st.SearchStrategy[Any]:
+    shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
+    arrays = hnp.arrays(st.sampled_from(["u1", "i8", "f4"]), shapes, elements=st.integers(0, 99))
+    return (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text(max_size=5)
+        | st.binary(max_size=5)
+        | arrays
+        | arrays.map(torch.from_numpy)
+        | st.sampled_from([IN_BAND - 1, IN_BAND, OWN]).map(
+            lambda n: torch.full((n,), n % 251, dtype=torch.uint8)
+        )
+        | st.sampled_from([IN_BAND, OWN]).map(lambda n: np.full(n, 7, np.uint8))
+    )
+
+
+def nests() -> st.SearchStrategy[Any]:
+    return st.recursive(
+        leaves(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | st.builds(Point, inner, inner)
+            | st.builds(Record, inner, st.integers())
+            | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+            | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict)
+            | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(Keyed)
+        ),
+        max_leaves=8,
+    )
+
+
+def same(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert_same(a, b)
+    elif isinstance(a, np.ndarray):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            same(one, other)
+    elif isinstance(a, Record):
+        same((a.image, a.label), (b.image, b.label))
+    else:
+        assert a == b
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(nests(), min_size=1, max_size=3))
+def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> None:
+    lanes = Writer(8 << 20), Reader(4 << 20)
+    kept = []
+    for value in values:
+        same(value, streamed(value))
+        kept.append(through_slots(value, lanes))
+        for sent, arrived in zip(values, kept, strict=False):
+            same(sent, arrived)
+    lanes[0].close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_around_the_arrays_comes_back_too(way: Any) -> None:
+    counted = collections.defaultdict(list, a=[torch.ones(100_000)])
     value = {
         "point": Point(torch.ones(20_000), "y"),
         "record": Record(np.zeros((100, 100)), 3),
         "ordered": collections.OrderedDict(a=[1, (2, {3})]),
-        "bytes": [b"x" * 100_000, bytearray(b"y"), "z" * 50_000],
+        "counted": counted,
     }
-    back = there_and_back(value)
+    back = way(value)
     assert isinstance(back["point"], Point)
     assert torch.equal(back["point"].x, torch.ones(20_000))
-    assert back["record"].label == 3
+    assert type(back["record"]) is Record
     assert back["record"].image.shape == (100, 100)
     assert back["ordered"] == value["ordered"]
     assert type(back["ordered"]) is collections.OrderedDict
-    assert back["bytes"] == value["bytes"]
+    assert back["counted"]["new"] == []
+    assert torch.equal(back["counted"]["a"][0], counted["a"][0])
 
 
-def test_small_buffers_stay_in_the_header_so_that_labels_do_not_keep_images() -> None:
-    images, labels = torch.zeros(IN_BAND, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
-    _, buffers = pack((images, labels))
-    assert [buffer.nbytes for buffer in buffers] == [IN_BAND]
+@pytest.mark.parametrize(
+    "make", [bytes, bytearray, lambda n: "ç" * n], ids=["bytes", "bytearray", "str"]
+)
+def test_a_large_header_goes_through_a_slot_and_so_not_through_the_stream(make: Any) -> None:
+    value = {"text": make(1_000_000), "x": torch.ones(100_000)}
+    writer, reader = Writer(1 << 30), Reader(1 << 30)
+    parts, fds = encode_done(0, pack(value), writer)
+    assert sum(memoryview(part).nbytes for part in parts) < 2000
+    for fd in fds:
+        os.close(fd)
+    back = through_slots(value, (writer, reader))
+    assert back["text"] == value["text"]
+    assert type(back["text"]) is type(value["text"])
+    assert torch.equal(back["x"], value["x"])
 
 
-def test_what_is_made_on_the_spot_goes_by_cloudpickle() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_made_on_the_spot_goes_by_cloudpickle_and_keeps_its_buffers_apart(way: Any) -> None:
     class Local:
         def __init__(self, x: Any) -> None:
             self.x = x
 
-    assert torch.equal(there_and_back(Local(torch.arange(3))).x, torch.arange(3))
-    assert there_and_back(lambda x: x + 1)(1) == 2
+    whole = torch.arange(100_000)
+    header, _ = pack([Local(whole), Local(whole[3:])])
+    assert len(header) < 10_000
+    first, second = way([Local(whole), Local(whole[3:])])
+    assert torch.equal(second.x, whole[3:])
+    first.x[3] = -1
+    assert second.x[0] == -1
+    add = whole.numpy()[:50_000]
+    assert way(lambda x: x + add)(1).tolist() == (add + 1).tolist()
 
 
 def test_what_can_not_be_pickled_is_named() -> None:
@@ -184,7 +523,36 @@ def test_what_can_not_be_pickled_is_named() -> None:
         pack([(letter for letter in "abc")])
 
 
-# -- frames --------------------------------------------------------------------------------------
+def test_packing_leaves_pickles_own_tables_alone() -> None:
+    before = dict(copyreg.dispatch_table)
+    pack(torch.ones(3))
+    assert copyreg.dispatch_table == before
+    assert torch.equal(pickle.loads(pickle.dumps(torch.ones(3))), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("size", "apart"), [(IN_BAND - 1, False), (IN_BAND, True)], ids=["below", "at"]
+)
+@pytest.mark.parametrize("make", [torch.from_numpy, np.asarray], ids=["tensor", "array"])
+def test_small_buffers_stay_in_the_header(make: Any, size: int, apart: bool) -> None:
+    _, buffers = pack((make(np.zeros(size, np.uint8)), make(np.zeros(64, np.int64))))
+    assert [buffer.nbytes for buffer in buffers] == ([size] if apart else [])
+
+
+@pytest.mark.parametrize("own", [IN_BAND, OWN], ids=["shared slot", "own slot"])
+def test_who_keeps_the_labels_does_not_keep_the_images(own: int) -> None:
+    lanes = Writer(1 << 30), Reader(1 << 30)
+    batch = through_slots((torch.zeros(own, dtype=torch.uint8), torch.arange(64)), lanes)
+    labels = batch[1]
+    assert lanes[1].returned() == []  # the images live
+    del batch
+    gc.collect()
+    assert len(lanes[1].returned()) == 1
+    assert torch.equal(labels, torch.arange(64))
+    lanes[0].close()
+
+
+# -- frames and letters ----------------------------------------------------------------------------
 
 
 @given(st.lists(st.lists(st.binary(max_size=200), max_size=4), min_size=1, max_size=5), st.data())
@@ -214,80 +582,34 @@ def test_descriptors_go_to_the_frame_they_belong_to() -> None:
     assert [frame.fds for frame in decoder.feed(stream)] == [[7], [], [8]]
 
 
-# -- slots ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "index",
+    [
+        3,
+        [1, 2],
+        [],
+        ["a", "b"],
+        ("tuple", 1),
+        [0, (1, 2)],
+        [1, lambda: 5],
+        torch.tensor([4, 5]),
+        np.arange(20_000),
+        None,
+    ],
+)
+def test_every_kind_of_index_reaches_the_worker_with_the_slots_to_use_again(index: Any) -> None:
+    parts = [memoryview(bytes(part)) for part in encode_message(Task(9, index), [4, 2])]
+    message, returned = decode_message(parts)
+    assert isinstance(message, Task)
+    assert (message.seq, returned) == (9, [4, 2])
+    if isinstance(index, list) and len(index) == 2 and callable(index[1]):
+        assert message.index[0] == 1
+        assert message.index[1]() == 5
+    else:
+        same(index, message.index)
 
 
-def pass_on(writer: Writer, reader: Reader, *buffers: Any) -> tuple[Any, list[memoryview]]:
-    """One batch from writer to reader, as the process backend does it."""
-    while reader.returned:
-        writer.release(reader.returned.popleft())
-    place, fd, retired = writer.write([memoryview(b) for b in buffers])
-    reader.retire(retired)
-    if fd is not None:
-        reader.add(place.slot, fd, place.capacity)
-    return place, reader.buffers(place)
-
-
-def test_a_slot_is_used_again_once_the_last_view_of_it_has_died() -> None:
-    writer, reader = Writer(), Reader()
-    first, buffers = pass_on(writer, reader, b"a" * 5000, b"b" * 3000)
-    assert [bytes(buffer) for buffer in buffers] == [b"a" * 5000, b"b" * 3000]
-    view = torch.frombuffer(buffers[1], dtype=torch.uint8)[100:200]
-    del buffers
-    second, others = pass_on(writer, reader, b"c" * 8000)
-    assert second.slot != first.slot  # the view is alive
-    assert view.unique().tolist() == [ord("b")]
-    del view, others
-    gc.collect()
-    slots = {pass_on(writer, reader, b"d" * 8000)[0].slot for _ in range(5)}
-    assert slots <= {first.slot, second.slot}
-
-
-def test_slots_cost_no_descriptors_however_many_are_kept() -> None:
-    writer, reader = Writer(), Reader()
-    before = len(os.listdir("/proc/self/fd"))
-    kept = [pass_on(writer, reader, bytes([k]) * 40_000)[1] for k in range(200)]
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert all(buffer[0][-1] == k for k, buffer in enumerate(kept))
-
-
-def test_slots_of_sizes_no_longer_used_are_given_back() -> None:
-    writer, reader = Writer(), Reader()
-    for size in range(1, 60):
-        pass_on(writer, reader, bytes(size * 40_000))
-        gc.collect()
-    assert len(writer._mappings) < 10
-    assert set(reader._mappings) == set(writer._mappings)
-
-
-def test_a_view_outlives_writer_and_reader() -> None:
-    writer, reader = Writer(), Reader()
-    _, buffers = pass_on(writer, reader, b"x" * 100_000)
-    array = np.frombuffer(buffers[0], dtype=np.uint8)
-    del writer, reader, buffers
-    gc.collect()
-    assert array.sum() == 100_000 * ord("x")
-
-
-@given(st.integers(1, 1 << 40))
-def test_capacities_waste_at_most_an_eighth_above_a_page(size: int) -> None:
-    capacity = capacity_for(size)
-    assert size <= capacity < size + max(4096, size / 7)
-    assert capacity_for(capacity) == capacity
-
-
-def test_no_memory_for_a_slot_is_an_error_that_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    writer, reader = Writer(), Reader()
-    pass_on(writer, reader, b"x" * 5000)
-    monkeypatch.setattr(arena.os, "posix_fallocate", refuse)
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="No space"):
-        writer.write([memoryview(bytes(10_000_000))])
-    assert len(os.listdir("/proc/self/fd")) == before
-    monkeypatch.undo()
-    assert bytes(pass_on(writer, reader, b"y" * 6000)[1][0]) == b"y" * 6000
+def test_other_messages_carry_the_returned_slots_too() -> None:
+    for message in (Stop(), Begin(2, 77, ())):
+        parts = [memoryview(bytes(part)) for part in encode_message(message, [1])]
+        assert decode_message(parts) == (message, [1])

@@ -1,0 +1,333 @@
+"""How much memory batches may take: what a user may say, what a process has, and what follows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from hybridloader import DataLoader, Fork, Inline, Memory, SharedMemory, Spawn, Threads, memory
+from hybridloader.backends import sockets
+from hybridloader.backends.process import slot_kind
+from hybridloader.errors import BackendUnavailable
+from hybridloader.memory import SHARE, process_limit
+
+V1_NO_LIMIT = 9_223_372_036_854_771_712
+"""What cgroup v1 says when there is no limit: the largest multiple of a page."""
+
+# -- what a user may say ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, -1, 0.0, -0.5, float("nan"), float("-inf")])
+def test_a_limit_that_leaves_no_memory_is_refused(limit: float) -> None:
+    with pytest.raises(ValueError, match=r"leaves no memory.*kind='stream'"):
+        Memory(limit=limit)
+
+
+@pytest.mark.parametrize("limit", [1.0001, 4e9, float("inf")])
+def test_a_share_above_one_is_refused_and_bytes_suggested(limit: float) -> None:
+    with pytest.raises(ValueError, match="as an int"):
+        Memory(limit=limit)
+
+
+@pytest.mark.parametrize("limit", [True, False, "1GB", b"1", [1], 1j])
+def test_a_limit_of_another_type_is_refused_and_named(limit: Any) -> None:
+    with pytest.raises(TypeError, match="limit is bytes"):
+        Memory(limit=limit)
+
+
+@pytest.mark.parametrize("kind", ["", "memfd", "Named", 1])
+def test_an_unknown_kind_is_refused_and_the_known_ones_listed(kind: Any) -> None:
+    with pytest.raises(ValueError, match="nameless, named, stream"):
+        Memory(kind=kind)
+
+
+def test_bytes_of_each_kind_of_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_own_limit", lambda: 1000)
+    assert Memory(limit=1).bytes() == 1
+    assert Memory(limit=5_000_000).bytes() == 5_000_000  # what the user says, however much
+    assert Memory(limit=1.0).bytes() == 1000
+    assert Memory(limit=0.25).bytes() == 250
+    assert Memory(limit=1e-9).bytes() == 1  # never nothing
+    assert Memory().bytes() == 1000 * SHARE
+
+
+def test_memory_is_a_value_that_can_be_shared() -> None:
+    assert Memory(limit=3, kind="stream") == Memory(3, "stream")
+    assert len({Memory(), Memory(), Memory(limit=0.5)}) == 2
+    with pytest.raises(AttributeError):
+        Memory().limit = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("posix", [True, False])
+def test_the_kind_is_the_first_that_the_platform_has(posix: bool) -> None:
+    assert slot_kind(Memory(), sockets=posix) == ("nameless" if posix else "named")
+    assert slot_kind(Memory(kind="named"), sockets=posix) == "named"
+    assert slot_kind(Memory(kind="stream"), sockets=posix) == "stream"
+
+
+def test_nameless_memory_is_refused_where_nothing_could_carry_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert slot_kind(Memory(kind="nameless"), sockets=True) == "nameless"
+    monkeypatch.setattr(sockets, "available", lambda: False)
+    loader = DataLoader(Sized([1]), num_workers=1, backend=Spawn(memory=Memory(kind="nameless")))
+    with pytest.raises(BackendUnavailable, match="kind='named'"):
+        iter(loader)
+
+
+# -- what a process has ----------------------------------------------------------------------------
+
+MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def pretend(root: Path, groups: str | None, files: dict[str, str]) -> Path:
+    """A root directory with a /proc/self/cgroup and some files of cgroups."""
+    (root / "proc/self").mkdir(parents=True)
+    if groups is not None:
+        (root / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V1 = "12:pids:/job\n4:cpu,memory:/job/step\n3:name=systemd:/job\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        pytest.param(None, {}, MACHINE, id="no cgroups"),
+        pytest.param("0::/\n", {"memory.max": "5000\n"}, 5000, id="v2, the root of a container"),
+        pytest.param("0::/a/b\n", {"a/b/memory.max": "5000\n"}, 5000, id="v2, nested"),
+        pytest.param(
+            "0::/a/b\n",
+            {"a/b/memory.max": "max\n", "a/memory.max": "7000\n", "memory.max": "9000\n"},
+            7000,
+            id="v2, an ancestor is stricter",
+        ),
+        pytest.param(
+            "0::/a/b\n",
+            {"a/b/memory.max": "5000\n", "a/memory.max": "7000\n"},
+            5000,
+            id="v2, the group is stricter",
+        ),
+        pytest.param(
+            "0::/docker/f00\n", {"memory.max": "6000\n"}, 6000, id="v2, only the root is mounted"
+        ),
+        pytest.param("0::/a\n", {"a/memory.max": "max\n"}, MACHINE, id="v2, max"),
+        pytest.param("0::/a\n", {"b/memory.max": "5000\n"}, MACHINE, id="v2, another's limit"),
+        pytest.param("0::/../x\n", {"memory.max": "5000\n"}, 5000, id="v2, outside of the mount"),
+        pytest.param("0::/a:b\n", {"a:b/memory.max": "5000\n"}, 5000, id="v2, a colon in the name"),
+        pytest.param(
+            V1, {"memory/job/step/memory.limit_in_bytes": "4000\n"}, 4000, id="v1, nested"
+        ),
+        pytest.param(
+            V1,
+            {
+                "memory/job/step/memory.limit_in_bytes": f"{V1_NO_LIMIT}\n",
+                "memory/job/memory.limit_in_bytes": "8000\n",
+            },
+            8000,
+            id="v1, an ancestor is stricter",
+        ),
+        pytest.param(
+            V1, {"memory/memory.limit_in_bytes": "3000\n"}, 3000, id="v1, only the root is mounted"
+        ),
+        pytest.param(
+            V1,
+            {"memory/job/step/memory.limit_in_bytes": f"{V1_NO_LIMIT}\n"},
+            MACHINE,
+            id="v1, no limit",
+        ),
+        pytest.param(
+            V1 + "0::/v2\n",
+            {"memory/job/memory.limit_in_bytes": "4000\n", "v2/memory.max": "3500\n"},
+            3500,
+            id="both",
+        ),
+        pytest.param("nonsense\n\n::\n", {"memory.max": "5000\n"}, MACHINE, id="nonsense"),
+        pytest.param("0::/a\n", {"a/memory.max": "\n", "memory.max": "-5\n"}, MACHINE, id="empty"),
+    ],
+)
+def test_what_a_process_has_is_the_least_of_the_machine_and_all_its_cgroups(
+    groups: str | None, files: dict[str, str], limit: int, tmp_path: Path
+) -> None:
+    assert process_limit(pretend(tmp_path, groups, files)) == limit
+
+
+def test_this_process_has_memory_and_no_more_than_the_machine() -> None:
+    assert 1 << 20 < process_limit() <= MACHINE
+    assert Memory().bytes() == int(process_limit() * SHARE)
+
+
+# -- what follows ----------------------------------------------------------------------------------
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Sized(Dataset[Any]):
+    """Samples of given sizes in KB, filled with their index."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> Any:
+        size = self.sizes[index] * 256
+        return torch.full((size,), float(index)), np.full(size, index, np.int32), index
+
+
+def backends(limit: int) -> list[Any]:
+    tiny = Memory(limit=limit)
+    return [
+        pytest.param(Inline(memory=tiny), 0, id="caller"),
+        pytest.param(Inline(memory=tiny), 2, id="inline"),
+        pytest.param(Threads(memory=tiny), 2, id="threads"),
+        pytest.param(Fork(memory=tiny), 2, id="fork"),
+        pytest.param(SharedMemory(memory=tiny), 2, id="shared-memory"),
+        pytest.param(Fork(memory=Memory(limit, "named")), 2, id="named"),
+        pytest.param(Spawn(memory=tiny), 1, id="spawn"),
+    ]
+
+
+def assert_right(batch: Any, indices: range, sizes: list[int]) -> None:
+    tensor, array, labels = batch
+    assert labels.tolist() == list(indices)
+    assert tensor.dtype is torch.float32
+    assert array.dtype is torch.int32
+    for row, index in enumerate(indices):
+        assert tensor[row].shape == array[row].shape == (256 * sizes[index],)
+        assert (tensor[row] == index).all()
+        assert (array[row] == index).all()
+
+
+def run(loader: Any, *, keep: bool, sizes: list[int]) -> list[str]:
+    """One pass; all that was warned."""
+    kept = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with iter(loader) as batches:
+            for number, batch in enumerate(batches):
+                at = range(number * loader.batch_size, (number + 1) * loader.batch_size)
+                assert_right(batch, range(at.start, min(at.stop, len(sizes))), sizes)
+                if keep:
+                    kept.append((batch, at))
+    assert not keep or len(kept) == len(loader)
+    for batch, at in kept:  # what came later has not written over it
+        assert_right(batch, range(at.start, min(at.stop, len(sizes))), sizes)
+    return [str(w.message) for w in caught if "CPU" not in str(w.message)]
+
+
+@pytest.mark.parametrize(("backend", "workers"), backends(3_000_000))
+def test_who_keeps_all_batches_gets_them_all_right_and_one_warning_for_each_iterator(
+    backend: Any, workers: int
+) -> None:
+    sizes = [200] * 40
+    loader = DataLoader(Sized(sizes), 2, num_workers=workers, backend=backend)
+    for _ in range(2):
+        told = run(loader, keep=True, sizes=sizes)
+        assert len(told) == 1
+        assert "ordinary memory" in told[0]
+        assert "Memory(limit=...)" in told[0]
+
+
+@pytest.mark.parametrize(("backend", "workers"), backends(8_000_000))
+def test_who_keeps_nothing_gets_no_warning(backend: Any, workers: int) -> None:
+    sizes = [150] * 24
+    loader = DataLoader(Sized(sizes), 2, num_workers=workers, prefetch_factor=None, backend=backend)
+    assert run(loader, keep=False, sizes=sizes) == []
+
+
+@pytest.mark.parametrize(("backend", "workers"), backends(1))
+def test_a_batch_larger_than_the_limit_arrives_with_one_warning(backend: Any, workers: int) -> None:
+    sizes = [300] * 12
+    loader = DataLoader(Sized(sizes), 2, num_workers=workers, backend=backend)
+    told = run(loader, keep=False, sizes=sizes)
+    assert len(told) == 1
+    assert "limit of 1 bytes" in told[0]
+
+
+@pytest.mark.parametrize(("backend", "workers"), backends(60_000_000))
+def test_samples_whose_sizes_change_from_batch_to_batch_arrive_right(
+    backend: Any, workers: int
+) -> None:
+    sizes = [1, 700, 3, 290, 0, 2000, 31, 33, 260, 5, 900, 1, 4000, 64, 2, 1500, 300, 8]
+    loader = DataLoader(Sized(sizes), 1, num_workers=workers, backend=backend)
+    assert run(loader, keep=False, sizes=sizes) == []
+
+
+@pytest.mark.parametrize("kind", ["stream", "named", "nameless"])
+@pytest.mark.parametrize("backend", [Fork, SharedMemory])
+def test_every_kind_of_slot_brings_the_same_batches(backend: Any, kind: str) -> None:
+    sizes = [200, 200, 20, 20, 1, 1] * 4
+    chosen = backend(memory=Memory(kind=kind))
+    loader = DataLoader(Sized(sizes), 2, num_workers=2, backend=chosen)
+    assert run(loader, keep=True, sizes=sizes) == []
+
+
+def test_without_descriptors_to_send_fresh_processes_use_named_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sockets, "available", lambda: False)
+    sizes = [200] * 12
+    loader = DataLoader(Sized(sizes), 2, num_workers=1, backend="spawn")
+    assert run(loader, keep=True, sizes=sizes) == []
+
+
+def test_a_warning_that_is_an_error_loses_no_batch() -> None:
+    sizes = [200] * 12
+    loader = DataLoader(Sized(sizes), 2, num_workers=2, backend=Fork(memory=Memory(limit=1)))
+    found, errors = [], 0
+    with iter(loader) as batches:  # warnings are errors here
+        while True:
+            try:
+                found.append(next(batches)[2].tolist())
+            except UserWarning:
+                errors += 1
+            except StopIteration:
+                break
+    assert errors == 1
+    assert found == [[k, k + 1] for k in range(0, 12, 2)]
+
+
+def rss_of_shared_memory() -> int:
+    """Bytes of shared memory that this process has mapped and used."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssShmem"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssShmem in /proc/self/status")
+
+
+@pytest.fixture
+def shared_before() -> int:
+    gc.collect()
+    return rss_of_shared_memory()
+
+
+@pytest.mark.parametrize("backend", [Fork, SharedMemory])
+def test_slots_that_are_kept_stay_within_the_limit_and_are_freed_with_the_batches(
+    backend: Any, shared_before: int
+) -> None:
+    limit = 12_000_000
+    sizes = [200] * 80
+    chosen = backend(memory=Memory(limit=limit))
+    loader = DataLoader(Sized(sizes), 2, num_workers=2, backend=chosen)
+    with pytest.warns(UserWarning, match="ordinary memory"), iter(loader) as batches:
+        kept = list(batches)
+    assert 0 < rss_of_shared_memory() - shared_before <= limit
+    kept.clear()
+    del batches
+    gc.collect()
+    assert rss_of_shared_memory() <= shared_before
