@@ -267,8 +267,13 @@ class Writer:
             To be sent along, and then closed.
         """
         where = [self._find(buffer) for buffer in buffers]
-        self._copy_alone(buffers, where)
-        self._copy_together(buffers, where)
+        missing = [i for i, span in enumerate(where) if span is None]
+        alone = [i for i in missing if buffers[i].nbytes >= OWN]
+        if len(alone) > _MOST_NEW // 2:
+            alone = []
+        for i in alone:
+            self._copy(buffers, [i], where)
+        self._copy(buffers, [i for i in missing if i not in alone], where)
         return self._announce(where)
 
     def release(self, numbers: Sequence[int]) -> None:
@@ -291,16 +296,6 @@ class Writer:
             if start >= 0 and start + buffer.nbytes <= slot.mapping.size:
                 return Span(slot.number, start, buffer.nbytes)
         return None
-
-    def _copy_alone(self, buffers: Sequence[memoryview], where: list[Span | None]) -> None:
-        alone = [i for i, b in enumerate(buffers) if where[i] is None and b.nbytes >= OWN]
-        if len(alone) > _MOST_NEW // 2:
-            return
-        for i in alone:
-            self._copy(buffers, [i], where)
-
-    def _copy_together(self, buffers: Sequence[memoryview], where: list[Span | None]) -> None:
-        self._copy(buffers, [i for i in range(len(buffers)) if where[i] is None], where)
 
     def _copy(
         self, buffers: Sequence[memoryview], those: list[int], where: list[Span | None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -29,18 +30,18 @@ def when_imported(name: str, act: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self._name, self._act = name, act
-        self._looking = False
+        self._looking = threading.local()  # another thread may import it meanwhile
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name or self._looking:
+        if fullname != self._name or hasattr(self._looking, "now"):
             return None
-        self._looking = True  # the others are asked, by way of this very list
+        self._looking.now = True  # the others are asked, by way of this very list
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._looking = False
+            del self._looking.now
         if spec is not None and spec.loader is not None:
             spec.loader = _ThenAct(spec.loader, self)
         return spec

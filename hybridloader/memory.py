@@ -67,7 +67,7 @@ class Memory:
             raise ValueError(f"unknown kind {self.kind!r}; there are: {', '.join(KINDS)}")
 
     def bytes(self) -> int:
-        """The limit in bytes, in this process now."""
+        """The limit in bytes; what this process has is read once."""
         if isinstance(self.limit, int):
             return self.limit
         return max(1, int(_own_limit() * (self.limit or SHARE)))

@@ -35,10 +35,10 @@ def _descriptors() -> int:
 
 
 def _segments() -> set[str]:
-    """Named shared memory that Python or we could have made; other processes make semaphores."""
+    """Named shared memory that we could have made; other processes make semaphores."""
     folder = Path("/dev/shm")
     names = os.listdir(folder) if folder.exists() else []
-    return {name for name in names if name.startswith(("psm_", "hl-", "hybridloader"))}
+    return {name for name in names if name.startswith(("hl-", "hybridloader"))}
 
 
 @pytest.fixture(scope="session", autouse=True)
