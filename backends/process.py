@@ -323,6 +323,7 @@ class ProcessCrew(Crew):
         self._ready += 1
         if self._ready == len(self._handles) and self._shipment is not None:
             self._shipment.close()  # every worker has mapped it
+            self._shipment = None
         return Ready(worker)
 
     def _warn(self) -> None:

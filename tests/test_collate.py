@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import alike
 import numpy as np
 import pytest
 import torch
 import torch.utils.data
+from alike import same_tensors
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import collate as torchs
 
@@ -74,26 +76,13 @@ def torchs_own(make: Callable[[int], Any], **options: Any) -> list[Any]:
 
 
 def same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout)
-        assert a.requires_grad == b.requires_grad
-        assert a.is_conj() == b.is_conj()
-        if a.layout is torch.strided:
-            assert a.stride() == b.stride()
-            assert torch.equal(a.detach(), b.detach())
-        else:
-            assert torch.equal(a.to_dense(), b.to_dense())
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            same(one, other)
-    else:
-        assert a == b
+    """Also in the order of dimensions."""
+
+    def tensors(a: torch.Tensor, b: torch.Tensor) -> None:
+        same_tensors(a, b)
+        assert a.layout is not torch.strided or a.stride() == b.stride()
+
+    alike.same(a, b, tensors)
 
 
 @pytest.fixture

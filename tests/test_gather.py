@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from alike import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
@@ -44,24 +45,6 @@ def datasets() -> dict[str, Any]:
         "concat of unlike": ConcatDataset([pair, TensorDataset(torch.ones(2, 5), torch.ones(2))]),
         "concat of stacks": ConcatDataset([StackDataset(pair), StackDataset(pair)]),
     }
-
-
-def same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            same(a[key], b[key])
-    elif isinstance(a, list):
-        assert len(a) == len(b)
-        for left, right in zip(a, b, strict=True):
-            same(left, right)
-    else:
-        assert a == b
 
 
 def outcome(loader: Any) -> Any:

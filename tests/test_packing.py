@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from alike import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -431,37 +432,16 @@ def nests() -> st.SearchStrategy[Any]:
     )
 
 
-def same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert_same(a, b)
-    elif isinstance(a, np.ndarray):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_array_equal(a, b)
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            same(one, other)
-    elif isinstance(a, Record):
-        same((a.image, a.label), (b.image, b.label))
-    else:
-        assert a == b
-
-
 @settings(deadline=None, max_examples=150)
 @given(st.lists(nests(), min_size=1, max_size=3))
 def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> None:
     lanes = Writer(8 << 20), Reader(4 << 20)
     kept = []
     for value in values:
-        same(value, streamed(value))
+        same(value, streamed(value), assert_same)
         kept.append(through_slots(value, lanes))
         for sent, arrived in zip(values, kept, strict=False):
-            same(sent, arrived)
+            same(sent, arrived, assert_same)
     lanes[0].close()
 
 
@@ -606,7 +586,7 @@ def test_every_kind_of_index_reaches_the_worker_with_the_slots_to_use_again(inde
         assert message.index[0] == 1
         assert message.index[1]() == 5
     else:
-        same(index, message.index)
+        same(index, message.index, assert_same)
 
 
 def test_other_messages_carry_the_returned_slots_too() -> None:

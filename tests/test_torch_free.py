@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
+from alike import same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate, default_convert
@@ -246,23 +247,6 @@ def told(dataset: Any, workers: int = 1, **options: Any) -> list[Any]:
     loader = DataLoader(dataset, num_workers=workers, backend="spawn", **options)
     with iter(loader) as items:
         return list(items)
-
-
-def same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            same(one, other)
-    else:
-        assert a == b
 
 
 # -- workers without torch -------------------------------------------------------------------------
