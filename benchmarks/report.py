@@ -67,7 +67,8 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _machine(results: Results) -> str:
     text = machine.sentence(results.about) + "."
     if results.about.get("quick"):
-        text = "**A `--quick` run (two rounds, fewer variants): for the sizes of things, not their last digits.** " + text
+        kind = "A `--quick` run (two rounds, fewer variants)"
+        text = f"**{kind}: for the sizes of things, not their last digits.** {text}"
     return text
 
 
