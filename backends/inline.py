@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hybridloader.arena import PrivateSlots
 from hybridloader.collate import set_slots, teach_torch
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.errors import ShippingError
@@ -24,6 +23,7 @@ from hybridloader.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.messages import Begin, Event, Exited, Message, Stop, Task, WorkerSpec
 from hybridloader.seeding import CallerSeeds, InlineSeeds, Seeds
 from hybridloader.shipping import replicate
+from hybridloader.slots import PrivateSlots
 from hybridloader.worker import Worker
 from hybridloader.worker_info import worker_info_set
 

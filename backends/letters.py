@@ -11,10 +11,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from hybridloader.arena import OWN, Parcel, Writer
+from hybridloader.arena import Parcel, Writer
 from hybridloader.errors import Failure, ResultNotSendable
 from hybridloader.messages import Failed, Message, Task
 from hybridloader.packing import Packed, pack, unpack
+from hybridloader.slots import OWN
 
 READY, DONE, FAILED, EXHAUSTED = range(4)
 

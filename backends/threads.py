@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import ClassVar
 
-from hybridloader.arena import PrivateSlots
 from hybridloader.collate import set_slots, teach_torch
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.fetch import Flag
@@ -26,6 +25,7 @@ from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
 from hybridloader.native import one_thread_on_this_thread
 from hybridloader.seeding import ThreadSeeds
 from hybridloader.shipping import replicate
+from hybridloader.slots import PrivateSlots
 from hybridloader.worker import Worker, run
 from hybridloader.worker_info import set_worker_info
 

@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from hybridloader.arena import OWN
 from hybridloader.packing import AsTensor, tensor_over
+from hybridloader.slots import OWN
 
 
 class Slots(Protocol):

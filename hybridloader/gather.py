@@ -14,8 +14,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridloader.arena import OWN
 from hybridloader.collate import is_default_collate, slot_for
+from hybridloader.slots import OWN
 
 Gather = Callable[[Any], Any]
 """From a tensor of indices, or a list, to a batch."""

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from hybridloader import arena, segments
-from hybridloader.arena import OWN, Parcel, PrivateSlots, Reader, Writer, capacity_for
+from hybridloader import arena, segments, slots
+from hybridloader.arena import Parcel, Reader, Writer
 from hybridloader.packing import tensor_over
+from hybridloader.slots import OWN, PrivateSlots, capacity_for
 
 LARGE = 1 << 40
 
@@ -525,8 +526,8 @@ class Arrays(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before = arena.OWN, arena._IDLE, arena._MOST_NEW
-        arena.OWN, arena._IDLE, arena._MOST_NEW = 16_000, 5, 3
+        self._before = arena.OWN, slots.IDLE, arena._MOST_NEW
+        arena.OWN, slots.IDLE, arena._MOST_NEW = 16_000, 5, 3
         self.lane = Lane(limit=400_000, hold=150_000)
         self.count = 0
         self.held: dict[int, tuple[Any, int]] = {}
@@ -616,7 +617,7 @@ class Arrays(RuleBasedStateMachine):
             assert self.lane.reader._lent == 0
         finally:
             self.lane.writer.close()
-            arena.OWN, arena._IDLE, arena._MOST_NEW = self._before
+            arena.OWN, slots.IDLE, arena._MOST_NEW = self._before
 
 
 TestArrays = Arrays.TestCase

@@ -32,12 +32,13 @@ LAYERS = {
     "shared_list": {"columns", "shared_buffer"},
     "shared_dict": {"columns", "key_table", "shared_buffer", "shared_list"},
     "containers": {"large", "shared_dict", "shared_list"},
-    "arena": {"segments"},
-    "collate": {"arena", "packing"},
+    "slots": {"segments"},
+    "arena": {"segments", "slots"},
+    "collate": {"packing", "slots"},
     "worker_info": {"late"},
     "seeding": {"late"},
     "messages": set(),
-    "gather": {"arena", "collate"},
+    "gather": {"collate", "slots"},
     "fetch": {"gather"},
     "contract": {"messages"},
     "shipping": {"arena", "errors", "packing", "segments"},
@@ -63,7 +64,7 @@ LAYERS = {
 }
 BACKENDS_MAY_USE = {
     "arena", "backends", "collate", "contract", "errors", "fetch", "late", "memory", "messages",
-    "native", "packing", "seeding", "segments", "shipping", "worker", "worker_info",
+    "native", "packing", "seeding", "segments", "shipping", "slots", "worker", "worker_info",
 }  # fmt: skip
 
 
