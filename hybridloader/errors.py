@@ -44,6 +44,10 @@ class IteratorClosed(HybridLoaderError, RuntimeError):
     """The iterator was closed while, or before, it was asked for its next item."""
 
 
+class NotReady(HybridLoaderError):
+    """Asked not to wait: there is no item yet. Ask again."""
+
+
 class IllegalTransition(HybridLoaderError, RuntimeError):
     """A state machine was asked for a move that its table does not hold. Nothing was changed."""
 

@@ -80,11 +80,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class Done:
-    """Task `seq` has a value."""
+    """Task `seq` has a value; the worker spent `seconds` on it."""
 
     worker: int
     seq: int
     payload: Payload
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,40 @@
 """A relay: pulls an iterator on a thread of its own into a bounded queue.
 
 The only object that two threads touch. It knows nothing of what flows through it. What the iterator
-raises comes out in its turn; when the consumer goes away the thread ends; when the thread ends, for
-whatever reason, the consumer is told and never waits for it.
+raises comes out in its turn, and the thread goes on pulling behind it, unless the error is one that
+ends the iterator. When the consumer goes away the thread ends; when the thread ends, for whatever
+reason, the consumer is told and never waits for it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridloader.errors import IteratorClosed
+from hybridloader.errors import IteratorClosed, NotReady, WorkerDied
 
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread."""
+
+_SLICE = 0.2 if sys.platform == "win32" else None
+"""Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
+
+FINAL = (IteratorClosed, WorkerDied)
+"""Errors of an iterator that would be raised again and again."""
+
+
+class _Raised:
+    """What the iterator raised, in the place of an item."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 class _Belt:
@@ -24,43 +42,84 @@ class _Belt:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.changed = threading.Condition(threading.RLock())
-        self.items: deque[tuple[bool, Any]] = deque()  # (is a value, value or exception)
-        self.closed = False
+        # One lock, which a finalizer on the same thread may take again.
+        lock = threading.RLock()
+        self.came = threading.Condition(lock)
+        self.left = threading.Condition(lock)
+        # All the mutable state, under that lock:
+        self.items: deque[Any] = deque()
+        self.closed = self.ended = False
+        self.waiting = 0  # consumers that sleep until something comes
+        self.full = False  # the thread sleeps until something leaves
+        self.wake: Callable[[], None] | None = None  # a consumer that does not sleep here
+        self.count = 0  # items that have come out
+        self.blocked = 0.0  # seconds that the thread slept
+        self.waited = 0.0  # seconds that the consumer slept
 
-    def put(self, good: bool, item: Any) -> bool:
-        with self.changed:
-            while len(self.items) >= self.depth and not self.closed:
-                self.changed.wait()
+    def put(self, item: Any) -> bool:
+        with self.came:
+            if len(self.items) >= self.depth and not self.closed:
+                began = time.monotonic()
+                self.full = True
+                while len(self.items) >= self.depth and not self.closed:
+                    self.left.wait()
+                self.full = False
+                self.blocked += time.monotonic() - began
             if self.closed:
                 return False
-            self.items.append((good, item))
-            self.changed.notify_all()
+            self.items.append(item)
+            self._tell()
             return True
 
+    def end(self, error: BaseException | None) -> None:
+        """Nothing more will come, after `error` if there is one; there is always room for that."""
+        with self.came:
+            if error is not None and not self.closed:
+                self.items.append(_Raised(error))
+            self.ended = True
+            self._tell()
+
     def close(self) -> None:
-        with self.changed:
+        with self.came:
             self.closed = True
             self.items.clear()
-            self.changed.notify_all()
+            self.left.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.waiting:
+            self.came.notify_all()
+        if self.wake is not None:
+            wake, self.wake = self.wake, None
+            wake()
 
 
 def _pull(belt: _Belt, source: Iterator[Any], prepare: Callable[[], None] | None) -> None:
+    error: BaseException | None = None
     try:
         if prepare is not None:
             prepare()
-        for item in source:
-            if not belt.put(True, item):
+        while True:
+            try:
+                item = next(source)
+            except StopIteration:
+                break
+            except FINAL:
+                raise
+            except Exception as caught:
+                item = _Raised(caught)
+            if not belt.put(item):
                 break
             del item
-        else:
-            belt.put(False, StopIteration())
-    except BaseException as error:  # whatever it is, it is the consumer's to hear of
-        belt.put(False, error)
+    except BaseException as caught:  # whatever it is, it is the consumer's to hear of
+        error = caught
     finally:
-        close = getattr(source, "close", None)
-        if close is not None:
-            close()
+        try:
+            close = getattr(source, "close", None)
+            if close is not None:
+                close()
+        finally:
+            belt.end(error)
 
 
 class Relay(Iterator[Any]):
@@ -76,6 +135,8 @@ class Relay(Iterator[Any]):
         How many items may wait, at least 1.
     prepare
         Called first on the thread, for instance to choose a device.
+    start
+        Whether the thread starts at once; else `start` does it.
     """
 
     def __init__(
@@ -85,35 +146,132 @@ class Relay(Iterator[Any]):
         *,
         depth: int = 2,
         prepare: Callable[[], None] | None = None,
+        start: bool = True,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self._belt = _Belt(depth)
-        self._over = False
         self._thread = threading.Thread(
             target=_pull, args=(self._belt, source, prepare), name=name, daemon=True
         )
-        self._thread.start()
         self._finalizer = weakref.finalize(self, self._belt.close)
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
 
     def __next__(self) -> Any:
         belt = self._belt
-        with belt.changed:
-            while not belt.items:
-                if self._over:
-                    raise StopIteration
-                if belt.closed:
-                    raise IteratorClosed(f"relay {self._thread.name!r} is closed")
-                belt.changed.wait()
-            good, item = belt.items.popleft()
-            belt.changed.notify_all()
-        if good:
-            return item
-        self._over = True
-        raise item
+        with belt.came:
+            if not belt.items:
+                self._sleep()
+            return self._get()
 
-    def close(self) -> None:
-        """End the thread; waits for it at most 2 seconds. Idempotent."""
+    def next_nowait(self) -> Any:
+        """The next item if there is one. Raises `NotReady` if not."""
+        belt = self._belt
+        with belt.came:
+            if not belt.items:
+                self._check()
+                raise NotReady(f"nothing has come through {self._thread.name!r} yet")
+            return self._get()
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """Call `wake` once, from any thread, as soon as there is something to get, an end or an error.
+
+        At once, if there is something already.
+        """
+        belt = self._belt
+        with belt.came:
+            if not (belt.items or belt.ended or belt.closed):
+                belt.wake = wake
+                return
+        wake()
+
+    def shut(self) -> None:
+        """Let the thread end, without waiting for it."""
         self._finalizer()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE)
+
+    def close(self, deadline: float | None = None) -> None:
+        """End the thread; wait for it at most 2 seconds, or until `deadline`. Idempotent.
+
+        Parameters
+        ----------
+        deadline
+            By `time.monotonic`, in seconds.
+        """
+        self.shut()
+        if self._thread.ident is None or self._thread is threading.current_thread():
+            return
+        self._thread.join(_PATIENCE if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    @property
+    def name(self) -> str:
+        return self._thread.name
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def depth(self) -> int:
+        """How many items may wait. May be set at any time."""
+        return self._belt.depth
+
+    @depth.setter
+    def depth(self, depth: int) -> None:
+        self._belt.depth = depth
+
+    @property
+    def waiting(self) -> int:
+        """How many items wait now."""
+        return len(self._belt.items)
+
+    @property
+    def count(self) -> int:
+        """How many items have come out."""
+        return self._belt.count
+
+    @property
+    def blocked(self) -> float:
+        """Seconds that the thread has waited for the consumer."""
+        return self._belt.blocked
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the consumer has waited for the thread."""
+        return self._belt.waited
+
+    def _sleep(self) -> None:
+        belt, began = self._belt, time.monotonic()
+        belt.waiting += 1
+        try:
+            while not belt.items:
+                self._check()
+                belt.came.wait(_SLICE)
+        finally:
+            belt.waiting -= 1
+            belt.waited += time.monotonic() - began
+
+    def _check(self) -> None:
+        """Say why nothing will come any more, if that is so."""
+        if self._belt.closed:
+            raise IteratorClosed(f"relay {self._thread.name!r} is closed")
+        if self._belt.ended:
+            raise StopIteration
+
+    def _get(self) -> Any:
+        belt = self._belt
+        item = belt.items.popleft()
+        belt.count += 1
+        if belt.full:
+            belt.left.notify()
+        if type(item) is _Raised:
+            try:
+                raise item.error
+            finally:
+                del item  # a traceback whose frame holds its own exception is a cycle
+        return item

@@ -19,7 +19,7 @@ Both machines are the tables below. A pair that is not in its table is illegal: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
@@ -102,12 +102,13 @@ class Fault(NamedTuple):
     in_flight: tuple[int, ...]
 
 
-Dispatch = Callable[[int, Sequence[Work], Sequence[int], int], "int | None"]
-"""``(last worker, states, tasks each holds, window) -> worker or None``: who gets the next task."""
+Dispatch = Callable[["Scheduler"], "int | None"]
+"""Who gets the next task: a worker's number, or None while nobody should. Only reads."""
 
 
-def round_robin(last: int, states: Sequence[Work], load: Sequence[int], window: int) -> int | None:
+def round_robin(scheduler: Scheduler) -> int | None:
     """The next active worker in the circle: torch's rule, so that worker ``k`` gets batch ``k``."""
+    states, last = scheduler.workers, scheduler.last
     count = len(states)
     for step in range(1, count + 1):
         worker = (last + step) % count
@@ -116,17 +117,35 @@ def round_robin(last: int, states: Sequence[Work], load: Sequence[int], window: 
     return None
 
 
-def round_robin_with_room(
-    last: int, states: Sequence[Work], load: Sequence[int], window: int
-) -> int | None:
+def round_robin_with_room(scheduler: Scheduler) -> int | None:
     """The next active worker that holds less than its share: torch's rule for ``in_order=False``."""
+    states, last = scheduler.workers, scheduler.last
     count = len(states)
-    share = window // max(1, sum(state in ACTIVE for state in states))
+    share = scheduler.window // max(1, sum(state in ACTIVE for state in states))
     for step in range(1, count + 1):
         worker = (last + step) % count
-        if states[worker] in ACTIVE and load[worker] < share:
+        if states[worker] in ACTIVE and scheduler.load[worker] < share:
             return worker
     return None
+
+
+AT_HAND = 2
+"""Tasks that a worker has at most when any worker may do them: one to do, and one so that it need not
+wait for the next. More would wait behind a slow one while other workers are idle."""
+
+
+def least_busy(scheduler: Scheduler) -> int | None:
+    """The active worker with the fewest tasks to do, none if each has its `AT_HAND`."""
+    states, busy, last = scheduler.workers, scheduler.busy, scheduler.last
+    count = len(states)
+    found, least = None, AT_HAND
+    for step in range(1, count + 1):
+        worker = (last + step) % count
+        if busy[worker] < least and states[worker] in ACTIVE:
+            if not busy[worker]:
+                return worker
+            found, least = worker, busy[worker]
+    return found
 
 
 class Scheduler:
@@ -165,8 +184,9 @@ class Scheduler:
         self.first = self.next_out = self.next_in = 0
         self.skipped = self.abandoned = 0
         self.fault: Fault | None = None
-        self._last = workers - 1
-        self._load = [0] * workers  # tasks in `sent` or `done`, by worker
+        self.last = workers - 1  # who got the last task
+        self.load = [0] * workers  # tasks in `sent` or `done`, by worker
+        self.busy = [0] * workers  # tasks in `sent`, by worker
 
     def __repr__(self) -> str:
         workers = " ".join(state.value for state in self.workers)
@@ -184,7 +204,7 @@ class Scheduler:
         self.run, self.workers = run, workers
         dropped = self._abandon()
         self.first = self.next_out = self.next_in
-        self._last = len(workers) - 1
+        self.last = len(workers) - 1
         return dropped
 
     @property
@@ -192,7 +212,7 @@ class Scheduler:
         """The worker that the next task would go to; None while no task is wanted."""
         if self.run is not Run.RUNNING or len(self.sent) + len(self.done) >= self.window:
             return None
-        return self.dispatch(self._last, self.workers, self._load, self.window)
+        return self.dispatch(self)
 
     def assign(self) -> tuple[int, int]:
         """Take the next sequence number; give it and the worker that its task must be sent to."""
@@ -201,8 +221,9 @@ class Scheduler:
             raise IllegalTransition(f"assign: no task is wanted in {self!r}")
         seq = self.next_in
         self.next_in += 1
-        self.sent[seq] = self._last = worker
-        self._load[worker] += 1
+        self.sent[seq] = self.last = worker
+        self.load[worker] += 1
+        self.busy[worker] += 1
         return seq, worker
 
     def source_ended(self) -> None:
@@ -234,7 +255,7 @@ class Scheduler:
             seq = next(iter(self.done))
         result = self.done.pop(seq, None)
         if result is not None:
-            self._load[result.worker] -= 1
+            self.load[result.worker] -= 1
             if self.ordered:
                 self.next_out = seq + 1
         return result
@@ -265,6 +286,7 @@ class Scheduler:
         if self.sent.get(event.seq) != event.worker:
             raise IllegalTransition(f"worker {event.worker} reported task {event.seq} in {self!r}")
         del self.sent[event.seq]
+        self.busy[event.worker] -= 1
         self.done[event.seq] = event
         return True
 
@@ -279,7 +301,8 @@ class Scheduler:
         self.run, self.workers = run, states
         for seq in [seq for seq, worker in self.sent.items() if worker == event.worker]:
             del self.sent[seq]
-            self._load[event.worker] -= 1
+            self.load[event.worker] -= 1
+            self.busy[event.worker] -= 1
             self.skipped += 1
         return True
 
@@ -299,7 +322,8 @@ class Scheduler:
         self.abandoned += len(self.sent) + len(dropped)
         self.sent.clear()
         self.done.clear()
-        self._load = [0] * len(self.workers)
+        self.load = [0] * len(self.workers)
+        self.busy = [0] * len(self.workers)
         return dropped
 
     def _all_gone(self) -> bool:

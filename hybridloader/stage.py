@@ -11,46 +11,47 @@
 One lock serialises the thread that pulls and whoever closes; the crew and the scheduler need none
 of their own. It never reads ahead of `lookahead` tasks, and never asks the source for an index
 that it has no place for.
+
+A source is an iterator, which the pump pulls and, if need be, waits for. Or it is a `Feed`, which it
+never waits for: while the feed has nothing, the pump hands out results, and sleeps until either comes.
 """
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing.util  # its exit handler must be registered before ours, to run after it
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hybridloader.contract import Backend, Crew, WorkerHandle
+from hybridloader.contract import Backend, WorkerHandle
+from hybridloader.crews import ended_with
 from hybridloader.diagnosis import death, late, name_of, place
-from hybridloader.errors import Failure, IteratorClosed, WorkerDied, WorkerTimeout, add_note
-from hybridloader.messages import Begin, Done, Exhausted, Failed, Result, Stop, Task, WorkerSpec
+from hybridloader.errors import (
+    Failure,
+    IteratorClosed,
+    NotReady,
+    WorkerDied,
+    WorkerTimeout,
+    add_note,
+)
+from hybridloader.feed import UNWATCHED, Feed, Ledger
+from hybridloader.messages import (
+    Begin,
+    Done,
+    Event,
+    Exhausted,
+    Failed,
+    Result,
+    Stop,
+    Task,
+    WorkerSpec,
+)
 from hybridloader.refresh import Change
-from hybridloader.scheduler import Dispatch, Run, Scheduler, round_robin
-
-assert multiprocessing.util is not None
+from hybridloader.scheduler import ACTIVE, Dispatch, Run, Scheduler, round_robin
 
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread that pulls."""
-
-_crews: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
-"""Every crew and the process that owns it."""
-
-
-def _close_crews() -> None:
-    for crew, owner in list(_crews.items()):
-        _close_crew(crew, owner)
-
-
-atexit.register(_close_crews)
-
-
-def _close_crew(crew: Crew, owner: int) -> None:
-    if os.getpid() == owner:  # in a fork of the owner the workers are somebody else's
-        crew.close()
 
 
 class Stage(Iterator[Any]):
@@ -73,6 +74,10 @@ class Stage(Iterator[Any]):
         ended, and all are ended with the epoch.
     dispatch
         Which worker gets the next task.
+    ledger
+        Is told what happens, and may hold tasks back.
+    sealed
+        Whether results that can be sent on to another process are given unopened, as payloads.
     clock
         Seconds, monotonic.
 
@@ -92,6 +97,8 @@ class Stage(Iterator[Any]):
         timeout: float = 0,
         persistent: bool = False,
         dispatch: Dispatch = round_robin,
+        ledger: Ledger = UNWATCHED,
+        sealed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         backend.check()
@@ -101,21 +108,24 @@ class Stage(Iterator[Any]):
         self._persistent = persistent
         self._clock = clock
         self._eager = lookahead > 0
+        self._ledger = ledger
+        self._sealed = sealed
         workers = max(1, spec.workers)
         self._scheduler = Scheduler(workers, max(1, lookahead), ordered=ordered, dispatch=dispatch)
         # All the mutable state, besides the scheduler and the crew:
         self._epoch = -1
         self._source: Iterator[Any] = iter(())
+        self._feed: Feed | None = None
+        self._hungry = False  # the feed had nothing when it was asked last
         self._source_error: Exception | None = None
         self._indices: dict[int, Any] = {}  # of the tasks not yet handed out, for errors
         self._obituary = ""
-        self._closing = self._ended = False
+        self._closing = self._ended = self._interrupted = False
+        self.last_worker = 0  # whose result was handed out last
         self._owner = os.getpid()
         self._pulling = threading.RLock()
         self._crew = backend.open()
-        _crews[self._crew] = self._owner
-        self._finalizer = weakref.finalize(self, _close_crew, self._crew, self._owner)
-        self._finalizer.atexit = False  # _close_crews does it, in the right order
+        self._finalizer = ended_with(self, self._crew)
         try:
             for worker in range(workers):
                 self._crew.start(worker, spec)
@@ -132,9 +142,19 @@ class Stage(Iterator[Any]):
     def closed(self) -> bool:
         return self._closing
 
+    @property
+    def active(self) -> bool:
+        """Whether a worker may still get tasks in this epoch."""
+        return any(state in ACTIVE for state in self._scheduler.workers)
+
+    def has_ended(self, worker: int) -> bool:
+        """Whether the worker's shard has ended and all that came of it was handed out."""
+        scheduler = self._scheduler
+        return scheduler.workers[worker] not in ACTIVE and not scheduler.load[worker]
+
     def begin(
         self,
-        source: Iterator[Any],
+        source: Iterator[Any] | Feed,
         shared_seed: int | None = None,
         changes: tuple[Change, ...] = (),
     ) -> None:
@@ -146,39 +166,79 @@ class Stage(Iterator[Any]):
         with self._pulling:
             if self._closing:
                 self._refuse()
-            self._ended = False
+            self._ended = self._interrupted = False
             self._discard(self._scheduler.begin())
-            self._indices.clear()
+            self._forget()
             self._epoch += 1
             if self._epoch > 0:
                 message = Begin(self._epoch, shared_seed, changes)
                 for worker in range(len(self._scheduler.workers)):
                     self._crew.send(worker, message)
-            self._source = source
+            if isinstance(source, Iterator):
+                self._source, self._feed = source, None
+            else:
+                self._source, self._feed = iter(()), source
             self._source_error = None
             if self._eager:
                 self._fill()
             self._crew.flush()
 
     def __next__(self) -> Any:
+        return self._next(wait=True)
+
+    def next_nowait(self) -> Any:
+        """The next result if it is there. Raises `NotReady` if it is not."""
+        return self._next(wait=False)
+
+    def _next(self, wait: bool) -> Any:
         with self._pulling:
             if self._closing:
                 self._refuse()
+            if self._interrupted:
+                raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
             result = self._scheduler.pop()
             if result is None:
                 self._fill()
                 try:
-                    result = self._wait()
+                    result = self._wait() if wait else self._look()
                 except Exception:
                     raise
                 except BaseException:  # an interrupt may have swallowed an event: start afresh
                     self.close()
                     raise
+            self._ledger.left(result.seq)
             # Refill before the result is opened: the workers should not wait for the consumer.
             if self._eager:
                 self._fill()
                 self._crew.flush()
             return self._open(result)
+
+    def interrupt(self) -> None:
+        """Nobody wants more of this epoch: whoever waits for a result gets `IteratorClosed`.
+
+        From any thread. The workers stay, for `begin`.
+        """
+        self._interrupted = True
+        if not self._closing:
+            self._crew.wake()
+
+    def leave(self, deadline: float) -> None:
+        """Let all workers begin to end, without waiting for them; `close` follows.
+
+        Parameters
+        ----------
+        deadline
+            Until when to wait for the thread that pulls, by `time.monotonic`.
+        """
+        if os.getpid() != self._owner or self._closing:
+            return
+        self._closing = True
+        self._crew.wake()
+        if self._pulling.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                self._crew.leave()
+            finally:
+                self._pulling.release()
 
     def close(self) -> None:
         """End all workers: from any thread, in any state, any number of times.
@@ -195,8 +255,8 @@ class Stage(Iterator[Any]):
         try:
             if self._scheduler.run not in (Run.CLOSING, Run.CLOSED):
                 self._discard(self._scheduler.close())
-            self._indices.clear()
-            self._source = iter(())
+            self._forget()
+            self._source, self._feed = iter(()), None
             self._finalizer()
         finally:
             self._pulling.release()
@@ -213,48 +273,104 @@ class Stage(Iterator[Any]):
 
     def _fill(self) -> None:
         """Send tasks while there is room and the source has indices."""
-        scheduler = self._scheduler
+        scheduler, ledger = self._scheduler, self._ledger
+        starved = self._hungry = False
         while scheduler.candidate is not None:
+            most = ledger.room()
+            if most == 0:
+                break
             try:
-                index = next(self._source)
+                index = next(self._source) if self._feed is None else self._feed.draw(most)
             except StopIteration:
                 scheduler.source_ended()
-                return
-            except Exception as error:  # kept until what came before it has been handed out
-                self._source_error = error
+                starved = True
+                break
+            except NotReady:
+                starved = self._hungry = True
+                break
+            except Exception as error:
+                if self._feed is not None and not isinstance(error, self._feed.final):
+                    seq, worker = scheduler.assign()  # it comes out in its turn
+                    scheduler.handle(Failed(worker, seq, Failure(error)))
+                    continue
+                self._source_error = error  # kept until what came before it has been handed out
                 scheduler.source_ended()
                 return
             seq, worker = scheduler.assign()
             self._indices[seq] = index
+            ledger.sent(seq, index)
             try:
                 self._crew.send(worker, Task(seq, index))
             except Exception as error:  # an index that can't be pickled
-                scheduler.handle(Failed(worker, seq, Failure(error)))
+                self._take_in(Failed(worker, seq, Failure(error)))
+        if ledger is not UNWATCHED:
+            ledger.idle(scheduler.busy.count(0), starved=starved)
 
     def _wait(self) -> Result:
         """Wait for the next result in turn."""
         scheduler = self._scheduler
         deadline = self._clock() + self._timeout if self._timeout > 0 else None
         while True:
-            result = scheduler.pop()
+            result = self._ready()
             if result is not None:
                 return result
-            if scheduler.drain():
-                self._end_epoch()
-            remaining = None if deadline is None else deadline - self._clock()
-            if remaining is not None and remaining <= 0:
-                raise WorkerTimeout(self._lateness())
-            for event in self._crew.wait(remaining):
-                if not scheduler.handle(event):
-                    self._discard([event])
-                elif isinstance(event, Exhausted):
-                    self._retire(event.worker)
-            if scheduler.fault is not None:
-                self._obituary = self._describe_death()
-                self.close()
-            if self._closing:
-                self.close()
-                self._refuse()
+            remaining = None
+            if deadline is not None and scheduler.sent:
+                remaining = deadline - self._clock()
+                if remaining <= 0:
+                    raise WorkerTimeout(self._lateness())
+            if self._feed is not None and self._hungry:
+                self._feed.when_ready(self._crew.wake)
+            self._listen(remaining)
+            if deadline is not None and not scheduler.sent:
+                deadline = self._clock() + self._timeout  # nobody but the source is late
+
+    def _look(self) -> Result:
+        """The next result in turn, if it is there."""
+        result = self._ready()
+        if result is None:
+            self._listen(0.0)
+            result = self._ready()
+        if result is None:
+            raise NotReady(f"stage {self.spec.stage!r} has no result yet")
+        return result
+
+    def _ready(self) -> Result | None:
+        """The next result in turn, if it has come; ends the epoch if there is none any more."""
+        result = self._scheduler.pop()
+        if result is None and self._scheduler.drain():
+            self._end_epoch()
+        return result
+
+    def _listen(self, timeout: float | None) -> None:
+        """Take in what the workers report, and give them more to do."""
+        scheduler = self._scheduler
+        began = self._clock()
+        events = self._crew.wait(timeout)
+        self._ledger.listening(self._clock() - began)
+        for event in events:
+            if not self._take_in(event):
+                self._discard([event])
+            elif isinstance(event, Exhausted):
+                self._forget_skipped()
+                self._retire(event.worker)
+        if scheduler.fault is not None:
+            self._obituary = self._describe_death()
+            self.close()
+        if self._closing:
+            self.close()
+            self._refuse()
+        if self._interrupted:
+            raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
+        if self._feed is not None:
+            self._fill()
+            self._crew.flush()
+
+    def _take_in(self, event: Event) -> bool:
+        wanted = self._scheduler.handle(event)
+        if wanted and isinstance(event, (Done, Failed)):
+            self._ledger.came(event)
+        return wanted
 
     def _retire(self, worker: int) -> None:
         """The worker's shard has ended: its place in the window goes to the others."""
@@ -274,14 +390,23 @@ class Stage(Iterator[Any]):
         raise StopIteration
 
     def _open(self, result: Result) -> Any:
+        self.last_worker = result.worker
+        passed_on = result.seq not in self._indices  # an error of the feed's: it says where it was
         index = self._indices.pop(result.seq, None)
         if isinstance(result, Done):
+            payload = result.payload
+            if self._sealed and getattr(payload, "count", None) is not None:
+                return payload
             try:
-                return result.payload.open()
+                return payload.open()
             except Exception as error:
                 add_note(error, self._place(result.worker, index, "loading the result of"))
                 raise
-        exception = result.failure.to_exception(self._place(result.worker, index, "fetching"))
+        if passed_on:
+            exception = result.failure.exception
+            del result.failure.exception
+        else:
+            exception = result.failure.to_exception(self._place(result.worker, index, "fetching"))
         del result
         try:
             raise exception
@@ -292,6 +417,21 @@ class Stage(Iterator[Any]):
         for event in events:
             if isinstance(event, Done):
                 event.payload.discard()
+
+    def _forget_skipped(self) -> None:
+        """What a worker was asked for after the end of its shard will not come."""
+        scheduler = self._scheduler
+        for seq in [
+            s for s in self._indices if s not in scheduler.sent and s not in scheduler.done
+        ]:
+            del self._indices[seq]
+            self._ledger.left(seq)
+
+    def _forget(self) -> None:
+        """What was asked for will not be handed out."""
+        for seq in self._indices:
+            self._ledger.left(seq)
+        self._indices.clear()
 
     # -- words -----------------------------------------------------------------------------------
 

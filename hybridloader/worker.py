@@ -8,6 +8,7 @@ process or in the caller, nor how its messages travel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Protocol
 
 from hybridloader.contract import Payload
@@ -114,7 +115,9 @@ class Worker:
             if self._broken is not None:
                 return Failed(self.worker, task.seq, Failure(twin(self._broken)))
             assert self._fetcher is not None
-            return Done(self.worker, task.seq, self._wrap(self._fetcher(task.index)))
+            began = perf_counter()
+            payload = self._wrap(self._fetcher(task.index))
+            return Done(self.worker, task.seq, payload, perf_counter() - began)
         except EndOfShard:
             self._exhausted = True
             return Exhausted(self.worker, task.seq)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridloader.errors import IteratorClosed
+from hybridloader.errors import IteratorClosed, NotReady, WorkerDied
 from hybridloader.relay import Relay
 
 
@@ -149,3 +149,144 @@ def test_a_relay_that_is_let_go_ends_its_thread() -> None:
 def test_depth_must_be_positive() -> None:
     with pytest.raises(ValueError, match="depth"):
         Relay(iter([]), "r", depth=0)
+
+
+class Stumbling(Iterator[int]):
+    """Raises at 2, and goes on behind it."""
+
+    def __init__(self, error: Exception, length: int = 5) -> None:
+        self.error, self.length, self.k = error, length, -1
+
+    def __next__(self) -> int:
+        self.k += 1
+        if self.k == 2:
+            raise self.error
+        if self.k >= self.length:
+            raise StopIteration
+        return self.k
+
+
+def test_it_goes_on_behind_an_error() -> None:
+    relay = Relay(Stumbling(KeyError("two")), "r", depth=9)
+    assert [next(relay), next(relay)] == [0, 1]
+    with pytest.raises(KeyError, match="two"):
+        next(relay)
+    assert list(relay) == [3, 4]
+    relay.close()
+
+
+@pytest.mark.parametrize("error", [WorkerDied("gone"), IteratorClosed("shut")], ids=repr)
+def test_an_error_that_would_be_raised_for_ever_ends_it(error: Exception) -> None:
+    relay = Relay(Stumbling(error, 10**9), "r")
+    assert [next(relay), next(relay)] == [0, 1]
+    with pytest.raises(type(error)):
+        next(relay)
+    with pytest.raises(StopIteration):
+        next(relay)
+    relay.close()
+
+
+def test_whoever_will_not_wait_is_told_that_nothing_is_there() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        gate.wait(30)
+        yield 1
+
+    relay = Relay(source(), "r")
+    with pytest.raises(NotReady, match="'r'"):
+        relay.next_nowait()
+    woken = threading.Event()
+    relay.when_ready(woken.set)
+    assert not woken.is_set()
+    gate.set()
+    assert woken.wait(30)
+    assert relay.next_nowait() == 1
+    woken.clear()
+    relay.when_ready(woken.set)
+    assert woken.wait(30)  # the end wakes as an item does
+    with pytest.raises(StopIteration):
+        relay.next_nowait()
+    relay.close()
+
+
+def test_whoever_asks_to_be_woken_when_something_is_there_is_woken_at_once_and_once() -> None:
+    full = threading.Event()
+
+    def source() -> Iterator[int]:
+        yield 0
+        full.set()
+        yield 1
+
+    relay = Relay(source(), "r")
+    assert full.wait(30)
+    calls: list[int] = []
+    relay.when_ready(lambda: calls.append(1))
+    assert calls == [1]
+    assert next(relay) == 0
+    assert next(relay) == 1
+    with pytest.raises(StopIteration):
+        next(relay)
+    assert calls == [1]
+    relay.close()
+
+
+def test_a_close_wakes_whoever_asked_to_be_woken() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        gate.wait(30)
+        yield 1
+
+    relay = Relay(source(), "r")
+    woken = threading.Event()
+    relay.when_ready(woken.set)
+    relay.shut()
+    assert woken.is_set()
+    with pytest.raises(IteratorClosed):
+        relay.next_nowait()
+    gate.set()
+    relay.close()
+
+
+def test_its_depth_may_be_changed_while_it_runs() -> None:
+    read: list[int] = []
+    third, last = threading.Event(), threading.Event()
+
+    def source() -> Iterator[int]:
+        for k in range(9):
+            read.append(k)
+            if k == 2:
+                third.set()
+            if k == 8:
+                last.set()
+            yield k
+
+    relay = Relay(source(), "r", depth=2)
+    assert third.wait(30)
+    relay.depth = 8
+    assert next(relay) == 0
+    assert last.wait(30)  # with a depth of 2 it would stop at the fourth
+    relay.close()
+
+
+def test_a_relay_that_was_never_started_can_be_closed() -> None:
+    relay = Relay(iter(range(3)), "r", start=False)
+    relay.close()
+    with pytest.raises(IteratorClosed):
+        next(relay)
+
+
+def test_it_tells_what_came_out_and_who_waited() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        gate.wait(30)
+        yield from range(3)
+
+    relay = Relay(source(), "r", depth=9)
+    threading.Timer(0.01, gate.set).start()
+    assert list(relay) == [0, 1, 2]
+    assert (relay.count, relay.waiting, relay.blocked) == (3, 0, 0.0)
+    assert relay.waited > 0
+    relay.close()

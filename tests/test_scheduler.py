@@ -19,6 +19,7 @@ from hybridloader.scheduler import (
     Run,
     Scheduler,
     Work,
+    least_busy,
     round_robin,
     round_robin_with_room,
 )
@@ -161,13 +162,62 @@ def test_without_order_results_come_as_they_arrive() -> None:
     assert popped == [3, 1, 0, 2]
 
 
+def placed(
+    states: list[Work], load: list[int], last: int, busy: list[int] | None = None
+) -> Scheduler:
+    """A scheduler with a window of 4 in the middle of a run."""
+    scheduler = Scheduler(len(states), 4)
+    scheduler.workers, scheduler.load, scheduler.last = states, load, last
+    scheduler.busy = load if busy is None else busy
+    return scheduler
+
+
 def test_without_order_a_worker_gets_no_more_than_its_share() -> None:
     states = [Work.READY, Work.READY]
-    assert round_robin_with_room(1, states, [2, 1], 4) == 1
-    assert round_robin_with_room(1, states, [2, 2], 4) is None
-    assert round_robin(1, states, [2, 2], 4) == 0
-    assert round_robin(0, [Work.READY, Work.EXHAUSTED], [0, 0], 4) == 0
-    assert round_robin(0, [Work.GONE, Work.EXHAUSTED], [0, 0], 4) is None
+    assert round_robin_with_room(placed(states, [2, 1], 1)) == 1
+    assert round_robin_with_room(placed(states, [2, 2], 1)) is None
+    assert round_robin(placed(states, [2, 2], 1)) == 0
+    assert round_robin(placed([Work.READY, Work.EXHAUSTED], [0, 0], 0)) == 0
+    assert round_robin(placed([Work.GONE, Work.EXHAUSTED], [0, 0], 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("busy", "last", "worker"),
+    [
+        ([0, 0, 0], 2, 0),  # in the circle while all are free
+        ([0, 0, 0], 0, 1),
+        ([1, 1, 0], 2, 2),  # a free one before one that has something to do
+        ([1, 2, 1], 0, 2),
+        ([2, 1, 2], 1, 1),
+        ([2, 2, 2], 0, None),  # what more there is must not wait behind a slow task
+    ],
+)
+def test_a_free_worker_takes_the_next_task(busy: list[int], last: int, worker: int | None) -> None:
+    held = [5, 0, 9]  # what is done and not yet popped does not count
+    assert least_busy(placed([Work.READY] * 3, held, last, busy)) == worker
+
+
+def test_a_free_worker_that_is_not_active_gets_nothing() -> None:
+    states = [Work.GONE, Work.STARTING, Work.EXHAUSTED]
+    assert least_busy(placed(states, [0, 0, 0], 2, [0, 1, 0])) == 1
+    assert least_busy(placed(states, [0, 2, 0], 2)) is None
+
+
+def test_one_slow_task_leaves_the_rest_of_the_window_to_the_others() -> None:
+    scheduler = Scheduler(2, 8, dispatch=least_busy)
+    scheduler.begin()
+    given = [scheduler.assign() for _ in range(4)]
+    assert [worker for _, worker in given] == [0, 1, 0, 1]
+    slow, mine = 0, [1, 3]
+    while mine:  # worker 1 goes on for as long as the window has room
+        scheduler.handle(done(1, mine.pop(0)))
+        if scheduler.candidate is not None:
+            seq, worker = scheduler.assign()
+            assert worker == 1
+            mine.append(seq)
+    assert scheduler.pop() is None
+    assert sorted(scheduler.sent) == [slow, 2]
+    assert sorted(scheduler.done) == [1, 3, 4, 5, 6, 7]
 
 
 def test_a_worker_that_exits_unasked_is_a_fault_that_names_what_it_held() -> None:
@@ -194,7 +244,8 @@ def test_every_sequence_number_comes_out_exactly_once(
     data: st.DataObject, workers: int, window: int, ordered: bool
 ) -> None:
     """Any order of completion, failures, ends of shards, epochs and a close, in any mixture."""
-    dispatch = round_robin if ordered else round_robin_with_room
+    rules = [least_busy, round_robin if ordered else round_robin_with_room]
+    dispatch = data.draw(st.sampled_from(rules))
     scheduler = Scheduler(workers, window, ordered=ordered, dispatch=dispatch)
     for worker in range(workers):
         scheduler.handle(Ready(worker))
@@ -251,7 +302,10 @@ def test_every_sequence_number_comes_out_exactly_once(
                 popped.append(result.seq)
         assert len(scheduler.sent) + len(scheduler.done) <= window
         assert not scheduler.sent.keys() & scheduler.done.keys()
-        assert scheduler._load == [
+        assert scheduler.busy == [
+            sum(w == worker for w in scheduler.sent.values()) for worker in range(workers)
+        ]
+        assert scheduler.load == [
             sum(w == worker for w in scheduler.sent.values())
             + sum(r.worker == worker for r in scheduler.done.values())
             for worker in range(workers)
