@@ -7,8 +7,11 @@ two samples when its iterator is closed, and because a worker that needs no torc
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from hybridloader.gather import Odd, gatherer
@@ -65,12 +68,16 @@ class MapFetch:
         Whether an index is a list of indices that make one batch, or the key of one sample.
     private
         Whether every worker needs a copy of the dataset even where memory is shared.
+    threads
+        Threads, the worker's own among them, that fetch the samples of one batch; see `Fanout`. No
+        matter where the dataset makes a batch in one go.
     """
 
     dataset: Any
     collate_fn: Callable[[Any], Any]
     batched: bool
     private: bool = False
+    threads: int = 1
 
     def with_dataset(self, dataset: Any) -> MapFetch:
         return replace(self, dataset=dataset)
@@ -78,6 +85,7 @@ class MapFetch:
     def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
         dataset, collate_fn = self.dataset, self.collate_fn
         gather = gatherer(dataset, collate_fn) if self.batched else None
+        fetch_all = self._spread(cancelled) if self.batched and self.threads > 1 else None
 
         def fetch_batch(indices: Any) -> Any:
             if gather is not None:
@@ -85,6 +93,8 @@ class MapFetch:
                     return gather(indices)
                 except Odd:
                     pass
+            if fetch_all is not None and one_by_one(dataset):
+                return collate_fn(fetch_all(indices))
             many = getattr(dataset, "__getitems__", None)
             if many:
                 return collate_fn(many(indices))
@@ -99,6 +109,39 @@ class MapFetch:
             return collate_fn(dataset[index])
 
         return fetch_batch if self.batched else fetch_sample
+
+    def _spread(self, cancelled: Flag) -> Callable[[Any], list[Any]]:
+        """What fetches the samples of a batch on several threads."""
+        from hybridloader.fanout import fanout_of_this_thread
+
+        fanout = fanout_of_this_thread(self.threads)
+        fetch_one = partial(operator.getitem, self.dataset)
+        return lambda indices: fanout.map(fetch_one, indices, cancelled, "sample")
+
+    @property
+    def idle_threads(self) -> bool:
+        """Whether it has several threads and no use for them: the dataset makes batches by itself."""
+        return self.threads > 1 and self.batched and not one_by_one(self.dataset)
+
+
+def one_by_one(dataset: Any) -> bool:
+    """Whether a batch of `dataset` is nothing but ``[dataset[i] for i in indices]``.
+
+    torch's `Subset` and `StackDataset` have a `__getitems__` that is just this if those below have none.
+    """
+    if not getattr(dataset, "__getitems__", None):
+        return True
+    if "torch" not in sys.modules:
+        return False
+    from torch.utils.data import StackDataset, Subset
+
+    kind = type(dataset)
+    if kind is Subset:
+        return one_by_one(dataset.dataset)
+    if kind is StackDataset:
+        parts = dataset.datasets
+        return all(map(one_by_one, parts.values() if isinstance(parts, dict) else parts))
+    return False
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,9 @@ def test_a_contradiction_made_after_the_constructor_is_found_by_the_iterator() -
         ({"num_workers": 0, "persistent_workers": True}, "persistent_workers"),
         ({"num_workers": 1, "batch_size": -1}, "batch_size"),
         ({"num_workers": 1, "batch_size": 0}, "batch_size"),
+        ({"num_workers": 1, "threads_per_worker": 0}, "threads_per_worker.*at least 1.*got 0"),
+        ({"num_workers": 0, "threads_per_worker": -4}, "threads_per_worker.*at least 1.*got -4"),
+        ({"num_workers": 1, "threads_per_worker": 2, "batch_size": None}, "batch_size=None"),
     ],
 )
 def test_numbers_out_of_range_are_refused(
@@ -233,6 +236,17 @@ def test_numbers_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=word):
         DataLoader(Numbers(), backend=backend, **options)
+
+
+@pytest.mark.parametrize("wrong", [True, False, 2.0, "2", None, [2]])
+def test_a_number_of_threads_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="threads_per_worker must be an int") as caught:
+        DataLoader(Numbers(), threads_per_worker=wrong)
+    assert repr(wrong) in str(caught.value)
+    loader = DataLoader(Numbers())
+    loader.threads_per_worker = wrong
+    with pytest.raises(TypeError, match="threads_per_worker"):
+        iter(loader)
 
 
 # -- torch's own checks --------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_r02_the_signature_is_torchs_with_ours_keyword_only_at_the_end() -> None
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
     for name in list(ours)[len(theirs) :]:
         assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert ours[name].default is None
+        assert ours[name].default is {"backend": None, "threads_per_worker": 1}[name]
 
 
 CONFIGURATIONS: list[dict[str, Any]] = [
@@ -158,6 +158,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"num_workers": 2, "prefetch_factor": 1, "in_order": False, "timeout": 60, "backend": "inline"},
     {"num_workers": 1, "multiprocessing_context": "fork", "worker_init_fn": do_nothing},
     {"sampler": [3, 1], "generator": torch.Generator(), "collate_fn": keep},
+    {"batch_size": 2, "num_workers": 1, "backend": "threads", "threads_per_worker": 3},
 ]
 
 configurations = pytest.mark.parametrize(
@@ -196,6 +197,11 @@ def test_r04_our_arguments_are_stored_under_their_names_as_passed(backend: Any) 
     assert extra <= set(vars(loader))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 1000])
+def test_r04_threads_per_worker_is_stored_under_its_name_as_passed(threads: int) -> None:
+    assert vars(DataLoader(Numbers(), threads_per_worker=threads))["threads_per_worker"] is threads
+
+
 def lightning_arguments(loader: Any, sampler: Any) -> dict[str, Any]:
     """How Lightning finds the arguments to re-create a loader with another sampler."""
     attributes = public(loader)
@@ -223,6 +229,8 @@ def lightning_arguments(loader: Any, sampler: Any) -> dict[str, Any]:
         {"batch_size": 2, "num_workers": 2, "backend": "threads", "persistent_workers": True},
         {"batch_size": 2, "num_workers": 1, "multiprocessing_context": "fork"},
         {"batch_size": 2, "num_workers": 1, "multiprocessing_context": "fork", "backend": "fork"},
+        {"batch_size": 2, "num_workers": 1, "backend": "threads", "threads_per_worker": 2},
+        {"batch_size": 2, "threads_per_worker": 300},
     ],
     ids="+".join,
 )
@@ -233,6 +241,7 @@ def test_r04_lightning_recreates_the_loader_with_a_distributed_sampler(
     sampler = DistributedSampler(Numbers(), num_replicas=2, rank=1, shuffle=False)
     clone = type(loader)(**lightning_arguments(loader, sampler))
     assert clone.backend == options.get("backend")
+    assert clone.threads_per_worker == options.get("threads_per_worker", 1)
     assert clone.multiprocessing_context is loader.multiprocessing_context
     assert clone.sampler is sampler
     assert flat(clone) == [1, 3, 5, 7]
@@ -252,11 +261,12 @@ def test_r04_lightning_wraps_the_constructor_and_replays_its_arguments(
 
     for kind in (TorchLoader, DataLoader):
         monkeypatch.setattr(kind, "__init__", wrapped(kind.__init__))
-    loader = DataLoader(Numbers(), 4, num_workers=1, backend="threads")
+    loader = DataLoader(Numbers(), 4, num_workers=1, backend="threads", threads_per_worker=2)
     saved = vars(loader)
     assert saved["__pl_saved_args"] == (loader.dataset, 4)
     clone = type(loader)(*saved["__pl_saved_args"], **saved["__pl_saved_kwargs"])
     assert clone.backend == "threads"
+    assert clone.threads_per_worker == 2
     assert flat(clone) == list(range(8))
 
 
