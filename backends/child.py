@@ -16,6 +16,7 @@ from typing import Any
 
 from hybridloader import arena
 from hybridloader.backends.letters import (
+    Unreadable,
     decode_message,
     encode_done,
     encode_exhausted,
@@ -23,6 +24,7 @@ from hybridloader.backends.letters import (
     encode_ready,
 )
 from hybridloader.collate import set_slots, teach_torch
+from hybridloader.errors import Failure
 from hybridloader.fetch import Flag
 from hybridloader.late import when_imported
 from hybridloader.messages import Done, Event, Exhausted, Failed, Message, WorkerSpec
@@ -44,8 +46,9 @@ _POLL = 0.5
 class _Result:
     """A packed result: the payload on its way to the stream."""
 
-    def __init__(self, packed: Packed) -> None:
-        self.packed = packed
+    def __init__(self, value: Any) -> None:
+        self.packed: Packed = pack(value)
+        self.count = len(value) if type(value) is list else None
 
     def open(self) -> Any:
         return unpack(*self.packed)
@@ -72,8 +75,8 @@ def main(
     parent
         Process id of the parent.
     slots
-        Bytes that this worker's slots may take, and how their names begin if they have any; None
-        for no slots.
+        Bytes that the slots of this worker may take, both ways, and how the names of its own begin if
+        they have any; None for no slots.
     strays
         Descriptors that the fork has copied and that belong to the parent alone.
     """
@@ -86,7 +89,7 @@ def main(
     channel = channel_class(connection)
     life = _Life(channel, parent)
     writer = None if slots is None else arena.Writer(*slots)
-    desk = _Desk(channel, writer)
+    desk = _Desk(number, channel, writer, 0 if slots is None else slots[0])
     fresh = spec is None
     try:
         one_thread_in_this_process(fresh)
@@ -97,7 +100,7 @@ def main(
             frame = channel.get()
             spec = receive(frame.parts, frame.fds)
             del frame
-        worker = Worker(number, spec, ProcessSeeds(), lambda value: _Result(pack(value)), life.flag)
+        worker = Worker(number, spec, ProcessSeeds(), _Result, life.flag)
         set_process_info(worker.info)
         run(worker, desk, desk.report)
         desk.finish()
@@ -138,34 +141,80 @@ def _reset_signals() -> None:
 
 
 class _Desk:
-    """The worker's messages in, events out, over one channel."""
+    """The worker's messages in, events out, over one channel.
 
-    def __init__(self, channel: Any, slots: arena.Writer | None) -> None:
+    Parameters
+    ----------
+    worker
+        Its number.
+    results
+        The worker's own slots, if it has any.
+    share
+        Bytes that all slots of this worker may take, both ways.
+    """
+
+    def __init__(self, worker: int, channel: Any, results: arena.Writer | None, share: int) -> None:
+        self._worker = worker
         self._channel = channel
-        self._slots = slots
+        self._results = results
+        self._share = share
+        self._tasks = arena.Reader(arena.both_ways(share)[1])
+        self._one_way = True
+        self._told = False
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
         self._unwritten = 0
         self._counting = threading.Lock()
         self._writer: threading.Thread | None = None
 
     def get(self) -> Message:
-        message, returned = decode_message(self._channel.get().parts)
-        if self._slots is not None and returned:
-            self._slots.release(returned)
-        return message
+        while True:
+            frame = self._channel.get()
+            try:
+                message, returned = decode_message(frame.parts, self._tasks, frame.fds)
+            except Unreadable as lost:
+                self._release(lost.returned)
+                self.report(Failed(self._worker, lost.seq, Failure(lost.error)))
+                continue
+            self._release(returned)
+            return message
 
     def report(self, event: Event) -> None:
         fds: Sequence[int] = ()
+        returned = self._tasks.returned()
         if isinstance(event, Done):
             assert isinstance(event.payload, _Result)
-            parts, fds = encode_done(event.seq, event.payload.packed, self._slots)
+            parts, fds = encode_done(
+                event.seq,
+                event.payload.packed,
+                self._results,
+                count=event.payload.count,
+                seconds=event.seconds,
+                returned=returned,
+                refusal=self._complaint(),
+            )
         elif isinstance(event, Failed):
-            parts = encode_failed(event)
+            parts = encode_failed(event, returned)
         elif isinstance(event, Exhausted):
-            parts = encode_exhausted(event.seq)
+            parts = encode_exhausted(event.seq, returned)
         else:
             parts = encode_ready()
         self._write(parts, fds)
+
+    def _release(self, returned: list[int]) -> None:
+        """The parent is done with these results."""
+        if self._results is not None:
+            if returned:
+                self._results.release(returned)
+            if self._one_way and self._tasks.highest >= 0:
+                self._one_way = False  # from now on both ways share
+                self._results.lower(arena.both_ways(self._share)[0])
+
+    def _complaint(self) -> str | None:
+        """What the parent shall warn of: that tasks are copied, because too many are kept."""
+        if self._tasks.overflow is None or self._told:
+            return None
+        self._told = True
+        return f"in worker {self._worker}, {self._tasks.overflow}"
 
     def finish(self) -> None:
         """Wait until all is written."""

@@ -101,9 +101,12 @@ class PortablePost:
             parent_ends.discard(line.fileno())
             line.close()
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         for worker in list(self._lines):
             self.drop(worker)
+
+    def close(self) -> None:
+        self.hang_up()
 
     def join(self) -> None:
         for thread in self._threads:

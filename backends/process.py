@@ -16,11 +16,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hybridloader import arena, segments
+from hybridloader import segments
+from hybridloader.backends import descriptors
 from hybridloader.backends.child import main
 from hybridloader.backends.frames import Frame
-from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event, encode_message
+from hybridloader.backends.lane import Lane
+from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event
 from hybridloader.backends.portable import PortableChannel, PortablePost
+from hybridloader.backends.sealed import Sealed
 from hybridloader.backends.sockets import SocketChannel, SocketPost, parent_ends
 from hybridloader.contract import Crew, WorkerHandle
 from hybridloader.errors import BackendUnavailable
@@ -34,13 +37,16 @@ from hybridloader.messages import (
     Message,
     Ready,
     Stop,
+    Task,
     WorkerSpec,
 )
-from hybridloader.packing import unpack
 from hybridloader.shipping import Shipment, ship
 
 _GRACE = 1.0
 """Seconds that a worker gets to finish its sample before it is terminated, then killed."""
+
+_LEAST = 0.1
+"""Seconds that it gets in any case to act on being terminated, however long ago it was told to leave."""
 
 
 def check_children_allowed(name: str) -> None:
@@ -105,33 +111,6 @@ def _interrupts_held_back(forks: bool) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Payload:
-    """A batch that came from a process: loaded when its turn comes."""
-
-    __slots__ = ("_buffers", "_header", "_parcel", "_slots")
-
-    def __init__(
-        self,
-        header: memoryview,
-        buffers: list[memoryview],
-        slots: arena.Reader,
-        parcel: arena.Parcel | None,
-    ) -> None:
-        self._header, self._buffers, self._slots, self._parcel = header, buffers, slots, parcel
-
-    def open(self) -> Any:
-        header, buffers = self._header, self._buffers
-        if self._parcel is not None:
-            buffers = self._slots.buffers(self._parcel, buffers)
-            if not header:  # it was so large that it has a slot too
-                header = buffers.pop()
-        return unpack(header, buffers)
-
-    def discard(self) -> None:
-        if self._parcel is not None:
-            self._slots.give_back(self._parcel)
-
-
 class _Handle:
     """A worker process; also what tells how it ended."""
 
@@ -182,6 +161,11 @@ class _Handle:
         return f"exited with code {code}"
 
 
+def _join(handles: Sequence[_Handle], deadline: float) -> None:
+    for handle in handles:
+        handle.join(max(0.0, deadline - time.monotonic()))
+
+
 class ProcessCrew(Crew):
     """Workers of one stage, each in a process.
 
@@ -204,11 +188,12 @@ class ProcessCrew(Crew):
         self._post: Any = SocketPost() if sockets else PortablePost()
         # All the mutable state:
         self._handles: list[_Handle] = []
-        self._slots: list[arena.Reader] = []
+        self._lanes: list[Lane] = []
         self._gone: set[int] = set()
         self._asked: set[int] = set()
         self._shipment: Shipment | None = None
         self._ready = 0
+        self._left: float | None = None  # when the workers were told to leave
         self._warned = False
         self._overflow: str | None = None
         _crews.add(self)
@@ -217,10 +202,7 @@ class ProcessCrew(Crew):
         if not self._forks and self._shipment is None:
             self._shipment = ship(spec, "the loader", share=self._sockets)
         share = max(1, self._limit // max(1, spec.workers))
-        names = None
-        if self._kind == "named":  # short: macOS allows 31 characters
-            names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
-        slots = None if self._kind == "stream" else (share, names)
+        lane = Lane(share, self._kind, forks=self._forks)
         ours, theirs = self._context.Pipe(duplex=True)
         self._post.connect(worker, ours)
         channel = SocketChannel if self._sockets else PortableChannel
@@ -232,8 +214,8 @@ class ProcessCrew(Crew):
                 theirs,
                 spec if self._forks else None,
                 os.getpid(),
-                slots,
-                tuple(parent_ends) if self._forks else (),
+                lane.slots,
+                (*parent_ends, *descriptors.kept) if self._forks else (),
             ),
             name=f"hybridloader-{spec.stage}-{worker}",
             daemon=True,
@@ -244,17 +226,25 @@ class ProcessCrew(Crew):
                 self._handles.append(_Handle(process))
         finally:
             theirs.close()
-        self._slots.append(arena.Reader(share // 2, names))
+        self._lanes.append(lane)
         self._post.watch(worker, process)
         if self._shipment is not None:
-            self._post.send(worker, self._shipment.parts, self._shipment.fds)
+            fds = [os.dup(fd) for fd in self._shipment.fds]
+            self._post.send(worker, self._shipment.parts, fds)
 
     def send(self, worker: int, message: Message) -> None:
-        if worker in self._gone:
+        lane = self._lanes[worker]
+        if worker in self._gone or self._left is not None:
+            if isinstance(message, Task) and isinstance(message.index, Sealed):
+                lane.hold(message.seq, message.index)  # it may be sent again, to another
+                if self._left is not None:
+                    lane.answered(message.seq)
             return
         if isinstance(message, Stop):
             self._asked.add(worker)
-        self._post.send(worker, encode_message(message, self._slots[worker].returned()))
+        self._post.send(worker, *lane.encode(message))
+        if lane.refusal is not None:
+            self._overflow, lane.refusal = self._overflow or lane.refusal, None
 
     def flush(self) -> None:
         self._post.flush()
@@ -268,9 +258,10 @@ class ProcessCrew(Crew):
                 events.append(self._decode(worker, frame))
             elif worker not in self._gone:
                 self._gone.add(worker)
-                handle = self._handles[worker]
                 clean = worker in self._asked
-                events.append(Exited(worker, None if clean else handle.cause()))
+                cause = None if clean else self._handles[worker].cause()
+                self._lanes[worker].worker_gone()
+                events.append(Exited(worker, cause))
         return events
 
     def wake(self) -> None:
@@ -279,22 +270,27 @@ class ProcessCrew(Crew):
     def kill(self, worker: int) -> None:
         self._handles[worker].kill()
 
+    def leave(self) -> None:
+        self._post.hang_up()
+        if self._left is None:
+            self._left = time.monotonic()
+
     def close(self) -> None:
+        self.leave()
         self._post.close()
-        deadline = time.monotonic() + _GRACE
-        for handle in self._handles:
-            handle.join(max(0.0, deadline - time.monotonic()))
+        assert self._left is not None
+        deadline = self._left + _GRACE
+        _join(self._handles, deadline)
         for end in (_Handle.terminate, _Handle.kill):
-            left = [handle for handle in self._handles if handle.is_alive()]
-            for handle in left:
+            alive = [handle for handle in self._handles if handle.is_alive()]
+            for handle in alive:
                 end(handle)
-            deadline = time.monotonic() + _GRACE / 2
-            for handle in left:
-                handle.join(max(0.0, deadline - time.monotonic()))
+            deadline += _GRACE / 2
+            _join(alive, max(deadline, time.monotonic() + _LEAST))
         if isinstance(self._post, PortablePost):
             self._post.join()
-        for slots in self._slots:
-            slots.sweep()
+        for lane in self._lanes:
+            lane.close()
         if self._shipment is not None:
             self._shipment.close()
         self._gone.update(range(len(self._handles)))
@@ -309,16 +305,24 @@ class ProcessCrew(Crew):
         self._handles = []
 
     def _decode(self, worker: int, frame: Frame) -> Event:
-        kind, seq, parcel, rest = decode_event(frame.parts[0])
+        kind, seq, parcel, rest, count, seconds, returned = decode_event(frame.parts[0])
+        lane = self._lanes[worker]
+        if returned:
+            lane.take_back(returned)
         if kind == DONE:
-            slots = self._slots[worker]
+            if lane.sent_on:
+                lane.answered(seq)
+            slots = lane.results
             if parcel is not None:
                 slots.learn(parcel, frame.fds)
                 self._overflow = self._overflow or parcel.refusal or slots.overflow
-            return Done(worker, seq, _Payload(rest, frame.parts[1:], slots, parcel))
+            sealed = Sealed(rest, frame.parts[1:], slots, parcel, count, self._forks)
+            return Done(worker, seq, sealed, seconds)
         if kind == FAILED:
+            lane.answered(seq)
             return Failed(worker, seq, pickle.loads(rest))
         if kind == EXHAUSTED:
+            lane.all_answered()
             return Exhausted(worker, seq)
         self._ready += 1
         if self._ready == len(self._handles) and self._shipment is not None:

@@ -13,6 +13,7 @@ import errno
 import os
 import select
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -81,7 +82,8 @@ class _Line:
         self.sock = sock
         self.decoder = Decoder()
         self.pending: list[Buffer] = []  # to be written at the next flush
-        self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()  # did not fit
+        # What did not fit yet, with descriptors that are to be closed once they are sent.
+        self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()
 
     def write_pending(self) -> bool:
         """Write `pending`; whether all of it went. Afterwards it is empty either way."""
@@ -109,13 +111,20 @@ class _Line:
                 send_some(self.sock, pieces, fds)
             except BlockingIOError:
                 return False
-            except OSError:  # the worker is gone; its sentinel tells
-                self.unsent.clear()
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:  # as many descriptors under way as may be
+                    return False
+                self.drop_unsent()  # the worker is gone; its sentinel tells
                 return True
+            _close_all(fds)
             self.unsent[0] = (pieces, ())
             if not pieces:
                 self.unsent.popleft()
         return True
+
+    def drop_unsent(self) -> None:
+        while self.unsent:
+            _close_all(self.unsent.popleft()[1])
 
     def read(self) -> tuple[list[Frame], bool]:
         """What has arrived, and whether that was the end."""
@@ -129,6 +138,11 @@ class _Line:
             return frames, False
         except (EOFError, OSError):
             return frames, True
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class SocketPost:
@@ -146,6 +160,9 @@ class SocketPost:
         self._poll.register(self._alarm_r, select.POLLIN)
         self._dirty: list[int] = []
         self._open = True
+        # Whoever wakes a crew that is closed must not write to whatever has its descriptor now.
+        # Reentrant, because `wake` may be called by a finalizer, at any point of another `wake`.
+        self._alarm = threading.RLock()
 
     def connect(self, worker: int, connection: Any) -> None:
         """Take over the parent's end, before the worker is started."""
@@ -169,8 +186,10 @@ class SocketPost:
         self._poll.register(fd, select.POLLIN)
 
     def send(self, worker: int, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        """Queue a frame. Takes over `fds`, and closes them."""
         line = self._lines.get(worker)
         if line is None:
+            _close_all(fds)
             return
         if not fds:
             if not line.pending:
@@ -225,10 +244,12 @@ class SocketPost:
         return found
 
     def wake(self) -> None:
-        try:
-            os.write(self._alarm_w, b"!")
-        except OSError:  # full, which wakes as well; or closed
-            pass
+        with self._alarm:
+            if self._open:
+                try:
+                    os.write(self._alarm_w, b"!")
+                except BlockingIOError:  # full, which wakes as well
+                    pass
 
     def drop(self, worker: int) -> None:
         """Hang up: the worker sees the end of its input, and its writes fail."""
@@ -237,22 +258,26 @@ class SocketPost:
             return
         self._forget(line.sock.fileno())
         line.sock.close()
-        for fd in line.decoder.fds:
-            os.close(fd)
+        line.drop_unsent()
+        _close_all(line.decoder.fds)
         fd, ours = self._sentinels.pop(worker, (-1, False))
         if fd >= 0:
             self._forget(fd)
             if ours:
                 os.close(fd)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Drop all workers; they leave."""
         for worker in list(self._lines):
             self.drop(worker)
-        if self._open:
-            self._open = False
-            for fd in (self._alarm_r, self._alarm_w):
-                parent_ends.discard(fd)
-                os.close(fd)
+
+    def close(self) -> None:
+        self.hang_up()
+        with self._alarm:
+            if self._open:
+                self._open = False
+                parent_ends.difference_update((self._alarm_r, self._alarm_w))
+                _close_all((self._alarm_r, self._alarm_w))
 
     def _forget(self, fd: int) -> None:
         self._poll.unregister(fd)

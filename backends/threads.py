@@ -141,6 +141,7 @@ class _ThreadCrew(Crew):
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None wakes
         self._threads: list[_Thread] = []
         self._patience = _PATIENCE
+        self._left: float | None = None  # when the threads were told to leave
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         thread = _Thread(worker, spec, self._events, self._slots, self._copy_dataset)
@@ -176,11 +177,17 @@ class _ThreadCrew(Crew):
     def kill(self, worker: int) -> None:
         self._threads[worker].terminate()
 
-    def close(self) -> None:
+    def leave(self) -> None:
         for thread in self._threads:
             thread.terminate()
+        if self._left is None:
+            self._left = time.monotonic()
+
+    def close(self) -> None:
+        self.leave()
+        assert self._left is not None
         # Only the first close waits: who is stuck then will be stuck again at exit.
-        deadline, self._patience = time.monotonic() + self._patience, 0.0
+        deadline, self._patience = self._left + self._patience, 0.0
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

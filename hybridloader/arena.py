@@ -1,17 +1,20 @@
-"""Slots between two processes: a worker fills its own, the parent maps them as it hears of them.
+"""Slots between two processes: the writer fills its own, the reader maps them as it hears of them.
 
 What a batch brings into slots travels as a `Parcel`, which tells numbers and places; the memory itself
-never moves. The parent returns a number when the last array over that slot has died there. Nothing
-here waits: a buffer without a slot goes through the stream, and a parent that holds too much
-copies out.
+never moves. The reader returns a number when the last array over that slot has died there. Nothing
+here waits: a buffer without a slot goes through the stream, and a reader that holds too much copies
+out. Results go from a worker to its parent, large tasks the other way. What else a third process needs
+in order to map a slot is in `Seen`; who tells it is no matter of this module.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from hybridloader import segments
 from hybridloader.segments import Mapping, Ticket
@@ -20,9 +23,14 @@ from hybridloader.slots import IDLE, OWN, Made, Pool, Slot
 ALIGN = 64
 """Bytes at which every buffer in a slot begins: a cache line, and what AVX-512 loads like best."""
 
-_MOST_NEW = 48
+MOST_NEW = 48
 """Slots that one batch may announce: their descriptors go in one message, and 253 is the kernel's
 limit (SCM_MAX_FD)."""
+
+
+def both_ways(share: int) -> tuple[int, int]:
+    """What slots may take where they go both ways, each way; and what each reader may hold of it."""
+    return max(1, share // 2), share // 4
 
 
 class Span(NamedTuple):
@@ -55,7 +63,7 @@ class Parcel(NamedTuple):
 
 
 class Writer:
-    """A worker's own slots, which the parent maps as it hears of them.
+    """Slots that this process fills, and that the reader maps as it hears of them.
 
     Parameters
     ----------
@@ -69,6 +77,7 @@ class Writer:
         def make(size: int, number: int) -> Made:
             return segments.make(size, None if names is None else f"{names}{number}")
 
+        self._names = names
         self._pool = Pool(make, limit)
         self.empty = self._pool.empty
 
@@ -85,7 +94,7 @@ class Writer:
         where = [self._find(buffer) for buffer in buffers]
         missing = [i for i, span in enumerate(where) if span is None]
         alone = [i for i in missing if buffers[i].nbytes >= OWN]
-        if len(alone) > _MOST_NEW // 2:
+        if len(alone) > MOST_NEW // 2:
             alone = []
         for i in alone:
             self._copy(buffers, [i], where)
@@ -99,8 +108,18 @@ class Writer:
             if slot is not None:
                 self._pool.drop(slot)
 
+    def lower(self, limit: int) -> None:
+        """Make do with `limit` bytes; what is in use above that goes as it becomes free."""
+        self._pool.lower(limit)
+
     def close(self) -> None:
         self._pool.close()
+
+    def sweep(self) -> None:
+        """Take the names off what a reader, which is gone, has been told of and never opened."""
+        if self._names is not None:
+            for number in range(self._pool.made):
+                segments.unlink(f"{self._names}{number}")
 
     def _find(self, buffer: memoryview) -> Span | None:
         """Where `buffer` lies, if that is in a slot."""
@@ -138,7 +157,7 @@ class Writer:
                 continue
             slot = self._pool.slots[span.slot]
             if slot.ticket is not None:
-                if len(tickets) == _MOST_NEW:
+                if len(tickets) == MOST_NEW:
                     where[i] = None
                     self._pool.give_up(slot)
                     continue
@@ -155,8 +174,76 @@ class Writer:
         return Parcel(tuple(where), tuple(tickets), retired, refusal), fds
 
 
+class Keeper(Protocol):
+    """A descriptor that is kept, for processes that may have to map its slot later."""
+
+    def close(self) -> None: ...
+
+    def duplicate(self) -> int | None:
+        """Another descriptor of the same slot, for the caller; None if there is none any more."""
+
+
+class Knower(Protocol):
+    """Whoever has told a third process of a slot."""
+
+    def forget(self, alias: int) -> None:
+        """The slot is no more. Called from any thread."""
+
+
+_aliases = itertools.count(-1, -1)
+
+
+class Seen:
+    """A slot as its reader sees it.
+
+    Attributes
+    ----------
+    mapping
+        Its memory, or why it could not be mapped.
+    alias
+        Its number for processes other than reader and writer: below 0, and no other slot of this process
+        has it.
+    kept
+        Its descriptor, if it was kept.
+    knowers
+        Who has told others of it.
+    """
+
+    __slots__ = ("alias", "kept", "knowers", "mapping")
+
+    def __init__(self, mapping: Mapping | OSError, kept: Keeper | None) -> None:
+        self.mapping, self.kept = mapping, kept
+        self.alias = next(_aliases)
+        self.knowers: set[Knower] = set()
+
+    def mapped(self) -> Mapping:
+        if isinstance(self.mapping, OSError):
+            raise MemoryError(f"a slot of shared memory can't be mapped here: {self.mapping}")
+        return self.mapping
+
+    def view(self, start: int, size: int) -> memoryview:
+        """A part of it. Whoever looks must hold the slot some other way."""
+        mapping = self.mapped()
+        holder = mapping.view(start, size)
+        weakref.finalize(holder, id, mapping).atexit = False  # mapped for as long as the view lives
+        return memoryview(holder).cast("B")
+
+    def unkeep(self) -> None:
+        """Let go of the descriptor."""
+        if self.kept is not None:
+            self.kept.close()
+            self.kept = None
+
+    def end(self) -> None:
+        """It is gone, or nobody will send it any more."""
+        self.unkeep()
+        for knower in list(self.knowers):
+            knower.forget(self.alias)
+        self.knowers.clear()
+
+
 class Reader:
-    """The parent's view of one worker's slots.
+    """One process's view of the slots of another.
 
     Parameters
     ----------
@@ -165,42 +252,75 @@ class Reader:
         the writer's limit, so that the writer always finds a free one.
     names
         As the writer's.
+    keep
+        Takes over the descriptor of a new slot, or declines. It is let go again when the first batch
+        over that slot is opened, unless `forwards` was set.
+
+    Attributes
+    ----------
+    overflow
+        Why the last batch was copied out; None as long as none was.
+    forwards
+        Whether batches are sent on to other processes, so that these will need descriptors.
+    highest
+        The highest number of a slot of the writer's; -1 if there was none.
     """
 
-    def __init__(self, limit: int, names: str | None = None) -> None:
-        self._limit = limit
+    def __init__(
+        self,
+        limit: int,
+        names: str | None = None,
+        keep: Callable[[int], Keeper | None] | None = None,
+    ) -> None:
+        self.limit = limit
         self._names = names
-        self._highest = -1
-        self._mappings: dict[int, Mapping | OSError] = {}
+        self._keep = keep
+        # All the mutable state:
+        self.seen: dict[int, Seen] = {}
+        self.overflow: str | None = None
+        self.forwards = False
+        self.highest = -1
         self._lent = 0
         self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
         self._free: list[int] = []  # returned, and not yet told
-        self.overflow: str | None = None
-        """Why the last batch was copied out; None as long as none was."""
 
     def learn(self, parcel: Parcel, fds: list[int]) -> None:
         """Map what is new in `parcel`, forget what is gone. Takes over `fds`."""
         for number in parcel.retired:
-            self._mappings.pop(number, None)
+            gone = self.seen.pop(number, None)
+            if gone is not None:
+                gone.end()
         for number, ticket in parcel.tickets:
-            self._highest = max(self._highest, number)
-            fd = fds.pop(0) if ticket.name is None else None
-            try:
-                self._mappings[number] = segments.open_ticket(ticket, fd)
-            except OSError as error:  # told when the batch is opened, and with that batch alone
-                self._mappings[number] = error
+            self.highest = max(self.highest, number)
+            self.seen[number] = self._map(ticket, fds)
+
+    def _map(self, ticket: Ticket, fds: list[int]) -> Seen:
+        kept: Keeper | None = None
+        try:
+            if ticket.name is not None:
+                return Seen(segments.open_ticket(ticket, None), None)
+            if not fds:  # the kernel leaves out those for which this process has no room
+                raise OSError(errno.EMFILE, "its descriptor has not arrived (ulimit -n)")
+            fd = fds.pop(0)
+            if self._keep is None or (kept := self._keep(fd)) is None:
+                return Seen(segments.open_ticket(ticket, fd), None)
+            return Seen(segments.map_descriptor(fd, ticket.size), kept)
+        except OSError as error:  # told when the batch is opened, and with that batch alone
+            if kept is not None:
+                kept.close()
+            return Seen(error, None)
 
     def buffers(self, parcel: Parcel, streamed: Sequence[memoryview]) -> list[memoryview]:
         """The batch's buffers; each slot is returned when the last array over it dies."""
         stream = iter(streamed)
         by_slot: dict[int, memoryview] = {}
         found = []
+        numbers = slots_of(parcel)
         try:
-            for number in _slots_of(parcel):
+            for number in numbers:
                 by_slot[number] = self._lend(number)
         except MemoryError:
-            lost = [number for number in _slots_of(parcel) if number not in by_slot]
-            self._returned.extend((number, 0) for number in lost)
+            self._returned.extend((number, 0) for number in numbers if number not in by_slot)
             raise
         for span in parcel.spans:
             if span is None:
@@ -211,13 +331,35 @@ class Reader:
 
     def give_back(self, parcel: Parcel) -> None:
         """Nobody wants what is in `parcel`."""
-        self._returned.extend((slot, 0) for slot in _slots_of(parcel))
+        for number in slots_of(parcel):
+            if not self.forwards:
+                self.seen[number].unkeep()
+            self.hand_back(number)
+
+    def hand_back(self, number: int) -> None:
+        """One batch less over a slot, from any thread."""
+        self._returned.append((number, 0))
 
     def returned(self) -> list[int]:
         """Slots whose last array has died since the last call."""
-        self._collect()
+        if self._returned:
+            self._collect()
         found, self._free = self._free, []
         return found
+
+    def close(self) -> None:
+        """The writer is gone. What was not opened yet can be opened still."""
+        for seen in list(self.seen.values()):
+            seen.end()
+
+    def sweep(self) -> None:
+        """Take the names off what the writer, which is gone, had made and we have never opened."""
+        if self._names is None:
+            return
+        number = misses = 0
+        while number <= self.highest or misses < 2 * IDLE:
+            misses = 0 if segments.unlink(f"{self._names}{number}") else misses + 1
+            number += 1
 
     def _collect(self) -> None:
         returned = self._returned
@@ -226,25 +368,17 @@ class Reader:
             self._lent -= size
             self._free.append(slot)
 
-    def sweep(self) -> None:
-        """Take the names off what the writer, which is gone, had made and we have never opened."""
-        if self._names is None:
-            return
-        number = misses = 0
-        while number <= self._highest or misses < 2 * IDLE:
-            misses = 0 if segments.unlink(f"{self._names}{number}") else misses + 1
-            number += 1
-
     def _lend(self, number: int) -> memoryview:
-        mapping = self._mappings[number]
-        if isinstance(mapping, OSError):
-            raise MemoryError(f"a slot of shared memory can't be mapped here: {mapping}")
+        seen = self.seen[number]
+        mapping = seen.mapped()
+        if not self.forwards:
+            seen.unkeep()
         holder = mapping.view()
         self._collect()
-        if self._lent + mapping.size > self._limit:
+        if self._lent + mapping.size > self.limit:
             self.overflow = (
                 f"the batches that are kept hold {self._lent:,} bytes of slots, of "
-                f"{self._limit:,} for each worker"
+                f"{self.limit:,} for each worker"
             )
             copied = memoryview(bytearray(holder))
             self._returned.append((number, 0))
@@ -256,7 +390,8 @@ class Reader:
         return memoryview(holder).cast("B")
 
 
-def _slots_of(parcel: Parcel) -> list[int]:
+def slots_of(parcel: Parcel) -> list[int]:
+    """The slots that it names, each once."""
     return list(dict.fromkeys(span.slot for span in parcel.spans if span is not None))
 
 

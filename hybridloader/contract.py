@@ -17,7 +17,14 @@ from hybridloader.messages import Event, Message, WorkerSpec
 
 
 class Payload(Protocol):
-    """A result on its way. Exactly one of `open` and `discard` is called, once."""
+    """A result on its way. Exactly one of `open` and `discard` is called, once.
+
+    A payload of a worker process may be sent on instead, unopened, as the index of a `Task` for another
+    crew of processes; it says so by an attribute ``forwardable`` that is True. The worker there is given
+    the value. The payload may be sent again, to another worker of that crew, until the task is
+    answered. Such payloads also have ``count`` (how many items it is, if the worker's value was a
+    list, else None) and ``nbytes``. Payloads of other backends have none of the three.
+    """
 
     def open(self) -> Any:
         """Give the value. What it raises is reported as the failure of that task alone."""
@@ -35,6 +42,10 @@ class ByReference:
         self._value = value
 
     def open(self) -> Any:
+        return self._value
+
+    def peek(self) -> Any:
+        """The value, without taking it."""
         return self._value
 
     def discard(self) -> None:
@@ -96,6 +107,13 @@ class Crew(ABC):
     @abstractmethod
     def kill(self, worker: int) -> None:
         """End the worker now; `Exited` follows. For threads: asked to end after this sample."""
+
+    def leave(self) -> None:  # noqa: B027  # what can't begin without waiting is done by `close`
+        """Begin to end all workers, without waiting; `close` follows. Idempotent, never raises.
+
+        The seconds that `close` takes at most count from the first call of this. So several crews
+        that are all told to leave, and then closed, take no longer than the slowest.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -50,10 +51,17 @@ class AsTensor:
         return _rebuild_tensor, (data, array.dtype.name, array.shape, None, False)
 
 
-def pack(value: Any) -> Packed:
+def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Packed:
     """Split `value` into a header and the buffers left out of it.
 
     The buffers are views of the memory of `value`: use them before it changes.
+
+    Parameters
+    ----------
+    what
+        What it is, for the error.
+    other_main
+        Whether the reader has another ``__main__``: then what lives there is sent whole.
 
     Raises
     ------
@@ -61,16 +69,31 @@ def pack(value: Any) -> Packed:
         Something in it can't be pickled.
     """
     try:
-        return _pack(value, _Plain)
+        packed = _pack(value, _Plain)
+        if not (other_main and _MAIN in packed[0]):
+            return packed
     except Exception:  # pickle's own errors are of many types: PicklingError, TypeError, ...
         pass
     try:  # lambdas, classes defined in a function, things from __main__
         return _pack(value, _cloud())
     except Exception as error:
         raise ResultNotSendable(
-            f"a result of type {type(value).__qualname__!r} can't be sent to another process: "
-            f"{error}. Return something that can be pickled, or use backend='threads'."
+            f"{what} of type {type(value).__qualname__!r} can't be sent to another process: "
+            f"{error}. Use something that can be pickled, or backend='threads'."
         ) from error
+
+
+_MAIN = b"__main__"
+_NAMES_OF_ONE_PROCESS = re.compile(_MAIN), re.compile(b"cloudpickle")
+
+
+def reads_the_same_everywhere(header: bytes | memoryview) -> bool:
+    """Whether a process with another ``__main__`` and other functions reads this header alike.
+
+    What was sent whole (by cloudpickle) may be the reader's own class here and a twin of it there. A
+    megabyte is searched in a millisecond; loading and packing it takes several times as long.
+    """
+    return not any(name.search(header) for name in _NAMES_OF_ONE_PROCESS)
 
 
 def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:

@@ -90,7 +90,7 @@ class Pool:
         self.refusal: str | None = None
         self._free: list[Slot] = []  # the one that was freed last at the end
         self._left: deque[Slot] = deque()  # holders that went; filled from any thread
-        self._next = 0
+        self.made = 0  # slots, ever
         self._takes = 0
 
     def empty(self, size: int) -> Any | None:
@@ -134,6 +134,10 @@ class Pool:
         if slot.holders == 0 and slot not in self._free:
             self._free.append(slot)
 
+    def lower(self, limit: int) -> None:
+        """Make do with `limit` bytes; what is in use above that goes as it becomes free."""
+        self._limit = min(self._limit, limit)
+
     def close(self) -> None:
         """Forget all slots; their memory goes with the last view of each."""
         for slot in self.slots.values():
@@ -148,6 +152,8 @@ class Pool:
             slot.holders -= 1
             if slot.holders == 0 and slot.number in self.slots:
                 self._free.append(slot)
+        while self.size > self._limit and self._free:  # the limit was lowered
+            self._retire(self._free[0])
 
     def _new(self, capacity: int) -> Slot | None:
         in_use = self.size - sum(slot.mapping.size for slot in self._free)
@@ -161,12 +167,12 @@ class Pool:
             )
             return None
         try:
-            mapping, ticket, fd = self._make(capacity, self._next)
+            mapping, ticket, fd = self._make(capacity, self.made)
         except OSError as error:
             self.refusal = f"there is no memory for a slot of {capacity:,} bytes ({error})"
             return None
-        slot = Slot(self._next, mapping, ticket, fd)
-        self._next += 1
+        slot = Slot(self.made, mapping, ticket, fd)
+        self.made += 1
         self.size += mapping.size
         self.slots[slot.number] = slot
         return slot

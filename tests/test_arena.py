@@ -65,7 +65,7 @@ class Lane:
     @property
     def mapped(self) -> set[int]:
         """Slots that the parent has mapped."""
-        return set(self.reader._mappings)
+        return set(self.reader.seen)
 
 
 def slots_of(parcel: Parcel) -> list[int]:
@@ -293,6 +293,18 @@ def test_a_batch_that_has_died_no_longer_counts_as_kept() -> None:
     for one in sent:
         lane.open(one)  # and dropped
     assert lane.reader.overflow is None
+
+
+def test_a_limit_that_was_lowered_is_kept_to_as_slots_become_free() -> None:
+    lane = Lane(limit=4_000_000)
+    kept = [lane.pass_on(bytes(400_000)) for _ in range(9)]
+    assert lane.writer._pool.size > 3_000_000
+    lane.writer.lower(1_000_000)
+    kept.clear()
+    for _ in range(3):
+        assert slots_of(lane.pass_on(bytes(400_000))[0]) != [-1]
+        assert lane.writer._pool.size <= 1_000_000
+    assert lane.mapped == lane.numbers
 
 
 # -- what slots cost -------------------------------------------------------------------------------
@@ -526,8 +538,8 @@ class Arrays(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before = arena.OWN, slots.IDLE, arena._MOST_NEW
-        arena.OWN, slots.IDLE, arena._MOST_NEW = 16_000, 5, 3
+        self._before = arena.OWN, slots.IDLE, arena.MOST_NEW
+        arena.OWN, slots.IDLE, arena.MOST_NEW = 16_000, 5, 3
         self.lane = Lane(limit=400_000, hold=150_000)
         self.count = 0
         self.held: dict[int, tuple[Any, int]] = {}
@@ -617,7 +629,7 @@ class Arrays(RuleBasedStateMachine):
             assert self.lane.reader._lent == 0
         finally:
             self.lane.writer.close()
-            arena.OWN, slots.IDLE, arena._MOST_NEW = self._before
+            arena.OWN, slots.IDLE, arena.MOST_NEW = self._before
 
 
 TestArrays = Arrays.TestCase

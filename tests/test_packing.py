@@ -67,7 +67,7 @@ def through_slots(value: Any, lanes: tuple[Writer, Reader] | None = None) -> Any
     writer.release(reader.returned())
     parts, fds = encode_done(7, pack(value), writer)
     carried = [memoryview(bytearray(part)) for part in parts]
-    _, seq, parcel, header = decode_event(carried[0])
+    _, seq, parcel, header, *_ = decode_event(carried[0])
     assert seq == 7
     buffers = carried[1:]
     if parcel is not None:

@@ -296,6 +296,16 @@ class BackendContract:
             crew.raw.close()
             crew.raw.wake()
 
+    def test_a_crew_may_be_told_to_leave_before_it_is_closed(self) -> None:
+        with self.crew(self.spec(_filled, workers=2)) as crew:
+            for seq in range(20):
+                crew.send(seq % 2, Task(seq, seq))
+            handles = list(crew.raw.handles())
+            crew.raw.leave()
+            crew.raw.leave()
+            crew.raw.close()
+            assert not any(handle.is_alive() for handle in handles)
+
     def test_a_crew_that_never_started_anyone_can_be_closed(self) -> None:
         crew = self.backend.open()
         assert list(crew.handles()) == []

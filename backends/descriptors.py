@@ -1,0 +1,76 @@
+"""Descriptors of slots that the parent keeps, because it may have to tell further processes of them.
+
+A slot needs its descriptor once for every process that maps it. Results that are opened here never need
+it again; results that are sent on to another stage need it until every worker there has met the
+slot. How many are kept is bounded for the whole process, so that ``ulimit -n`` is left to the user:
+without a descriptor a slot is copied, which is slower and never wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import cache
+
+MOST = 256
+"""Descriptors kept at most, whatever the limit: 256 slots of 38 MB are 10 GB."""
+
+_SHARE = 4
+"""One in so many of the descriptors that this process may have."""
+
+kept: set[int] = set()
+"""Those that are kept; a forked child must close them, or the slots' memory would live on in it."""
+
+_lock = threading.RLock()  # reentrant, because a collection may end a crew at any point
+
+
+def _fresh_lock() -> None:
+    global _lock
+    _lock = threading.RLock()  # the one that a fork has copied may be held for ever
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_lock)
+
+
+@cache
+def _most() -> int:
+    import resource  # where descriptors travel there is this module
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else min(MOST, soft // _SHARE)
+
+
+class Kept:
+    """One descriptor. May be closed by one thread while another duplicates it."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+
+    def duplicate(self) -> int | None:
+        """Another one, for the caller; None if this one was closed, or there is no room."""
+        with _lock:
+            if self._fd is None:
+                return None
+            try:
+                return os.dup(self._fd)
+            except OSError:
+                return None
+
+    def close(self) -> None:
+        with _lock:
+            fd, self._fd = self._fd, None
+            if fd is not None:
+                kept.discard(fd)
+                os.close(fd)
+
+
+def keep(fd: int) -> Kept | None:
+    """Take over `fd`; None if enough are kept already, and then it stays the caller's."""
+    with _lock:
+        if len(kept) >= _most():
+            return None
+        kept.add(fd)
+        return Kept(fd)

@@ -1,0 +1,149 @@
+"""A result as it came from a worker process: unopened, and to be opened, dropped or sent on.
+
+It knows where its parts lie and holds the slots that it names. It never loads anything before it is
+asked to, because most results of a stage that feeds another are never loaded here at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridloader import arena
+from hybridloader.backends.letters import open_packed
+from hybridloader.packing import unpack
+
+
+_NOTHING = memoryview(b"")
+
+
+class Hold:
+    """One batch's claim on one slot, shared by the parent and the workers that it was sent on to.
+
+    The worker that filled the slot hears of it once, when the last of them is done.
+    """
+
+    __slots__ = ("_holders", "_number", "_reader")
+
+    def __init__(self, reader: arena.Reader, number: int) -> None:
+        self._reader, self._number = reader, number
+        self._holders = 1  # the parent
+
+    def add(self) -> None:
+        self._holders += 1
+
+    def release(self) -> None:
+        self._holders -= 1
+        if self._holders == 0:
+            self._reader.hand_back(self._number)
+
+
+class Sealed:
+    """A batch that came from a process.
+
+    Attributes
+    ----------
+    header
+        Its pickle; empty if that is the last of the buffers.
+    parcel
+        Where the buffers lie; None if all came through the stream.
+    count
+        How many items it is, if the worker's value was a list; else None.
+    nbytes
+        Of the header and all buffers, wherever they lie; 0 once they were let go.
+    forwardable
+        It can be the index of a `Task` for another crew of processes.
+    """
+
+    __slots__ = ("_holds", "_state", "buffers", "count", "forks", "header", "parcel", "slots")
+
+    forwardable = True
+
+    def __init__(
+        self,
+        header: memoryview,
+        buffers: list[memoryview],
+        slots: arena.Reader,
+        parcel: arena.Parcel | None,
+        count: int | None,
+        forks: bool,
+    ) -> None:
+        self.header, self.buffers, self.slots, self.parcel = header, buffers, slots, parcel
+        self.count, self.forks = count, forks
+        self._state = ""
+        self._holds: dict[int, Hold] = {}  # by slot, once it was sent on
+
+    @property
+    def nbytes(self) -> int:
+        slotted = sum(0 if span is None else span.size for span in self.spans())
+        return len(self.header) + sum(buffer.nbytes for buffer in self.buffers) + slotted
+
+    def open(self) -> Any:
+        if self._state:
+            self._refuse("opened")
+        self._state = "opened"
+        if self.parcel is None:
+            return unpack(self.header, self.buffers)
+        return open_packed(self.header, self.buffers, self.slots, self.parcel)
+
+    def discard(self) -> None:
+        if not self._state:
+            self._state = "discarded"
+            if self.parcel is not None:
+                self.slots.give_back(self.parcel)
+            self._let_go()
+        else:
+            self.answered()
+
+    # -- sending on ----------------------------------------------------------------------------------
+
+    def holds(self) -> dict[int, Hold]:
+        """Its claims by slot, for a worker that it is sent to. Again and again until it is answered."""
+        if not self._state:
+            self._state = "sent on"
+            self.slots.forwards = True
+            numbers = [] if self.parcel is None else arena.slots_of(self.parcel)
+            self._holds = {number: Hold(self.slots, number) for number in numbers}
+        elif self._state != "sent on":
+            self._refuse("sent on")
+        return self._holds
+
+    def answered(self) -> None:
+        """What it was sent for is done: it will not be sent again."""
+        if self._state == "sent on":
+            self._state = "sent on and answered"
+            for hold in self._holds.values():
+                hold.release()
+            self._let_go()
+
+    def spans(self) -> tuple[arena.Span | None, ...]:
+        """Where each buffer lies; None for one that came through the stream."""
+        return (None,) * len(self.buffers) if self.parcel is None else self.parcel.spans
+
+    def buffers_in_place(self) -> list[memoryview]:
+        """All buffers, where they lie: good for as long as somebody has its `holds`."""
+        stream, seen = iter(self.buffers), self.slots.seen
+        return [
+            next(stream) if span is None else seen[span.slot].view(span.start, span.size)
+            for span in self.spans()
+        ]
+
+    def pickled(self) -> memoryview:
+        """The header, wherever it lies."""
+        return self.header or self.buffers_in_place()[-1]
+
+    def peek(self) -> Any:
+        """The value, over memory that is good for as long as somebody has its `holds`."""
+        buffers = self.buffers_in_place()
+        return unpack(self.header or buffers.pop(), buffers)
+
+    # -- the parts -----------------------------------------------------------------------------------
+
+    def _refuse(self, what: str) -> None:
+        raise RuntimeError(
+            f"a result that was {self._state} already can't be {what}: each is opened, discarded or "
+            "sent on to one stage. Open it and send the value, if several are to have it."
+        )
+
+    def _let_go(self) -> None:
+        """Of the memory; what it was stays known."""
+        self.header, self.buffers, self.parcel = _NOTHING, [], None
