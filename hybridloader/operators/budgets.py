@@ -1,0 +1,178 @@
+"""Batches by a budget, such as a number of tokens, instead of by a number of items.
+
+The order of the items is never changed. What an item costs is computed once, in the thread that
+pulls.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hybridloader.memory import DEFAULT_MEMORY, Memory
+from hybridloader.operators import parameters
+from hybridloader.operators.base import INFINITE, Context, Length, Operator
+from hybridloader.operators.collating import SIZE, CollateFn, Collating, check_collation
+from hybridloader.operators.iterators import Over
+from hybridloader.operators.parameters import is_number, leak, short
+
+
+@dataclass(frozen=True)
+class BatchBy(Operator):
+    """Batches of as many items, in order, as a budget has room for.
+
+    A batch is given when the next item would not fit, so one item is held back.
+
+    Parameters
+    ----------
+    cost
+        What an item costs: a function that gives a number from 0 up, such as ``len`` for tokens.
+    limit
+        What a batch may cost at most.
+    drop_last
+        Whether to drop what is left at the end.
+    padded
+        Whether a batch costs as if all its items cost what the dearest does, as it is with
+        sequences that are padded to the longest. Else it costs the sum.
+    max_size
+        Items in a batch at most.
+    collate_fn, memory
+        As `Batch`'s; ``Pad()`` pads.
+    oversize
+        What to do about an item that alone costs more than `limit`: ``"raise"``; ``"skip"`` it, which
+        is counted as `skipped` and told in one warning; give it ``"alone"``.
+    """
+
+    cost: Callable[[Any], Any]
+    limit: float
+    drop_last: bool = False
+    padded: bool = False
+    max_size: int | None = None
+    collate_fn: CollateFn | None = None
+    oversize: str = "raise"
+    memory: Memory = DEFAULT_MEMORY
+
+    def __post_init__(self) -> None:
+        what = "a function from an item to a number (len, say)"
+        parameters.function(self, "cost", self.cost, what)
+        if not is_number(self.limit):
+            raise TypeError(f"{self.name}: limit must be a number, not {short(self.limit)}")
+        if not 0 < self.limit < math.inf:
+            raise ValueError(
+                f"{self.name}: limit must be above 0 and finite, not {self.limit}; give what the items "
+                "of a batch may cost together"
+            )
+        parameters.flag(self, "drop_last", self.drop_last)
+        parameters.flag(self, "padded", self.padded)
+        if self.max_size is not None:
+            size = parameters.whole(self, "max_size", self.max_size, least=1, instead=SIZE)
+            parameters.settle(self, max_size=size)
+        if self.oversize not in ("raise", "skip", "alone"):
+            raise ValueError(
+                f"{self.name}: oversize must be 'raise', 'skip' or 'alone', not {self.oversize!r}"
+            )
+        check_collation(self, self.collate_fn, self.memory)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return BatchByIterator(items, self, Collating(self.collate_fn, self.memory))
+
+    def length(self, upstream: Length) -> Length:
+        return upstream if upstream in (0, INFINITE) else None
+
+
+class BatchByIterator(Over):
+    """The running form of `BatchBy`.
+
+    Attributes
+    ----------
+    skipped
+        How many items were skipped because each alone costs more than the limit.
+    """
+
+    def __init__(
+        self, items: Iterator[Any], rules: BatchBy, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        super().__init__(items)
+        self._rules, self._collate = rules, collate
+        # All the mutable state:
+        self.skipped = 0
+        self._batch: list[Any] = []
+        self._spent: Any = 0  # the sum of its costs, or the largest of them if it will be padded
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        rules, batch, pull = self._rules, self._batch, self._pull
+        limit, padded, price = rules.limit, rules.padded, rules.cost
+        while True:
+            try:
+                item = pull()
+            except StopIteration:
+                self._ended, self._batch = True, []
+                if not batch or rules.drop_last:
+                    raise
+                return self._collate(batch)
+            try:
+                cost = price(item)
+            except StopIteration as error:
+                raise leak("batch_by: cost") from error
+            if type(cost) is not int or cost < 0:
+                cost = _number(cost, item)
+            if cost > limit and not self._takes(item, cost):
+                continue
+            if padded:
+                spent = cost if cost > self._spent else self._spent
+                fits = spent * (len(batch) + 1) <= limit
+            else:
+                spent = self._spent + cost
+                fits = spent <= limit
+            if batch and not fits:
+                self._batch, self._spent = [item], cost
+                return self._collate(batch)
+            batch.append(item)
+            self._spent = spent
+            if len(batch) == rules.max_size:
+                self._batch, self._spent = [], 0
+                return self._collate(batch)
+
+    def _takes(self, item: Any, cost: Any) -> bool:
+        """Whether an item that no batch has room for is taken all the same."""
+        rules = self._rules
+        if rules.oversize == "alone":
+            return True
+        if rules.oversize == "raise":
+            raise ValueError(
+                f"batch_by: an item costs {cost}, more than limit={rules.limit}: {short(item)}; raise "
+                "the limit, or say oversize='skip' or oversize='alone'"
+            )
+        self.skipped += 1
+        if self.skipped == 1:
+            warnings.warn(
+                f"batch_by skips items that cost more than limit={rules.limit}; the first costs "
+                f"{cost}: {short(item)}. The iterator counts them: `skipped`",
+                stacklevel=3,
+            )
+        return False
+
+    def close(self) -> None:
+        self._ended, self._batch = True, []
+        super().close()
+
+
+def _number(cost: Any, item: Any) -> Any:
+    """A cost as a number, if it is one; also one in a tensor or array of no dimension."""
+    if not is_number(cost) and getattr(cost, "ndim", None) == 0:
+        cost = cost.item()
+    if not is_number(cost):
+        raise TypeError(
+            f"batch_by: cost must give a number, not {short(cost)}, for the item {short(item)}"
+        )
+    if not cost >= 0:
+        raise ValueError(
+            f"batch_by: cost must give a number from 0 up, not {cost}, for the item {short(item)}"
+        )
+    return cost

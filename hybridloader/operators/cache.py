@@ -1,0 +1,282 @@
+"""A cache: the items of one whole pass are kept, in memory or in a file, for later passes.
+
+A pass counts as whole when its end was reached and no item of it raised; what is kept of any
+other is thrown away. Once there is a whole one, what comes before the cache is not even opened.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridloader.errors import ResultNotSendable
+from hybridloader.operators import parameters
+from hybridloader.operators.base import Context, Length, Operator, Upstream
+from hybridloader.operators.cache_file import Reader, Writer
+from hybridloader.operators.iterators import Over
+from hybridloader.operators.parameters import short
+
+
+class _Store:
+    """The items of a whole pass; not a part of the description."""
+
+    def __init__(self) -> None:
+        self._keeping = threading.Lock()
+        # All the mutable state, set once, under that lock:
+        self.items: list[Any] | None = None
+
+    def keep(self, items: list[Any]) -> None:
+        """The first whole pass is the one that is kept."""
+        with self._keeping:
+            if self.items is None:
+                self.items = items
+
+
+@dataclass(frozen=True)
+class Cache(Operator):
+    """Keeps what comes through the first whole pass, and gives it in every later one.
+
+    What comes before is frozen with it: random choices made there are made once.
+
+    Parameters
+    ----------
+    path
+        Of a file, which only this user can read. It is used again by later runs, and must be
+        deleted when what it was made of has changed. None keeps the items in memory, with this
+        very object: every pass gives the same objects, so change none of them in place. A copy of
+        the object, and one that was pickled, begins with nothing.
+    fingerprint
+        What comes before, as a text. A file that was written with another one is refused.
+
+    Raises
+    ------
+    CacheError
+        When a pass begins, or at an item: the file is damaged, or was written by another pipeline.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    fingerprint: str = field(default="", repr=False)
+    _store: _Store = field(default_factory=_Store, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            path = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path
+            if not isinstance(path, str):
+                raise TypeError(f"{self.name}: path must be that of a file, not {short(self.path)}")
+            if not os.path.basename(path):
+                raise ValueError(f"{self.name}: path={path!r} names no file")
+            parameters.settle(self, path=path)
+        if not isinstance(self.fingerprint, str):
+            raise TypeError(
+                f"{self.name}: fingerprint must be a text, not {short(self.fingerprint)}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "fingerprint": self.fingerprint}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parameters.settle(self, **state, _store=_Store())
+
+    def ready(self) -> bool:
+        """Whether a whole pass is kept, so that what comes before is not needed."""
+        if self.path is None:
+            return self._store.items is not None
+        return os.path.exists(self.path)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return self.begin(lambda: items, context)
+
+    def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
+        if self.path is None:
+            items = self._store.items
+            if items is not None:
+                return KeptIterator(items)
+            return KeepingIterator(upstream(), self._store)
+        path = str(self.path)
+        try:
+            return StoredIterator(Reader(path, self.fingerprint))
+        except FileNotFoundError:
+            pass
+        folder = os.path.dirname(path) or os.curdir
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(
+                f"{self.name}: there is no folder {folder!r} for the file {path!r}; make it first"
+            )
+        before = upstream()
+        writer = None
+        try:
+            writer = Writer(path, self.fingerprint)
+        except OSError as error:
+            _warn_of(path, error)
+        return StoringIterator(before, path, writer)
+
+    def length(self, upstream: Length) -> Length:
+        items = self._store.items
+        return upstream if items is None else len(items)
+
+
+class KeptIterator(Iterator[Any]):
+    """A pass over what is kept in memory."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+        # All the mutable state:
+        self._given = 0  # items
+
+    def __next__(self) -> Any:
+        given = self._given
+        if given >= len(self._items):
+            raise StopIteration
+        self._given = given + 1
+        return self._items[given]
+
+    def close(self) -> None:
+        """Give up what is left. Idempotent."""
+        self._items = []
+
+
+class KeepingIterator(Over):
+    """A pass that is kept in memory if it comes to its end."""
+
+    def __init__(self, items: Iterator[Any], store: _Store) -> None:
+        super().__init__(items)
+        self._store = store
+        # All the mutable state:
+        self._kept: list[Any] = []
+        self._raised = 0  # items
+
+    def __next__(self) -> Any:
+        try:
+            item = self._pull()
+        except StopIteration:
+            self._end()
+            kept, self._kept = self._kept, []
+            raised, self._raised = self._raised, -1  # this is the end, and comes once
+            if raised == 0:
+                self._store.keep(kept)
+            elif raised > 0:
+                _warn_of_errors(raised)
+            raise
+        except Exception:
+            self._raised += 1
+            self._kept.clear()
+            raise
+        if not self._raised:
+            self._kept.append(item)
+        return item
+
+    def close(self) -> None:
+        self._raised = -1
+        self._kept.clear()
+        super().close()
+
+
+class StoringIterator(Over):
+    """A pass that is written to a file if it comes to its end."""
+
+    def __init__(self, items: Iterator[Any], path: str, writer: Writer | None) -> None:
+        super().__init__(items)
+        self._path = path
+        # All the mutable state:
+        self._writer = writer
+        self._raised = 0  # items
+
+    def __next__(self) -> Any:
+        try:
+            item = self._pull()
+        except StopIteration:
+            self._end()
+            self._finish()
+            raise
+        except Exception:
+            self._raised += 1
+            self._discard()
+            raise
+        if self._writer is not None:
+            self._add(self._writer, item)
+        return item
+
+    def _add(self, writer: Writer, item: Any) -> None:
+        try:
+            writer.add(item)
+        except OSError as error:
+            self._discard()
+            _warn_of(self._path, error)
+        except ResultNotSendable as error:
+            self._raised += 1
+            self._discard()
+            raise ResultNotSendable(
+                f"an item can't be written to the cache file {self._path!r}: {short(item)}: "
+                f"{error.__cause__}. Cache in memory, without a path, or before the step that makes it"
+            ) from error
+        except BaseException:  # half a record may have been written
+            self._discard()
+            raise
+
+    def _finish(self) -> None:
+        writer, self._writer = self._writer, None
+        raised, self._raised = self._raised, 0
+        if raised:
+            _warn_of_errors(raised)
+        if writer is not None:
+            try:
+                writer.commit()
+            except OSError as error:
+                writer.discard()
+                _warn_of(self._path, error)
+            except BaseException:
+                writer.discard()
+                raise
+
+    def _discard(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.discard()
+
+    def close(self) -> None:
+        self._discard()
+        self._raised = 0
+        super().close()
+
+
+class StoredIterator(Iterator[Any]):
+    """A pass over what is kept in a file. A damaged record raises; the one behind it comes next."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        # All the mutable state:
+        self._given = 0  # records
+        self._count = len(reader)
+
+    def __next__(self) -> Any:
+        given = self._given
+        if given >= self._count:
+            self._reader.close()
+            raise StopIteration
+        self._given = given + 1
+        return self._reader.read(given)
+
+    def close(self) -> None:
+        """Give up what is left, and let go of the file. Idempotent."""
+        self._count = 0
+        self._reader.close()
+
+
+def _warn_of(path: str, error: OSError) -> None:
+    warnings.warn(
+        f"the cache file {path!r} can't be written ({error}); what was written of it is removed, and "
+        "this pass goes on without a cache",
+        stacklevel=4,
+    )
+
+
+def _warn_of_errors(raised: int) -> None:
+    warnings.warn(
+        f"a pass in which items raised errors ({raised} here) is not whole, so the cache does not "
+        "keep it; skip such items in a step before the cache",
+        stacklevel=3,
+    )

@@ -1,0 +1,283 @@
+"""The file of a cache: how the items of one pass are written, and read back.
+
+::
+
+    header    magic, version, size of the fingerprint, its digest, the fingerprint (utf-8)
+    records   size of the pickle, number of buffers, digest | sizes of the buffers | pickle | buffers
+    table     where each record begins
+    tail      where the table begins, number of records, digest of the table and these, magic
+
+Numbers are little-endian. Buffers begin at multiples of 64, so that arrays over them are aligned.
+As the table says where records begin, damage to one spoils no other. A file is written under a
+temporary name beside its own and renamed when it is whole, so a reader never sees half of one; it
+is not synced, because the digests find what a power failure has cut off.
+
+Digests find damage, not malice: unpickling runs code, so read only files of your own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import sys
+import tempfile
+import weakref
+from array import array
+from contextlib import suppress
+from typing import Any
+
+from hybridloader.errors import HybridLoaderError, add_note
+from hybridloader.packing import pack, unpack
+
+_MAGIC = b"HLcache\n"
+_END = b"HLwhole\n"
+_VERSION = 1
+_HEADER = struct.Struct("<8sII16s")
+_RECORD = struct.Struct("<QQ16s")
+_TAIL = struct.Struct("<QQ16s8s")
+_ALIGNED = 64
+
+_DIRECT = 64 * 1024
+"""Bytes from which a piece is written by itself, without a copy into the block."""
+
+_BLOCK = 1024 * 1024
+"""Bytes that are gathered before they are written."""
+
+
+class CacheError(HybridLoaderError, ValueError):
+    """A cache file is damaged, or is not of this pipeline; the message says what to do."""
+
+
+def _digest(*parts: Any) -> bytes:
+    made = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        made.update(part)
+    return made.digest()
+
+
+def _padding(position: int) -> int:
+    return -position % _ALIGNED
+
+
+class Writer:
+    """A file that is being written. Whoever lets go of it without `commit` has written nothing.
+
+    Raises
+    ------
+    OSError
+        From any method: there is no room, say. Call `discard` then.
+    """
+
+    def __init__(self, path: str, fingerprint: str) -> None:
+        folder, name = os.path.split(path)
+        # 0600, as mkstemp has it: a pickle that others can write to is theirs to run.
+        fd, temporary = tempfile.mkstemp(".partial", f".{name}.", folder or os.curdir)
+        self._path, self._temporary, self._fd = path, temporary, fd
+        self._finalizer = weakref.finalize(self, _remove, fd, temporary, os.getpid())
+        # All the mutable state, besides the file. The block is our own and no BufferedWriter's, which
+        # in a fork of this process would write what it holds once more.
+        self._block = bytearray()
+        self._position = 0
+        self._starts = array("Q")
+        try:
+            told = fingerprint.encode()
+            self._put(_HEADER.pack(_MAGIC, _VERSION, len(told), _digest(told)))
+            self._put(told)
+        except BaseException:
+            self.discard()
+            raise
+
+    def add(self, item: Any) -> None:
+        """Write one more record.
+
+        Raises
+        ------
+        ResultNotSendable
+            The item can't be pickled. Nothing was written.
+        """
+        header, buffers = pack(item)
+        sizes = array("Q", [buffer.nbytes for buffer in buffers])
+        head = _little(sizes)
+        self._starts.append(self._position)
+        self._put(_RECORD.pack(len(header), len(buffers), _digest(head, header, *buffers)))
+        if buffers:
+            self._put(head)
+        self._put(header)
+        for buffer in buffers:
+            self._put(bytes(_padding(self._position)))
+            self._put(buffer)
+
+    def commit(self) -> None:
+        """Give the whole file its name."""
+        place, count, table = self._position, len(self._starts), _little(self._starts)
+        self._put(table)
+        digest = _digest(table, struct.pack("<QQ", place, count))
+        self._put(_TAIL.pack(place, count, digest, _END))
+        self._flush()
+        self._finalizer.detach()
+        try:
+            os.close(self._fd)
+            os.replace(self._temporary, self._path)
+        except BaseException:
+            os.unlink(self._temporary)
+            raise
+
+    def discard(self) -> None:
+        """Remove what was written. Idempotent."""
+        self._finalizer()
+
+    def _put(self, piece: Any) -> None:
+        size = len(piece)
+        self._position += size
+        if size >= _DIRECT:
+            self._flush()
+            _write(self._fd, piece)
+            return
+        self._block += piece
+        if len(self._block) >= _BLOCK:
+            self._flush()
+
+    def _flush(self) -> None:
+        block, self._block = self._block, bytearray()
+        _write(self._fd, block)
+
+
+def _write(fd: int, piece: Any) -> None:
+    with memoryview(piece) as view:
+        done = 0
+        while done < len(view):
+            done += os.write(fd, view[done:])
+
+
+def _remove(fd: int, path: str, owner: int) -> None:
+    if os.getpid() != owner:  # in a fork of the owner the file is somebody else's
+        return
+    try:
+        os.close(fd)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _little(numbers: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        numbers = array("Q", numbers)
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+class Reader:
+    """A whole file, record by record.
+
+    It is mapped copy-on-write: arrays lie over the mapping, can be written to, and keep it
+    for as long as they live; what is written to them never reaches the file.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is none.
+    CacheError
+        It is damaged, or was written by another pipeline.
+    """
+
+    def __init__(self, path: str, fingerprint: str) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise CacheError(
+                    f"{path!r} is no cache file; give another path, or delete it if nobody needs it"
+                )
+            size = os.fstat(file.fileno()).st_size
+            if size < _HEADER.size + _TAIL.size:
+                raise self._damaged(f"it is cut off, at {size} bytes")
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._view = memoryview(self._map)
+        try:
+            self._check_header(fingerprint)
+            self._starts = self._read_table()
+        except BaseException:
+            self.close()
+            raise
+        self._count = len(self._starts) - 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, number: int) -> Any:
+        """The item of record `number`, counted from 0."""
+        view, start, end = self._view, self._starts[number], self._starts[number + 1]
+        header, count, digest = 0, 0, b""
+        if start + _RECORD.size <= end:
+            header, count, digest = _RECORD.unpack_from(view, start)
+        place = start + _RECORD.size
+        found = hashlib.blake2b(digest_size=16)
+        sizes: tuple[int, ...] = ()
+        if 0 < count <= (end - place) // 8:
+            found.update(view[place : place + 8 * count])
+            sizes = struct.unpack_from(f"<{count}Q", view, place)
+            place += 8 * count
+        pickled = view[place : place + header]
+        place += header
+        buffers = []
+        for size in sizes:
+            place += _padding(place)
+            buffers.append(view[place : place + size])
+            place += size
+        if place == end:
+            found.update(pickled)
+            for buffer in buffers:
+                found.update(buffer)
+        if place != end or found.digest() != digest:
+            raise self._damaged(f"record {number} of {self._count} is not as it was written")
+        try:
+            return unpack(pickled, buffers)
+        except Exception as error:
+            add_note(error, f"while record {number} of the cache file {self.path!r} was loaded")
+            raise
+
+    def close(self) -> None:
+        """Let go of the file; arrays that are still in use keep the mapping. Idempotent."""
+        self._view = memoryview(b"")
+        try:
+            self._map.close()
+        except BufferError:
+            pass
+
+    def _check_header(self, fingerprint: str) -> None:
+        _, version, size, digest = _HEADER.unpack_from(self._view)
+        if version != _VERSION:
+            raise CacheError(
+                f"the cache file {self.path!r} is of format {version}, and this release reads format "
+                f"{_VERSION}; delete it to have it written anew"
+            )
+        told = bytes(self._view[_HEADER.size : _HEADER.size + size])
+        if _digest(told) != digest:
+            raise self._damaged("its header is not as it was written")
+        if told != fingerprint.encode():
+            raise CacheError(
+                f"the cache file {self.path!r} was written by another pipeline, {told.decode()!r}, and "
+                f"this one is {fingerprint!r}; delete it, or give another path"
+            )
+
+    def _read_table(self) -> array[int]:
+        """Where records begin, and where the last one ends."""
+        view = self._view
+        end = len(view) - _TAIL.size
+        place, count, digest, magic = _TAIL.unpack_from(view, end)
+        if magic != _END or place + 8 * count != end:
+            raise self._damaged(f"it is cut off, at {len(view)} bytes, or its end was changed")
+        table = view[place:end]
+        if _digest(table, struct.pack("<QQ", place, count)) != digest:
+            raise self._damaged("its table of records is not as it was written")
+        starts = array("Q", table.tobytes())
+        if sys.byteorder == "big":
+            starts.byteswap()
+        starts.append(place)
+        return starts
+
+    def _damaged(self, what: str) -> CacheError:
+        return CacheError(
+            f"the cache file {self.path!r} is damaged: {what}; delete it to have it written anew"
+        )

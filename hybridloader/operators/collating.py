@@ -1,0 +1,75 @@
+"""Collation in the thread that pulls: samples become a batch, large ones in recycled slots.
+
+The same collation and the same slots as in workers; see `hybridloader.collate` and
+`hybridloader.slots`. torch is imported only if its `default_collate` is what collates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybridloader.collate import is_default_collate, set_slots, teach_torch
+from hybridloader.memory import Memory, warn_of_overflow
+from hybridloader.operators.base import Operator
+from hybridloader.operators.parameters import function, leak, short
+from hybridloader.slots import PrivateSlots
+
+CollateFn = Callable[[list[Any]], Any]
+
+SIZE = "give the number of samples in a batch"
+"""What errors about a size ask for."""
+
+
+class Collating:
+    """A collate function with slots of its own.
+
+    Parameters
+    ----------
+    collate_fn
+        None for torch's `default_collate`.
+    memory
+        What the slots may take.
+    """
+
+    def __init__(self, collate_fn: CollateFn | None, memory: Memory) -> None:
+        if collate_fn is None:
+            from torch.utils.data import default_collate
+
+            collate_fn = default_collate
+        if is_default_collate(collate_fn):
+            teach_torch()
+        self._function = collate_fn
+        self._slots = PrivateSlots(memory.bytes())
+        # All the mutable state, besides the slots:
+        self._warned = False
+
+    def __call__(self, samples: list[Any]) -> Any:
+        before = set_slots(self._slots)
+        try:
+            batch = self._function(samples)
+        except StopIteration as error:
+            raise leak("a collate_fn") from error
+        finally:
+            set_slots(before)
+        if self._slots.refusal is not None and not self._warned:
+            self._warned = True
+            warn_of_overflow(self._slots.refusal)
+        return batch
+
+
+def check_collation(described: Operator, collate_fn: Any, memory: Any) -> None:
+    """Refuse what can't be a collate function, or a limit of memory."""
+    if collate_fn is not None:
+        what = "a function from a list of samples to a batch (list keeps them as they are)"
+        function(described, "collate_fn", collate_fn, what)
+    check_memory(described, memory)
+
+
+def check_memory(described: Operator, memory: Any) -> None:
+    """Refuse what is not a limit of memory."""
+    if not isinstance(memory, Memory):
+        raise TypeError(
+            f"{described.name}: memory must be a hybridloader.Memory, not {short(memory)}; "
+            "for a limit in bytes give Memory(limit=...)"
+        )

@@ -1,0 +1,226 @@
+"""Operators that make batches of items, and items of batches.
+
+They group in the order in which items come and never look further ahead than the batch they are
+about to give. Collation is done in the thread that pulls; for collation in workers, map the
+collate function over batches made with ``collate_fn=list``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from hybridloader.memory import DEFAULT_MEMORY, Memory
+from hybridloader.operators import parameters
+from hybridloader.operators.base import INFINITE, Context, Length, Operator
+from hybridloader.operators.buckets import BucketBy
+from hybridloader.operators.budgets import BatchBy
+from hybridloader.operators.collating import (
+    SIZE,
+    CollateFn,
+    Collating,
+    check_collation,
+    check_memory,
+)
+from hybridloader.operators.fields import samples_of
+from hybridloader.operators.iterators import Over
+from hybridloader.operators.padding import Pad
+from hybridloader.operators.parameters import leak
+
+__all__ = ["Batch", "BatchBy", "BucketBy", "PaddedBatch", "Unbatch"]
+
+
+@dataclass(frozen=True)
+class Batch(Operator):
+    """Every `size` items as one batch.
+
+    Parameters
+    ----------
+    size
+        Items in a batch.
+    drop_last
+        Whether to drop the last batch if it is not full.
+    collate_fn
+        From a list of samples to a batch; None is torch's `default_collate`. With ``list`` a batch
+        is the plain list.
+    memory
+        What the recycled slots may take in which large tensors are collated.
+    """
+
+    size: int
+    drop_last: bool = False
+    collate_fn: CollateFn | None = None
+    memory: Memory = DEFAULT_MEMORY
+
+    def __post_init__(self) -> None:
+        size = parameters.whole(self, "size", self.size, least=1, instead=SIZE)
+        parameters.settle(self, size=size)
+        parameters.flag(self, "drop_last", self.drop_last)
+        check_collation(self, self.collate_fn, self.memory)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        collate = Collating(self.collate_fn, self.memory)
+        return BatchIterator(items, self.size, self.drop_last, collate)
+
+    def length(self, upstream: Length) -> Length:
+        return _batches(upstream, self.size, self.drop_last)
+
+
+@dataclass(frozen=True)
+class PaddedBatch(Operator):
+    """Every `size` items as one batch, padded where their lengths differ. See `Pad` for the rules.
+
+    Parameters
+    ----------
+    size
+        Items in a batch.
+    padding_value
+        What to fill up with.
+    drop_last
+        Whether to drop the last batch if it is not full.
+    lengths
+        Whether to give ``(batch, lengths)``.
+    memory
+        What the recycled slots may take in which large tensors are made.
+    """
+
+    size: int
+    padding_value: float = 0
+    drop_last: bool = False
+    lengths: bool = False
+    memory: Memory = DEFAULT_MEMORY
+
+    def __post_init__(self) -> None:
+        size = parameters.whole(self, "size", self.size, least=1, instead=SIZE)
+        parameters.settle(self, size=size)
+        parameters.flag(self, "drop_last", self.drop_last)
+        parameters.flag(self, "lengths", self.lengths)
+        check_memory(self, self.memory)
+        try:
+            Pad(self.padding_value)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        collate = Collating(Pad(self.padding_value, self.lengths), self.memory)
+        return BatchIterator(items, self.size, self.drop_last, collate)
+
+    def length(self, upstream: Length) -> Length:
+        return _batches(upstream, self.size, self.drop_last)
+
+
+def _batches(upstream: Length, size: int, drop_last: bool) -> Length:
+    if upstream is None or upstream == INFINITE:
+        return upstream
+    return int(upstream) // size if drop_last else -(-int(upstream) // size)
+
+
+class BatchIterator(Over):
+    """The running form of `Batch` and `PaddedBatch`."""
+
+    def __init__(
+        self, items: Iterator[Any], size: int, drop_last: bool, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        super().__init__(items)
+        self._size, self._drop_last, self._collate = size, drop_last, collate
+        # All the mutable state:
+        self._batch: list[Any] = []
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        batch = self._batch
+        # What came before an exception stays in the list: `extend` takes items one by one.
+        batch.extend(islice(self._items, self._size - len(batch)))
+        self._batch = []
+        if len(batch) < self._size:
+            self._ended = True
+            if not batch or self._drop_last:
+                raise StopIteration
+        return self._collate(batch)
+
+    def close(self) -> None:
+        self._ended = True
+        self._batch = []
+        super().close()
+
+
+@dataclass(frozen=True)
+class Unbatch(Operator):
+    """The samples of every batch, one by one.
+
+    Tensors and arrays are split along their first dimension; mappings, namedtuples and dataclasses
+    field by field, and made again around every sample's part. A list or tuple of batched columns, as
+    `default_collate` makes of tuples, gives tuples; any other gives what is in it. What numbers
+    were before they were collated can't be known: they come as tensors of no dimension.
+
+    Parameters
+    ----------
+    columns
+        What lists and tuples hold, also those in fields: True, columns; False, one thing for each
+        sample. None goes by what is in them: without an array they hold samples; with arrays that
+        differ in dtype or number of dimensions, or with arrays and other things, columns; with arrays of
+        one kind it could be either, and is an error.
+    split
+        From a batch to an iterable of its samples, instead of these rules.
+    """
+
+    columns: bool | None = None
+    split: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.columns is not None:
+            parameters.flag(self, "columns", self.columns)
+        if self.split is not None:
+            what = "a function from a batch to an iterable of samples"
+            parameters.function(self, "split", self.split, what)
+            if self.columns is not None:
+                raise ValueError(
+                    f"{self.name}: columns={self.columns} is a rule for splitting, and split= takes "
+                    "the place of all rules; leave one of them out"
+                )
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return UnbatchIterator(items, self.columns, self.split)
+
+    def length(self, upstream: Length) -> Length:
+        return 0 if upstream == 0 else None
+
+
+class UnbatchIterator(Over):
+    """The running form of `Unbatch`."""
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        columns: bool | None,
+        split: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__(items)
+        self._columns, self._split = columns, split
+        # All the mutable state:
+        self._samples: Iterator[Any] = iter(())  # what is left of the batch
+
+    def __next__(self) -> Any:
+        while True:
+            for sample in self._samples:
+                return sample
+            try:
+                batch = self._pull()
+            except StopIteration:
+                self._end()
+                raise
+            if self._split is None:
+                self._samples = iter(samples_of(batch, self._columns))
+            else:
+                try:
+                    self._samples = iter(self._split(batch))
+                except StopIteration as error:
+                    raise leak("unbatch: split") from error
+
+    def close(self) -> None:
+        self._samples = iter(())
+        super().close()

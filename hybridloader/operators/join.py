@@ -1,0 +1,372 @@
+"""Operators that make one pipeline out of several.
+
+Each pulls the pipelines in one thread, in an order that its parameters alone decide, whichever of
+them has something first. An error of one of them passes through and leaves all where they are.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from hybridloader.operators import parameters
+from hybridloader.operators.base import INFINITE, Context, Length, Source
+from hybridloader.operators.iterators import close, close_all, nothing
+from hybridloader.operators.parameters import is_number, short, sum_of
+from hybridloader.operators.split import Branch, Fork
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline import Pipeline
+
+__all__ = ["Branch", "Concat", "Fork", "Interleave", "Mix", "Zip"]
+
+
+@dataclass(frozen=True)
+class Zip(Source):
+    """Tuples of one item from each pipeline.
+
+    Parameters
+    ----------
+    pipelines
+        At least one.
+    strict
+        Whether pipelines of different lengths are an error: here, if the lengths are known, else
+        when the first of them has ended. If not, it ends with the shortest.
+    """
+
+    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        pipelines = parameters.several(self, self.pipelines)
+        parameters.settle(self, pipelines=pipelines)
+        parameters.flag(self, "strict", self.strict)
+        lengths = [pipeline.length for pipeline in pipelines]
+        if self.strict and len({length for length in lengths if length is not None}) > 1:
+            raise ValueError(
+                f"{self.name}: the pipelines are of different lengths: {lengths}; shorten them by "
+                "take(), or give strict=False to end with the shortest"
+            )
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        return self.pipelines
+
+    def start(self, context: Context) -> Iterator[Any]:
+        return ZipIterator(_opened(self.pipelines, context), self.strict)
+
+    def length(self, upstream: Length) -> Length:
+        lengths = [pipeline.length for pipeline in self.pipelines]
+        known = [length for length in lengths if length is not None]
+        if self.strict and known:
+            return known[0]
+        if 0 in known:
+            return 0
+        return None if len(known) < len(lengths) else min(known)
+
+
+def _opened(pipelines: tuple[Pipeline, ...], context: Context) -> list[Iterator[Any]]:
+    opened: list[Iterator[Any]] = []
+    try:
+        for pipeline in pipelines:
+            opened.append(context.open(pipeline))
+    except BaseException:
+        close_all(opened)
+        raise
+    return opened
+
+
+class _Among(Iterator[Any]):
+    """A running form over several iterators."""
+
+    def __init__(self, branches: list[Iterator[Any]]) -> None:
+        self._opened = branches
+
+    def close(self) -> None:
+        """Close them all. Idempotent."""
+        close_all(self._opened)
+
+
+class ZipIterator(_Among):
+    """The running form of `Zip`."""
+
+    def __init__(self, branches: list[Iterator[Any]], strict: bool) -> None:
+        super().__init__(branches)
+        self._strict = strict
+        self._pulls = [branch.__next__ for branch in branches]
+        # All the mutable state:
+        self._count = 0  # rows given
+        self._row: list[Any] = []  # the items of the next one, as far as they have come
+        self._checked = 0  # after the end of the first branch: how many have ended, it included
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._checked:
+            self._check()
+        row, pulls = self._row, self._pulls
+        try:
+            while len(row) < len(pulls):
+                row.append(pulls[len(row)]())
+        except StopIteration:
+            if not row and self._strict:
+                self._checked = 1
+                self._check()
+            self._ended = True
+            if row and self._strict:
+                raise self._uneven(len(row), 0) from None
+            raise
+        self._count += 1
+        self._row = []
+        return tuple(row)
+
+    def _check(self) -> None:
+        """The first branch has ended: have the others?"""
+        while self._checked < len(self._pulls):
+            try:
+                self._pulls[self._checked]()
+            except StopIteration:
+                self._checked += 1
+                continue
+            self._ended = True
+            raise self._uneven(0, self._checked) from None
+        self._ended = True
+        raise StopIteration
+
+    def _uneven(self, ended: int, other: int) -> ValueError:
+        return ValueError(
+            f"zip: pipeline {ended} ended after {self._count} items and pipeline {other} goes on; give "
+            "strict=False to end with the shortest"
+        )
+
+    def close(self) -> None:
+        self._ended, self._row = True, []
+        super().close()
+
+
+@dataclass(frozen=True)
+class Concat(Source):
+    """All items of the first pipeline, then all of the second, and so on; each begins in its turn."""
+
+    pipelines: tuple[Pipeline, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        parameters.settle(self, pipelines=parameters.several(self, self.pipelines))
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        return self.pipelines
+
+    def start(self, context: Context) -> Iterator[Any]:
+        return ConcatIterator(self.pipelines, context)
+
+    def length(self, upstream: Length) -> Length:
+        return sum_of(pipeline.length for pipeline in self.pipelines)
+
+
+class ConcatIterator(Iterator[Any]):
+    """The running form of `Concat`. A pipeline that can't be opened raises once and is passed over."""
+
+    def __init__(self, pipelines: tuple[Pipeline, ...], context: Context) -> None:
+        self._pipelines, self._context = pipelines, context
+        # All the mutable state:
+        self._begun = 0  # pipelines
+        self._items: Iterator[Any] | None = None  # of the one whose turn it is
+        self._pull: Any = nothing
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                return self._pull()
+            except StopIteration:
+                self._items, self._pull = None, nothing
+                if self._begun == len(self._pipelines):
+                    raise
+            self._begun += 1
+            items = self._context.open(self._pipelines[self._begun - 1])
+            self._items, self._pull = items, items.__next__
+
+    def close(self) -> None:
+        """Give up what is left, and close what is open. Idempotent."""
+        items, self._items, self._pull = self._items, None, nothing
+        self._begun = len(self._pipelines)
+        close(items)
+
+
+@dataclass(frozen=True)
+class Mix(Source):
+    """Items of several pipelines, each drawn at random from one of them.
+
+    The order is a function of the seed, the pass and the lengths of the pipelines.
+
+    Parameters
+    ----------
+    pipelines
+        At least one.
+    weights
+        How often each is drawn, in proportion to the others; None draws all alike.
+    seed
+        None takes the seed of the run.
+    stop
+        ``"all"`` goes on with the others, in the same proportions, when one has ended. ``"first"``
+        ends when one that was drawn has ended.
+    """
+
+    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    weights: tuple[float, ...] | None = None
+    seed: int | None = None
+    stop: str = "all"
+
+    def __post_init__(self) -> None:
+        pipelines = parameters.several(self, self.pipelines)
+        seed = parameters.seed_or_none(self, self.seed)
+        parameters.settle(self, pipelines=pipelines, seed=seed)
+        if self.stop not in ("all", "first"):
+            raise ValueError(f"{self.name}: stop must be 'all' or 'first', not {self.stop!r}")
+        if self.weights is not None:
+            parameters.settle(self, weights=self._checked(self.weights))
+
+    def _checked(self, weights: Any) -> tuple[float, ...]:
+        try:
+            found = tuple(weights)
+        except TypeError:
+            found = ()
+        if len(found) != len(self.pipelines):
+            raise ValueError(
+                f"{self.name}: weights must be one number for each of {len(self.pipelines)} pipelines, "
+                f"not {short(weights)}"
+            )
+        for number, weight in enumerate(found):
+            if not is_number(weight):
+                raise TypeError(
+                    f"{self.name}: weights[{number}] must be a number, not {short(weight)}"
+                )
+            if not 0 < weight < math.inf:
+                raise ValueError(
+                    f"{self.name}: weights[{number}] must be above 0 and finite, not {weight}; leave "
+                    "out a pipeline that is never to be drawn"
+                )
+        return tuple(map(float, found))
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        return self.pipelines
+
+    def start(self, context: Context) -> Iterator[Any]:
+        weights = self.weights or (1.0,) * len(self.pipelines)
+        generator = context.random(self.seed)
+        opened = _opened(self.pipelines, context)
+        return MixIterator(opened, weights, generator, self.stop == "first")
+
+    def length(self, upstream: Length) -> Length:
+        lengths = [pipeline.length for pipeline in self.pipelines]
+        if self.stop == "all" or len(lengths) == 1:
+            return sum_of(lengths)
+        return INFINITE if set(lengths) == {INFINITE} else None
+
+
+class MixIterator(_Among):
+    """The running form of `Mix`."""
+
+    def __init__(
+        self,
+        branches: list[Iterator[Any]],
+        weights: tuple[float, ...],
+        generator: random.Random,
+        first: bool,
+    ) -> None:
+        super().__init__(branches)
+        self._first = first
+        self._draw = generator.random  # see `ShuffleIterator`
+        # All the mutable state:
+        self._random = generator
+        self._left = [(b.__next__, w) for b, w in zip(branches, weights, strict=True)]
+        self._edges = self._edges_now()
+
+    def __next__(self) -> Any:
+        while self._left:
+            edges = self._edges
+            place = bisect_right(edges, self._draw() * edges[-1], hi=len(edges) - 1)
+            try:
+                return self._left[place][0]()
+            except StopIteration:
+                if self._first:
+                    self._left = []
+                else:
+                    del self._left[place]
+                    self._edges = self._edges_now()
+        raise StopIteration
+
+    def _edges_now(self) -> list[float]:
+        """Where the part of each of those that are left ends, from 0 to the sum of the weights."""
+        return list(accumulate(weight for _, weight in self._left))
+
+    def close(self) -> None:
+        self._left = []
+        super().close()
+
+
+@dataclass(frozen=True)
+class Interleave(Source):
+    """`block` items of each pipeline in turn, until all have ended.
+
+    Parameters
+    ----------
+    pipelines
+        At least one.
+    block
+        Items in a row from one of them.
+    """
+
+    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        instead = "give how many items in a row come from one pipeline"
+        block = parameters.whole(self, "block", self.block, least=1, instead=instead)
+        parameters.settle(self, pipelines=parameters.several(self, self.pipelines), block=block)
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        return self.pipelines
+
+    def start(self, context: Context) -> Iterator[Any]:
+        return InterleaveIterator(_opened(self.pipelines, context), self.block)
+
+    def length(self, upstream: Length) -> Length:
+        return sum_of(pipeline.length for pipeline in self.pipelines)
+
+
+class InterleaveIterator(_Among):
+    """The running form of `Interleave`."""
+
+    def __init__(self, branches: list[Iterator[Any]], block: int) -> None:
+        super().__init__(branches)
+        self._block = block
+        # All the mutable state:
+        self._left = [branch.__next__ for branch in branches]
+        self._turn = 0  # whose it is
+        self._given = 0  # items, in this turn
+
+    def __next__(self) -> Any:
+        while self._left:
+            if self._given == self._block:
+                self._given = 0
+                self._turn += 1
+            if self._turn >= len(self._left):
+                self._turn = 0
+            try:
+                item = self._left[self._turn]()
+            except StopIteration:
+                del self._left[self._turn]
+                self._given = 0
+                continue
+            self._given += 1
+            return item
+        raise StopIteration
+
+    def close(self) -> None:
+        self._left = []
+        super().close()

@@ -1,0 +1,349 @@
+"""Operators that choose which items come, when, and how often, and never change an item."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hybridloader.operators import parameters
+from hybridloader.operators.base import INFINITE, Context, Length, Operator, Upstream
+from hybridloader.operators.iterators import Over, close, nothing
+
+_COUNT = "give a number of items"
+
+
+@dataclass(frozen=True)
+class Shuffle(Operator):
+    """The items in a random order, as random as a buffer makes it.
+
+    The buffer is filled with the first `buffer` items. Then one of those in it, each with the same
+    chance, is given, and the next item comes into the buffer; at the end the rest is given in the same
+    way. So all of what fits into the buffer is shuffled uniformly, and no item comes more than
+    `buffer` - 1 places earlier than it would have. The order is a function of the seed, the pass and the
+    number of items.
+
+    Parameters
+    ----------
+    buffer
+        How many items are held, at least 1.
+    seed
+        None takes the seed of the run.
+    """
+
+    buffer: int
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        instead = "give how many items may be held; the more, the better they are shuffled"
+        buffer = parameters.whole(self, "buffer", self.buffer, least=1, instead=instead)
+        parameters.settle(self, buffer=buffer, seed=parameters.seed_or_none(self, self.seed))
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return ShuffleIterator(items, self.buffer, context.random(self.seed))
+
+    def length(self, upstream: Length) -> Length:
+        return upstream
+
+
+class ShuffleIterator(Over):
+    """The running form of `Shuffle`."""
+
+    def __init__(self, items: Iterator[Any], size: int, generator: random.Random) -> None:
+        super().__init__(items)
+        self._size = size
+        # `random()` alone is promised to give the same numbers in every version of Python.
+        self._draw = generator.random
+        # All the mutable state:
+        self._random = generator
+        self._buffer: list[Any] = []
+        self._ended = False
+
+    def __next__(self) -> Any:
+        buffer = self._buffer
+        if not self._ended:
+            try:
+                while len(buffer) < self._size:
+                    buffer.append(self._pull())
+            except StopIteration:
+                self._ended = True
+        if not buffer:
+            raise StopIteration
+        place = int(self._draw() * len(buffer))
+        last = buffer.pop()
+        if place == len(buffer):
+            return last
+        item, buffer[place] = buffer[place], last
+        return item
+
+    def close(self) -> None:
+        self._ended = True
+        self._buffer = []
+        super().close()
+
+
+@dataclass(frozen=True)
+class Take(Operator):
+    """The first `count` items. Nothing behind them is asked for, and what is before is closed."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        count = parameters.whole(self, "count", self.count, least=0, instead=_COUNT)
+        parameters.settle(self, count=count)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return TakeIterator(items, self.count)
+
+    def length(self, upstream: Length) -> Length:
+        if upstream is None:
+            return None if self.count else 0
+        return min(self.count, upstream)
+
+
+class TakeIterator(Over):
+    """The running form of `Take`."""
+
+    def __init__(self, items: Iterator[Any], count: int) -> None:
+        super().__init__(items)
+        # All the mutable state:
+        self._left = count
+
+    def __next__(self) -> Any:
+        if self._left <= 0:
+            if self._left == 0:
+                self.close()
+            raise StopIteration
+        try:
+            item = self._pull()
+        except StopIteration:
+            self.close()
+            raise
+        self._left -= 1
+        return item
+
+    def close(self) -> None:
+        self._left = -1
+        super().close()
+
+
+@dataclass(frozen=True)
+class Skip(Operator):
+    """All but the first `count` items. An item that raises is not one of those skipped."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        count = parameters.whole(self, "count", self.count, least=0, instead=_COUNT)
+        parameters.settle(self, count=count)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return EveryIterator(items, self.count, 1)
+
+    def length(self, upstream: Length) -> Length:
+        return _from(upstream, self.count, 1)
+
+
+class EveryIterator(Over):
+    """Skips some items, gives one, skips some, gives one, ...
+
+    Parameters
+    ----------
+    first
+        Items before the first one that is given.
+    step
+        From one that is given to the next one.
+    """
+
+    def __init__(self, items: Iterator[Any], first: int, step: int) -> None:
+        super().__init__(items)
+        self._between = step - 1
+        # All the mutable state:
+        self._skip = first  # items before the next one that is given
+
+    def __next__(self) -> Any:
+        try:
+            while self._skip:
+                self._pull()
+                self._skip -= 1
+            item = self._pull()
+        except StopIteration:
+            self._end()
+            raise
+        self._skip = self._between
+        return item
+
+
+def _from(upstream: Length, first: int, step: int) -> Length:
+    """How many items an `EveryIterator` gives."""
+    if upstream is None or upstream == INFINITE:
+        return upstream
+    return max(0, -(-(int(upstream) - first) // step))
+
+
+@dataclass(frozen=True)
+class Enumerate(Operator):
+    """Pairs of a number, counted from `start`, and an item."""
+
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        instead = "give the first number"
+        start = parameters.whole(self, "start", self.start, least=-sys.maxsize, instead=instead)
+        parameters.settle(self, start=start)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return EnumerateIterator(items, self.start)
+
+    def length(self, upstream: Length) -> Length:
+        return upstream
+
+
+class EnumerateIterator(Over):
+    """The running form of `Enumerate`."""
+
+    def __init__(self, items: Iterator[Any], start: int) -> None:
+        super().__init__(items)
+        # All the mutable state:
+        self._number = start
+
+    def __next__(self) -> Any:
+        try:
+            item = self._pull()
+        except StopIteration:
+            self._end()
+            raise
+        number = self._number
+        self._number = number + 1
+        return number, item
+
+
+@dataclass(frozen=True)
+class Repeat(Operator):
+    """All items again and again: every time a new pass over what comes before, shuffled anew.
+
+    Parameters
+    ----------
+    times
+        How many passes; None goes on until a pass gives nothing.
+    """
+
+    times: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.times is not None:
+            instead = "give how many passes, or None for passes without end"
+            times = parameters.whole(self, "times", self.times, least=0, instead=instead)
+            parameters.settle(self, times=times)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        raise TypeError(f"{self.name} makes passes of its own; open it by `begin`")
+
+    def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
+        return RepeatIterator(upstream, self.times)
+
+    def length(self, upstream: Length) -> Length:
+        if upstream == 0 or self.times == 0:
+            return 0
+        if upstream is None:
+            return None  # without end only if a pass gives anything
+        return INFINITE if self.times is None else upstream * self.times
+
+
+class RepeatIterator(Iterator[Any]):
+    """The running form of `Repeat`. The first pass begins with it, another when its turn comes."""
+
+    def __init__(self, upstream: Upstream, times: int | None) -> None:
+        self._upstream, self._times = upstream, times
+        # All the mutable state:
+        self._begun = 0  # passes
+        self._gave = True  # whether this pass gave anything
+        self._items: Iterator[Any] | None = None
+        self._pull: Any = nothing
+        self._begin()
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                item = self._pull()
+            except StopIteration:
+                if self._items is None:
+                    raise
+                self._begin()
+                continue
+            self._gave = True
+            return item
+
+    def _begin(self) -> None:
+        """Begin another pass, if there is to be one."""
+        # Whether it is over, or the pass can't be begun: both are the end.
+        self._items, self._pull = None, nothing
+        over = not self._gave if self._times is None else self._begun >= self._times
+        if over:
+            return
+        self._begun += 1
+        self._gave = False
+        items = self._upstream()
+        self._items, self._pull = items, items.__next__
+
+    def close(self) -> None:
+        """Give up what is left, and close this pass. Idempotent."""
+        items, self._items, self._pull = self._items, None, nothing
+        close(items)
+
+
+@dataclass(frozen=True)
+class Shard(Operator):
+    """The items of one of several processes: every `world`-th, from number `rank` on.
+
+    When the number of items is no multiple of `world`, the first shards have one more than the others.
+
+    Parameters
+    ----------
+    rank, world
+        The number of the shard, from 0, and how many there are. None takes those of
+        `torch.distributed` if it is initialised when the pass begins, else 0 of 1.
+    """
+
+    rank: int | None = None
+    world: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank is None and self.world is None:
+            return
+        if self.rank is None or self.world is None:
+            raise ValueError(
+                f"{self.name}: rank={self.rank} and world={self.world}: give both, or neither, "
+                "to take those of torch.distributed"
+            )
+        world = parameters.whole(
+            self, "world", self.world, least=1, instead="give the number of shards"
+        )
+        instead = "give the number of the shard, from 0"
+        rank = parameters.whole(self, "rank", self.rank, least=0, instead=instead)
+        if rank >= world:
+            raise ValueError(
+                f"{self.name}: rank={rank} of world={world}: ranks go from 0 to {world - 1}"
+            )
+        parameters.settle(self, rank=rank, world=world)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        rank, world = self.resolved()
+        return EveryIterator(items, rank, world)
+
+    def length(self, upstream: Length) -> Length:
+        return _from(upstream, *self.resolved())
+
+    def resolved(self) -> tuple[int, int]:
+        """Rank and world as they are now, in this process."""
+        if self.rank is not None and self.world is not None:
+            return self.rank, self.world
+        torch = sys.modules.get("torch")
+        distributed: Any = getattr(torch, "distributed", None)
+        if distributed is None or not distributed.is_available():
+            return 0, 1
+        if not distributed.is_initialized():
+            return 0, 1
+        return distributed.get_rank(), distributed.get_world_size()

@@ -1,0 +1,270 @@
+"""Where items come from: the indices of a dataset, or any iterable that one reader reads.
+
+The reader is the thread that pulls. What samplers and iterables mean is torch's convention, also that
+`set_epoch` tells them which pass it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridloader.operators import parameters
+from hybridloader.operators.base import Context, Length, Source
+from hybridloader.operators.iterators import Over
+from hybridloader.operators.parameters import leak, short
+
+
+@dataclass(frozen=True)
+class Indices(Source):
+    """The indices of a map-style dataset, in the order in which it is to be read.
+
+    Without a sampler and without `shuffle` they are those of ``range(len(dataset))``.
+
+    Parameters
+    ----------
+    dataset
+        Asked for its length when a pass begins, and for nothing else.
+    sampler
+        An iterable of indices. If it has a `set_epoch`, that is called with the number of the pass
+        before every pass, the first one too: do not call it yourself.
+    batch_sampler
+        An iterable of lists of indices; these lists are what comes. `set_epoch` as above.
+    shuffle
+        Whether to read all in a random order, that of `torch.utils.data.RandomSampler`.
+    seed
+        The order of a pass is then that of ``seed + epoch``, as with torch's `DistributedSampler`.
+        None takes the seed of the run, if it was given one, else draws from torch's default generator,
+        as torch's loader does: after the same ``torch.manual_seed`` the order is the same.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Parameters that contradict each other, or a dataset that can't be read by index.
+    """
+
+    dataset: Any = field(repr=False)
+    sampler: Iterable[Any] | None = None
+    batch_sampler: Iterable[Any] | None = None
+    shuffle: bool = False
+    seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "from_dataset"
+
+    def __post_init__(self) -> None:
+        parameters.flag(self, "shuffle", self.shuffle)
+        parameters.settle(self, seed=parameters.seed_or_none(self, self.seed))
+        if self.sampler is not None and self.batch_sampler is not None:
+            raise ValueError(
+                f"{self.name}: sampler and batch_sampler both say what is read; give one of them"
+            )
+        given = "sampler" if self.batch_sampler is None else "batch_sampler"
+        order = self._order
+        if order is not None:
+            if self.shuffle:
+                raise ValueError(
+                    f"{self.name}: shuffle=True and a {given} both say in which order the dataset is "
+                    "read; give one of them"
+                )
+            if not hasattr(type(order), "__iter__"):
+                raise TypeError(f"{self.name}: {given} must be an iterable, not {short(order)}")
+            if hasattr(type(order), "__next__"):
+                raise TypeError(
+                    f"{self.name}: {given} must be an iterable that can be read in every pass, not "
+                    f"an iterator, which is over after one: {short(order)}; give list({given})"
+                )
+        if self.seed is not None and not self.shuffle:
+            raise ValueError(
+                f"{self.name}: seed={self.seed} is of no use without shuffle=True; give that too, or "
+                "leave the seed out"
+            )
+        kind = type(self.dataset)
+        if not hasattr(kind, "__getitem__") or _is_iterable_dataset(self.dataset):
+            raise TypeError(
+                f"{self.name}: a {kind.__qualname__} can't be read by index; a dataset has "
+                "__getitem__ and __len__. An iterable is read with from_iterable"
+            )
+        if order is None and not hasattr(kind, "__len__"):
+            raise TypeError(
+                f"{self.name}: the dataset, a {kind.__qualname__}, has no __len__, so its indices are "
+                "not known; give it one, or give a sampler"
+            )
+
+    @property
+    def _order(self) -> Iterable[Any] | None:
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
+    def start(self, context: Context) -> Iterator[Any]:
+        order = self._order
+        if order is not None:
+            _tell_epoch(order, context)
+            return ReadIterator(iter(order), ours=True)
+        indices = range(len(self.dataset))
+        if self.shuffle and indices:  # torch refuses to shuffle nothing
+            from torch import Generator
+            from torch.utils.data import RandomSampler
+
+            generator = None
+            seed = context.seed if self.seed is None else self.seed
+            if seed is not None:
+                generator = Generator().manual_seed(seed + context.epoch)
+            return ReadIterator(iter(RandomSampler(indices, generator=generator)), ours=True)
+        return ReadIterator(iter(indices), ours=True)
+
+    def describe(self) -> str:
+        return _described(super().describe(), self.dataset)
+
+    def length(self, upstream: Length) -> Length:
+        order = self._order
+        return _length(self.dataset if order is None else order)
+
+
+def _is_iterable_dataset(dataset: Any) -> bool:
+    """torch's has a ``__getitem__``, by inheritance, which always raises."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(dataset, torch.utils.data.IterableDataset)
+
+
+class _Begun:
+    """Whether the one pass over an iterator has begun; not a part of the description."""
+
+    def __init__(self) -> None:
+        self.yes = False
+
+
+@dataclass(frozen=True)
+class Items(Source):
+    """What an iterable gives, read by one reader.
+
+    Parameters
+    ----------
+    source
+        An iterable, which is iterated in every pass. Or a function without parameters that gives
+        one, called in every pass. Or an iterator, such as a generator, for one pass.
+
+        If the iterable, or what the function gives, has a `set_epoch`, it is called with the number
+        of the pass before every pass, the first one too: do not call it yourself.
+
+    Raises
+    ------
+    TypeError
+        `source` is none of these.
+    """
+
+    source: Any = field(repr=False)
+    _begun: _Begun = field(default_factory=_Begun, init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return "from_iterable"
+
+    def __post_init__(self) -> None:
+        source = self.source
+        if isinstance(source, (str, bytes)):
+            raise TypeError(
+                f"{self.name}: a {type(source).__qualname__} would be read letter by letter: "
+                f"{short(source)}; give an iterable of items, such as an open file or a list of paths"
+            )
+        if not hasattr(type(source), "__iter__") and not callable(source):
+            more = ""
+            if hasattr(type(source), "__getitem__"):
+                more = "; what has __getitem__ and __len__ is read by index, with from_dataset"
+            raise TypeError(
+                f"{self.name}: source must be an iterable, or a function that gives one, "
+                f"not {short(source)}{more}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parameters.settle(self, **state, _begun=_Begun())
+
+    def start(self, context: Context) -> Iterator[Any]:
+        source = self.source
+        if hasattr(type(source), "__next__"):
+            if self._begun.yes:
+                raise ValueError(
+                    f"{self.name}: {short(source)} is an iterator, which can be read once, and a pass "
+                    "over it has begun already; give a list, or a function that makes the iterator, "
+                    "to read it in every pass"
+                )
+            _tell_epoch(source, context)
+            self._begun.yes = True
+            return ReadIterator(source, ours=False)
+        if not hasattr(type(source), "__iter__"):
+            try:
+                source = source()
+            except StopIteration as error:
+                raise leak(f"{self.name}: the function {short(self.source)}") from error
+            if not hasattr(type(source), "__iter__"):
+                raise TypeError(
+                    f"{self.name}: the function {short(self.source)} must give an iterable, not "
+                    f"{short(source)}"
+                )
+        _tell_epoch(source, context)
+        return ReadIterator(iter(source), ours=True)
+
+    def describe(self) -> str:
+        return _described(super().describe(), self.source)
+
+    def length(self, upstream: Length) -> Length:
+        return _length(self.source) if hasattr(type(self.source), "__iter__") else None
+
+
+def _tell_epoch(source: Any, context: Context) -> None:
+    set_epoch = getattr(source, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(context.epoch)
+
+
+def _described(without: str, data: Any) -> str:
+    """With the type of `data` and its length: the repr of a dataset may be as long as the dataset."""
+    told = getattr(data, "__qualname__", None) or type(data).__qualname__
+    if isinstance(_length(data), int):
+        told += f" of {_length(data)}"
+    name, _, rest = without.partition("(")
+    return f"{name}({told})" if rest == ")" else f"{name}({told}, {rest}"
+
+
+def _length(source: Any) -> Length:
+    if not isinstance(source, Sized):
+        return None
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):  # a class that only inherited it
+        return None
+
+
+class ReadIterator(Over):
+    """The running form of sources that are one iterator.
+
+    Parameters
+    ----------
+    ours
+        Whether it was made for this pass, so that nobody else wants it when this is closed.
+    """
+
+    def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
+        super().__init__(items)
+        self._ours = ours
+        # All the mutable state:
+        self._given = 0  # items
+
+    def __next__(self) -> Any:
+        try:
+            item = self._pull()
+        except StopIteration:
+            self._end()
+            raise
+        self._given += 1
+        return item
+
+    def close(self) -> None:
+        self._end()
+        if self._ours:
+            super().close()

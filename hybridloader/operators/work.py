@@ -1,0 +1,302 @@
+"""The operators whose functions run on workers, and where they run."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from hybridloader.contract import Backend
+from hybridloader.fetch import MapFetch
+from hybridloader.operators.base import INFINITE, Context, Length, Operator, Source
+from hybridloader.registry import get_backend
+from hybridloader.work import Step
+
+
+class Where(TypedDict, total=False):
+    """The keywords of a stage; see `Placement`."""
+
+    backend: str | Backend | None
+    workers: int | None
+    ordered: bool
+    prefetch: int | None
+    buffer_bytes: int | None
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    threads_per_worker: int
+    fuse: bool
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a stage's work is done, and how.
+
+    Parameters
+    ----------
+    backend
+        A name or a `Backend`. None and ``"inline"``: in the thread that asks for the result.
+    workers
+        At least 1. None: as many as this process may use CPUs. No matter inline.
+    ordered
+        Whether results come in the order of the items, or as they are done.
+    prefetch
+        Items that may be under way, or done and not yet taken, in this stage. None: two tasks for
+        each worker.
+    buffer_bytes
+        The same in bytes of results; an item is let in if the largest result so far would still fit.
+    timeout
+        Seconds to wait for the next result while there is work under way; 0 waits for ever.
+    worker_init_fn
+        Called in each worker with its number before anything else; inline, with 0.
+    threads_per_worker
+        Threads inside each worker, which share the items of one task.
+    fuse
+        Whether this work may be done in one go with the stages beside it that have the same workers.
+    """
+
+    backend: Backend | None = None
+    workers: int = 1
+    ordered: bool = True
+    prefetch: int | None = None
+    buffer_bytes: int | None = None
+    timeout: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+    threads_per_worker: int = 1
+    fuse: bool = True
+
+    @classmethod
+    def of(cls, stage: str, where: Where) -> Placement:
+        """Check what a user said about `stage`.
+
+        Raises
+        ------
+        BackendUnavailable
+            There is no such backend.
+        TypeError, ValueError
+            A number is none, or too small, or there are workers but no backend.
+        """
+        unknown = set(where) - set(Where.__annotations__)
+        if unknown:
+            raise TypeError(
+                f"stage {stage!r} got an unexpected keyword {sorted(unknown)[0]!r}; there are: "
+                f"{', '.join(Where.__annotations__)}"
+            )
+        given: dict[str, Any] = {key: value for key, value in where.items() if value is not None}
+        backend, workers = given.pop("backend", None), given.pop("workers", None)
+        if backend is None and (given or workers is not None):
+            told = ", ".join(key for key in where if key != "backend")
+            raise ValueError(
+                f"stage {stage!r} has {told} but no backend, so its work would be done where the "
+                "result is asked for; say where, for instance backend='threads'"
+            )
+        for name, least in _LEAST.items():
+            _check_number(stage, name, given.get(name), least)
+        if backend is None:
+            return cls(**given)
+        try:
+            chosen = get_backend(backend)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"stage {stage!r}: {error}") from error
+        if workers is None:
+            workers = _cpus()
+        _check_number(stage, "workers", workers, 1)
+        timeout = given.get("timeout", 0)
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if not (number and timeout >= 0):  # NaN is neither
+            raise ValueError(f"stage {stage!r}: timeout is seconds, 0 or more, not {timeout!r}")
+        for flag in ("ordered", "fuse"):
+            if not isinstance(given.get(flag, True), bool):
+                raise TypeError(
+                    f"stage {stage!r}: {flag} must be True or False, not {given[flag]!r}"
+                )
+        init = given.get("worker_init_fn")
+        if init is not None and not callable(init):
+            raise TypeError(f"stage {stage!r}: worker_init_fn must be callable, not {init!r}")
+        return cls(backend=chosen, workers=workers, **given)
+
+    @property
+    def inline(self) -> bool:
+        return self.backend is None or self.backend.name == "inline"
+
+
+_LEAST = {"prefetch": 1, "buffer_bytes": 1, "threads_per_worker": 1}
+
+
+def _check_number(stage: str, name: str, value: Any, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"stage {stage!r}: {name} must be an int, not {value!r}")
+    if value < least:
+        raise ValueError(f"stage {stage!r}: {name} must be at least {least}, got {value}")
+
+
+def _cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Work(Operator):
+    """A function for each item; the kinds differ in what they make of what it returns.
+
+    Parameters
+    ----------
+    function
+        Takes an item.
+    placement
+        Where it runs.
+    label
+        What errors and tables call it; None: the operator and the function.
+    """
+
+    function: Any
+    placement: Placement = field(default_factory=Placement)
+    label: str | None = None
+
+    kind = "map"
+
+    def __post_init__(self) -> None:
+        check_label(self.label)
+        check_function(self.name, self.function)
+
+    @property
+    def name(self) -> str:
+        return self.label or f"{self.kind}({name_of_function(self.function)})"
+
+    def step(self) -> Step:
+        return Step(self.kind, self.function)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        raise TypeError(f"{self.name} is opened by the engine, on its backend")
+
+    def describe(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Map(Work):
+    """One result for each item."""
+
+    def length(self, upstream: Length) -> Length:
+        return upstream
+
+
+@dataclass(frozen=True)
+class FlatMap(Work):
+    """An iterable of results for each item, one after the other."""
+
+    kind = "flat_map"
+
+
+@dataclass(frozen=True)
+class Filter(Work):
+    """The items for which the function is true."""
+
+    kind = "filter"
+
+
+@dataclass(frozen=True)
+class Lookup(Work):
+    """The samples of a map-style dataset by index, or its batches by lists of indices."""
+
+    function: MapFetch
+
+    def __post_init__(self) -> None:
+        check_label(self.label)
+
+    @property
+    def name(self) -> str:
+        return self.label or f"{type(self.function.dataset).__name__}[...]"
+
+    def length(self, upstream: Length) -> Length:
+        return upstream
+
+
+@dataclass(frozen=True)
+class Readers(Source):
+    """Several readers of an iterable source, each a worker with its own iterator.
+
+    They are read in turn: the first item of each, the second of each, and so on.
+
+    Parameters
+    ----------
+    source
+        An iterable, of which every worker gets a copy, or a function that returns one.
+        `get_worker_info()` tells it which part to read.
+    """
+
+    source: Any
+    placement: Placement = field(default_factory=Placement)
+    label: str | None = None
+
+    def __post_init__(self) -> None:
+        check_label(self.label)
+        if isinstance(self.source, (str, bytes)):
+            raise TypeError(
+                f"{self.name}: a {type(self.source).__qualname__} would be read letter by letter; give "
+                "an iterable of items, such as a list of paths"
+            )
+        if hasattr(type(self.source), "__next__"):
+            raise TypeError(
+                f"{self.name} got {self.source!r}, which can be read only once and by one reader; "
+                "give a function that makes it, as in from_iterable(lambda: read(shard), workers=4)"
+            )
+        if not (callable(self.source) or hasattr(type(self.source), "__iter__")):
+            raise TypeError(
+                f"{self.name} needs an iterable or a function that returns one, not {self.source!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.label or f"read({name_of_function(self.source)})"
+
+    def start(self, context: Context) -> Iterator[Any]:
+        raise TypeError(f"{self.name} is opened by the engine, on its backend")
+
+    def describe(self) -> str:
+        return self.name
+
+
+def name_of_function(function: Any) -> str:
+    """A short name for tables: ``decode``, ``Decoder``, ``lambda``."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return str(name).rpartition(".")[2].strip("<>")
+
+
+def check_label(label: Any) -> None:
+    """Raise `TypeError` unless `label` can be the name of a stage."""
+    if label is not None and not isinstance(label, str):
+        raise TypeError(f"the name of a stage is a text, not {label!r}")
+
+
+def check_function(stage: str, function: Any) -> None:
+    """Raise `TypeError` unless `function` can be called with one item."""
+    if not callable(function):
+        raise TypeError(f"stage {stage!r} needs a function of one item, not {function!r}")
+    if isinstance(function, type) and callable(getattr(function, "setup", None)):
+        raise TypeError(
+            f"stage {stage!r} got the class {function.__name__}, which has a setup(); give an object "
+            f"of it, as in map({function.__name__}()): every worker gets its own"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-ins tell nothing
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"stage {stage!r} calls its function with one item, but {name_of_function(function)}"
+            f"{signature} can't be: {error}"
+        ) from None
+
+
+def of_length(value: Length) -> str:
+    """A length in words."""
+    if value is None:
+        return "unknown"
+    return "endless" if value == INFINITE else f"{int(value):,}"

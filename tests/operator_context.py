@@ -1,0 +1,124 @@
+"""A stand-in for a run: operators are opened by hand, over scripts of items and errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+
+from hybridloader.operators.base import Context, Length, Operator
+
+no_deadline = settings(deadline=None, max_examples=60)
+"""For property tests: a machine may be busy with something else."""
+
+
+class Oops(Exception):
+    """What a script raises; equal to another with the same arguments."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Oops and self.args == other.args
+
+    def __hash__(self) -> int:
+        return hash(self.args)
+
+
+class Script(Iterator[Any]):
+    """Gives items and raises those that are exceptions; goes on behind them. Counts its calls."""
+
+    def __init__(self, *steps: Any) -> None:
+        self._steps = iter(steps)
+        self.pulled = self.closed = 0
+
+    def __next__(self) -> Any:
+        if self.closed:
+            raise AssertionError("pulled after it was closed")
+        self.pulled += 1
+        step = next(self._steps)
+        if isinstance(step, BaseException):
+            raise step
+        return step
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@dataclass(frozen=True)
+class Line:
+    """Stands in for a pipeline."""
+
+    steps: tuple[Any, ...] = ()
+    known: bool = True
+    length: Length = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.known:
+            object.__setattr__(self, "length", len(items_in(self.steps)))
+
+
+def line(*steps: Any, known: bool = True) -> Any:
+    return Line(steps, known)
+
+
+class Stand:
+    """A context: see `hybridloader.operators.base.Context`."""
+
+    def __init__(self, epoch: int = 0, seed: int | None = None) -> None:
+        self.epoch, self.seed = epoch, seed
+        self.shared: dict[Any, Any] = {}
+        self.opened: list[Script] = []
+
+    def random(self, seed: int | None) -> random.Random:
+        return random.Random(f"{self.seed if seed is None else seed}/{self.epoch}")
+
+    def open(self, pipeline: Any) -> Iterator[Any]:
+        if isinstance(pipeline, Line):
+            self.opened.append(Script(*pipeline.steps))
+            return self.opened[-1]
+        items: Iterator[Any] = pipeline()
+        return items
+
+
+def context(epoch: int = 0, seed: int | None = None) -> Context:
+    return Stand(epoch, seed)
+
+
+def run(operator: Operator, *steps: Any, epoch: int = 0) -> Iterator[Any]:
+    """The running form of `operator` over a script."""
+    return operator.begin(lambda: Script(*steps), context(epoch))
+
+
+def drain(items: Iterator[Any]) -> list[Any]:
+    """All that comes, errors in their places; what has ended must have ended for good."""
+    found: list[Any] = []
+    while True:
+        try:
+            found.append(next(items))
+        except StopIteration:
+            break
+        except Exception as error:
+            found.append(error)
+    for _ in range(2):
+        try:
+            found.append(next(items))
+        except StopIteration:
+            continue
+        raise AssertionError(f"gave {found[-1]!r} after its end")
+    return found
+
+
+def outcome(operator: Operator, *steps: Any, epoch: int = 0) -> list[Any]:
+    return drain(run(operator, *steps, epoch=epoch))
+
+
+def items_in(outcomes: Any) -> list[Any]:
+    return [item for item in outcomes if not isinstance(item, BaseException)]
+
+
+def errors_in(outcomes: Any) -> list[Any]:
+    return [item for item in outcomes if isinstance(item, BaseException)]
+
+
+Reference = Callable[[list[Any]], list[Any]]
