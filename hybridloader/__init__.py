@@ -21,12 +21,15 @@ if TYPE_CHECKING:
         BackendUnavailable,
         HybridLoaderError,
         IteratorClosed,
+        NotReady,
         ResultNotSendable,
         ShippingError,
         WorkerDied,
         WorkerTimeout,
     )
     from hybridloader.memory import Memory
+    from hybridloader.operators.base import Operator
+    from hybridloader.pipeline import Pipeline
     from hybridloader.registry import backend_names, get_backend
     from hybridloader.shared_dict import SharedDict
     from hybridloader.shared_list import SharedList
@@ -42,6 +45,9 @@ _HOMES = {
     "Inline": "backends.inline",
     "IteratorClosed": "errors",
     "Memory": "memory",
+    "NotReady": "errors",
+    "Operator": "operators.base",
+    "Pipeline": "pipeline",
     "ResultNotSendable": "errors",
     "SharedDict": "shared_dict",
     "SharedList": "shared_list",
@@ -66,6 +72,9 @@ __all__ = [
     "Inline",
     "IteratorClosed",
     "Memory",
+    "NotReady",
+    "Operator",
+    "Pipeline",
     "ResultNotSendable",
     "SharedDict",
     "SharedList",

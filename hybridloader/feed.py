@@ -8,6 +8,7 @@ waits for items, so a slow source is never waited for to fill a task up.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,6 +38,9 @@ class Feed(Protocol):
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         """Call `wake` once, from any thread, as soon as `draw` may have something."""
+
+    def take_apart(self, index: Any) -> bool:
+        """`index` could not be sent: give what it holds again, each alone. False if it is one."""
 
     @property
     def final(self) -> tuple[type[Exception], ...]:
@@ -114,6 +118,8 @@ class Portions:
         Whether some of `items` are several that come unopened from another process.
     least
         Items that a task should have if they are there, for workers that do several at once.
+    most
+        Items that a task may have; None: `MOST`.
     final
         Errors of `items` after which nothing more will come.
     """
@@ -124,16 +130,19 @@ class Portions:
         *,
         sealed: bool = False,
         least: int = 1,
+        most: int | None = None,
         final: tuple[type[Exception], ...] = (),
     ) -> None:
         self._next: Callable[[], Any] = getattr(items, "next_nowait", items.__next__)
         self._when_ready = getattr(items, "when_ready", None)
         self._sealed, self._least = sealed, least
+        self._most = MOST if most is None else min(MOST, most)
+        self._others: list[Portions] = []
         self.final = final
         # All the mutable state:
-        self.size = least
+        self.size = min(least, self._most)
         self._items = self._seconds = 0.0  # of the tasks before, the older the less
-        self._put_back: list[Any] = []  # a sealed item that came behind others
+        self._put_back: deque[Any] = deque()  # what is to be drawn before anything else
         self._error: Exception | None = None  # that came behind items
 
     def learn(self, items: int, seconds: float) -> None:
@@ -142,19 +151,25 @@ class Portions:
         self._items = _MEMORY * self._items + items
         self._seconds = _MEMORY * self._seconds + seconds
         fitting = MOST if self._seconds <= 0 else int(TASK_SECONDS * self._items / self._seconds)
-        self.size = max(self._least, min(fitting, 2 * self.size, MOST))
+        self.size = min(self._most, max(self._least, min(fitting, 2 * self.size)))
+
+    def no_larger_than(self, other: Portions) -> None:
+        """From now on, give no more at a time than `other` would."""
+        self._others.append(other)
 
     def draw(self, most: int | None) -> Any:
+        if self._put_back:
+            return self._put_back.popleft()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self._put_back:
-            return self._put_back.pop()
         item = self._next()
         if self._sealed and is_sealed(item):
             return item
         found = [item]
-        size = self.size if most is None else min(self.size, most)
+        size = min([self.size, *(other.size for other in self._others)])
+        if most is not None:
+            size = min(size, most)
         if size > 1:
             self._gather(found, size)
         return found
@@ -164,6 +179,12 @@ class Portions:
             wake()
         else:
             self._when_ready(wake)
+
+    def take_apart(self, index: Any) -> bool:
+        if type(index) is not list or len(index) < 2:
+            return False
+        self._put_back.extendleft([item] for item in reversed(index))
+        return True
 
     def _gather(self, found: list[Any], size: int) -> None:
         pull, until = self._next, time.monotonic() + _GATHERING

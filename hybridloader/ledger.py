@@ -10,11 +10,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hybridloader.contract import ByReference
 from hybridloader.feed import items_in
 from hybridloader.messages import Done, Result
+
+
+class Queue(Protocol):
+    """Something that items wait in."""
+
+    @property
+    def waiting(self) -> int:
+        """How many."""
 
 
 class Books:
@@ -49,12 +57,16 @@ class Books:
         self._prefetch, self._limit = prefetch, buffer_bytes
         self.learn = learn
         self._clock = clock
+        self.behind: Queue | None = None  # where results wait once they were handed out
         # All the mutable state:
         self.items_in = self.items_out = self.tasks = 0
         self.busy = 0.0  # seconds that workers worked, together
         self.waited = 0.0  # seconds that whoever pulls the stage waited for it
         self.starved = 0.0  # seconds that workers had nothing to do because nothing came, together
+        self.blocked_seen = 0.0  # seconds that they had nothing to do because nothing went out
         self.began: float | None = None
+        self._away = 0.0  # seconds that nobody pulled the stage
+        self._away_since: float | None = None
         self.ended: float | None = None
         self.held = 0  # items under way, or waiting to be handed out
         self.held_bytes = 0  # of results that wait
@@ -69,7 +81,10 @@ class Books:
 
     def room(self) -> int | None:
         held = self.held
-        room = None if self._prefetch is None else max(0, self._prefetch - held)
+        room = None
+        if self._prefetch is not None:
+            waiting = 0 if self.behind is None else self.behind.waiting
+            room = max(0 if held else 1, self._prefetch - held - waiting)
         if self._limit is not None and room != 0:
             if not self._largest:
                 free = self.workers - held
@@ -98,10 +113,10 @@ class Books:
         if self.learn is not None:
             self.learn(count, event.seconds)
         if self._limit is not None:
-            size = _size_of_result(event.payload)
+            size, largest = _sizes_of(event.payload, count)
             self.held_bytes += size
             self._bytes[event.seq] = size
-            self._largest = max(self._largest, size // max(1, count), 1)
+            self._largest = max(self._largest, largest, 1)
 
     def left(self, seq: int) -> None:
         self.held -= self._items.pop(seq, 0)
@@ -109,14 +124,27 @@ class Books:
 
     def idle(self, workers: int, *, starved: bool) -> None:
         now = self._clock()
+        passed = self._idle * (now - self._since)
         if self._starved:
-            self.starved += self._idle * (now - self._since)
+            self.starved += passed
+        else:
+            self.blocked_seen += passed
         self._idle, self._starved, self._since = workers, starved, now
         if self.began is None:
             self.began = now
 
     def listening(self, seconds: float) -> None:
         self.waited += seconds
+
+    def pulled(self) -> None:
+        """Somebody asks for results."""
+        if self._away_since is not None:
+            self._away += self._clock() - self._away_since
+            self._away_since = None
+
+    def turned_away(self) -> None:
+        """Whoever asked has what it wanted."""
+        self._away_since = self._clock()
 
     # -- what statistics ask -------------------------------------------------------------------------
 
@@ -135,14 +163,32 @@ class Books:
 
     @property
     def blocked(self) -> float:
-        """Seconds that workers had nothing to do although there was something: nobody took results."""
+        """Seconds that workers had nothing to do because nobody took results, together.
+
+        While nobody pulls the stage, nobody sees when its workers have done what they have; what they
+        did not work of that time is counted.
+        """
+        return min(self._rest, max(self.blocked_seen, self.workers * self._away))
+
+    @property
+    def other(self) -> float:
+        """Seconds that workers started, were handed tasks, or waited for a CPU, together."""
+        return self._rest - self.blocked
+
+    @property
+    def _rest(self) -> float:
         return max(0.0, self.workers * self.elapsed - self.busy - self.starved)
 
 
-def _size_of_result(payload: Any) -> int:
+def _sizes_of(payload: Any, count: int) -> tuple[int, int]:
+    """Bytes of a result, and of the largest item in it as far as that can be seen."""
     if isinstance(payload, ByReference):
-        return size_of(payload.peek())
-    return int(getattr(payload, "nbytes", 0))
+        value = payload.peek()
+        whole = size_of(value)
+        items = map(size_of, value) if isinstance(value, list) else ()
+        return whole, max(-(-whole // max(1, count)), max(items, default=0))
+    whole = int(getattr(payload, "nbytes", 0))
+    return whole, -(-whole // max(1, count))
 
 
 def size_of(value: Any) -> int:

@@ -8,6 +8,7 @@ reason, the consumer is told and never waits for it.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -42,6 +43,7 @@ class _Belt:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.owner = os.getpid()
         # One lock, which a finalizer on the same thread may take again.
         lock = threading.RLock()
         self.came = threading.Condition(lock)
@@ -80,6 +82,8 @@ class _Belt:
             self._tell()
 
     def close(self) -> None:
+        if os.getpid() != self.owner:
+            return  # a fork has copied the lock, perhaps locked, and not the thread
         with self.came:
             self.closed = True
             self.items.clear()

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hybridloader.contract import Backend, WorkerHandle
+from hybridloader.contract import Backend, ByReference, WorkerHandle
 from hybridloader.crews import ended_with
 from hybridloader.diagnosis import death, late, name_of, place
 from hybridloader.errors import (
@@ -113,14 +113,14 @@ class Stage(Iterator[Any]):
         workers = max(1, spec.workers)
         self._scheduler = Scheduler(workers, max(1, lookahead), ordered=ordered, dispatch=dispatch)
         # All the mutable state, besides the scheduler and the crew:
-        self._epoch = -1
+        self.epoch = -1  # the number of the one that runs
         self._source: Iterator[Any] = iter(())
         self._feed: Feed | None = None
         self._hungry = False  # the feed had nothing when it was asked last
         self._source_error: Exception | None = None
         self._indices: dict[int, Any] = {}  # of the tasks not yet handed out, for errors
         self._obituary = ""
-        self._closing = self._ended = self._interrupted = False
+        self._closing = self._leaving = self._ended = self._interrupted = False
         self.last_worker = 0  # whose result was handed out last
         self._owner = os.getpid()
         self._pulling = threading.RLock()
@@ -169,9 +169,9 @@ class Stage(Iterator[Any]):
             self._ended = self._interrupted = False
             self._discard(self._scheduler.begin())
             self._forget()
-            self._epoch += 1
-            if self._epoch > 0:
-                message = Begin(self._epoch, shared_seed, changes)
+            self.epoch += 1
+            if self.epoch > 0:
+                message = Begin(self.epoch, shared_seed, changes)
                 for worker in range(len(self._scheduler.workers)):
                     self._crew.send(worker, message)
             if isinstance(source, Iterator):
@@ -184,17 +184,29 @@ class Stage(Iterator[Any]):
             self._crew.flush()
 
     def __next__(self) -> Any:
-        return self._next(wait=True)
+        return self.pull(None, wait=True)
 
-    def next_nowait(self) -> Any:
-        """The next result if it is there. Raises `NotReady` if it is not."""
-        return self._next(wait=False)
+    def pull(self, epoch: int | None, *, wait: bool) -> Any:
+        """The next result.
 
-    def _next(self, wait: bool) -> Any:
+        Parameters
+        ----------
+        epoch
+            The one whose result is wanted, by its number; None: whichever runs.
+        wait
+            Whether to wait for it.
+
+        Raises
+        ------
+        NotReady
+            It is not there yet, and is not to be waited for.
+        IteratorClosed
+            The epoch is over, because it was interrupted or another has begun.
+        """
         with self._pulling:
             if self._closing:
                 self._refuse()
-            if self._interrupted:
+            if self._interrupted or (epoch is not None and epoch != self.epoch):
                 raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
             result = self._scheduler.pop()
             if result is None:
@@ -213,11 +225,14 @@ class Stage(Iterator[Any]):
                 self._crew.flush()
             return self._open(result)
 
-    def interrupt(self) -> None:
+    def interrupt(self, epoch: int | None = None) -> None:
         """Nobody wants more of this epoch: whoever waits for a result gets `IteratorClosed`.
 
-        From any thread. The workers stay, for `begin`.
+        From any thread. The workers stay, for `begin`. Nothing happens if another epoch than number
+        `epoch` runs.
         """
+        if epoch is not None and epoch != self.epoch:
+            return
         self._interrupted = True
         if not self._closing:
             self._crew.wake()
@@ -232,7 +247,7 @@ class Stage(Iterator[Any]):
         """
         if os.getpid() != self._owner or self._closing:
             return
-        self._closing = True
+        self._closing = self._leaving = True
         self._crew.wake()
         if self._pulling.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
@@ -251,6 +266,7 @@ class Stage(Iterator[Any]):
             return
         self._crew.wake()
         if not self._pulling.acquire(timeout=_PATIENCE):
+            self._leaving = False
             return
         try:
             if self._scheduler.run not in (Run.CLOSING, Run.CLOSED):
@@ -302,7 +318,10 @@ class Stage(Iterator[Any]):
             try:
                 self._crew.send(worker, Task(seq, index))
             except Exception as error:  # an index that can't be pickled
-                self._take_in(Failed(worker, seq, Failure(error)))
+                if self._feed is not None and self._feed.take_apart(index):
+                    self._take_in(Done(worker, seq, ByReference([])))
+                else:
+                    self._take_in(Failed(worker, seq, Failure(error)))
         if ledger is not UNWATCHED:
             ledger.idle(scheduler.busy.count(0), starved=starved)
 
@@ -321,9 +340,10 @@ class Stage(Iterator[Any]):
                     raise WorkerTimeout(self._lateness())
             if self._feed is not None and self._hungry:
                 self._feed.when_ready(self._crew.wake)
+            waits_for_source = not scheduler.sent
             self._listen(remaining)
-            if deadline is not None and not scheduler.sent:
-                deadline = self._clock() + self._timeout  # nobody but the source is late
+            if deadline is not None and waits_for_source:
+                deadline = self._clock() + self._timeout  # until now nobody else was late
 
     def _look(self) -> Result:
         """The next result in turn, if it is there."""
@@ -358,7 +378,8 @@ class Stage(Iterator[Any]):
             self._obituary = self._describe_death()
             self.close()
         if self._closing:
-            self.close()
+            if not self._leaving:  # else whoever said so closes it
+                self.close()
             self._refuse()
         if self._interrupted:
             raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from hybridloader.contract import Payload
-from hybridloader.errors import Failure, twin
+from hybridloader.errors import Failure, ResultNotSendable, twin
 from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, seed_datapipe
 from hybridloader.messages import (
     Begin,
@@ -116,7 +116,7 @@ class Worker:
                 return Failed(self.worker, task.seq, Failure(twin(self._broken)))
             assert self._fetcher is not None
             began = perf_counter()
-            payload = self._wrap(self._fetcher(task.index))
+            payload = self._packed(self._fetcher(task.index))
             return Done(self.worker, task.seq, payload, perf_counter() - began)
         except EndOfShard:
             self._exhausted = True
@@ -131,6 +131,15 @@ class Worker:
             return Failed(self.worker, task.seq, Failure(leak))
         except Exception as error:
             return Failed(self.worker, task.seq, Failure(error))
+
+    def _packed(self, result: Any) -> Payload:
+        try:
+            return self._wrap(result)
+        except ResultNotSendable:
+            mend = getattr(self._spec.fetch, "mend", None)
+            if mend is None:
+                raise
+            return self._wrap(mend(result, self._wrap))
 
     def _describe(self) -> Any:
         """This worker's `WorkerInfo`; None when the caller does the work itself."""

@@ -1,0 +1,471 @@
+"""Pipelines: steps composed by hand, each run where it runs best.
+
+A `Pipeline` is a description. It holds no thread, no process and no position; it can be pickled,
+extended in several ways and iterated any number of times, also at the same time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridloader.collate import WithoutTorch
+from hybridloader.fetch import MapFetch
+from hybridloader.memory import DEFAULT_MEMORY, Memory
+from hybridloader.operators.base import INFINITE, Length, Operator, Source
+from hybridloader.operators.cache import Cache
+from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
+from hybridloader.operators.join import Branch, Concat, Fork, Interleave, Mix, Zip
+from hybridloader.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.operators.sources import Indices, Items
+from hybridloader.operators.work import Filter, FlatMap, Lookup, Map, Placement, Readers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from hybridloader.operators.work import Where
+    from hybridloader.run import Epochs, Run
+
+
+class Pipeline:
+    """Steps from a source to your loop, each with its own backend.
+
+    Made by `from_dataset` or `from_iterable`; every method gives a new pipeline and leaves this one as
+    it is. Iterating runs it.
+
+    Parameters
+    ----------
+    operators
+        The steps, a `Source` first.
+
+    Examples
+    --------
+    >>> from hybridloader import Pipeline
+    >>> pipe = Pipeline.from_dataset(range(6)).map(lambda x: x * x, backend="threads", workers=2)
+    >>> list(pipe.batch(3, collate_fn=list))
+    [[0, 1, 4], [9, 16, 25]]
+    """
+
+    __slots__ = ("_epoch", "operators")
+
+    operators: tuple[Operator, ...]
+    _epoch: Iterator[int]
+
+    def __init__(self, operators: Sequence[Operator]) -> None:
+        if not operators or not isinstance(operators[0], Source):
+            raise TypeError("a pipeline begins with a source; see Pipeline.from_dataset")
+        for operator in operators[1:]:
+            if not isinstance(operator, Operator) or isinstance(operator, Source):
+                raise TypeError(f"{operator!r} can't be a step of a pipeline: it is no Operator")
+        object.__setattr__(self, "operators", tuple(operators))
+        object.__setattr__(self, "_epoch", itertools.count())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Pipeline can't be changed; its methods make new ones ({name!r})")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Pipeline can't be changed; its methods make new ones ({name!r})")
+
+    def __reduce__(self) -> Any:
+        return Pipeline, (self.operators,)
+
+    # -- sources -------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Any,
+        *,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        shuffle: bool = False,
+        seed: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        name: str | None = None,
+        **where: Unpack[Where],
+    ) -> Pipeline:
+        """The samples of a map-style dataset: anything with ``len()`` and ``[]``.
+
+        Parameters
+        ----------
+        dataset
+            Its samples are fetched by index, on the stage's backend if one is given.
+        sampler
+            An iterable of indices, such as torch's samplers.
+        batch_sampler
+            An iterable of lists of indices; each gives one batch, as in torch's DataLoader.
+        shuffle
+            Draw the order as torch's `RandomSampler` does.
+        seed
+            Of the order, with the epoch added to it, as torch's `DistributedSampler` has it. None: from
+            torch's default generator.
+        collate_fn
+            With `batch_sampler`: makes a batch of a list of samples; None takes torch's
+            `default_collate`.
+        name
+            What errors and tables call this stage.
+        **where
+            See `Placement`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Parameters contradict each other.
+        """
+        indices = Indices(dataset, sampler, batch_sampler, shuffle, seed)
+        if collate_fn is not None and batch_sampler is None:
+            raise ValueError(
+                "collate_fn makes batches of what a batch_sampler asks for; without one use "
+                ".batch(size, collate_fn=...)"
+            )
+        if batch_sampler is None:
+            fetch = MapFetch(dataset, _as_it_is, batched=False)
+        else:
+            fetch = MapFetch(dataset, collate_fn or WithoutTorch("default_collate"), batched=True)
+        lookup = Lookup(fetch, label=name)
+        placement = Placement.of(lookup.name, where)
+        return cls([indices, Lookup(fetch, placement, name)])
+
+    @classmethod
+    def from_iterable(
+        cls, items: Any, *, name: str | None = None, **where: Unpack[Where]
+    ) -> Pipeline:
+        """The items of an iterable, each once.
+
+        Parameters
+        ----------
+        items
+            An iterable, or a function that returns one, which is called for each pass. One reader reads
+            it, whatever stages come after. With `workers`, there are several readers, each with its
+            own copy of the iterable or its own call of the function; what `get_worker_info()` says there
+            tells them which part is theirs.
+        name
+            What errors and tables call this stage.
+        **where
+            See `Placement`.
+        """
+        if any(value is not None for value in where.values()):
+            readers = Readers(items, label=name)
+            return cls([Readers(items, Placement.of(readers.name, where), name)])
+        return cls([Items(items)])
+
+    # -- work ----------------------------------------------------------------------------------------
+
+    def map(
+        self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
+    ) -> Pipeline:
+        """`function` of each item.
+
+        Parameters
+        ----------
+        function
+            Takes an item. An object with a method `setup()` is copied for every worker, and `setup` is
+            called there once before the first item.
+        name
+            What errors and tables call this stage.
+        **where
+            See `Placement`: `backend`, `workers`, `ordered`, `prefetch`, `buffer_bytes`, `timeout`,
+            `worker_init_fn`, `threads_per_worker`, `fuse`.
+        """
+        plain = Map(function, label=name)
+        return self._then(Map(function, Placement.of(plain.name, where), name))
+
+    def flat_map(
+        self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
+    ) -> Pipeline:
+        """The items of the iterables that `function` returns. See `map`."""
+        plain = FlatMap(function, label=name)
+        return self._then(FlatMap(function, Placement.of(plain.name, where), name))
+
+    def filter(
+        self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
+    ) -> Pipeline:
+        """The items for which `function` is true. See `map`."""
+        plain = Filter(function, label=name)
+        return self._then(Filter(function, Placement.of(plain.name, where), name))
+
+    # -- groups --------------------------------------------------------------------------------------
+
+    def batch(
+        self,
+        size: int,
+        *,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        memory: Memory = DEFAULT_MEMORY,
+    ) -> Pipeline:
+        """Batches of `size` items; see `Batch`."""
+        return self._then(Batch(size, drop_last, collate_fn, memory))
+
+    def unbatch(
+        self, columns: bool | None = None, *, split: Callable[[Any], Any] | None = None
+    ) -> Pipeline:
+        """The samples of batches; see `Unbatch`."""
+        return self._then(Unbatch(columns, split))
+
+    def padded_batch(
+        self,
+        size: int,
+        *,
+        padding_value: float = 0,
+        drop_last: bool = False,
+        lengths: bool = False,
+        memory: Memory = DEFAULT_MEMORY,
+    ) -> Pipeline:
+        """Batches of samples of different lengths; see `PaddedBatch`."""
+        return self._then(PaddedBatch(size, padding_value, drop_last, lengths, memory))
+
+    def batch_by(
+        self,
+        cost: Callable[[Any], float],
+        limit: float,
+        *,
+        drop_last: bool = False,
+        padded: bool = False,
+        max_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        oversize: str = "raise",
+        memory: Memory = DEFAULT_MEMORY,
+    ) -> Pipeline:
+        """Batches that cost at most `limit` together, such as tokens; see `BatchBy`."""
+        return self._then(
+            BatchBy(cost, limit, drop_last, padded, max_size, collate_fn, oversize, memory)
+        )
+
+    def bucket_by(
+        self,
+        key: Callable[[Any], Any],
+        size: int | Mapping[Any, int] | Callable[[Any], int],
+        *,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        memory: Memory = DEFAULT_MEMORY,
+    ) -> Pipeline:
+        """Batches of items with the same key; see `BucketBy`."""
+        return self._then(BucketBy(key, size, drop_last, collate_fn, memory))
+
+    # -- order ---------------------------------------------------------------------------------------
+
+    def shuffle(self, buffer: int, seed: int | None = None) -> Pipeline:
+        """The items in another order, as far as a buffer allows; see `Shuffle`."""
+        return self._then(Shuffle(buffer, seed))
+
+    def take(self, count: int) -> Pipeline:
+        """The first `count` items."""
+        return self._then(Take(count))
+
+    def skip(self, count: int) -> Pipeline:
+        """All but the first `count` items."""
+        return self._then(Skip(count))
+
+    def enumerate(self, start: int = 0) -> Pipeline:
+        """``(number, item)`` for each item."""
+        return self._then(Enumerate(start))
+
+    def repeat(self, times: int | None = None) -> Pipeline:
+        """All of this `times` times, or for ever; each time is an epoch of its own."""
+        return self._then(Repeat(times))
+
+    def shard(self, rank: int | None = None, world: int | None = None) -> Pipeline:
+        """Every `world`-th item, from number `rank` on.
+
+        None takes what torch.distributed says. It comes before the `map` stages that it follows, so
+        that no work is thrown away.
+        """
+        return self._then(Shard(rank, world))
+
+    def cache(self, path: Any = None) -> Pipeline:
+        """Keep the items of the first whole pass, in memory or in a file; see `Cache`."""
+        return self._then(Cache(path, fingerprint=repr(self)))
+
+    def prefetch(self, count: int) -> Pipeline:
+        """Keep `count` items at hand, made by a thread of their own."""
+        from hybridloader.plan import Prefetch
+
+        return self._then(Prefetch(count))
+
+    # -- several pipelines ---------------------------------------------------------------------------
+
+    def zip(self, *others: Pipeline, strict: bool = True) -> Pipeline:
+        """Tuples of one item from each; also as ``Pipeline.zip(a, b)``."""
+        return Pipeline([Zip(_pipelines("zip", self, others), strict)])
+
+    def concat(self, *others: Pipeline) -> Pipeline:
+        """All items of this, then all of the next."""
+        return Pipeline([Concat(_pipelines("concat", self, others))])
+
+    def mix(
+        self,
+        *others: Pipeline,
+        weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        stop: str = "all",
+    ) -> Pipeline:
+        """Items of all, drawn by weight; see `Mix`."""
+        weights = None if weights is None else tuple(weights)
+        return Pipeline([Mix(_pipelines("mix", self, others), weights, seed, stop)])
+
+    def interleave(self, *others: Pipeline, block: int = 1) -> Pipeline:
+        """`block` items of each in turn, until all have ended."""
+        return Pipeline([Interleave(_pipelines("interleave", self, others), block)])
+
+    def fork(self, count: int = 2) -> tuple[Pipeline, ...]:
+        """`count` pipelines that all give the items of this one, which runs once.
+
+        Join all of them again, as in ``Pipeline.zip(a.map(f), b.map(g))``.
+        """
+        fork = Fork(self, count)
+        return tuple(Pipeline([Branch(fork, number)]) for number in range(count))
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def pin_memory(self, device: Any = None) -> Pipeline:
+        """Batches in page-locked memory, copied there on a thread of their own; see `PinMemory`."""
+        from hybridloader.operators.pin import PinMemory
+
+        return self._then(PinMemory(device))
+
+    def apply(self, step: Operator | Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """An operator of your own, or what a function makes of this pipeline."""
+        if isinstance(step, Operator):
+            return self._then(step)
+        if not callable(step) or isinstance(step, type):
+            raise TypeError(f"apply takes an Operator or a function of a Pipeline, not {step!r}")
+        made: object = step(self)
+        if not isinstance(made, Pipeline):
+            raise TypeError(f"apply: {step!r} returned {made!r}, which is not a Pipeline")
+        return made
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Run:
+        """Run it. The first iteration of this object is epoch 0, the next is epoch 1."""
+        return self.run(epoch=next(self._epoch))
+
+    def run(self, *, epoch: int = 0, seed: int | None = None) -> Run:
+        """Run one epoch.
+
+        Parameters
+        ----------
+        epoch
+            Which one, for everything that is random.
+        seed
+            Of everything random that has no seed of its own, and of the workers. None: drawn from
+            torch's default generator, so that ``torch.manual_seed`` decides it (or, while torch is
+            not imported, from `random`).
+
+        Returns
+        -------
+        Run
+            An iterator, and a context manager that ends it.
+
+        Raises
+        ------
+        BackendUnavailable, ShippingError, ValueError
+            It can't be run; no worker was started, or none is left.
+        """
+        from hybridloader.machine import Machine
+        from hybridloader.run import Run
+
+        _check_number("epoch", epoch, 0)
+        _check_number("seed", seed)
+        return Run(Machine(self, seed), epoch)
+
+    def epochs(
+        self, count: int | None = None, *, first: int = 0, seed: int | None = None
+    ) -> Epochs:
+        """Run several epochs on the same workers: ``for epoch in pipe.epochs(3): for batch in epoch:``.
+
+        Parameters
+        ----------
+        count
+            How many; None: without end.
+        first
+            The number of the first.
+        seed
+            As for `run`; one for all of them.
+        """
+        from hybridloader.run import Epochs
+
+        _check_number("count", count, 0)
+        _check_number("first", first, 0)
+        _check_number("seed", seed)
+        return Epochs(self, count, seed, first)
+
+    # -- what it is ----------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> Length:
+        """How many items there will be: a number, ``math.inf``, or None if it can't be known."""
+        length: Length = None
+        for operator in self.operators:
+            length = operator.length(length)
+        return length
+
+    def __len__(self) -> int:
+        length = self.length
+        if length is None or length == INFINITE:
+            culprit = self._without_length(length)
+            unknown = "gives a number of items that nobody knows before it has run"
+            why = "never ends" if length == INFINITE else unknown
+            raise TypeError(f"this pipeline has no len(): {culprit!r} {why}")
+        return math.floor(length)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _without_length(self, length: Length) -> str:
+        known: Length = None
+        for operator in self.operators:
+            known = operator.length(known)
+            if known == length:
+                return operator.name
+        return self.operators[-1].name
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a part of it is passed over several times in one run."""
+        return any(
+            isinstance(operator, Repeat) or any(inner.repeats for inner in operator.branches())
+            for operator in self.operators
+        )
+
+    def __repr__(self) -> str:
+        return f"<Pipeline {' -> '.join(operator.describe() for operator in self.operators)}>"
+
+    def __str__(self) -> str:
+        from hybridloader.drawing import as_table
+
+        return as_table(self)
+
+    def to_mermaid(self) -> str:
+        """A picture of it, in the language of https://mermaid.js.org (which GitHub draws)."""
+        from hybridloader.drawing import as_mermaid
+
+        return as_mermaid(self)
+
+    def _then(self, operator: Operator) -> Pipeline:
+        return Pipeline((*self.operators, operator))
+
+
+def _pipelines(what: str, first: Any, others: Sequence[Any]) -> tuple[Pipeline, ...]:
+    for other in (first, *others):
+        if not isinstance(other, Pipeline):
+            hint = "; make one with Pipeline.from_iterable" if hasattr(other, "__iter__") else ""
+            raise TypeError(f"{what} joins pipelines, not {other!r}{hint}")
+    return (first, *others)
+
+
+def _check_number(name: str, value: Any, least: int | None = None) -> None:
+    if value is None and name in ("seed", "count"):
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample

@@ -1,0 +1,352 @@
+"""From a description to what will run: which functions share a stage, where a thread stands between.
+
+    sampler -> [ stage ] -> relay -> [ stage ] -> relay -> batch -> relay -> your loop
+
+A stage is pulled by one thread. What has to be waited for (a stage, a stream, a user's own operator) is
+pulled by a relay's thread, so that neither the stage behind it nor your loop waits while it could do
+something else. What only counts and reorders is pulled by whoever needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hybridloader.errors import BackendUnavailable
+from hybridloader.operators.base import Operator
+from hybridloader.operators.cache import Cache
+from hybridloader.operators.join import Branch
+from hybridloader.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.operators.sources import Indices
+from hybridloader.operators.work import Lookup, Map, Placement, Readers, Work
+from hybridloader.scheduler import AT_HAND
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline import Pipeline
+
+AHEAD = 2
+"""Items that a relay keeps at hand if nothing else is said: one to take, one to replace it."""
+
+
+@dataclass(frozen=True)
+class Single:
+    """An operator that is run by whoever pulls it."""
+
+    operator: Operator
+
+    @property
+    def name(self) -> str:
+        return self.operator.name
+
+
+@dataclass(frozen=True)
+class Inline:
+    """Functions that are called by whoever pulls them."""
+
+    works: tuple[Work, ...]
+    placement: Placement
+
+    @property
+    def name(self) -> str:
+        return " + ".join(work.name for work in self.works)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Functions, or readers, that run on workers of their own.
+
+    Attributes
+    ----------
+    sealed
+        Whether its results go straight to another stage of processes.
+    """
+
+    works: tuple[Work | Readers, ...]
+    placement: Placement
+    sealed: bool = False
+
+    @property
+    def name(self) -> str:
+        return " + ".join(work.name for work in self.works)
+
+    @property
+    def reads(self) -> bool:
+        return isinstance(self.works[0], Readers)
+
+    @property
+    def in_process(self) -> bool:
+        assert self.placement.backend is not None
+        return self.placement.backend.in_process
+
+    @property
+    def window(self) -> int:
+        """Tasks that may be under way or wait to be handed out."""
+        placement = self.placement
+        return placement.prefetch or AT_HAND * placement.workers
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A relay: what is before it runs on a thread of its own.
+
+    Attributes
+    ----------
+    depth
+        Items that may wait; None: `least`, or more where items come several at a time.
+    least
+        As many as the stage before may have ready, so that it is driven until it has them.
+    """
+
+    what: str
+    depth: int | None = None
+    least: int = AHEAD
+
+    @property
+    def name(self) -> str:
+        return f"prefetch({self.depth})" if self.depth else "relay"
+
+
+Node = Single | Inline | Workers | Handover
+
+
+@dataclass(frozen=True)
+class Prefetch(Operator):
+    """Keep `count` items at hand, made by a thread of their own.
+
+    Parameters
+    ----------
+    count
+        At least 1.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int):
+            raise TypeError(f"prefetch: count must be an int, not {self.count!r}")
+        if self.count < 1:
+            raise ValueError(f"prefetch: count must be at least 1, got {self.count}")
+
+    def open(self, items: Iterator[object], context: object) -> Iterator[object]:
+        raise TypeError("prefetch is opened by the engine, as a relay")
+
+    def length(self, upstream: int | float | None) -> int | float | None:
+        return upstream
+
+
+_CHEAP = (Indices, Shard, Take, Skip, Enumerate, Shuffle, Repeat, Cache)
+_PLAIN = (list, tuple, range, str, bytes)
+
+
+def lay_out(pipeline: Pipeline) -> tuple[Node, ...]:
+    """The nodes of one pipeline, in order, its source first; branches have a layout of their own."""
+    nodes: list[Node] = []
+    for node in _grouped(_with_shards_first(pipeline.operators)):
+        state = _state(nodes)
+        if isinstance(node, Workers) and not node.reads and state in ("slow", "stage"):
+            nodes.append(_relay_behind(nodes[-1]))
+        if isinstance(node, Handover) and state == "relay":
+            nodes.pop()
+        nodes.append(node)
+    if _needs_relay_at_end(nodes):
+        nodes.append(_relay_behind(nodes[-1]))
+    return tuple(_sealed(nodes))
+
+
+def _relay_behind(node: Node) -> Handover:
+    ready = None
+    if isinstance(node, Workers) and not node.placement.buffer_bytes:  # the relay counts no bytes
+        ready = node.placement.prefetch
+    return Handover(node.name, least=max(AHEAD, ready or 0))
+
+
+def _with_shards_first(operators: tuple[Operator, ...]) -> list[Operator]:
+    """A shard before the work that would be thrown away: past everything that is one to one."""
+    ordered: list[Operator] = []
+    for operator in operators:
+        at = len(ordered)
+        if isinstance(operator, Shard):
+            while isinstance(ordered[at - 1], (Map, Lookup)):
+                at -= 1
+        ordered.insert(at, operator)
+    return ordered
+
+
+def _grouped(operators: list[Operator]) -> Iterator[Node]:
+    """Neighbours that may share workers do."""
+    group: list[Work | Readers] = []
+    shared = Placement()
+    for operator in operators:
+        if isinstance(operator, (Work, Readers)):
+            placement = operator.placement
+            if group and isinstance(operator, Work) and _fusible(shared, placement):
+                group.append(operator)
+                if not placement.ordered or not shared.ordered:
+                    shared = replace(shared, ordered=False)
+                continue
+            if group:
+                yield _group(group, shared)
+            group, shared = [operator], placement
+            if isinstance(operator, Readers):
+                yield _group(group, shared)
+                group = []
+            continue
+        if group:
+            yield _group(group, shared)
+            group = []
+        yield Handover("", operator.count) if isinstance(operator, Prefetch) else Single(operator)
+    if group:
+        yield _group(group, shared)
+
+
+def _group(works: list[Work | Readers], placement: Placement) -> Node:
+    if placement.inline and not isinstance(works[0], Readers):
+        return Inline(tuple(work for work in works if isinstance(work, Work)), placement)
+    return Workers(tuple(works), placement)
+
+
+def _fusible(one: Placement, other: Placement) -> bool:
+    """Whether work for these two may be one task: everything that a worker can tell must agree."""
+    return (
+        one.fuse
+        and other.fuse
+        and replace(one, ordered=True) == replace(other, ordered=True)
+        and (one.ordered or not other.ordered)
+    )
+
+
+def _state(nodes: list[Node]) -> str:
+    """What it means to pull the last of `nodes`: quick, a relay, slow, or a stage."""
+    state = "quick"
+    for node in nodes:
+        if isinstance(node, Handover):
+            state = "relay"
+        elif isinstance(node, Workers):
+            state = "stage"
+        elif state != "quick" or not _is_quick(node):
+            state = "slow"
+    return state
+
+
+def _is_quick(node: Node) -> bool:
+    if isinstance(node, Inline):
+        first = node.works[0]
+        plain = isinstance(first, Lookup) and isinstance(first.function.dataset, _PLAIN)
+        return len(node.works) == 1 and plain and not first.function.batched
+    assert isinstance(node, Single)
+    branches = node.operator.branches()
+    if branches:
+        return all(_state(list(lay_out(branch))) == "quick" for branch in branches)
+    return isinstance(node.operator, _CHEAP)
+
+
+def _needs_relay_at_end(nodes: list[Node]) -> bool:
+    """Whether work would rest while your loop is busy with an item.
+
+    A stage alone has its window to work off; what comes behind a stage has not.
+    """
+    state = _state(nodes)
+    if state == "slow":
+        return any(isinstance(node, (Workers, Handover)) for node in nodes) or _has_live_branch(
+            nodes[0]
+        )
+    if state != "stage":
+        return False
+    last, before = nodes[-1], _state(nodes[:-1])
+    assert isinstance(last, Workers)
+    return before == "relay" or last.window > AT_HAND * last.placement.workers
+
+
+def _has_live_branch(node: Node) -> bool:
+    if not isinstance(node, Single):
+        return False
+    return any(
+        isinstance(inner, (Workers, Handover)) or _has_live_branch(inner)
+        for branch in node.operator.branches()
+        for inner in lay_out(branch)
+    )
+
+
+def _sealed(nodes: list[Node]) -> Iterator[Node]:
+    """Between two stages of processes, results are passed on as they came."""
+    for node, relay, behind in zip(
+        nodes, [*nodes[1:], None], [*nodes[2:], None, None], strict=False
+    ):
+        direct = isinstance(relay, Handover) and isinstance(behind, Workers)
+        if direct and isinstance(node, Workers) and not node.reads:
+            assert isinstance(behind, Workers)
+            yield replace(node, sealed=not (node.in_process or behind.in_process))
+        else:
+            yield node
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def check(pipeline: Pipeline) -> None:
+    """Find what can't run, before anything is started.
+
+    Raises
+    ------
+    ValueError
+        A fork of which some branches lead nowhere.
+    BackendUnavailable
+        A backend that can't serve here.
+    """
+    met: dict[int, tuple[Branch, set[int]]] = {}
+    repeated: dict[int, tuple[int, ...]] = {}
+    for branch, repeats in _all_branches(pipeline, ()):
+        met.setdefault(id(branch.fork), (branch, set()))[1].add(branch.number)
+        if repeated.setdefault(id(branch.fork), repeats) != repeats:
+            raise ValueError(
+                "a branch of a fork is repeated apart from the others, which take what it gives; "
+                "repeat() before the fork, or behind where its branches are joined"
+            )
+    for branch, numbers in met.values():
+        missing = sorted(set(range(branch.fork.count)) - numbers)
+        if missing:
+            raise ValueError(
+                f"of the {branch.fork.count} branches of a fork, {_listed(missing)} never joined: what "
+                "goes there would pile up. Join all of them, as in Pipeline.zip(a, b)"
+            )
+    for node in every_stage(pipeline):
+        assert node.placement.backend is not None
+        try:
+            node.placement.backend.check()
+        except BackendUnavailable as error:
+            raise BackendUnavailable(f"stage {node.name!r}: {error}") from error
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers))
+    return f"number {shown} is" if len(numbers) == 1 else f"numbers {shown} are"
+
+
+def _all_branches(
+    pipeline: Pipeline, repeats: tuple[int, ...]
+) -> Iterator[tuple[Branch, tuple[int, ...]]]:
+    """All branches of forks, each with the repetitions that it is in."""
+    inside = repeats + tuple(id(o) for o in pipeline.operators if isinstance(o, Repeat))
+    source = pipeline.operators[0]
+    if isinstance(source, Branch):
+        yield source, inside
+    for inner in source.branches():
+        yield from _all_branches(inner, inside)
+
+
+def every_stage(pipeline: Pipeline) -> Iterator[Workers]:
+    """All stages with workers, those of branches included; a fork's own pipeline once."""
+    seen: set[int] = set()
+
+    def walk(line: Pipeline) -> Iterator[Workers]:
+        for node in lay_out(line):
+            if isinstance(node, Workers):
+                yield node
+            elif isinstance(node, Single):
+                for inner in node.operator.branches():
+                    if id(inner) not in seen:
+                        seen.add(id(inner))
+                        yield from walk(inner)
+
+    return walk(pipeline)

@@ -1,0 +1,360 @@
+"""A pipeline that can't be meant is refused: at once where that can be known, in words that help."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hybridloader import BackendUnavailable, Pipeline, ShippingError, Threads
+from hybridloader.operators.grouping import Batch
+
+BASE = Pipeline.from_dataset(range(7))
+
+
+def double(item: int) -> int:
+    return 2 * item
+
+
+class Decoder:
+    def setup(self) -> None:
+        pass
+
+    def __call__(self, item: Any) -> Any:
+        return item
+
+
+class Numbers:
+    """An iterable by a class of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def two(a: Any, b: Any) -> Any:
+    return a
+
+
+def none() -> None:
+    return None
+
+
+Build = Callable[[], Any]
+Case = tuple[Build, type[Exception], str]
+
+
+def placed(error: type[Exception], words: str, **where: Any) -> Case:
+    """The same keywords with each method that takes a function; the error names the stage."""
+
+    def build() -> Any:
+        for method in (BASE.map, BASE.filter, BASE.flat_map):
+            with pytest.raises(error, match=f"'my stage'.*{words}"):
+                method(double, name="my stage", **where)
+        with pytest.raises(error, match=f"'my stage'.*{words}"):
+            Pipeline.from_dataset(range(3), name="my stage", **where)
+        Pipeline.from_iterable([1], name="my stage", **where)
+
+    return build, error, f"stage 'my stage'.*{words}"
+
+
+THREADS: dict[str, Any] = {"backend": "threads"}
+
+PLACEMENTS: dict[str, Case] = {
+    "unknown backend": placed(
+        BackendUnavailable, "unknown backend 'treads'.*threads", backend="treads"
+    ),
+    "a number as backend": placed(TypeError, "name or a Backend, not 3", backend=3),
+    "class as backend": placed(TypeError, r"use an instance: Threads\(\)", backend=Threads),
+    "no workers": placed(ValueError, "workers must be at least 1, got 0", **THREADS, workers=0),
+    "negative workers": placed(ValueError, "workers .*got -2", **THREADS, workers=-2),
+    "bool workers": placed(TypeError, "workers must be an int, not True", **THREADS, workers=True),
+    "str workers": placed(TypeError, "workers must be an int, not '2'", **THREADS, workers="2"),
+    "float workers": placed(TypeError, "workers must be an int, not 2.0", **THREADS, workers=2.0),
+    "workers alone": placed(ValueError, "workers but no backend.*backend='threads'", workers=2),
+    "timeout alone": placed(ValueError, "timeout but no backend", timeout=3),
+    "no prefetch": placed(ValueError, "prefetch must be at least 1", **THREADS, prefetch=0),
+    "float prefetch": placed(TypeError, "prefetch must be an int", **THREADS, prefetch=1.5),
+    "no bytes": placed(ValueError, "buffer_bytes must be at least 1", **THREADS, buffer_bytes=0),
+    "str bytes": placed(TypeError, "buffer_bytes must be an int", **THREADS, buffer_bytes="1G"),
+    "no threads": placed(
+        ValueError, "threads_per_worker .*at least 1", **THREADS, threads_per_worker=0
+    ),
+    "negative timeout": placed(ValueError, "timeout is seconds", **THREADS, timeout=-1),
+    "str timeout": placed(ValueError, "timeout is seconds", **THREADS, timeout="1"),
+    "bool timeout": placed(ValueError, "timeout is seconds", **THREADS, timeout=True),
+    "init is no function": placed(
+        TypeError, "worker_init_fn must be callable", **THREADS, worker_init_fn=3
+    ),
+    "unknown keyword": placed(TypeError, "keyword 'num_workers'.*workers", num_workers=2),
+}
+
+FUNCTIONS: dict[str, Case] = {
+    "no function": (lambda: BASE.map(3), TypeError, "stage 'map.*needs a function.*not 3"),
+    "too few parameters": (lambda: BASE.map(none), TypeError, r"stage 'map\(none\)'.*one item"),
+    "too many parameters": (
+        lambda: BASE.filter(two),
+        TypeError,
+        r"stage 'filter\(two\)'.*one item",
+    ),
+    "class with setup": (
+        lambda: BASE.map(Decoder),
+        TypeError,
+        r"class Decoder.*map\(Decoder\(\)\)",
+    ),
+    "cost is no function": (lambda: BASE.batch_by(3, 4), TypeError, "batch_by: cost"),
+    "collate is no function": (lambda: BASE.batch(3, collate_fn=3), TypeError, "batch: collate_fn"),
+    "apply nothing": (lambda: BASE.apply(3), TypeError, "apply takes an Operator or a function"),
+    "apply gives nothing": (lambda: BASE.apply(lambda p: None), TypeError, "apply.*not a Pipeline"),
+}
+
+SOURCES: dict[str, Case] = {
+    "no iterable": (
+        lambda: Pipeline.from_iterable(3),
+        TypeError,
+        "from_iterable: source must be an iterable",
+    ),
+    "no iterable for readers": (
+        lambda: Pipeline.from_iterable(3, backend="threads"),
+        TypeError,
+        "needs an iterable or a function",
+    ),
+    "a string": (lambda: Pipeline.from_iterable("abc"), TypeError, "letter by letter"),
+    "generator for readers": (
+        lambda: Pipeline.from_iterable((k for k in "ab"), name="pages", backend="threads"),
+        TypeError,
+        "pages.*read only once.*give a function",
+    ),
+    "dataset without length": (lambda: Pipeline.from_dataset(iter([])), TypeError, "from_iterable"),
+    "sampler and shuffle": (
+        lambda: Pipeline.from_dataset(range(3), sampler=[1], shuffle=True),
+        ValueError,
+        "shuffle=True and a sampler",
+    ),
+    "collate without batches": (
+        lambda: Pipeline.from_dataset(range(3), collate_fn=list),
+        ValueError,
+        "batch_sampler",
+    ),
+    "no operators": (lambda: Pipeline([]), TypeError, "begins with a source"),
+    "no source": (lambda: Pipeline(BASE.batch(2).operators[1:]), TypeError, "begins with a source"),
+    "two sources": (lambda: Pipeline(BASE.operators * 2), TypeError, "can't be a step"),
+}
+
+NUMBERS: dict[str, Case] = {
+    "take": (lambda: BASE.take(-1), ValueError, "take: count must be at least 0, not -1"),
+    "skip": (lambda: BASE.skip(1.5), TypeError, "skip: count must be a whole number"),
+    "batch": (lambda: BASE.batch(0), ValueError, "batch: size must be at least 1"),
+    "batch of bool": (lambda: BASE.batch(True), TypeError, "batch: size must be a whole number"),
+    "shuffle": (lambda: BASE.shuffle(0), ValueError, "shuffle: buffer must be at least 1"),
+    "seed": (lambda: BASE.shuffle(1, seed="a"), TypeError, "shuffle: seed"),
+    "repeat": (lambda: BASE.repeat(-1), ValueError, "repeat: times must be at least 0"),
+    "prefetch": (lambda: BASE.prefetch(0), ValueError, "prefetch: count must be at least 1"),
+    "rank": (lambda: BASE.shard(3, 3), ValueError, "shard: rank=3 of world=3.*0 to 2"),
+    "rank alone": (lambda: BASE.shard(rank=1), ValueError, "shard: .*give both"),
+    "world": (lambda: BASE.shard(0, 0), ValueError, "shard: world must be at least 1"),
+    "fork": (lambda: BASE.fork(0), ValueError, "fork: count must be at least 1"),
+    "block": (lambda: BASE.interleave(BASE, block=0), ValueError, "interleave: block"),
+    "limit": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: limit"),
+}
+
+
+def mixed(weights: Any, error: type[Exception], words: str) -> Case:
+    return lambda: BASE.mix(BASE, weights=weights), error, f"mix: weights.*{words}"
+
+
+JOINS: dict[str, Case] = {
+    "negative weight": mixed([1, -1], ValueError, "above 0"),
+    "not a number": mixed([1, math.nan], ValueError, "above 0"),
+    "infinite": mixed([math.inf, 1], ValueError, "above 0"),
+    "all zero": mixed([0, 0], ValueError, "above 0"),
+    "a word": mixed([1, "a"], TypeError, "must be a number"),
+    "too few": mixed([1], ValueError, "one number for each of 2"),
+    "stop": (lambda: BASE.mix(BASE, stop="some"), ValueError, "mix: stop must be 'all' or 'first'"),
+    "zip of a list": (
+        lambda: BASE.zip([1]),
+        TypeError,
+        r"zip joins pipelines, not \[1\].*from_iter",
+    ),
+    "concat of None": (lambda: BASE.concat(None), TypeError, "concat joins pipelines, not None"),
+    "a list zipped": (lambda: Pipeline.zip([1], BASE), TypeError, "zip joins pipelines"),
+    "lengths": (lambda: BASE.zip(BASE.take(3)), ValueError, r"zip: .*different lengths: \[7, 3\]"),
+    "endless": (lambda: BASE.zip(BASE.repeat()), ValueError, "zip: .*different lengths"),
+}
+
+EARLY = {**PLACEMENTS, **FUNCTIONS, **SOURCES, **NUMBERS, **JOINS}
+
+
+@pytest.mark.parametrize(("build", "kind", "words"), EARLY.values(), ids=EARLY)
+def test_it_is_refused_when_it_is_described(
+    build: Build, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        build()
+    assert type(caught.value) is kind
+
+
+# -- when it runs ----------------------------------------------------------------------------------
+
+
+def generator() -> Iterator[int]:
+    yield from range(3)
+
+
+def branch_left_over() -> Pipeline:
+    a, _, c = BASE.map(double, backend="fork", workers=1).fork(3)
+    return a.zip(c).map(str, backend="fork", workers=1)
+
+
+LATE: dict[str, Case] = {
+    "branch left over": (
+        branch_left_over,
+        ValueError,
+        "3 branches of a fork, number 1 is never joined",
+    ),
+    "unpicklable function": (
+        lambda: BASE.map(functools.partial(two, threading.Lock()), backend="spawn", workers=1),
+        ShippingError,
+        "can't be pickled",
+    ),
+    "uneven, unknown lengths": (
+        lambda: BASE.filter(double, **THREADS).zip(BASE),
+        ValueError,
+        "zip: pipeline 0 ended after 6 items",
+    ),
+    "function that gives no iterable": (
+        lambda: Pipeline.from_iterable(none),
+        TypeError,
+        "must give",
+    ),
+    "branch used twice": (
+        lambda: (lambda a: a.concat(a))(BASE.fork(1)[0]),
+        ValueError,
+        "branch 0 of a fork was opened twice",
+    ),
+    "sizes that do not collate": (
+        lambda: Pipeline.from_iterable([[1], [1, 2]]).batch(2),
+        RuntimeError,
+        "each element in list of batch should be of equal size",
+    ),
+    "flat_map of no iterable": (
+        lambda: BASE.flat_map(double, backend="fork", workers=1),
+        TypeError,
+        "not iterable",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "kind", "words"), LATE.values(), ids=LATE)
+def test_it_is_refused_when_it_runs(build: Build, kind: type[Exception], words: str) -> None:
+    pipe = build()
+    with pytest.raises(kind, match=words), pipe.run() as run:
+        list(run)
+
+
+@pytest.mark.parametrize("joined", ["alone", "behind"])
+def test_a_generator_can_be_read_once(joined: str) -> None:
+    pipe = Pipeline.from_iterable(generator())
+    if joined == "behind":
+        pipe = pipe.map(double, backend="fork", workers=1)
+    assert len(list(pipe)) == 3
+    for again in (pipe.__iter__, pipe.run, pipe.repeat().run, lambda: next(pipe.epochs())):
+        with pytest.raises(
+            ValueError, match=r"from_iterable: .*can be read once.*give a list, or a function"
+        ):
+            again()
+
+
+def test_what_is_wrong_with_a_repetition_comes_when_its_turn_has_come() -> None:
+    pipe = Pipeline.from_iterable(generator()).map(double, backend="threads", workers=1)
+    with pipe.repeat(2).run() as run:
+        assert [next(run) for _ in range(3)] == [0, 2, 4]
+        with pytest.raises(ValueError, match="can be read once"):
+            next(run)
+        with pytest.raises(StopIteration):
+            next(run)
+
+
+def fails(*_: Any) -> Any:
+    raise LookupError("a file that isn't there")
+
+
+class FailingSetup(Decoder):
+    def setup(self) -> None:
+        fails()
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("what", ["init", "setup"])
+def test_a_stage_that_can_not_begin_says_so_for_each_task(backend: str, what: str) -> None:
+    function: Any = double if what == "init" else FailingSetup()
+    init = fails if what == "init" else None
+    where: dict[str, Any] = {"backend": backend, "workers": 1, "worker_init_fn": init}
+    with BASE.map(function, name="my stage", **where).batch(2).run() as run:
+        for _ in range(7):
+            with pytest.raises(LookupError, match="isn't there") as caught:
+                next(run)
+            assert any("stage 'my stage'" in note for note in caught.value.__notes__)
+        with pytest.raises(StopIteration):
+            next(run)
+
+
+def test_len_of_what_never_ends_names_what_is_to_blame() -> None:
+    with pytest.raises(TypeError, match=r"no len.*'repeat' never ends"):
+        len(BASE.map(double).repeat().batch(2))
+    with pytest.raises(TypeError, match=r"no len.*'filter\(double\)'.*nobody knows"):
+        len(BASE.filter(double).batch(2))
+
+
+# -- what was overlooked once --------------------------------------------------------------------
+
+GAPS: dict[str, Case] = {
+    "timeout nan": placed(ValueError, "timeout", **THREADS, timeout=math.nan),
+    "ordered": placed(TypeError, "ordered", **THREADS, ordered="no"),
+    "a string for readers": (
+        lambda: Pipeline.from_iterable("abc", backend="threads"),
+        TypeError,
+        "letter by letter",
+    ),
+    "fuse": placed(TypeError, "fuse", **THREADS, fuse="no"),
+    "a name that is no text": (lambda: BASE.map(double, name=5), TypeError, "name of a stage"),
+    "epochs below zero": (lambda: BASE.epochs(-1), ValueError, "count must be at least 0"),
+    "seed of a run": (lambda: BASE.run(seed="x"), TypeError, "seed must be an int"),
+    "epoch of a run": (lambda: BASE.run(epoch=True), TypeError, "epoch must be an int"),
+    "the class of an operator": (lambda: BASE.apply(Batch), TypeError, "apply takes an Operator"),
+    "a branch repeated alone": (
+        lambda: (lambda a, b: a.filter(double).repeat(2).zip(b).run())(*BASE.fork(2)),
+        ValueError,
+        r"repeat\(\) before the fork",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GAPS.values(), ids=GAPS)
+def test_it_is_refused_as_well(case: Case) -> None:
+    test_it_is_refused_when_it_is_described(*case)
+
+
+@pytest.mark.parametrize("where", [{"backend": None}, {"workers": None}])
+def test_a_source_may_be_told_explicitly_that_it_has_no_backend(where: dict[str, Any]) -> None:
+    assert list(Pipeline.from_iterable([1, 2], **where)) == [1, 2]
+
+
+@pytest.mark.parametrize("factory", [Numbers, itertools.count])
+def test_a_class_serves_as_the_function_that_makes_an_iterable(factory: Any) -> None:
+    with Pipeline.from_iterable(factory).take(3).run() as run:
+        assert list(run) == [0, 1, 2]
+    with Pipeline.from_iterable(factory, backend="threads", workers=1).take(3).run() as run:
+        assert list(run) == [0, 1, 2]
+
+
+def test_what_can_not_be_sent_is_told_with_its_stage() -> None:
+    lock = threading.Lock()
+    pipe = BASE.map(lambda item: (item, lock), name="my stage", backend="spawn", workers=1)
+    with pytest.raises(ShippingError, match=re.escape("'my stage'")):
+        pipe.run()

@@ -1,0 +1,345 @@
+"""However a pipeline ends, nothing is left: the fixture in conftest.py looks after every test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from hybridloader import IteratorClosed, Pipeline, Threads
+from hybridloader.contract import Crew
+from hybridloader.run import Epochs
+from hybridloader.testing import Gate
+
+WORKERS = ("threads", "fork", "shared-memory")
+
+
+def count() -> Iterator[int]:
+    return itertools.count()
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Opened at the end, so that threads that wait at it can go; they are not waited for long."""
+    monkeypatch.setattr("hybridloader.backends.threads._PATIENCE", 0.1)
+    found = Gate()
+    yield found
+    found.open()
+
+
+class Stick:
+    """Lets some items pass, and is stuck in the next."""
+
+    def __init__(self, gate: Gate, after: int = 0) -> None:
+        self.gate, self.after = gate, after
+
+    def __call__(self, item: Any) -> Any:
+        if item == self.after:
+            self.gate.arrive()
+        return item
+
+
+def stick_at_the_end(gate: Gate, backend: str) -> Pipeline:
+    """The last stage is stuck; your loop waits for it alone."""
+    pipe = Pipeline.from_dataset(range(100)).map(abs, backend=backend, workers=2, fuse=False)
+    return pipe.map(Stick(gate), backend=backend, workers=2)
+
+
+def stick_in_the_middle(gate: Gate, backend: str) -> Pipeline:
+    """A stage is stuck; your loop waits for a relay."""
+    pipe = Pipeline.from_dataset(range(100)).map(Stick(gate), backend=backend, workers=2)
+    pipe = pipe.batch(1, collate_fn=list).map(tuple, backend=backend, workers=2)
+    return pipe.batch(2, collate_fn=list)
+
+
+def stick_in_a_branch(gate: Gate, backend: str) -> Pipeline:
+    a, b = Pipeline.from_dataset(range(100)).map(abs, backend=backend, workers=1).fork(2)
+    return a.map(Stick(gate), backend=backend, workers=1).zip(
+        b.map(str, backend=backend, workers=1)
+    )
+
+
+def stick_in_a_reader(gate: Gate, backend: str) -> Pipeline:
+    def read() -> Iterator[int]:
+        return map(Stick(gate), itertools.count())
+
+    return Pipeline.from_iterable(read, backend=backend, workers=2).map(str)
+
+
+STICKING = (stick_at_the_end, stick_in_the_middle, stick_in_a_branch, stick_in_a_reader)
+Sticking = Callable[[Gate, str], Pipeline]
+
+
+def pull_on_a_thread(run: Iterator[Any]) -> tuple[threading.Thread, list[Any]]:
+    """A consumer, and what it was given or what it got instead."""
+    found: list[Any] = []
+
+    def pull() -> None:
+        try:
+            found.append(next(run))
+        except BaseException as error:
+            found.append(type(error))
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    return thread, found
+
+
+# -- close -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sticking", STICKING)
+@pytest.mark.parametrize("backend", WORKERS)
+def test_close_ends_a_wait_in_another_thread(sticking: Sticking, backend: str, gate: Gate) -> None:
+    run = iter(sticking(gate, backend))
+    thread, found = pull_on_a_thread(run)
+    gate.await_arrivals()
+    run.close()
+    stages = [station.stage for station in run._machine.stations.values()]
+    if backend != "threads":  # a thread that is stuck can't be ended
+        assert not [handle for stage in stages for handle in stage.handles if handle.is_alive()]
+    thread.join()
+    assert found == [IteratorClosed]
+    assert run.closed
+    with pytest.raises(IteratorClosed):
+        next(run)
+    with pytest.raises(IteratorClosed):
+        run.next_nowait()
+
+
+@pytest.mark.parametrize("backend", WORKERS)
+def test_the_last_reference_ends_workers_that_are_stuck(backend: str, gate: Gate) -> None:
+    run = iter(stick_in_the_middle(gate, backend))
+    gate.await_arrivals()
+    del run
+    gate.open()
+
+
+def from_a_stuck_source(gate: Gate) -> Iterator[int]:
+    yield from range(3)
+    gate.arrive()
+
+
+@pytest.mark.parametrize("consuming", [True, False])
+def test_close_while_the_source_is_stuck(consuming: bool, gate: Gate) -> None:
+    pipe = Pipeline.from_iterable(lambda: from_a_stuck_source(gate))
+    run = iter(pipe.map(abs, backend="threads", workers=2).batch(2, collate_fn=list))
+    assert next(run) == [0, 1]
+    gate.await_arrivals()
+    thread, found = pull_on_a_thread(run) if consuming else (threading.Thread(), [IteratorClosed])
+    run.close()
+    if consuming:
+        thread.join()
+    assert found == [IteratorClosed]
+
+
+@pytest.mark.parametrize("backend", [*WORKERS, "inline", "spawn"])
+def test_close_before_anything_has_come(backend: str) -> None:
+    pipe = Pipeline.from_iterable(count).map(abs, backend=backend, workers=2)
+    pipe.map(str, backend=backend, workers=1, fuse=False).run().close()
+    if backend != "spawn":
+        pipe.batch(2).prefetch(1).run().close()
+        pipe.repeat().epochs().close()
+
+
+@needs_fork
+def test_close_while_workers_start(gate: Gate) -> None:
+    def start(worker: int) -> None:
+        gate.arrive()
+
+    where: dict[str, Any] = {"backend": "fork", "workers": 2, "worker_init_fn": start}
+    pipe = Pipeline.from_dataset(range(9)).map(abs, **where)
+    with pipe.batch(2).map(abs, **where).run():
+        gate.await_arrivals(4)
+
+
+@pytest.mark.parametrize("shape", ["alone", "with relays"])
+def test_close_from_a_worker(shape: str) -> None:
+    there = threading.Event()
+
+    def close_at_5(item: int) -> int:
+        if item == 5:
+            there.wait()
+            run.close()
+        return item
+
+    pipe = Pipeline.from_dataset(range(1000)).map(close_at_5, backend="threads", workers=2)
+    if shape == "with relays":
+        pipe = pipe.batch(1, collate_fn=list).map(tuple, backend="threads", workers=1)
+    run = iter(pipe)
+    there.set()
+    with pytest.raises(IteratorClosed):
+        list(run)
+    assert run.closed
+
+
+def test_close_from_a_function_that_the_loop_runs() -> None:
+    def close_at_5(item: int) -> int:
+        if item == 5:
+            run.close()
+        return item
+
+    run = Pipeline.from_iterable(count).map(close_at_5).run()
+    assert [next(run) for _ in range(6)] == list(range(6))
+    with pytest.raises(IteratorClosed):
+        next(run)
+
+
+@pytest.mark.parametrize("backend", WORKERS)
+def test_close_twice_and_from_two_threads_at_once(backend: str, gate: Gate) -> None:
+    run = iter(stick_in_the_middle(gate, backend))
+    gate.await_arrivals()
+    together = threading.Barrier(2)
+
+    def close() -> None:
+        together.wait(30)
+        run.close()
+
+    threads = [threading.Thread(target=close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run.close()
+    with pytest.raises(IteratorClosed):
+        run.__enter__()
+
+
+# -- loops -----------------------------------------------------------------------------------------
+
+
+def endless(backend: str) -> Pipeline:
+    pipe = Pipeline.from_iterable(count).map(abs, backend=backend, workers=2)
+    return pipe.batch(2, collate_fn=list).map(tuple, backend=backend, workers=1)
+
+
+@pytest.mark.parametrize("backend", ["inline", *WORKERS])
+def test_loops_that_are_left(backend: str) -> None:
+    for item in endless(backend):
+        if item == (6, 7):
+            break
+    with pytest.raises(ZeroDivisionError):
+        sum(item[0] / 0 for item in endless(backend))
+    with endless(backend).run() as run:
+        assert next(run) == (0, 1)
+    assert run.closed
+    with pytest.raises(IteratorClosed):
+        next(run)
+    with endless(backend).take(3).run() as run:
+        assert list(run) == [(0, 1), (2, 3), (4, 5)]
+        for ask in (run.__next__, run.next_nowait):
+            with pytest.raises(StopIteration):
+                ask()
+
+
+def none_of(item: Any) -> bool:
+    return False
+
+
+NOTHING_COMES: dict[str, Callable[[Pipeline], Pipeline]] = {
+    "the loop": lambda pipe: pipe.filter(none_of),
+    "a relay": lambda pipe: pipe.filter(none_of).map(abs, backend="threads", workers=1),
+    "threads": lambda pipe: pipe.filter(none_of, backend="threads", workers=2),
+    "threads, then a relay": lambda pipe: pipe.filter(none_of, backend="threads").batch(2),
+    "processes": lambda pipe: pipe.filter(none_of, backend="fork", workers=2),
+}
+
+
+@pytest.mark.parametrize("filtered", NOTHING_COMES.values(), ids=NOTHING_COMES)
+def test_an_endless_source_of_which_nothing_is_kept_can_be_closed(
+    filtered: Callable[[Pipeline], Pipeline],
+) -> None:
+    begun = threading.Event()
+
+    def source() -> Iterator[int]:
+        for k in itertools.count():
+            if k == 100:
+                begun.set()
+            yield k
+
+    run = iter(filtered(Pipeline.from_iterable(source)))
+    thread, found = pull_on_a_thread(run)
+    assert begun.wait(60)
+    run.close()
+    thread.join()
+    assert found == [IteratorClosed]
+
+
+def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epochs], None]) -> bool:
+    """Whether the thread before a stage goes on after an epoch was left."""
+    stop = threading.Event()
+
+    def source() -> Iterator[int]:
+        while not stop.is_set():
+            yield 1
+
+    pipe = operators(Pipeline.from_iterable(source)).map(abs, backend="threads", workers=1)
+    with pipe.epochs() as epochs:
+        next(epochs)
+        relays = epochs._machine.relays
+        relay = relays[min(relays)]
+        leave(epochs)
+        found = relay.alive
+        stop.set()
+        relay.close()
+    return found
+
+
+def test_a_pass_of_which_nothing_is_kept_can_be_left() -> None:
+    assert not still_reads(lambda pipe: pipe.filter(none_of), lambda e: e._machine.break_off())
+
+
+@pytest.mark.parametrize("leave", [Epochs.close, lambda epochs: epochs._machine.break_off()])
+def test_an_operator_that_gives_nothing_can_be_ended(leave: Callable[[Epochs], None]) -> None:
+    assert not still_reads(lambda pipe: pipe.skip(10**12), leave)
+
+
+@dataclass(frozen=True)
+class Chronicle(Threads):
+    """Threads that tell when they are told to leave and when they are waited for. They wake late: by
+    the second call, not by the first."""
+
+    told: list[str] = field(default_factory=list)
+
+    def open(self) -> Crew:
+        crew: Any = super().open()
+        leave, close, wake = crew.leave, crew.close, crew.wake
+        calls = itertools.count()
+
+        def telling(what: str, act: Callable[[], None]) -> Callable[[], None]:
+            def tell() -> None:
+                self.told.append(what)
+                act()
+
+            return tell
+
+        crew.leave, crew.close = telling("leave", leave), telling("close", close)
+        crew.wake = lambda: wake() if next(calls) else None
+        return crew  # type: ignore[no-any-return]
+
+
+def test_all_workers_are_told_to_leave_before_any_is_waited_for(
+    gate: Gate,
+) -> None:
+    pipe, chronicle = Pipeline.from_dataset(range(1)), Chronicle()
+    pipes = [pipe.map(Stick(gate), backend=chronicle, workers=1) for _ in range(3)]
+    with pipes[0].zip(*pipes[1:]).run():
+        gate.await_arrivals(3)
+    assert chronicle.told.index("close") >= 3
+
+
+@needs_fork
+@pytest.mark.timeout(25, func_only=True)  # one after the other they would take 30 s at the least
+def test_stages_that_are_stuck_end_together(gate: Gate) -> None:
+    pipe = Pipeline.from_dataset(range(1))
+    pipes = [pipe.map(Stick(gate), backend="fork", workers=1) for _ in range(30)]
+    with pipes[0].zip(*pipes[1:]).run():
+        gate.await_arrivals(30)

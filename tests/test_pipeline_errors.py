@@ -1,0 +1,139 @@
+"""What functions and sources of a pipeline raise comes out in its place, and the rest goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hybridloader import Pipeline
+
+KINDS = ("inline", "threads", "fork", "shared-memory")
+
+
+def everything(run: Iterator[Any]) -> list[Any]:
+    """Its items, and the types of what it raises."""
+    found: list[Any] = []
+    while True:
+        try:
+            found.append(next(run))
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append(type(error))
+
+
+@pytest.mark.parametrize("backend", [*KINDS, "spawn"])
+def test_an_exception_tells_stage_and_item(backend: str) -> None:
+    class Own(Exception):
+        """Made in a function, so that it can only be sent by value."""
+
+    def fail_at_7(item: int) -> int:
+        if item == 7:
+            raise Own("seven", item)
+        return item
+
+    pipe = Pipeline.from_dataset(range(20)).map(abs)
+    run = pipe.map(fail_at_7, backend=backend, workers=1, name="my stage").batch(2, collate_fn=list)
+    with run.run() as items:
+        assert [next(items) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+        with pytest.raises(Exception, match="seven") as caught:
+            next(items)
+        assert caught.value.args == ("seven", 7)
+        assert caught.type.__name__ == "Own"
+        assert backend == "spawn" or caught.type is Own
+        (note,) = caught.value.__notes__
+        assert "stage 'my stage'" in note
+        assert "working on 7." in note
+        assert next(items) == [6, 8]
+
+
+def leak(item: int) -> int:
+    if item == 1:
+        raise StopIteration
+    return item
+
+
+def leak_and_iterate(item: int) -> list[int]:
+    return [leak(item)]
+
+
+@pytest.mark.parametrize("backend", KINDS)
+@pytest.mark.parametrize("kind", ["map", "filter", "flat_map"])
+def test_a_stop_iteration_of_a_function_does_not_end_the_loop(kind: str, backend: str) -> None:
+    pipe = Pipeline.from_iterable([3, 1, 2, 3])
+    run = getattr(pipe, kind)(leak if kind != "flat_map" else leak_and_iterate, backend=backend)
+    assert everything(run.run()) == [3, RuntimeError, 2, 3]
+
+
+def test_a_stop_iteration_tells_its_place_inline() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        list(Pipeline.from_iterable([1]).map(leak))
+    assert "working on 1." in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("backend", KINDS)
+def test_fusing_does_not_change_what_an_error_takes_along(backend: str) -> None:
+    def fail_at_1(item: int) -> int:
+        if item == 1:
+            raise ValueError
+        return item
+
+    def with_fuse(fuse: bool) -> list[Any]:
+        where: dict[str, Any] = {"backend": backend, "workers": 1, "fuse": fuse}
+        pipe = Pipeline.from_iterable([0, 10]).flat_map(lambda k: [k, k + 1, k + 2], **where)
+        return everything(pipe.map(fail_at_1, **where).run())
+
+    assert with_fuse(True) == [0, ValueError, 2, 10, 11, 12]
+    assert with_fuse(False) == [0, ValueError, 2, 10, 11, 12]
+
+
+@pytest.mark.parametrize("backend", ["fork", "shared-memory"])
+def test_a_result_that_can_not_be_sent_is_lost_alone(backend: str) -> None:
+    def lock_at_50(item: int) -> Any:
+        return threading.Lock() if item == 50 else item
+
+    pipe = Pipeline.from_dataset(range(100)).map(lock_at_50, backend=backend, workers=1)
+    expected = list(range(100))
+    expected.remove(50)
+    assert [item for item in everything(pipe.run()) if type(item) is int] == expected
+
+
+def test_an_item_that_can_not_be_sent_is_lost_alone() -> None:
+    items = [*range(50), threading.Lock(), *range(51, 100)]
+    pipe = Pipeline.from_dataset(items).map(type, backend="fork", workers=1)
+    found = everything(pipe.run())
+    assert found.count(int) == 99
+
+
+def test_branches_of_a_fork_are_repeated_together_or_not_at_all() -> None:
+    a, b = Pipeline.from_dataset(range(4)).map(abs, backend="threads", workers=1).fork(2)
+    with a.zip(b).repeat(2).run() as run:
+        assert list(run) == [(k, k) for k in [0, 1, 2, 3] * 2]
+    with pytest.raises(ValueError, match="repeated apart from the others"):
+        a.repeat(2).zip(b.repeat(2)).run()
+
+
+@pytest.mark.parametrize("backend", KINDS)
+def test_an_error_of_the_source_comes_out_in_its_place_and_what_can_go_on_does(
+    backend: str,
+) -> None:
+    class Source:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __iter__(self) -> Source:
+            return self
+
+        def __next__(self) -> int:
+            self.count += 1
+            if self.count == 5:
+                raise OSError("a page that can't be read")
+            if self.count > 9:
+                raise StopIteration
+            return self.count
+
+    pipe = Pipeline.from_iterable(Source).map(abs, backend=backend).map(abs, backend=backend)
+    assert everything(pipe.run()) == [1, 2, 3, 4, OSError, 6, 7, 8, 9]

@@ -1,0 +1,345 @@
+"""How work is handed to workers and comes back: portions, readers, threads in workers, the books."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridloader import NotReady, Pipeline, Threads, get_worker_info
+from hybridloader.contract import ByReference, Crew
+from hybridloader.errors import Failure
+from hybridloader.feed import MOST, TASK_SECONDS, Portions
+from hybridloader.ledger import Books
+from hybridloader.messages import Done, Failed, Task
+from hybridloader.testing import FakeClock, Gate
+
+KINDS = ("inline", "threads", "fork", "shared-memory")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every task takes some seconds, for the engine."""
+    monkeypatch.setattr("hybridloader.worker.perf_counter", itertools.count().__next__)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every task takes no time, for the engine."""
+    monkeypatch.setattr("hybridloader.worker.perf_counter", lambda: 0.0)
+
+
+# -- portions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weighing(Threads):
+    """Threads that remember how many items a task had."""
+
+    sizes: list[int] = field(default_factory=list)
+    name: ClassVar[str] = "weighing"
+
+    def open(self) -> Crew:
+        crew: Any = super().open()
+        send = crew.send
+
+        def weighed(worker: int, message: Any) -> None:
+            if isinstance(message, Task):
+                self.sizes.append(len(message.index))
+            send(worker, message)
+
+        crew.send = weighed
+        return crew  # type: ignore[no-any-return]
+
+
+def sizes_of(count: int, **where: Any) -> list[int]:
+    backend = Weighing()
+    pipe = Pipeline.from_dataset(range(count)).map(abs, backend=backend, **where)
+    assert list(pipe) == list(range(count))
+    assert sum(backend.sizes) == count
+    return backend.sizes
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_slow_work_is_handed_out_one_by_one_or_one_for_each_thread(threads: int) -> None:
+    sizes = sizes_of(30, workers=2, threads_per_worker=threads)
+    assert sizes == [threads] * (30 // threads)
+
+
+@pytest.mark.usefixtures("quick")
+def test_portions_of_quick_work_grow_by_two_at_most_to_a_limit() -> None:
+    sizes = sizes_of(2000, workers=1)
+    assert sizes[0] == 1
+    assert max(sizes) == MOST
+    assert all(size <= 2**number for number, size in enumerate(sizes))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("prefetch", [1, 5])
+def test_portions_are_no_larger_than_prefetch(prefetch: int) -> None:
+    assert max(sizes_of(300, workers=1, prefetch=prefetch)) <= prefetch
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, MOST), st.integers(0, 10**7)), max_size=50), st.integers(1, 8)
+)
+def test_portions_follow_what_tasks_take(tasks: list[tuple[int, int]], least: int) -> None:
+    portions = Portions(iter(()), least=least)
+    assert portions.size == least
+    for items, nanoseconds in tasks:
+        before = portions.size
+        portions.learn(items, nanoseconds / 1e9)
+        assert least <= portions.size <= min(max(MOST, least), 2 * before)
+    for _ in range(200):
+        portions.learn(1, 2 * TASK_SECONDS)
+    assert portions.size == least
+    for _ in range(200):
+        portions.learn(10, TASK_SECONDS / 2)
+    assert portions.size == pytest.approx(max(least, 20), abs=1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_portions_of_one_stage_do_not_decide_those_of_the_next() -> None:
+    def peers(item: int) -> int:
+        return len(sys._getframe(1).f_locals["items"])  # of the task
+
+    pipe = Pipeline.from_dataset(range(1000)).map(abs, backend="fork", workers=1)
+    pipe = pipe.map(peers, backend="fork", workers=2, prefetch=2)
+    assert max(pipe) <= 2
+
+
+# -- not waiting -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork", "shared-memory"])
+@pytest.mark.parametrize("behind", ["nothing", "batches", "stages"])
+def test_next_nowait_says_not_ready_and_loses_nothing(backend: str, behind: str) -> None:
+    gate = Gate()
+
+    def work(item: int) -> int:
+        if item in (0, 7, 20):
+            gate.arrive()
+        return item
+
+    pipe = Pipeline.from_dataset(range(30)).map(work, backend=backend, workers=2)
+    expected: list[Any] = list(range(30))
+    if behind == "batches":
+        pipe, expected = pipe.batch(1, collate_fn=list), [[k] for k in expected]
+    elif behind == "stages":
+        pipe = pipe.flat_map(lambda k: [k, -k], backend=backend, workers=2, fuse=False)
+        expected = [sign * k for k in expected for sign in (1, -1)]
+    with pipe.run() as run:
+        gate.await_arrivals()
+        for _ in range(20):
+            with pytest.raises(NotReady):
+                run.next_nowait()
+        gate.open()
+        assert list(_patiently(run, itertools.cycle([True, False]))) == expected
+        with pytest.raises(StopIteration):
+            run.next_nowait()
+
+
+def _patiently(run: Any, ways: Iterator[bool]) -> Iterator[Any]:
+    """All items, some asked for without waiting."""
+    while True:
+        try:
+            yield next(run) if next(ways) else run.next_nowait()
+        except NotReady:
+            continue
+        except StopIteration:
+            return
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=10).filter(any),
+    st.integers(0, 100),
+    st.sampled_from(KINDS),
+)
+def test_next_and_next_nowait_may_be_mixed(ways: list[bool], count: int, backend: str) -> None:
+    pipe = Pipeline.from_iterable(range(count)).map(abs, backend=backend, workers=2).skip(1)
+    with pipe.run() as run:
+        assert list(_patiently(run, itertools.cycle(ways))) == list(range(1, count))
+
+
+# -- readers ---------------------------------------------------------------------------------------
+
+
+class Shards:
+    """Items of several readers: each says whose it is."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        info = get_worker_info()
+        assert info is not None
+        return ((info.id, k) for k in range(self.lengths[info.id]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(0, 100), min_size=1, max_size=4),
+    st.sampled_from(KINDS),
+    st.sampled_from([1e9, 0.01, "as little as can be"]),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+)
+def test_readers_are_read_in_turn_whatever_comes_at_once(
+    lengths: list[int], backend: str, patience: float | str, chunks: list[int]
+) -> None:
+    rows = itertools.zip_longest(*([(w, k) for k in range(n)] for w, n in enumerate(lengths)))
+    expected = [item for row in rows for item in row if item is not None]
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = itertools.cycle(chunks)
+        patch.setattr("hybridloader.flow._Turns.draw", lambda self, most: next(sizes))
+        if isinstance(patience, float):
+            patch.setattr("hybridloader.work._READING", patience)
+        pipe = Pipeline.from_iterable(Shards(lengths), backend=backend, workers=len(lengths))
+        assert list(pipe) == expected
+        assert list(pipe.enumerate().map(list)) == [[*pair] for pair in enumerate(expected)]
+
+
+def test_readers_are_read_again_in_every_repetition() -> None:
+    pipe = Pipeline.from_iterable(range(5), backend="threads", workers=1)
+    assert list(pipe.repeat(2)) == list(range(5)) * 2
+
+
+def test_readers_are_read_again_in_every_epoch() -> None:
+    pipe = Pipeline.from_iterable(range(5), backend="threads", workers=1)
+    assert [list(epoch) for epoch in pipe.epochs(3)] == [list(range(5))] * 3
+
+
+def test_what_readers_had_at_hand_does_not_show_in_the_next_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hybridloader.flow._Turns.draw", lambda self, most: 5)
+    monkeypatch.setattr("hybridloader.work._READING", 1e9)
+    pipe = Pipeline.from_iterable(range(100), backend="threads", workers=1)
+    with pipe.epochs(2) as epochs:
+        first = next(epochs)
+        assert [next(first) for _ in range(7)] == list(range(7))
+        assert list(next(epochs)) == list(range(100))
+
+
+def test_a_slow_reader_keeps_its_turn() -> None:
+    gate = Gate()
+
+    class Slow(Shards):
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            for item in super().__iter__():
+                if item == (0, 1):
+                    gate.arrive()
+                yield item
+
+    pipe = Pipeline.from_iterable(Slow([3, 3]), backend="threads", workers=2)
+    with pipe.run() as run:
+        assert [next(run), next(run)] == [(0, 0), (1, 0)]
+        gate.await_arrivals()
+        with pytest.raises(NotReady):
+            run.next_nowait()
+        gate.open()
+        assert list(run) == [(0, 1), (1, 1), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("backend", KINDS)
+def test_one_reader_gives_each_item_of_an_unsharded_iterable_once(backend: str) -> None:
+    pipe = Pipeline.from_iterable(range(300), backend=backend, workers=1)
+    assert list(pipe) == list(range(300))
+    assert list(pipe.map(abs, backend="threads", workers=3)) == list(range(300))
+
+
+def test_a_reader_that_was_held_up_before_its_first_item_has_not_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stalling:
+        """The thread loses the processor for a second between any two looks at the clock."""
+
+        monotonic = staticmethod(itertools.count().__next__)
+
+    monkeypatch.setattr("hybridloader.work.time", Stalling)
+    assert list(Pipeline.from_iterable(range(9), backend="threads", workers=1)) == list(range(9))
+
+
+# -- threads in workers ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_threads_of_a_worker_work_at_the_same_time(backend: str) -> None:
+    together = threading.Barrier(3, timeout=30)
+
+    def meet(item: int) -> tuple[int, int, int]:
+        together.wait()
+        return item, os.getpid(), threading.get_ident()
+
+    where: dict[str, Any] = {"backend": backend, "workers": 1, "threads_per_worker": 3}
+    found = list(Pipeline.from_dataset(range(12)).map(meet, **where))
+    assert [item for item, _, _ in found] == list(range(12))
+    assert len({pid for _, pid, _ in found}) == 1
+    assert len({thread for _, _, thread in found}) == 3
+
+
+# -- the books -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 3), st.booleans()), max_size=20))
+def test_seconds_without_work_are_starved_or_blocked(
+    moves: list[tuple[float, int, bool]],
+) -> None:
+    clock = FakeClock(100.0)
+    books = Books(3, clock=clock)
+    busy = starved = elapsed = 0.0
+    idle, starving = 3, True
+    books.idle(3, starved=True)
+    for seq, (seconds, next_idle, next_starving) in enumerate(moves):
+        clock.now += seconds
+        elapsed += seconds
+        starved += idle * seconds if starving else 0.0
+        books.sent(seq, ["item"])
+        books.came(Done(0, seq, ByReference([]), (3 - idle) * seconds))
+        busy += (3 - idle) * seconds
+        idle, starving = next_idle, next_starving
+        books.idle(idle, starved=starving)
+    assert books.busy == pytest.approx(busy)
+    assert books.starved == pytest.approx(starved)
+    assert books.elapsed == pytest.approx(elapsed)
+    assert books.blocked == pytest.approx(3 * elapsed - busy - starved, abs=1e-6)
+    books.close()
+    clock.now += 50
+    books.close()
+    assert books.elapsed == pytest.approx(elapsed)
+
+
+def test_room_counts_items_and_bytes_and_what_failed() -> None:
+    books = Books(2, prefetch=10, buffer_bytes=1000)
+    assert books.room() == 2  # for each worker one, until a size is known
+    books.sent(0, ["a"])
+    assert books.room() == 1
+    books.sent(1, ["b"])
+    assert books.room() == 0
+    books.came(Failed(0, 0, Failure(ValueError())))
+    assert books.room() == 0  # it has not been handed out
+    books.left(0)
+    assert books.room() == 1
+    books.came(Done(1, 1, ByReference(Hundred())))
+    assert books.room() == 9
+    books.sent(2, ["c", "d"])
+    assert books.room() == 7
+    books.left(1)
+    assert books.room() == 8
+    books.left(2)
+    books.left(2)
+    assert (books.held, books.held_bytes, books.room()) == (0, 0, 10)
+
+
+class Hundred:
+    nbytes = 100
