@@ -1,0 +1,59 @@
+"""A step of your own: windows of items that follow each other, such as the frames of a clip."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from hybridloader import Operator, Pipeline
+
+
+@dataclass(frozen=True)
+class Windows(Operator):
+    """`size` items in a row as a tuple, and `step` items later the next one."""
+
+    size: int
+    step: int = 1
+
+    def __post_init__(self):
+        for name in ("size", "step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"windows: {name} must be at least 1, not {getattr(self, name)}")
+
+    def open(self, items, context):
+        return WindowsIterator(items, self.size, self.step)
+
+    def length(self, upstream):
+        if upstream is None or upstream == math.inf:
+            return upstream
+        return max(0, (upstream - self.size) // self.step + 1)
+
+
+class WindowsIterator:
+    """A class, not a generator: a generator is over after the first exception that goes through it."""
+
+    def __init__(self, items, size, step):
+        self.items, self.step = items, step
+        self.window = deque(maxlen=size)
+        self.missing = size  # items that are to come before the next window
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        while self.missing:
+            # What this raises goes on to your loop. Everything is left so that the next call goes on.
+            self.window.append(next(self.items))
+            self.missing -= 1
+        self.missing = self.step
+        return tuple(self.window)
+
+    def close(self):
+        close = getattr(self.items, "close", None)
+        if close is not None:
+            close()
+
+
+if __name__ == "__main__":
+    frames = Pipeline.from_dataset(range(10)).map(str, backend="threads", workers=2)
+    clips = frames.apply(Windows(4, step=3))
+    print(len(clips), "clips:", *map("-".join, clips))
