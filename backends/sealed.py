@@ -12,7 +12,6 @@ from hybridloader import arena
 from hybridloader.backends.letters import open_packed
 from hybridloader.packing import unpack
 
-
 _NOTHING = memoryview(b"")
 
 
@@ -71,6 +70,11 @@ class Sealed:
         self.count, self.forks = count, forks
         self._state = ""
         self._holds: dict[int, Hold] = {}  # by slot, once it was sent on
+
+    def __del__(self) -> None:
+        """One that was waiting where nobody took it any more, as in a queue that was closed."""
+        if not getattr(self, "_state", "never made"):
+            self.discard()
 
     @property
     def nbytes(self) -> int:

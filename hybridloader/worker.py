@@ -171,6 +171,7 @@ def run(worker: Worker, source: Source, report: Callable[[Event], None]) -> None
         if isinstance(message, Stop) or worker.cancelled.up:
             return
         event = worker.step(message)
+        del message  # slots of what it held go back with the event
         if event is not None:
             report(event)
-        del event, message  # a batch must not outlive its sending
+        del event  # a batch must not outlive its sending

@@ -261,8 +261,8 @@ def test_hybrid_images_takes_all_and_draws_the_picture_of_the_page(photographs: 
 def test_the_table_of_the_page_has_the_stages_of_the_example() -> None:
     text = PAGE.read_text()
     table = text[text.index("stage ", text.index("## What it did")) :].split("```")[0]
-    names = re.findall(r"^(map\(\w+\)|batch|your loop) ", table, re.MULTILINE)
-    assert names == ["map(read)", "map(decode)", "map(Augment)", "batch", "your loop"]
+    names = re.findall(r"^(map\(\w+\)|batch\(32\)|your loop) ", table, re.MULTILINE)
+    assert names == ["map(read)", "map(decode)", "map(Augment)", "batch(32)", "your loop"]
 
 
 def test_what_the_other_page_says_of_ours_can_be_described(tmp_path: Path) -> None:
