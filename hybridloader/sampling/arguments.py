@@ -1,0 +1,124 @@
+"""What samplers are given, made one form of: whole numbers, lengths, weights.
+
+Everything wrong is found here, at once and by name. Nothing is rounded, clipped or guessed, and
+torch is not imported: a tensor is known by its methods.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Sized
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LARGEST = 2**63 - 1
+"""The most that a length or an epoch can be: that of int64."""
+
+MOST_SAMPLES = 2**62
+"""Leaves room in int64 for an index and a number of ranks."""
+
+
+def whole(name: str, value: Any, least: int, most: int = LARGEST) -> int:
+    """`value` as an int from `least` to `most`; numpy's integers are welcome, bools are not."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def seed_of(value: Any) -> int:
+    """A seed: any of 64 bits, such as ``torch.initial_seed()`` gives."""
+    return whole("seed", value, 0, 2**64 - 1)
+
+
+def count_of(n_or_data_source: int | Sized) -> int:
+    """How many samples there are: the number itself, or the length of what has one."""
+    if isinstance(n_or_data_source, Sized):
+        return whole("len(n_or_data_source)", len(n_or_data_source), 0, MOST_SAMPLES)
+    if hasattr(n_or_data_source, "__index__"):
+        return whole("n_or_data_source", n_or_data_source, 0, MOST_SAMPLES)
+    raise TypeError(
+        "n_or_data_source must be a number of samples or something with a length, got "
+        f"{type(n_or_data_source).__name__}; an iterable dataset has no indices to sample"
+    )
+
+
+def _array(name: str, values: Any) -> npt.NDArray[Any]:
+    """One dimension of numbers, from a sequence, an array or a tensor."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} must have one dimension: {error}") from None
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got the shape {array.shape}")
+    if not array.size:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iuf":
+        raise TypeError(f"{name} must be numbers, got {array.dtype} such as {array[0]!r}")
+    return array
+
+
+def _first(bad: npt.NDArray[np.bool_]) -> int | None:
+    where = int(bad.argmax())
+    return where if bad[where] else None
+
+
+def lengths_of(lengths: Any) -> npt.NDArray[np.int64]:
+    """The lengths of the samples: whole, from 0 up."""
+    array = _array("lengths", lengths)
+    if array.dtype.kind == "f":
+        raise TypeError(
+            f"lengths must be whole numbers, got {array.dtype}; count in a finer unit, such as "
+            "milliseconds for seconds"
+        )
+    if array.size:
+        if array.dtype.kind == "u" and int(array.max()) > LARGEST:
+            raise ValueError(f"lengths must be at most {LARGEST}, got {int(array.max())}")
+        at = _first(array < 0) if array.dtype.kind == "i" else None
+        if at is not None:
+            raise ValueError(f"lengths must not be negative, got lengths[{at}] = {array[at]}")
+    return array.astype(np.int64, copy=False)
+
+
+def weights_of(weights: Any) -> npt.NDArray[np.float64]:
+    """Weights that something can be drawn by: finite, from 0 up, not all 0."""
+    array = _array("weights", weights)
+    if not array.size:
+        raise ValueError("weights is empty: there is nothing to draw from")
+    array = array.astype(np.float64, copy=False)
+    # The two extremes tell whether anything is wrong: min and max of an array with a NaN are NaN.
+    least, most = float(array.min()), float(array.max())
+    if not (least >= 0 and most < float("inf")):
+        at = _first(~(np.isfinite(array) & (array >= 0)))
+        assert at is not None
+        raise ValueError(
+            f"weights must be finite and not negative, got weights[{at}] = {float(array[at])}"
+        )
+    if most == 0:
+        raise ValueError(f"all {array.size} weights are 0: there is nothing to draw from")
+    return array
+
+
+def fingerprint(array: npt.NDArray[Any]) -> int:
+    """A checksum of the contents, the same on every platform."""
+    plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return zlib.crc32(plain.view(np.uint8).data)

@@ -1,0 +1,69 @@
+"""Every index once, in random order, at no cost in memory: `torch.randperm` without the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+from hybridloader.sampling.arguments import count_of, seed_of
+from hybridloader.sampling.permutation import BLOCK, Permutation
+from hybridloader.sampling.resumable import Place, ResumableSampler
+
+
+class ShuffleSampler(ResumableSampler[int]):
+    """All indices in random order, whatever their number: nothing is stored, and any place is at hand.
+
+    torch's `RandomSampler` makes a list of all indices first, which takes 40 bytes each, and can only
+    be resumed by making it again.
+
+    Parameters
+    ----------
+    n_or_data_source
+        How many samples there are, or something with a length, which is asked for once.
+    seed
+        From 0 to ``2**64 - 1``. With the epoch it gives the order, on every platform.
+    epoch
+        The first epoch. Every iteration has another order; see `ResumableSampler`.
+
+    Examples
+    --------
+    >>> sampler = ShuffleSampler(5, seed=0)
+    >>> list(sampler), list(sampler)
+    ([3, 4, 0, 1, 2], [0, 1, 4, 2, 3])
+    >>> half = iter(sampler)
+    >>> next(half), next(half)
+    (4, 3)
+    >>> other = ShuffleSampler(5, seed=0)
+    >>> other.load_state_dict(sampler.state_dict())
+    >>> list(other) == list(half)
+    True
+    """
+
+    def __init__(self, n_or_data_source: int | Sized, seed: int, *, epoch: int = 0) -> None:
+        super().__init__(epoch)
+        self._n = count_of(n_or_data_source)
+        self.seed = seed_of(seed)
+        self._order: tuple[int, Permutation] | None = None
+
+    def order(self, epoch: int | None = None) -> Permutation:
+        """The order of `epoch` (None: that of `self.epoch`): ``order[k]`` is its k-th index."""
+        epoch = self.epoch if epoch is None else epoch
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, Permutation(self._n, self.seed, epoch)
+        return self._order[1]
+
+    def at(self, k: int) -> int:
+        """The k-th index of the epoch `self.epoch`."""
+        return self.order()[k]
+
+    def _agreement(self) -> dict[str, Any]:
+        return {"n": self._n, "seed": self.seed}
+
+    def _positions(self, epoch: int) -> int:
+        return self._n
+
+    def _items(self, place: Place) -> list[int]:
+        start = self._position(place)
+        stop = min(start + BLOCK, self._n)
+        items: list[int] = self.order(place.epoch).read(start, stop).tolist()
+        return items

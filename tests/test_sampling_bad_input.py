@@ -1,0 +1,125 @@
+"""What samplers refuse, and that they say what, where and what instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridloader.sampling import (
+    BucketBatchSampler,
+    DistributedShuffleSampler,
+    Permutation,
+    ShuffleSampler,
+    TokenBudgetBatchSampler,
+    WeightedSampler,
+)
+
+nan, inf = float("nan"), float("inf")
+
+
+def ranked(**changed: Any) -> Any:
+    given = {"n_or_data_source": 10, "seed": 0, "rank": 0, "world": 2, **changed}
+    return DistributedShuffleSampler(**given)
+
+
+def drawing(weights: Any = (1, 2), num_samples: Any = 1, **changed: Any) -> Any:
+    return WeightedSampler(weights, num_samples, **{"seed": 0, **changed})
+
+
+def bucketed(lengths: Any = (1, 2), batch_size: Any = 2, **changed: Any) -> Any:
+    return BucketBatchSampler(lengths, batch_size, **{"seed": 0, "width": 1, **changed})
+
+
+def budgeted(lengths: Any = (1, 2), budget: Any = 9, **changed: Any) -> Any:
+    return TokenBudgetBatchSampler(lengths, budget, **{"seed": 0, **changed})
+
+
+TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: ShuffleSampler(-1, 0), ValueError, "n_or_data_source must be at least 0, got -1"),
+    (lambda: ShuffleSampler(2**62 + 1, 0), ValueError, "must be at most 4611686018427387904"),
+    (lambda: ShuffleSampler(True, 0), TypeError, "must be an int, got True"),
+    (lambda: ShuffleSampler(1.5, 0), TypeError, "something with a length, got float"),  # type: ignore[arg-type]
+    (lambda: ShuffleSampler(iter([]), 0), TypeError, "an iterable dataset has no indices"),  # type: ignore[arg-type]
+    (lambda: ShuffleSampler(5, -1), ValueError, "seed must be at least 0, got -1"),
+    (lambda: ShuffleSampler(5, 2**64), ValueError, "seed must be at most 18446744073709551615"),
+    (lambda: ShuffleSampler(5, None), TypeError, "seed must be an int, got None"),  # type: ignore[arg-type]
+    (lambda: ShuffleSampler(5, 0, epoch=-1), ValueError, "epoch must be at least 0"),
+    (lambda: ShuffleSampler(5, 0).set_epoch(-1), ValueError, "epoch must be at least 0"),
+    (lambda: ShuffleSampler(5, 0).set_epoch(1.0), TypeError, "epoch must be an int, got 1.0"),  # type: ignore[arg-type]
+    (lambda: ShuffleSampler(5, 0).at(5), IndexError, "no position 5 in an order of 5"),
+    (lambda: ShuffleSampler(0, 0).at(0), IndexError, "no position 0 in an order of 0"),
+    (lambda: Permutation(5, 0)[1.0], TypeError, "a position must be an int"),  # type: ignore[index]
+    (lambda: ranked(rank=2), ValueError, "rank must be at most 1, got 2"),
+    (lambda: ranked(rank=-1), ValueError, "rank must be at least 0"),
+    (lambda: ranked(world=0), ValueError, "world must be at least 1, got 0"),
+    (lambda: ranked(uneven="equal"), ValueError, "one of pad, drop, exact, got 'equal'"),
+    (lambda: ranked(shuffle=1), TypeError, "shuffle must be True or False, got 1"),
+    (
+        lambda: ranked(n_or_data_source=1, uneven="drop"),
+        ValueError,
+        "leaves nothing of 1 samples for 2 ranks; use 'pad' or 'exact'",
+    ),
+    (lambda: drawing([1, -2.0]), ValueError, r"got weights\[1\] = -2.0"),
+    (lambda: drawing([1, nan, nan]), ValueError, r"got weights\[1\] = nan"),
+    (lambda: drawing([1, 2, inf]), ValueError, r"got weights\[2\] = inf"),
+    (lambda: drawing([-inf, 1]), ValueError, r"got weights\[0\] = -inf"),
+    (lambda: drawing(torch.tensor([1.0, nan])), ValueError, r"got weights\[1\] = nan"),
+    (lambda: drawing([0, 0.0]), ValueError, "all 2 weights are 0"),
+    (lambda: drawing([]), ValueError, "weights is empty: there is nothing to draw from"),
+    (lambda: drawing(torch.empty(0)), ValueError, "weights is empty"),
+    (lambda: drawing([[1, 2]]), ValueError, r"one dimension, got the shape \(1, 2\)"),
+    (lambda: drawing([[1], [2, 3]]), ValueError, "must have one dimension"),
+    (lambda: drawing(3), ValueError, r"one dimension, got the shape \(\)"),
+    (lambda: drawing(["a"]), TypeError, "weights must be numbers"),
+    (lambda: drawing([1j]), TypeError, "weights must be numbers, got complex128"),
+    (lambda: drawing(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
+    (lambda: drawing(num_samples=1.0), TypeError, "num_samples must be an int"),
+    (lambda: drawing(replacement=None), TypeError, "replacement must be True or False"),
+    (
+        lambda: drawing([1, 0, 1], 3, replacement=False),
+        ValueError,
+        "num_samples=3 without replacement, but only 2 of 3 weights are above 0",
+    ),
+    (lambda: bucketed([1, -1]), ValueError, r"got lengths\[1\] = -1"),
+    (lambda: bucketed([1.0, 2.0]), TypeError, "whole numbers, got float64; count in a finer unit"),
+    (lambda: bucketed(torch.tensor([1.0])), TypeError, "whole numbers"),
+    (lambda: bucketed([True]), TypeError, "lengths must be numbers, got bool"),
+    (lambda: bucketed([[1]]), ValueError, "one dimension"),
+    (lambda: bucketed(np.array([2**63], np.uint64)), ValueError, "lengths must be at most"),
+    (lambda: bucketed([2**70]), TypeError, "lengths must be numbers, got object"),
+    (lambda: bucketed(batch_size=0), ValueError, "batch_size must be at least 1"),
+    (lambda: bucketed(buckets=2), ValueError, "either buckets= .* or width=, got buckets=2 and w"),
+    (lambda: bucketed(width=None), ValueError, "got buckets=None and width=None"),
+    (lambda: bucketed(width=0), ValueError, "width must be at least 1"),
+    (lambda: bucketed(width=None, buckets=0), ValueError, "buckets must be at least 1"),
+    (lambda: bucketed(width=None, buckets=[3, 2]), ValueError, r"must ascend, got \[3, 2\]"),
+    (lambda: bucketed(width=None, buckets=[-1]), ValueError, "a length in buckets must be at l"),
+    (lambda: bucketed(width=None, buckets="3"), TypeError, "a length in buckets must be an int"),
+    (lambda: bucketed(width=None, buckets=2.0), TypeError, "buckets must be a number, or the"),
+    (lambda: bucketed(drop_last="no"), TypeError, "drop_last must be True or False, got 'no'"),
+    (lambda: budgeted(budget=0), ValueError, "budget must be at least 1"),
+    (
+        lambda: budgeted([3, 10, 4, 11]),
+        ValueError,
+        r"sample 1 has length 10, above budget=9 \(2 such in all\); raise the budget, or choose",
+    ),
+    (lambda: budgeted(max_size=0), ValueError, "max_size must be at least 1"),
+    (lambda: budgeted(padded=1), TypeError, "padded must be True or False"),
+    (lambda: budgeted(oversize="drop"), ValueError, "one of error, alone, skip, got 'drop'"),
+    (
+        lambda: budgeted([2**62, 2**62], 2**62, padded=False),
+        ValueError,
+        "too long to add up; use a coarser unit",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "says"), TABLE, ids=[says for _, _, says in TABLE])
+def test_bad_input(make: Callable[[], Any], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says) as caught:
+        make()
+    assert type(caught.value) is kind

@@ -1,0 +1,126 @@
+"""Ranks: together they have every index, also when their number changes within an epoch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data.distributed import DistributedSampler
+
+from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
+
+no_deadline = settings(deadline=None, max_examples=60)
+counts, worlds = st.integers(0, 300), st.integers(1, 9)
+kinds = st.sampled_from(["pad", "drop", "exact"])
+
+
+def ranks(n: int, world: int, seed: int = 5, **options: Any) -> list[DistributedShuffleSampler]:
+    return [
+        DistributedShuffleSampler(n, seed, rank=rank, world=world, **options)
+        for rank in range(world)
+    ]
+
+
+@no_deadline
+@given(counts, worlds, st.booleans())
+def test_padded_and_dropped_parts_are_torchs(n: int, world: int, drop: bool) -> None:
+    if drop and n < world:
+        n += world
+    own = ranks(n, world, shuffle=False, uneven="drop" if drop else "pad")
+    for rank, sampler in enumerate(own):
+        data: Any = range(n)
+        if not n:  # torch's divides by it
+            assert (len(sampler), list(sampler)) == (0, [])
+            continue
+        theirs = DistributedSampler(data, world, rank, shuffle=False, drop_last=drop)
+        assert list(sampler) == list(theirs)
+        assert len(sampler) == len(theirs)
+
+
+@no_deadline
+@given(counts, worlds, st.integers(0, 3), kinds, st.booleans())
+def test_ranks_take_turns_along_one_order(
+    n: int, world: int, epoch: int, uneven: Any, shuffle: bool
+) -> None:
+    if uneven == "drop" and n < world:
+        n += world
+    whole = list(ShuffleSampler(n, 5, epoch=epoch)) if shuffle else list(range(n))
+    parts = [list(s) for s in ranks(n, world, uneven=uneven, shuffle=shuffle, epoch=epoch)]
+    full = {"pad": -(-n // world) * world, "drop": n // world * world, "exact": n}[uneven]
+    wanted = (whole * (full // max(n, 1) + 1))[:full]
+    assert parts == [wanted[rank::world] for rank in range(world)]
+
+
+@no_deadline
+@given(counts, st.lists(st.tuples(worlds, st.integers(0, 40)), min_size=1, max_size=4), kinds)
+def test_no_index_is_lost_or_doubled_when_the_number_of_ranks_changes(
+    n: int, legs: list[tuple[int, int]], uneven: Any
+) -> None:
+    """Each leg is a number of ranks and how many steps they make; the last goes to the end."""
+    largest = max(world for world, _ in legs)
+    n += largest if uneven == "drop" else 0
+    seen: Counter[int] = Counter()
+    state = None
+    for number, (world, steps) in enumerate(legs):
+        samplers = ranks(n, world, uneven=uneven)
+        if state is not None:
+            for sampler in samplers:
+                sampler.load_state_dict(state)
+            if samplers[0].epoch:  # the one before has come to the end
+                break
+        for sampler in samplers:
+            seen.update(islice(sampler, None if number == len(legs) - 1 else steps))
+        state, *others = [sampler.state_dict() for sampler in samplers]
+        assert all(other == state for other in others)
+    lost, doubled = n - len(seen), sum(seen.values()) - len(seen)
+    assert lost <= (largest - 1 if uneven == "drop" else 0)
+    assert doubled <= (largest - 1 if uneven == "pad" else 0)
+
+
+@pytest.mark.parametrize("uneven", ["pad", "drop", "exact"])
+@pytest.mark.parametrize("n", [64, 65, 66, 67])
+def test_after_the_same_batch_every_rank_has_the_same_state(n: int, uneven: Any) -> None:
+    samplers = ranks(n, 4, uneven=uneven)
+    batches = [
+        iter(torch.utils.data.BatchSampler(sampler, 4, drop_last=False)) for sampler in samplers
+    ]
+    steps = 0
+    while [there for batch in batches if (there := next(batch, None))]:
+        first, *others = [sampler.state_dict() for sampler in samplers]
+        assert all(other == first for other in others)
+        steps += 1
+        ended = first["epoch"] == 1
+        assert ended == (steps * 16 >= n or (uneven == "drop" and steps * 16 > n - 4))
+    assert all(sampler.epoch == 1 for sampler in samplers)
+
+
+def test_an_ended_epoch_is_one_with_any_number_of_ranks() -> None:
+    (sampler,) = ranks(10, 1, uneven="drop")
+    list(islice(sampler, 8))
+    for part in ranks(10, 4, uneven="drop"):  # two are left, not enough for four ranks
+        part.load_state_dict(sampler.state_dict())
+        assert part.epoch == 1
+        assert len(list(part)) == 2
+
+
+def test_rank_and_world_are_those_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    sampler = DistributedShuffleSampler(100, 5)
+    assert (sampler.rank, sampler.world) == (3, 8)
+    assert list(sampler) == list(ranks(100, 8)[3])
+    sampler = DistributedShuffleSampler(100, 5, rank=1)
+    assert (sampler.rank, sampler.world) == (1, 8)
+
+
+@pytest.mark.parametrize("given", [{}, {"rank": 0}, {"world": 2}])
+def test_without_a_group_both_must_be_given(given: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
+        DistributedShuffleSampler(10, 0, **given)

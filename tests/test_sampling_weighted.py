@@ -1,0 +1,206 @@
+"""Draws by weight: their frequencies, also where torch's fail, and which they are."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from hybridloader.sampling import WeightedSampler, weighted
+from hybridloader.sampling.weighted import Draws, Sums
+
+no_deadline = settings(deadline=None)
+BELOW = 1e-4
+"""A p-value that tells a fault; seeds are fixed, so none changes."""
+
+some_weights = st.lists(
+    st.one_of(st.just(0.0), st.floats(0, 1), st.floats(0, 1e300), st.floats(1e-320, 1e-300)),
+    min_size=1,
+    max_size=700,
+).filter(any)
+
+
+def drawn(sampler: WeightedSampler) -> npt.NDArray[np.int64]:
+    return np.fromiter(sampler, np.int64, len(sampler))
+
+
+def p_of(observed: npt.NDArray[np.int64], weights: npt.NDArray[np.float64]) -> float:
+    expected = weights / weights.sum() * observed.sum()
+    assert not observed[expected == 0].any()
+    there = expected > 0
+    return float(stats.chisquare(observed[there], expected[there]).pvalue)
+
+
+@no_deadline
+@given(some_weights, st.lists(st.integers(0, 2**53 - 1), min_size=1, max_size=20))
+def test_a_draw_finds_the_category_that_its_share_of_the_sum_falls_into(
+    weights: list[float], draws: list[int]
+) -> None:
+    draws = [0, 2**53 - 1, *draws]
+    sums = list(itertools.accumulate(map(Fraction, weights), initial=Fraction()))
+    slack = sums[-1] * len(weights) / 2**52
+    found = Sums(np.array(weights)).find(np.array(draws, np.uint64)).tolist()
+    for draw, category in zip(draws, found, strict=True):
+        share = sums[-1] * draw / 2**53
+        assert weights[category] > 0
+        assert sums[category] - slack <= share < sums[category + 1] + slack
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 2**63 - 1))
+@no_deadline
+def test_a_draw_is_found_by_its_number(start: int, many: int, epoch: int) -> None:
+    draws = Draws(1, epoch)
+    assert np.array_equal(draws.read(start, start + many), draws.read(0, 200)[start : start + many])
+    assert draws.read(0, 200).max() < 2**53
+
+
+def test_draws_are_pinned() -> None:
+    assert Draws(1, 2).read(5, 8).tolist() == [3824433414576079, 3856068560375613, 8246293924363223]
+    weights = [1.0, 0.0, 2.5, 4.0]
+    assert list(WeightedSampler(weights, 8, seed=1)) == [2, 3, 3, 2, 3, 2, 0, 3]
+    assert list(WeightedSampler(weights, 3, replacement=False, seed=1)) == [3, 2, 0]
+    far = WeightedSampler(weights, 2**62, seed=1)
+    assert [far.at(k) for k in (2**61, 2**61 + 1, 2**62 - 1)] == [3, 3, 2]
+
+
+def test_at_is_what_iteration_gives() -> None:
+    for replacement in (True, False):
+        sampler = WeightedSampler(range(50), 40, replacement, seed=1)
+        at = [sampler.at(k) for k in range(40)]
+        assert at == list(sampler)
+        assert [sampler.at(k) for k in range(40)] == list(sampler) != at
+        for k in (-1, 40):
+            with pytest.raises(ValueError, match="k must be at"):
+                sampler.at(k)
+
+
+@pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 5000, 1_000_000])
+def test_frequencies_are_the_weights(n: int) -> None:
+    weights = np.random.default_rng(n).random(n) ** 4
+    weights[: n // 3] = 0
+    observed = np.bincount(drawn(WeightedSampler(weights, 1_000_000, seed=1)), minlength=n)
+    if n > 5000:  # enough draws of each for chi-square
+        observed, weights = observed.reshape(2000, -1).sum(1), weights.reshape(2000, -1).sum(1)
+    if n > 1:
+        assert p_of(observed, weights) > BELOW
+    assert observed.sum() == 1_000_000
+
+
+def test_frequencies_that_are_not_the_weights_are_found_out() -> None:
+    weights = np.ones(100)
+    observed = np.bincount(drawn(WeightedSampler(weights, 1_000_000, seed=1)), minlength=100)
+    weights[7] = 1.1
+    assert p_of(observed, weights) < BELOW
+
+
+def _two_halves(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """The upper half is a third of the sum: the example of pytorch issue 43115."""
+    weights = torch.ones(n, dtype=dtype)
+    weights[: n // 2] = 2
+    return weights
+
+
+def test_beyond_what_torch_draws_from() -> None:
+    n = 2**24 + 2
+    weights = _two_halves(n, torch.float32)
+    with pytest.raises(RuntimeError, match="number of categories cannot exceed"):
+        list(torch.utils.data.WeightedRandomSampler(weights, 10))  # type: ignore[arg-type]
+    upper = int((drawn(WeightedSampler(weights, 200_000, seed=1)) >= n // 2).sum())
+    assert stats.binomtest(upper, 200_000, 1 / 3).pvalue > BELOW
+
+
+@pytest.mark.slow
+def test_fifty_million_weights() -> None:
+    n, draws = 50_000_000, 5_000_000
+    weights = np.random.default_rng(0).random(n)
+    weights[::1000] *= 1000
+    observed = drawn(WeightedSampler(weights, draws, seed=1))
+    by_part = np.bincount(observed // (n // 5000), minlength=5000)
+    assert p_of(by_part, weights.reshape(5000, -1).sum(1)) > BELOW
+    by_last = np.bincount(observed % 1000, minlength=1000)
+    assert p_of(by_last, weights.reshape(-1, 1000).sum(0)) > BELOW
+    heavy = observed[observed % 1000 == 0] // 1000
+    parts = np.bincount(heavy // 50, minlength=1000)
+    assert p_of(parts, weights[::1000].reshape(1000, -1).sum(1)) > BELOW
+
+
+def test_epochs_and_neighbouring_draws_are_unrelated() -> None:
+    sampler = WeightedSampler(np.ones(64), 400_000, seed=1)
+    first, second = drawn(sampler), drawn(sampler)
+    for a, b in ((first, second), (first[:-1], first[1:]), (first[::2], second[1::2])):
+        assert stats.chisquare(np.bincount(a * 64 + b, minlength=64 * 64)).pvalue > BELOW
+
+
+def test_small_weights_are_not_lost_in_a_large_sum() -> None:
+    """One after the other in float32, 2^24 + 1 is 2^24, and nothing after it would be drawn."""
+    weights = np.ones(3_000_000)
+    weights[0] = 2.0**24
+    upper = int((drawn(WeightedSampler(weights, 100_000, seed=1)) >= 1).sum())
+    share = 2_999_999 / (2**24 + 2_999_999)
+    assert stats.binomtest(upper, 100_000, share).pvalue > BELOW
+
+
+def test_without_replacement_it_is_as_drawing_one_after_the_other() -> None:
+    weights = [1.0, 2.0, 0.0, 3.0, 4.0]
+    sampler = WeightedSampler(weights, 3, replacement=False, seed=1)
+    observed: dict[tuple[int, ...], int] = dict.fromkeys(itertools.permutations((0, 1, 3, 4), 3), 0)
+    for _ in range(5000):
+        observed[tuple(sampler)] += 1
+    expected = []
+    for order in observed:
+        left, p = sum(weights), 1.0
+        for index in order:
+            p *= weights[index] / left
+            left -= weights[index]
+        expected.append(5000 * p)
+    assert stats.chisquare(list(observed.values()), expected).pvalue > BELOW
+
+
+@no_deadline
+@given(some_weights, st.integers(0, 2**64 - 1))
+def test_without_replacement_no_index_comes_twice_nor_one_of_weight_0(
+    weights: list[float], seed: int
+) -> None:
+    above = [index for index, weight in enumerate(weights) if weight]
+    sampler = WeightedSampler(weights, len(above), replacement=False, seed=seed)
+    assert sorted(sampler) == above
+
+
+def test_weights_may_come_in_any_form() -> None:
+    plain = list(WeightedSampler([1, 2, 0, 3], 50, seed=1))
+    for weights in (
+        (1, 2, 0, 3),
+        np.array([1, 2, 0, 3], np.uint8),
+        np.array([1, 2, 0, 3], np.float16),
+        np.array([1, 9, 2, 9, 0, 9, 3])[::2],
+        torch.tensor([1, 2, 0, 3]),
+        torch.tensor([1.0, 2, 0, 3], dtype=torch.bfloat16, requires_grad=True),
+        np.array([1, 2, 0, 3]) * 1e-310,
+        np.array([1, 2, 0, 3]) * 2.0**1021,
+    ):
+        assert list(WeightedSampler(weights, 50, seed=1)) == plain
+
+
+def test_runs_of_weights_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built a few at a time or all at once."""
+    weights = np.random.default_rng(0).random(2000)
+    plain = list(WeightedSampler(weights, 5000, seed=1))
+    monkeypatch.setattr(weighted, "_BUILT_AT_ONCE", 256)
+    assert list(WeightedSampler(weights, 5000, seed=1)) == plain
+
+
+def test_the_weights_that_were_given_are_left_alone() -> None:
+    weights = np.array([1.0, 2.0, 0.0, 3.0])
+    for replacement in (True, False):
+        sampler = WeightedSampler(weights, 3, replacement, seed=1)
+        plain, weights[:] = list(sampler), [5.0, 0.0, 1.0, 0.0]
+        sampler.set_epoch(0)
+        assert list(sampler) == plain
+        weights[:] = [1.0, 2.0, 0.0, 3.0]
