@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hybridloader.dataloader import DataLoader
     from hybridloader.errors import (
         BackendUnavailable,
+        CacheError,
         HybridLoaderError,
         IteratorClosed,
         NotReady,
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from hybridloader.operators.base import Operator
     from hybridloader.pipeline import Pipeline
     from hybridloader.registry import backend_names, get_backend
+    from hybridloader.sampling import (
+        BucketBatchSampler,
+        DistributedShuffleSampler,
+        ShuffleSampler,
+        TokenBudgetBatchSampler,
+        WeightedSampler,
+    )
     from hybridloader.shared_dict import SharedDict
     from hybridloader.shared_list import SharedList
     from hybridloader.worker_info import get_worker_info
@@ -38,8 +46,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "Backend": "contract",
     "BackendUnavailable": "errors",
+    "BucketBatchSampler": "sampling",
+    "CacheError": "errors",
     "Crew": "contract",
     "DataLoader": "dataloader",
+    "DistributedShuffleSampler": "sampling",
     "Fork": "backends.fork",
     "HybridLoaderError": "errors",
     "Inline": "backends.inline",
@@ -53,8 +64,11 @@ _HOMES = {
     "SharedList": "shared_list",
     "SharedMemory": "backends.shared_memory",
     "ShippingError": "errors",
+    "ShuffleSampler": "sampling",
     "Spawn": "backends.spawn",
     "Threads": "backends.threads",
+    "TokenBudgetBatchSampler": "sampling",
+    "WeightedSampler": "sampling",
     "WorkerDied": "errors",
     "WorkerTimeout": "errors",
     "backend_names": "registry",
@@ -65,8 +79,11 @@ _HOMES = {
 __all__ = [
     "Backend",
     "BackendUnavailable",
+    "BucketBatchSampler",
+    "CacheError",
     "Crew",
     "DataLoader",
+    "DistributedShuffleSampler",
     "Fork",
     "HybridLoaderError",
     "Inline",
@@ -80,8 +97,11 @@ __all__ = [
     "SharedList",
     "SharedMemory",
     "ShippingError",
+    "ShuffleSampler",
     "Spawn",
     "Threads",
+    "TokenBudgetBatchSampler",
+    "WeightedSampler",
     "WorkerDied",
     "WorkerTimeout",
     "__version__",

@@ -25,6 +25,10 @@ class ShippingError(HybridLoaderError, TypeError):
     """Something that must be sent to a worker can't be pickled; the message names the attribute."""
 
 
+class CacheError(HybridLoaderError, ValueError):
+    """A cache file is damaged, or is not of this pipeline; the message says what to do."""
+
+
 class ResultNotSendable(HybridLoaderError, TypeError):
     """A worker made a result that can't be pickled, so that it can't be sent back."""
 

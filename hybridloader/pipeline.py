@@ -278,7 +278,7 @@ class Pipeline:
 
     def cache(self, path: Any = None) -> Pipeline:
         """Keep the items of the first whole pass, in memory or in a file; see `Cache`."""
-        return self._then(Cache(path, fingerprint=repr(self)))
+        return self._then(Cache(path, fingerprint=self._fingerprint()))
 
     def prefetch(self, count: int) -> Pipeline:
         """Keep `count` items at hand, made by a thread of their own."""
@@ -445,6 +445,14 @@ class Pipeline:
         from hybridloader.drawing import as_mermaid
 
         return as_mermaid(self)
+
+    def _fingerprint(self) -> str:
+        """What it is made of, in full: a cache of it is not good for anything else."""
+        told = []
+        for operator in self.operators:
+            branches = "".join(f"[{branch._fingerprint()}]" for branch in operator.branches())
+            told.append(operator.describe(None) + branches)
+        return " -> ".join(told)
 
     def _then(self, operator: Operator) -> Pipeline:
         return Pipeline((*self.operators, operator))

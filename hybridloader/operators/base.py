@@ -89,8 +89,14 @@ class Operator(ABC):
         """Other pipelines that run as a part of this operator."""
         return ()
 
-    def describe(self) -> str:
-        """Its name and those parameters that differ from their defaults."""
+    def describe(self, longest: int | None = 40) -> str:
+        """Its name and those parameters that differ from their defaults.
+
+        Parameters
+        ----------
+        longest
+            Letters of a value that are shown; None: all.
+        """
         told = []
         own: Any = self  # of a user's, which need not be a dataclass
         for field in fields(own) if is_dataclass(own) else ():
@@ -101,7 +107,8 @@ class Operator(ABC):
             shown = getattr(value, "__qualname__", None) or _ADDRESS.sub("", repr(value))
             if " at 0x" in shown:  # of no use to a reader, and another one in every run
                 shown = type(value).__qualname__
-            short = shown if len(shown) <= 40 else shown[:37] + "..."
+            cut = longest is not None and len(shown) > longest
+            short = shown[: (longest or 0) - 3] + "..." if cut else shown
             told.append(short if required else f"{field.name}={short}")
         return f"{self.name}({', '.join(told)})"
 

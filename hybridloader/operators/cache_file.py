@@ -28,7 +28,7 @@ from array import array
 from contextlib import suppress
 from typing import Any
 
-from hybridloader.errors import HybridLoaderError, add_note
+from hybridloader.errors import CacheError, add_note
 from hybridloader.packing import pack, unpack
 
 _MAGIC = b"HLcache\n"
@@ -44,10 +44,6 @@ _DIRECT = 64 * 1024
 
 _BLOCK = 1024 * 1024
 """Bytes that are gathered before they are written."""
-
-
-class CacheError(HybridLoaderError, ValueError):
-    """A cache file is damaged, or is not of this pipeline; the message says what to do."""
 
 
 def _digest(*parts: Any) -> bytes:

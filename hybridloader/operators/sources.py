@@ -115,8 +115,8 @@ class Indices(Source):
             return ReadIterator(iter(RandomSampler(indices, generator=generator)), ours=True)
         return ReadIterator(iter(indices), ours=True)
 
-    def describe(self) -> str:
-        return _described(super().describe(), self.dataset)
+    def describe(self, longest: int | None = 40) -> str:
+        return _described(super().describe(longest), self.dataset)
 
     def length(self, upstream: Length) -> Length:
         order = self._order
@@ -209,8 +209,8 @@ class Items(Source):
         _tell_epoch(source, context)
         return ReadIterator(iter(source), ours=True)
 
-    def describe(self) -> str:
-        return _described(super().describe(), self.source)
+    def describe(self, longest: int | None = 40) -> str:
+        return _described(super().describe(longest), self.source)
 
     def length(self, upstream: Length) -> Length:
         return _length(self.source) if hasattr(type(self.source), "__iter__") else None

@@ -173,7 +173,7 @@ class Work(Operator):
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         raise TypeError(f"{self.name} is opened by the engine, on its backend")
 
-    def describe(self) -> str:
+    def describe(self, longest: int | None = None) -> str:
         return self.name
 
 
@@ -257,7 +257,7 @@ class Readers(Source):
     def start(self, context: Context) -> Iterator[Any]:
         raise TypeError(f"{self.name} is opened by the engine, on its backend")
 
-    def describe(self) -> str:
+    def describe(self, longest: int | None = None) -> str:
         return self.name
 
 

@@ -7,7 +7,6 @@ so a place in an epoch is a number of batches.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,9 +80,9 @@ class PlannedBatchSampler(ResumableSampler[list[int]]):
         self._classes: Classes
         self._plan: Plan | None = None
 
-    @abstractmethod
     def _cut(self, samples: Ints) -> Cuts:
         """Cut `samples`, in their order of one epoch, into batches."""
+        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plan": None}
