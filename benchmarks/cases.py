@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import pipeline_cases
 from benchmarks.harness import Case, Variant
 from benchmarks.results import Measurement
 
@@ -17,7 +18,7 @@ THREADS = ("torchdata threads", "SPDL threads", "Grain threads")
 PROCESSES = ("torchdata processes", "SPDL subprocess", "SPDL processes", "Grain processes")
 OURS = ("threads", "fork", "shared-memory")
 
-NAMES = ("P1", "P2", "P3", "P5", "P6", "P7", "P8", "P9", "P12")
+NAMES = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P12", "stage", "tick", "books")
 LONG_NAMES = ("descriptors", "devshm", "endurance")
 
 
@@ -278,12 +279,16 @@ _MAKERS = {
     "P1": _p1,
     "P2": _p2,
     "P3": _p3,
+    "P4": pipeline_cases.p4,
     "P5": _p5,
     "P6": _p6,
     "P7": _p7,
     "P8": _p8,
     "P9": _p9,
     "P12": _p12,
+    "stage": pipeline_cases.stage,
+    "tick": pipeline_cases.tick,
+    "books": pipeline_cases.books,
     "descriptors": _descriptors,
     "devshm": _devshm,
     "endurance": _endurance,

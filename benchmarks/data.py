@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from benchmarks.light import Numbers, Paths, path_strings
+from benchmarks.light import Numbers, Paths, Spinning, path_strings
 from benchmarks.loaders import CannotDo
+from benchmarks.remote import Remote, server_of
 
 POOL = 64
 """Different images in a dataset of images: 10 MB, so that they don't all stay in the caches."""
@@ -135,6 +136,11 @@ def paths(count: int, container: str = "list") -> Paths:
     return Paths(SharedList(names))
 
 
+def remote(width: int, loops: int, delay_ms: float) -> Remote:
+    """Images behind a server of this process's own."""
+    return Remote(server_of(width).port, delay_ms, loops, ENDLESS)
+
+
 DATASETS: dict[str, Callable[..., Any]] = {
     "ints": Ints,
     "images": Images,
@@ -143,5 +149,7 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "table": table,
     "numbers": Numbers,
     "paths": paths,
+    "remote": remote,
+    "spinning": Spinning,
 }
 """How to make a dataset, by the name that a case gives."""

@@ -13,12 +13,16 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.harness import Case
 from benchmarks.harness import Progress as Steps
-from benchmarks.results import Measurement, Results, family, is_rival
+from benchmarks.pipeline_cases import ALONE
+from benchmarks.results import HYBRIDS, Measurement, Results, family, is_rival
 from benchmarks.targets import Verdict
 
 _SECONDS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
-_ORDER = ("limit", "together", "torch", "inline", "threads", "fork", "shared-memory")
+_ORDER = (
+    *("limit", "together", *ALONE, "torch", *HYBRIDS),
+    *("inline", "threads", "fork", "shared-memory"),
+)
 
 
 class Display:
@@ -94,6 +98,7 @@ class Display:
         columns = column_names(rows)
         ratios = any(m.versus_torch for m in rows if m.passed is None)
         smaller = "smaller" if unit.startswith("MB") else "less" if "CPU" in unit else "faster"
+        smaller = "less late" if unit.endswith("late") else smaller
         table = Table(
             title=f"{case}: {title}, {unit}" + (f" (x {smaller} than torch)" if ratios else ""),
             title_justify="left",
@@ -156,13 +161,17 @@ def cell(group: Sequence[Measurement], column: str) -> str:
 
 
 def cost_of(row: Measurement) -> str:
-    """CPU time for what the value is about, in its unit, and peak PSS; as far as measured."""
+    """CPU time for what the value is about, in its unit, peak PSS and more, as far as measured."""
     found = []
     unit = row.unit.partition(" ")[0]
     if unit in _SECONDS and any(row.cpu):
         found.append(f"cpu {number(statistics.median(row.cpu) * _SECONDS[unit])}")
-    if row.memory_mb:
+    if row.memory_mb and not row.unit.endswith("late"):
         found.append(f"{number(row.memory_mb)} MB")
+    if row.details.get("first_batch"):
+        found.append(f"first after {number(statistics.median(row.details['first_batch']))} s")
+    if row.details.get("max"):
+        found.append(f"at most {number(max(row.details['max']))}")
     return ", ".join(found)
 
 

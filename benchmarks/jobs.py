@@ -40,7 +40,16 @@ def dataset(name: str, arguments: dict[str, Any]) -> Any:
 
 def work_of(spec: dict[str, Any]) -> Work:
     """The work that a variant describes."""
-    names = ("batch", "workers", "shuffled", "keep", "start_method", "batch_bytes")
+    names = (
+        "batch",
+        "workers",
+        "shuffled",
+        "keep",
+        "start_method",
+        "batch_bytes",
+        "stages",
+        "cores",
+    )
     options = {name: spec[name] for name in names if name in spec}
     return Work(dataset(spec["dataset"], spec.get("arguments", {})), **options)
 
@@ -117,6 +126,33 @@ def first_batch(loader: str, spec: dict[str, Any]) -> Answer:
     return {"value": seconds, "cpu": cpu}
 
 
+def sustained(loader: str, spec: dict[str, Any]) -> Answer:
+    """Seconds an item in the middle of an epoch, and as a detail those until its first batch came."""
+    work = work_of(spec)
+    gc.collect()
+    gc.freeze()
+    start = time.perf_counter()
+    running = open_loader(loader, work)
+    try:
+        batches = running.epoch()
+        next(batches)
+        first = time.perf_counter() - start
+        found = timing.steady(
+            batches,
+            spec["seconds"],
+            warmup=2 * spec["workers"] + 4,
+            # Many workers finish at about the same time: two rounds of them at least.
+            least=max(4, 2 * spec["workers"]),
+            meter=cost.CpuMeter(),
+        )
+    finally:
+        running.close()
+        gc.unfreeze()
+    details = {"first_batch": first, "batches": found.batches}
+    size = spec["batch"]
+    return {"value": found.seconds / size, "cpu": found.cpu / size, "details": details}
+
+
 def epoch_turn(loader: str, spec: dict[str, Any]) -> Answer:
     """Median seconds from the last batch of an epoch to the first one of the next."""
     with opened(loader, spec) as running:
@@ -153,7 +189,11 @@ def check(loader: str, spec: dict[str, Any]) -> Answer:
     with opened(loader, spec) as running:
         batches = running.epoch()
         first = list(itertools.islice(batches, spec.get("checked", 2)))
-        found = {"digest": digest(first), "items": len(first)}
+        found: Answer = {"items": len(first)}
+        if not getattr(
+            running, "partial", False
+        ):  # a part of the work alone delivers other batches
+            found["digest"] = digest(first)
         first.clear()
         until = time.perf_counter() + spec.get("look", 0.4)
         while time.perf_counter() < until and next(batches, None) is not None:
@@ -181,5 +221,6 @@ def release(loader: str, spec: dict[str, Any]) -> Answer:
 
 
 JOBS: dict[str, Callable[[str, dict[str, Any]], Answer]] = {
-    job.__name__: job for job in (steady, first_batch, epoch_turn, epochs, check, hold, release)
+    job.__name__: job
+    for job in (steady, first_batch, sustained, epoch_turn, epochs, check, hold, release)
 }

@@ -18,8 +18,9 @@ def main() -> None:
     from benchmarks.endurance import JOBS as more
     from benchmarks.jobs import JOBS
     from benchmarks.loaders import CannotDo
+    from benchmarks.overhead import JOBS as overhead
 
-    jobs = JOBS | more
+    jobs = JOBS | more | overhead
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)

@@ -38,6 +38,31 @@ class Paths:
         return len(path)
 
 
+class Spinning:
+    """Samples that are a loop of so many turns in Python: they never leave the GIL."""
+
+    def __init__(self, loops: int) -> None:
+        self.loops = loops
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> int:
+        return spin(self.loops, index) & 1
+
+
+def spin(loops: int, value: int = 1) -> int:
+    """Python and nothing else, some 0.1 us a turn."""
+    for _ in range(loops):
+        value = (value * 1_103_515_245 + 12_345) & 0x7FFFFFFF
+    return value
+
+
+def nothing(item: Any) -> Any:
+    """The work of an empty stage."""
+    return item
+
+
 def path_strings(count: int) -> list[str]:
     """So many file names of 30 to 60 letters, the same ones every time."""
     chance = random.Random(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,11 @@ class Work:
         Whether workers are kept from one epoch to the next.
     batch_bytes
         An upper bound of a batch's size, for those who want to know beforehand.
+    stages
+        0: loaders are compared. 1: ours is a `Pipeline` of one stage. 3: everybody's best form of
+        three stages; see `pipelines`.
+    cores
+        Workers that can work at the same time, for those whose stages have numbers of their own.
     """
 
     dataset: Any
@@ -45,6 +50,8 @@ class Work:
     keep: bool = False
     start_method: str = "fork"
     batch_bytes: int = 1 << 20
+    stages: int = 0
+    cores: int = 2
 
     def sampler(self) -> torch.utils.data.Sampler[int]:
         """A new sampler; a shuffled one begins with the same seed."""
@@ -131,6 +138,8 @@ class Limit:
 
     def __init__(self, work: Work, recycled: bool, together: bool = False) -> None:
         torch.set_num_threads(1)
+        if hasattr(work.dataset, "without_waiting"):  # whoever waits could do something else
+            work = replace(work, dataset=work.dataset.without_waiting())
         self._work, self._recycled, self._together = work, recycled, together
         self._companions: list[int] = []
 
@@ -191,6 +200,10 @@ def open_loader(name: str, work: Work) -> Running:
     CannotDo
         It can't do this work, or is not installed.
     """
+    if work.stages:
+        from benchmarks.pipelines import open_pipeline
+
+        return open_pipeline(name, work)
     if name in OPENERS:
         return OPENERS[name](work)
     from benchmarks.rivals import open_rival

@@ -13,7 +13,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-OURS = ("inline", "threads", "fork", "shared-memory", "shared-memory (loky)", "spawn")
+PIPELINE = "pipeline"
+"""Our `Pipeline`, where a case has several stages, as a loader; other forms of it begin so."""
+
+DATALOADERS = ("inline", "threads", "fork", "shared-memory", "shared-memory (loky)", "spawn")
+
+HYBRIDS = (PIPELINE, f"{PIPELINE} fork", f"{PIPELINE} spread")
+
+OURS = (*DATALOADERS, *HYBRIDS)
 """The names of hybridloader's ways, as loaders."""
 
 FAMILIES = {"torchdata": "torchdata.nodes", "SPDL": "SPDL", "Grain": "Grain"}

@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -201,9 +202,10 @@ def _as_arrays(value: Any) -> Any:
     return value
 
 
-def _as_tensors(value: Any) -> Any:
+def as_tensors(value: Any) -> Any:
+    """What Grain carried, as `default_collate` gives it."""
     if isinstance(value, tuple | list):
-        return [_as_tensors(item) for item in value]  # as default_collate gives them
+        return [as_tensors(item) for item in value]
     return torch.from_numpy(value)
 
 
@@ -237,7 +239,7 @@ class Grains:
     def epoch(self) -> Iterator[Any]:
         self.close()
         self._iterator = iter(self._dataset)
-        return map(_as_tensors, self._iterator)
+        return map(as_tensors, self._iterator)
 
     def close(self) -> None:
         if self._iterator is not None:
@@ -256,11 +258,13 @@ RIVALS: dict[str, Callable[[Work], Running]] = {
 }
 
 
-def open_rival(name: str, work: Work) -> Running:
-    """Open a rival; `CannotDo` if it is not installed."""
+def open_rival(
+    name: str, work: Work, others: Mapping[str, Callable[[Work], Running]] = MappingProxyType({})
+) -> Running:
+    """Open a rival; `CannotDo` if it is not installed. What `others` has goes first."""
     package = PACKAGES[name.split(" ")[0]]
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise CannotDo(f"not installed: pip install {package}") from None
-    return RIVALS[name](work)
+    return (others.get(name) or RIVALS[name])(work)

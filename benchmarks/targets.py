@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks.results import OURS, Measurement, Results, family, is_rival, ratio
+from benchmarks import pipeline_targets as pipes
+from benchmarks.results import (
+    DATALOADERS,
+    OURS,
+    PIPELINE,
+    Measurement,
+    Results,
+    family,
+    is_rival,
+    ratio,
+)
 
 
 @dataclass(frozen=True)
@@ -199,7 +209,7 @@ def all_pass(case: str, loaders: tuple[str, ...]) -> Judge:
     return judge
 
 
-_WORKERS = tuple(name for name in OURS if name != "inline")
+_WORKERS = tuple(name for name in DATALOADERS if name != "inline")
 _PROCESSES = tuple(name for name in _WORKERS if name != "threads")
 _THREE = ("threads", "fork", "shared-memory")
 _FRESH = ("spawn", "shared-memory (loky)")
@@ -223,6 +233,14 @@ TARGETS: tuple[Target, ...] = (
     Target("P3", "processes >= 0.98 of all together", of_all_together("P3", 0.98, _PROCESSES)),
     Target("P3", "ahead of every rival", ahead_of("P3", 1, _WORKERS)),
     Target(
+        "P4", ">= 0.95 of the slowest stage alone", lambda r: pipes.of_the_slowest_stage(r, 0.95)
+    ),
+    Target("P4", ">= 0.95 of all cores together", of_all_together("P4", 0.95, (PIPELINE,))),
+    Target("P4", ">= 1.5x the best with as many processes", lambda r: pipes.beside_cores(r, 1.5)),
+    Target("P4", "keeps up with any number (>= 0.95x)", lambda r: pipes.keeps_up(r, 0.95)),
+    Target("P4", "<= 0.4x that one's memory", lambda r: pipes.memory_of_best(r, 0.4)),
+    Target("P4", "<= 0.4x that one's start", lambda r: pipes.start_of_best(r, 0.4)),
+    Target(
         "P5",
         "<= 0.4x torch's time, dataset without torch",
         faster_than_torch("P5", 2.5, _FRESH, variant="dataset"),
@@ -243,13 +261,17 @@ TARGETS: tuple[Target, ...] = (
         "SharedList: <= 1.15x one process",
         lambda results: shared_memory_of_one(results, 1.15),
     ),
-    Target("P8", ">= 20x torch", faster_than_torch("P8", 20, OURS), 20),
+    Target("P8", ">= 20x torch", faster_than_torch("P8", 20, DATALOADERS), 20),
     Target(
         "P9", "<= 0.3x torch's CPU seconds", faster_than_torch("P9", 1 / 0.3, _WORKERS), 1 / 0.3
     ),
     Target("P12", "workers: <= 1.5x of 2 workers", flat("workers", 2, 1.5, _THREE)),
     Target("P12", "samples: <= 1.5x of 1e3", flat("samples", 1e3, 1.5, _THREE)),
     Target("P12", "1e8 samples: no list of indices (<= 10 MB)", little_memory(10, _THREE)),
+    Target("stage", "inline <= 2 us", lambda r: pipes.adds_at_most(r, 2, ("inline",))),
+    Target("stage", "threads <= 15 us", lambda r: pipes.adds_at_most(r, 15, ("threads",))),
+    Target("stage", "processes <= 40 us", lambda r: pipes.adds_at_most(r, 40, _PROCESSES)),
+    Target("books", "<= 1 % of the time", lambda r: pipes.books_take(r, 1)),
     Target("descriptors", "no error", all_pass("descriptors", _THREE)),
     Target("devshm", "no error", all_pass("devshm", _THREE)),
     Target("endurance", "no growth", all_pass("endurance", _THREE)),
