@@ -92,6 +92,7 @@ class Depth:
     def follow(self, portions: Portions) -> None:
         """From now on, `portions` matter too."""
         self._around.append(portions)
+        self.adjust()
 
     def adjust(self) -> None:
         """Some of the portions have another size."""

@@ -31,6 +31,7 @@ from hybridloader.flow import (
 )
 from hybridloader.ledger import Books
 from hybridloader.messages import WorkerSpec
+from hybridloader.native import one_thread_on_this_thread
 from hybridloader.operators.base import Operator, Source, Upstream
 from hybridloader.operators.cache import Cache
 from hybridloader.operators.join import Branch
@@ -170,7 +171,14 @@ class Machine:
         self, node: Handover, where: Path, items: Iterator[Any], started: list[Relay]
     ) -> Relay:
         name = f"hybridloader-{node.what or node.name}"
-        relay = Relay(items, name, depth=node.depth or node.least, start=False)
+        # It may collate, and all cores are taken: by the workers.
+        relay = Relay(
+            items,
+            name,
+            depth=node.depth or node.least,
+            prepare=one_thread_on_this_thread,
+            start=False,
+        )
         if isinstance(items, StageItems):
             self._behind[where] = items
         if isinstance(items, (StageItems, ReaderItems)):

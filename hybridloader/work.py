@@ -143,6 +143,8 @@ class WorkFetch:
             return _spread(opened, self.threads, cancelled)
         if len(opened) == 1 and opened[0][0] == "map":
             return _map_alone(opened[0][1], cancelled)
+        if all(kind == "map" for kind, _ in opened):
+            return _maps([function for _, function in opened], cancelled)
         return _one_after_the_other(opened, cancelled)
 
 
@@ -157,6 +159,25 @@ def _map_alone(function: Callable[[Any], Any], cancelled: Flag) -> Fetcher:
         for item in items:
             try:
                 results.append(function(item))
+            except Exception as error:
+                results.append(bad(error, item))
+                damaged = True
+            if cancelled.up:
+                raise Abandoned
+        return Damaged(results) if damaged else results
+
+    return work
+
+
+def _maps(functions: list[Callable[[Any], Any]], cancelled: Flag) -> Fetcher:
+    def work(items: list[Any]) -> Any:
+        results: list[Any] = []
+        damaged = False
+        for item in items:
+            try:
+                for function in functions:
+                    item = function(item)
+                results.append(item)
             except Exception as error:
                 results.append(bad(error, item))
                 damaged = True

@@ -84,6 +84,7 @@ LAYERS = {
         "flow",
         "ledger",
         "messages",
+        "native",
         "operators",
         "plan",
         "refresh",
