@@ -6,6 +6,8 @@ worker reads and watches for its end, one writes, so that sending never blocks.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -40,6 +42,16 @@ def _write(line: Any, outgoing: SimpleQueue[bytes | None]) -> None:
             line.send_bytes(data)
         except OSError:  # the worker is gone; the reader tells
             return
+
+
+def _end(line: Any) -> None:
+    """Let the other side see the end now: a thread that waits for `line` keeps it open past `close`."""
+    if os.name == "posix":  # where a duplex connection is a pair of sockets
+        try:
+            with socket.socket(fileno=os.dup(line.fileno())) as ours:
+                ours.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other side has gone before
+            pass
 
 
 class PortablePost:
@@ -99,6 +111,7 @@ class PortablePost:
             self._outgoing[worker].put(None)
             # Its own threads may be in the middle of a call on it; they end with the worker.
             parent_ends.discard(line.fileno())
+            _end(line)
             line.close()
 
     def hang_up(self) -> None:
