@@ -64,6 +64,7 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "leaves nothing of 1 samples for 2 ranks; use 'pad' or 'exact'",
     ),
     (lambda: drawing([1, -2.0]), ValueError, r"got weights\[1\] = -2.0"),
+    (lambda: drawing([1, -0.5]), ValueError, r"got weights\[1\] = -0.5"),
     (lambda: drawing([1, nan, nan]), ValueError, r"got weights\[1\] = nan"),
     (lambda: drawing([1, 2, inf]), ValueError, r"got weights\[2\] = inf"),
     (lambda: drawing([-inf, 1]), ValueError, r"got weights\[0\] = -inf"),

@@ -163,6 +163,13 @@ def test_budgets(
         assert flat(batches) == sorted(kept)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_only_what_is_above_the_budget_is_skipped_however_near(padded: bool) -> None:
+    sampler = TokenBudgetBatchSampler([38, 39, 38, 39], 38, padded=padded, seed=0, oversize="skip")
+    assert sorted(sampler) == [[0], [2]]
+    assert sampler.oversized == 2
+
+
 @no_deadline
 @given(st.lists(st.integers(1, 50), max_size=100), st.one_of(st.none(), st.integers(1, 10)))
 def test_packed_batches_are_filled_as_far_as_they_go(
@@ -184,6 +191,12 @@ def test_packed_batches_are_filled_as_far_as_they_go(
     assert list(sampler) == batches
 
 
+def test_packed_lengths_are_added_up_exactly() -> None:
+    lengths, budget = [2**53, 1, 1], 2**53 + 1
+    sampler = TokenBudgetBatchSampler(lengths, budget, padded=False, seed=0, shuffle=False)
+    assert list(sampler) == [[0, 1], [2]]
+
+
 def _sorted_and_filled(lengths: Any, budget: int) -> int:
     """The batches that sorting all samples and filling one batch after the other makes."""
     batches, size = 0, 0
@@ -200,8 +213,9 @@ def test_padded_batches_are_hardly_more_than_sorted_ones_and_hardly_padded(budge
     sampler = TokenBudgetBatchSampler(lengths, budget, seed=0)
     assert len(sampler) <= 1.01 * _sorted_and_filled(lengths, budget)
     batches = list(sampler)
-    paid = sum(int(lengths[batch].max()) * len(batch) for batch in batches)
-    assert 1 - lengths.sum() / paid < 0.03
+    costs = [int(lengths[batch].max()) * len(batch) for batch in batches]
+    assert max(costs) <= budget
+    assert 1 - lengths.sum() / sum(costs) < 0.03
 
 
 def test_the_number_of_padded_batches_is_the_same_in_every_epoch_and_their_samples_are_not() -> (

@@ -192,6 +192,20 @@ def test_a_place_goes_on_being_counted_after_a_load(make: Callable[[], Any]) -> 
 
 
 @made
+def test_a_load_comes_before_what_is_under_way(make: Callable[[], Any]) -> None:
+    plain, state = epochs(make), advanced(make, 5).state_dict()
+    sampler = make()
+    sampler.set_epoch(1)
+    under_way = iter(sampler)
+    next(under_way)
+    sampler.load_state_dict(state)
+    assert sampler.state_dict() == state
+    assert sampler.epoch == 0
+    assert [next(under_way), *islice(under_way, 2)] == plain[1][1:4]
+    assert list(sampler) == plain[0][5:]
+
+
+@made
 def test_set_epoch_keeps_a_loaded_place_of_that_epoch_only(make: Callable[[], Any]) -> None:
     plain, state = epochs(make), advanced(make, 5).state_dict()
     sampler = make()

@@ -53,6 +53,16 @@ def test_a_draw_finds_the_category_that_its_share_of_the_sum_falls_into(
         assert sums[category] - slack <= share < sums[category + 1] + slack
 
 
+def test_a_draw_that_is_rounded_up_to_the_end_of_its_run_stays_in_it() -> None:
+    """What is left of it after the first run is halfway between the sum of the second and less."""
+    first, second = 2.0**-3 + 3 * 2.0**-53, 1 + 2.0**-51
+    sought = float(np.nextafter(first + second, 0))
+    assert sought - first == second
+    weights = np.zeros(266)
+    weights[[0, 256]] = first, second
+    assert Sums(weights).find(np.array([2**53 - 1], np.uint64)).tolist() == [256]
+
+
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 2**63 - 1))
 @no_deadline
 def test_a_draw_is_found_by_its_number(start: int, many: int, epoch: int) -> None:

@@ -46,7 +46,7 @@ def _cut_filling(counts: Ints, sizes: Ints) -> Cuts:
     at = opened = 0
     for count, size in zip(counts.tolist(), sizes.tolist(), strict=True):
         end = at + count
-        if at - opened >= size:
+        if at - opened > size:
             starts.append(np.array([opened], np.int64))
             opened = at
         full = np.arange(opened, end - size + 1, size, dtype=np.int64)

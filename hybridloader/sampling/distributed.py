@@ -124,7 +124,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         return self._n
 
     def _position(self, place: Place) -> int:
-        return min(self._n, place.start + place.taken * self.world)
+        return place.start + place.taken * self.world
 
     def _left(self, epoch: int, position: int) -> bool:
         return self._n - position >= (self.world if self.uneven == "drop" else 1)

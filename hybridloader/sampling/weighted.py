@@ -71,14 +71,15 @@ class Sums:
         table = self._within.reshape(runs, RUN)
         for start in range(0, runs, 4096):
             np.cumsum(table[start : start + 4096], axis=1, out=table[start : start + 4096])
-        # What lies just below the sum of a run belongs to its last weight that is not 0.
+        # What is left of a number within a run can be rounded up to the sum of the run, which would
+        # be beyond its last weight.
         self._ends = np.nextafter(table[:, -1], 0)
         self._over = np.concatenate(([0.0], np.cumsum(table[:, -1])))
-        self._last = np.nextafter(self._over[-1], 0)
 
     def find(self, draws: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """The category of each of `draws`, which are whole numbers below ``2**53``."""
-        sought = np.minimum(draws * (self._over[-1] * 2.0**-53), self._last)
+        # Below the total even when rounded: (1 - 2**-53) of it is nearer to the next number below.
+        sought = draws * (self._over[-1] * 2.0**-53)
         run = np.searchsorted(self._over, sought, side="right") - 1
         sought -= self._over[run]
         np.minimum(sought, self._ends[run], out=sought)
