@@ -357,3 +357,22 @@ def test_a_cache_is_of_no_use_to_another_pipeline_however_alike_they_look(tmp_pa
     assert len(list(behind(long + "one"))) == 4
     with pytest.raises(CacheError, match="another"), behind(long + "two").run() as run:
         list(run)
+
+
+def test_a_shard_is_taken_before_work_that_would_be_thrown_away_and_behind_what_chooses() -> None:
+    called: list[int] = []
+
+    def counted(item: int) -> int:
+        called.append(item)
+        return item
+
+    def odd(item: int) -> bool:
+        return item % 2 == 1
+
+    pipe = Pipeline.from_dataset(range(20))
+    assert list(pipe.map(counted, backend="threads", workers=1).shard(1, 4)) == [1, 5, 9, 13, 17]
+    assert called == [1, 5, 9, 13, 17]
+    where: dict[str, Any] = {"backend": "threads", "workers": 1}
+    assert list(pipe.filter(odd, **where).shard(1, 4)) == [3, 11, 19]
+    assert list(pipe.filter(odd).map(counted, **where).shard(0, 5)) == [1, 11]
+    assert list(pipe.flat_map(lambda k: [k, k], **where).shard(1, 20)) == [0, 10]

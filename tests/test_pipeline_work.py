@@ -319,6 +319,19 @@ def test_seconds_without_work_are_starved_or_blocked(
     assert books.elapsed == pytest.approx(elapsed)
 
 
+def test_room_of_a_prefetch_alone() -> None:
+    books = Books(4, prefetch=3)
+    assert books.room() == 3
+    books.sent(0, ["a", "b"])
+    assert books.room() == 1
+    books.sent(1, ["c"])
+    assert books.room() == 0
+    books.came(Done(0, 0, ByReference(["a", "b"])))
+    assert books.room() == 0
+    books.left(0)
+    assert books.room() == 2
+
+
 def test_room_counts_items_and_bytes_and_what_failed() -> None:
     books = Books(2, prefetch=10, buffer_bytes=1000)
     assert books.room() == 2  # for each worker one, until a size is known
