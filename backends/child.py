@@ -15,6 +15,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from hybridloader import arena
+from hybridloader.backends.board import WorkerSide
+from hybridloader.backends.frames import Frame
 from hybridloader.backends.letters import (
     Unreadable,
     decode_message,
@@ -24,10 +26,10 @@ from hybridloader.backends.letters import (
     encode_ready,
 )
 from hybridloader.collate import set_slots, teach_torch
-from hybridloader.errors import Failure
-from hybridloader.fetch import Flag
+from hybridloader.errors import Failure, ShippingError
+from hybridloader.fetch import Fetcher, Flag
 from hybridloader.late import when_imported
-from hybridloader.messages import Done, Event, Exhausted, Failed, Message, WorkerSpec
+from hybridloader.messages import Done, Event, Exhausted, Failed, Message, Task, WorkerSpec
 from hybridloader.native import one_thread_in_this_process
 from hybridloader.packing import Packed, pack, unpack
 from hybridloader.seeding import ProcessSeeds
@@ -65,6 +67,7 @@ def main(
     parent: int,
     slots: tuple[int, str | None] | None,
     strays: Sequence[int],
+    board: int | None = None,
 ) -> None:
     """Run one worker until it is told to stop or the parent is gone.
 
@@ -79,6 +82,9 @@ def main(
         they have any; None for no slots.
     strays
         Descriptors that the fork has copied and that belong to the parent alone.
+    board
+        The descriptor of this worker's board; -1 if it is the last that comes with the first frame, None
+        if there is no board.
     """
     for fd in strays:
         try:
@@ -86,6 +92,7 @@ def main(
         except OSError:
             pass
     _reset_signals()
+    side = WorkerSide.open(board) if board is not None and board >= 0 else None
     channel = channel_class(connection)
     life = _Life(channel, parent)
     writer = None if slots is None else arena.Writer(*slots)
@@ -98,8 +105,14 @@ def main(
         when_imported("torch", teach_torch)
         if spec is None:
             frame = channel.get()
-            spec = receive(frame.parts, frame.fds)
+            if board is not None and frame.fds:  # the kernel drops what there is no room for
+                side = WorkerSide.open(frame.fds.pop())
+            spec = _received(frame)
             del frame
+        if side is not None:
+            desk.notes_on(side)
+            if spec.tracked:
+                life.change(side.flag())
         worker = Worker(number, spec, ProcessSeeds(), _Result, life.flag)
         set_process_info(worker.info)
         run(worker, desk, desk.report)
@@ -110,6 +123,31 @@ def main(
         channel.close()
     if fresh:
         _leave()
+
+
+def _received(frame: Frame) -> WorkerSpec:
+    """What to do. If it can't be loaded here, that is the answer to every task."""
+    try:
+        spec: WorkerSpec = receive(frame.parts, frame.fds)
+    except ShippingError as error:
+        return WorkerSpec("", 1, _Unloadable(error))
+    return spec
+
+
+class _Unloadable:
+    """The work of a worker that could not load its work."""
+
+    dataset = None
+    private = False
+
+    def __init__(self, error: ShippingError) -> None:
+        self._error = error
+
+    def with_dataset(self, dataset: Any) -> _Unloadable:
+        return self
+
+    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
+        raise self._error
 
 
 def _leave() -> None:
@@ -165,6 +203,11 @@ class _Desk:
         self._unwritten = 0
         self._counting = threading.Lock()
         self._writer: threading.Thread | None = None
+        self._side: WorkerSide | None = None
+
+    def notes_on(self, side: WorkerSide) -> None:
+        """From now on note on the worker's board which task it is at."""
+        self._side = side
 
     def get(self) -> Message:
         while True:
@@ -176,6 +219,8 @@ class _Desk:
                 self.report(Failed(self._worker, lost.seq, Failure(lost.error)))
                 continue
             self._release(returned)
+            if self._side is not None and isinstance(message, Task):
+                self._side.begin(message.seq)
             return message
 
     def report(self, event: Event) -> None:
@@ -191,6 +236,7 @@ class _Desk:
                 seconds=event.seconds,
                 returned=returned,
                 refusal=self._complaint(),
+                position=event.position,
             )
         elif isinstance(event, Failed):
             parts = encode_failed(event, returned)
@@ -199,6 +245,8 @@ class _Desk:
         else:
             parts = encode_ready()
         self._write(parts, fds)
+        if self._side is not None:
+            self._side.end()
 
     def _release(self, returned: list[int]) -> None:
         """The parent is done with these results."""
@@ -262,11 +310,17 @@ class _Life:
 
     def __init__(self, channel: Any, parent: int) -> None:
         self.flag = Flag()
+        self._changing = threading.Lock()
         thread = threading.Thread(
             target=self._watch, args=(channel.fileno(), parent), name="hybridloader-life"
         )
         thread.daemon = True
         thread.start()
+
+    def change(self, flag: Flag) -> None:
+        """Raise `flag` from now on; it is up if the one before was."""
+        with self._changing:
+            flag.up, self.flag = self.flag.up, flag
 
     def _watch(self, line: int | None, parent: int) -> None:
         if line is None or not hasattr(os, "pidfd_open"):
@@ -283,7 +337,8 @@ class _Life:
             for fd, _ in poll.poll():
                 if fd == pidfd:
                     os._exit(1)
-                self.flag.up = True
+                with self._changing:
+                    self.flag.up = True
                 poll.unregister(line)
 
     @staticmethod

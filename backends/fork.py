@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import threading
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
+from hybridloader.caller import stacklevel
 from hybridloader.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable
 from hybridloader.memory import DEFAULT_MEMORY, Memory
@@ -34,6 +37,39 @@ def check_fork(name: str) -> None:
         )
 
 
+_OURS = "hybridloader"
+"""How the names of this package's threads begin; a pipeline forks before it starts them."""
+
+_warned = threading.Event()
+
+
+def check_threads(name: str) -> None:
+    """Warn, once per process, when other threads run that a fork could copy a locked lock from.
+
+    Ours are none of them, nor, on one of ours, the main thread that waits for it. Python 3.12 and later
+    warn of any thread at every fork, by a DeprecationWarning that is hidden unless asked for.
+    """
+    current = threading.current_thread()
+    others = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not current and not thread.name.startswith(_OURS)
+    ]
+    if current.name.startswith(_OURS):
+        others = [name for name in others if name != threading.main_thread().name]
+    if not others or _warned.is_set():
+        return
+    _warned.set()
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    warnings.warn(
+        f"backend {name!r} forks this process while other threads run in it ({', '.join(others[:4])}"
+        f"{more}). A lock that one of them holds at that moment stays locked in the worker for ever. If "
+        "workers hang, use backend='spawn' or SharedMemory(start_method='loky'), or make the iterator "
+        "before these threads start (and keep its workers: persistent_workers=True)",
+        stacklevel=stacklevel(),
+    )
+
+
 @dataclass(frozen=True)
 class Fork(Backend):
     """Do the work in forked processes.
@@ -52,6 +88,7 @@ class Fork(Backend):
         check_fork(self.name)
         check_children_allowed(self.name)
         slot_kind(self.memory, sockets=True)
+        check_threads(self.name)
 
     def open(self) -> Crew:
         return ProcessCrew(multiprocessing.get_context("fork"), self.memory, sockets=True)

@@ -1,8 +1,14 @@
 """Frames: how messages lie on a byte stream between parent and worker.
 
-A frame is some parts (buffers) and some descriptors. On the wire: the number of parts and of
-descriptors, the sizes of the parts, then the parts, each beginning at a multiple of `ALIGN` so that
-arrays can be used where they lie. Descriptors travel with the first byte.
+A frame is some parts (buffers) and some descriptors. On the wire: a head of 16 bytes (the numbers of
+parts and of descriptors, a check, the bytes of all parts together), the sizes of the parts if they are
+several, then the parts, each beginning at a multiple of `ALIGN` so that arrays can be used where they
+lie. Descriptors travel with the first byte.
+
+The check is there because the streams lie in processes that run the user's code: a program that
+writes to a descriptor that is not its own puts bytes between ours. A head that was not written here is
+refused at once, before it is waited or asked memory for what it claims. What is in the parts is not
+looked at.
 """
 
 from __future__ import annotations
@@ -11,9 +17,24 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from hybridloader.errors import DamagedMessage
+
 ALIGN = 16
-_HEAD = struct.Struct("<II")
-_ONE = struct.Struct("<IIQ")  # the head of a frame of one part
+
+MOST_BYTES = 1 << 40
+"""Of one frame. A thousand times the largest batch that makes sense; to copy it would take minutes."""
+
+MOST_FDS = 253
+"""Descriptors of one frame: what the kernel takes (SCM_MAX_FD)."""
+
+_COUNTED = 24
+"""Bits for the number of parts; the rest of the 32 are for descriptors. As what is below 32 KB does not
+become a part (`packing.IN_BAND`), so many parts would be half of `MOST_BYTES`."""
+
+_HEAD = struct.Struct("<IIQ")
+_FOLD = 1 << 32
+_SIGN = 0x9E3779B9  # anything that is neither text nor a small number, so that zeros are no head
+_SIGN_OF_ONE = _SIGN ^ 1
 _PADDING = bytes(ALIGN)
 
 Buffer = Any  # bytes, bytearray or memoryview; collections.abc.Buffer needs Python 3.12
@@ -26,15 +47,24 @@ class Frame(NamedTuple):
     fds: list[int]
 
 
+def _check(counts: int, total: int) -> int:
+    """Differs for any two heads of which one is the other with one byte changed."""
+    return (total ^ total >> 32 ^ counts ^ _SIGN) & (_FOLD - 1)
+
+
 def encode(parts: Sequence[Buffer], fds: Sequence[int] = ()) -> list[Buffer]:
     """The pieces to write, in order, without copying the parts."""
     if len(parts) == 1 and not fds:
-        size = memoryview(parts[0]).nbytes
-        return [_ONE.pack(1, 0, size), parts[0], _PADDING[: -size % ALIGN]]
+        part = parts[0]
+        size = len(part) if type(part) is bytes else memoryview(part).nbytes
+        if size < _FOLD:  # the path of nearly all: the check, without the call
+            return [_HEAD.pack(1, size ^ _SIGN_OF_ONE, size), part, _PADDING[: -size % ALIGN]]
     sizes = [memoryview(part).nbytes for part in parts]
-    pieces: list[Buffer] = [
-        _HEAD.pack(len(parts), len(fds)) + struct.pack(f"<{len(parts)}Q", *sizes)
-    ]
+    total, counts = sum(sizes), len(parts) | len(fds) << _COUNTED
+    head = _HEAD.pack(counts, _check(counts, total), total)
+    pieces: list[Buffer] = [head]
+    if len(parts) > 1:
+        pieces[0] = head + struct.pack(f"<{len(parts)}Q", *sizes)
     for part, size in zip(parts, sizes, strict=True):
         pieces.append(part)
         if size % ALIGN:
@@ -46,7 +76,8 @@ class Decoder:
     """Takes bytes as they come, gives frames as they become whole.
 
     Small frames are cut out of what was read; for a large one `room` offers its own memory, so that
-    the reader can read straight into it.
+    the reader can read straight into it. Once it has raised `DamagedMessage` it does so ever after:
+    nobody can tell where the next frame would begin.
     """
 
     def __init__(self) -> None:
@@ -75,12 +106,12 @@ class Decoder:
             whole = memoryview(data)
             start = 0
             # Frames of one part, which is most of them, are used where they were read.
-            while len(whole) - start >= _ONE.size:
-                count, fd_count, size = _ONE.unpack_from(whole, start)
-                end = start + _ONE.size + -(-size // ALIGN) * ALIGN
-                if count != 1 or fd_count or end > len(whole):
+            while len(whole) - start >= _HEAD.size:
+                counts, check, size = _HEAD.unpack_from(whole, start)
+                begin = start + _HEAD.size
+                end = begin + -(-size // ALIGN) * ALIGN
+                if counts != 1 or check != size ^ _SIGN_OF_ONE or end > len(whole):
                     break
-                begin = start + _ONE.size
                 yield Frame([whole[begin : begin + size]], [])
                 start = end
             data = whole[start:]
@@ -107,15 +138,33 @@ class Decoder:
         pending = self._pending
         if len(pending) < _HEAD.size:
             return False
-        count, fd_count = _HEAD.unpack_from(pending)
-        end = _HEAD.size + 8 * count
-        if len(pending) < end:
-            return False
-        self._sizes = list(struct.unpack_from(f"<{count}Q", pending, _HEAD.size))
-        self._fd_count = fd_count
+        counts, check, total = _HEAD.unpack_from(pending)
+        count, fd_count = counts & (1 << _COUNTED) - 1, counts >> _COUNTED
+        if check != _check(counts, total) or total > MOST_BYTES or fd_count > MOST_FDS:
+            raise DamagedMessage(
+                f"no message begins with {bytes(pending[: _HEAD.size]).hex(' ', 4)}: something else "
+                "wrote to this descriptor, or read from it"
+            )
+        end = _HEAD.size
+        sizes = [total] if count else []
+        if count > 1:
+            end += 8 * count
+            if len(pending) < end:
+                return False
+            sizes = list(struct.unpack_from(f"<{count}Q", pending, _HEAD.size))
+        if sum(sizes) != total:
+            raise DamagedMessage(
+                f"a message of {total:,} bytes has {count} parts of {sum(sizes):,} bytes together"
+            )
+        try:
+            self._body = bytearray(sum(-(-size // ALIGN) * ALIGN for size in sizes))
+        except MemoryError:
+            raise DamagedMessage(
+                f"there is no memory for a message of {total:,} bytes; make smaller batches, or fewer "
+                "workers"
+            ) from None
         del pending[:end]
-        self._body = bytearray(sum(-(-size // ALIGN) * ALIGN for size in self._sizes))
-        self._filled = 0
+        self._sizes, self._fd_count, self._filled = sizes, fd_count, 0
         return True
 
     def _finish(self, body: bytearray) -> Frame:

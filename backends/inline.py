@@ -20,7 +20,7 @@ from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.errors import ShippingError
 from hybridloader.fetch import Flag
 from hybridloader.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
-from hybridloader.messages import Begin, Event, Exited, Message, Stop, Task, WorkerSpec
+from hybridloader.messages import Begin, Event, Exited, First, Message, Stop, Task, WorkerSpec
 from hybridloader.seeding import CallerSeeds, InlineSeeds, Seeds
 from hybridloader.shipping import replicate
 from hybridloader.slots import PrivateSlots
@@ -85,8 +85,9 @@ class _InlineCrew(Crew):
         if spec.workers > 0:
             seeds = InlineSeeds()
             spec = replace(spec, fetch=spec.fetch.with_dataset(self._dataset_for(spec)))
+        self._todo = deque(item for item in self._todo if item[0] != worker)
         made = Worker(worker, spec, seeds, ByReference, self._flag)
-        self._handles.append(_Handle(self, worker))
+        self._handles[worker : worker + 1] = [_Handle(self, worker)]
         self.workers[worker] = made
         self._act(made, None)
 
@@ -126,7 +127,7 @@ class _InlineCrew(Crew):
     def handles(self) -> Sequence[WorkerHandle]:
         return self._handles
 
-    def _act(self, worker: Worker, message: Task | Begin | None) -> None:
+    def _act(self, worker: Worker, message: Task | Begin | First | None) -> None:
         """Open the worker (None) or let it do one step, with its `WorkerInfo` in place."""
         info = nullcontext() if worker.info is None else worker_info_set(worker.info)
         before = set_slots(self._slots)

@@ -78,6 +78,13 @@ class Lane:
         """What the worker is told: bytes and how names begin; None without slots."""
         return None if self._kind == "stream" else (self._share, self._names)
 
+    @property
+    def taken(self) -> tuple[int, int] | None:
+        """Bytes that the slots for results take, and that all slots of this worker may; None without."""
+        if self._kind == "stream":
+            return None
+        return self.results.size, self._share
+
     def encode(self, message: Message) -> tuple[list[Any], list[int]]:
         """The letter, and descriptors to be sent along and then closed."""
         returned = self.results.returned()

@@ -3,26 +3,36 @@
 A small task and a small result are one part: a few fixed bytes and a pickle. That is the path of
 every index and of every batch without a large array, so it is kept short. What is large lies in
 slots, and the letter tells where; without slots it follows as further parts.
+
+Whatever is wrong with a letter is a `DamagedMessage`: the fixed bytes have a check of their own, as a
+wrong number there would be a wrong batch. Pickles have none; they are code, and come from our own
+processes only.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 from hybridloader.arena import Parcel, Reader, Writer
-from hybridloader.errors import Failure, ResultNotSendable
-from hybridloader.messages import Failed, Message, Task
+from hybridloader.errors import DamagedMessage, Failure, ResultNotSendable
+from hybridloader.messages import Begin, Failed, First, Message, Stop, Task
 from hybridloader.packing import IN_BAND, Packed, pack, unpack
 from hybridloader.slots import OWN
 
 READY, DONE, FAILED, EXHAUSTED = range(4)
 
-_PREFIX = struct.Struct("<BQIIqd")
+_PREFIX = struct.Struct("<BQIIqdq")
 """Kind, seq, bytes of the parcel's pickle, slots returned (their numbers follow, 8 bytes each), items in
-the result (-1: no list), seconds."""
+the result (-1: no list), seconds, position in the shard."""
+
+_CHECK = struct.Struct("<I")  # crc32 of these
+_CHECKED = struct.Struct(_PREFIX.format + _CHECK.format[1:])
+_BEGIN = _CHECKED.size
 
 _SIMPLE = (int, str)
 
@@ -45,7 +55,7 @@ def encode_small(message: Message, returned: list[int]) -> bytes | None:
         kind = type(index[0]) if type(index) is list and index else type(index)
         if kind in _SIMPLE:
             try:
-                return pickle.dumps((message.seq, index, returned), 5)
+                return pickle.dumps((message.seq, returned, index), 5)
             except Exception:  # a mixed list with something in it that plain pickle can't do
                 pass
     return None
@@ -81,20 +91,64 @@ def decode_message(
     ------
     Unreadable
         The index of a task can't be loaded.
+    DamagedMessage
+        It is no message; `fds` were closed.
     """
-    found = unpack(parts[0], parts[1:])
-    if len(found) == 3:
-        return Task(found[0], found[1]), found[2]
-    if len(found) == 2:
-        return found  # type: ignore[no-any-return]
-    seq, returned, parcel, header = found
-    buffers = parts[1:]
-    if header is None:
-        header, buffers = parts[1], parts[2:]
+    try:
+        found = unpack(parts[0], parts[1:])
+        if len(found) == 3:
+            seq, returned, index = found
+            if type(seq) is int and type(returned) is list:
+                return Task(seq, index), returned
+        if len(found) == 2 and isinstance(found[0], (Task, Begin, First, Stop)):
+            message, returned = found
+            return message, returned
+        seq, returned, parcel, header = found
+        buffers = parts[1:]
+        if header is None:
+            header, buffers = parts[1], parts[2:]
+        if type(seq) is not int or type(returned) is not list or not _is_parcel(parcel):
+            raise TypeError("its fields are of other types")
+    except Exception as error:  # whatever a pickle that is none may raise
+        _close_all(fds)
+        if not isinstance(error, DamagedMessage) and (known := _before_the_index(parts)):
+            raise Unreadable(*known, error) from error
+        raise DamagedMessage(f"a message from the parent can't be read: {error!r}") from error
     try:
         return Task(seq, open_packed(header, buffers, slots, parcel, fds)), returned
     except Exception as error:
         raise Unreadable(seq, returned, error) from error
+
+
+def _before_the_index(parts: Sequence[memoryview]) -> tuple[int, list[int]] | None:
+    """Task and slots of a small message whose index, a mixed list, has an object that fails to load."""
+    import pickletools
+
+    seq, returned, lists = -1, list[int](), 0
+    try:
+        for opcode, argument, _ in pickletools.genops(bytes(parts[0])):
+            if opcode.name == "EMPTY_LIST":  # that of the slots, then the index
+                lists += 1
+                if lists == 2:
+                    return seq, returned
+            elif opcode.name.startswith(("BININT", "LONG")):
+                number = int(str(argument))
+                if lists:
+                    returned.append(number)
+                else:
+                    seq = number
+    except Exception:  # no pickle, then
+        pass
+    return None
+
+
+def _is_parcel(found: Any) -> bool:
+    return found is None or type(found) is Parcel
+
+
+def _close_all(fds: list[int] | None) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def open_packed(
@@ -109,21 +163,29 @@ def open_packed(
         assert slots is not None
         if fds is not None:
             slots.learn(parcel, fds)
-        buffers = slots.buffers(parcel, buffers)
-        if not header:  # it was so large that it has a slot too
-            header = buffers.pop()
+        try:
+            buffers = slots.buffers(parcel, buffers)
+            if not header:  # it was so large that it has a slot too
+                header = buffers.pop()
+        except (LookupError, StopIteration) as error:  # a StopIteration would end the user's loop
+            raise DamagedMessage(f"a batch names memory that nobody has: {error!r}") from error
     return unpack(header, buffers)
 
 
 # -- events ----------------------------------------------------------------------------------------
 
 
+def _prefix(*fields: float) -> bytes:
+    told = _PREFIX.pack(*fields)
+    return told + _CHECK.pack(crc32(told))
+
+
 def encode_ready() -> list[Any]:
-    return [_PREFIX.pack(READY, 0, 0, 0, -1, 0.0)]
+    return [_prefix(READY, 0, 0, 0, -1, 0.0, 0)]
 
 
 def encode_exhausted(seq: int, returned: Sequence[int] = ()) -> list[Any]:
-    return [_PREFIX.pack(EXHAUSTED, seq, 0, len(returned), -1, 0.0) + _numbers(returned)]
+    return [_prefix(EXHAUSTED, seq, 0, len(returned), -1, 0.0, 0) + _numbers(returned)]
 
 
 def encode_failed(event: Failed, returned: Sequence[int] = ()) -> list[Any]:
@@ -132,7 +194,7 @@ def encode_failed(event: Failed, returned: Sequence[int] = ()) -> list[Any]:
     except Exception as error:  # Failure guards against this; a hang would be worse than a guess
         lost = Failure(ResultNotSendable(f"an exception could not be sent: {error!r}"))
         failure = pickle.dumps(lost)
-    prefix = _PREFIX.pack(FAILED, event.seq, 0, len(returned), -1, 0.0)
+    prefix = _prefix(FAILED, event.seq, 0, len(returned), -1, 0.0, event.position)
     return [prefix + _numbers(returned) + failure]
 
 
@@ -145,6 +207,7 @@ def encode_done(
     seconds: float = 0.0,
     returned: Sequence[int] = (),
     refusal: str | None = None,
+    position: int = 0,
 ) -> tuple[list[Any], list[int]]:
     """A result; what can go through slots does. Gives parts and descriptors.
 
@@ -158,16 +221,21 @@ def encode_done(
         Slots of the parent's that this worker is done with.
     refusal
         What the parent shall warn of.
+    position
+        Where the worker is in its shard.
     """
     header, buffers = packed
     items = -1 if count is None else count
     if not (buffers or returned or refusal or len(header) >= OWN):
-        return [_PREFIX.pack(DONE, seq, 0, 0, items, seconds) + header], []
+        told = _PREFIX.pack(
+            DONE, seq, 0, 0, items, seconds, position
+        )  # `_prefix`, without the call
+        return [told + _CHECK.pack(crc32(told)) + header], []
     parcel, header, buffers, fds = into_slots(header, buffers, slots)
     if refusal is not None:
         parcel = (parcel or Parcel((None,) * len(buffers), (), (), None))._replace(refusal=refusal)
     meta = b"" if parcel is None else pickle.dumps(parcel, 5)
-    prefix = _PREFIX.pack(DONE, seq, len(meta), len(returned), items, seconds)
+    prefix = _prefix(DONE, seq, len(meta), len(returned), items, seconds, position)
     return [prefix + _numbers(returned) + meta + header, *buffers], fds
 
 
@@ -189,22 +257,50 @@ def into_slots(
 
 def decode_event(
     part: memoryview,
-) -> tuple[int, int, Parcel | None, memoryview, int | None, float, Sequence[int]]:
-    """Kind, sequence number, parcel, the rest, items, seconds and the slots that are returned.
+) -> tuple[int, int, Parcel | None, memoryview, int | None, float, Sequence[int], int]:
+    """Kind, sequence number, parcel, the rest, items, seconds, the slots that are
+    returned, and the position.
 
     The rest is a header, a pickled failure, or nothing.
+
+    Raises
+    ------
+    DamagedMessage
+        It is no event.
     """
-    kind, seq, size, back, count, seconds = _PREFIX.unpack_from(part)
-    start = _PREFIX.size
+    if len(part) < _BEGIN:
+        raise DamagedMessage(f"an event from a worker has {len(part)} bytes, fewer than any")
+    kind, seq, size, back, count, seconds, position, check = _CHECKED.unpack_from(part)
+    if check != crc32(part[: _PREFIX.size]) or kind > EXHAUSTED:
+        raise DamagedMessage("an event from a worker does not begin as one")
     items = None if count < 0 else count
     if not (size or back):
-        return kind, seq, None, part[start:], items, seconds, ()
-    returned: Sequence[int] = ()
-    if back:
-        returned = struct.unpack_from(f"<{back}q", part, start)
-        start += 8 * back
-    parcel = pickle.loads(part[start : start + size]) if size else None
-    return kind, seq, parcel, part[start + size :], items, seconds, returned
+        return kind, seq, None, part[_BEGIN:], items, seconds, (), position
+    start = _BEGIN + 8 * back
+    end = start + size
+    if end > len(part):
+        raise DamagedMessage(f"an event of {len(part):,} bytes from a worker is cut off")
+    returned: Sequence[int] = struct.unpack_from(f"<{back}q", part, _BEGIN)
+    parcel = None
+    if size:
+        try:
+            parcel = unpack(part[start:end], ())
+        except Exception as error:  # whatever a pickle that is none may raise
+            raise DamagedMessage(f"an event from a worker can't be read: {error!r}") from error
+        if not _is_parcel(parcel):
+            raise DamagedMessage(f"an event from a worker has {type(parcel)} for a parcel")
+    return kind, seq, parcel, part[end:], items, seconds, returned, position
+
+
+def decode_failure(rest: memoryview) -> Failure:
+    """What a worker said of the task that it failed at. Raises `DamagedMessage`."""
+    try:
+        failure = unpack(rest, ())
+    except Exception as error:  # as above
+        raise DamagedMessage(f"a worker's error can't be read: {error!r}") from error
+    if not isinstance(failure, Failure):
+        raise DamagedMessage(f"a worker sent {type(failure)} for an error")
+    return failure
 
 
 def _numbers(returned: Sequence[int]) -> bytes:

@@ -15,25 +15,35 @@ from multiprocessing import connection as mp_connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hybridloader.backends.frames import Buffer, Decoder, Frame, encode
+from hybridloader.backends.frames import MOST_BYTES, Buffer, Decoder, Frame, encode
 from hybridloader.backends.sockets import parent_ends
+from hybridloader.errors import DamagedMessage
 
 Arrived = tuple[int, "Frame | None"]
 
 
-def _read(worker: int, line: Any, process: Any, arrived: SimpleQueue[Arrived | None]) -> None:
+def _read(
+    worker: int,
+    line: Any,
+    process: Any,
+    arrived: SimpleQueue[Arrived | None],
+    damaged: dict[int, str],
+) -> None:
     decoder = Decoder()
     try:
         while True:
             ready = mp_connection.wait([line, process.sentinel])
             if line in ready:
-                for frame in decoder.feed(line.recv_bytes()):
+                for frame in decoder.feed(line.recv_bytes(MOST_BYTES)):
                     arrived.put((worker, frame))
             elif not line.poll(0):  # ended, and all that it had written was read
                 break
+    except (DamagedMessage, MemoryError) as error:  # multiprocessing's own head has no check
+        damaged[worker] = str(error) or "there is no memory for a message of its"
     except (EOFError, OSError):
         pass
-    arrived.put((worker, None))
+    finally:
+        arrived.put((worker, None))
 
 
 def _write(line: Any, outgoing: SimpleQueue[bytes | None]) -> None:
@@ -62,16 +72,18 @@ class PortablePost:
         self._lines: dict[int, Any] = {}
         self._outgoing: dict[int, SimpleQueue[bytes | None]] = {}
         self._threads: list[threading.Thread] = []
+        self.damaged: dict[int, str] = {}
 
     def connect(self, worker: int, connection: Any) -> None:
         self._lines[worker] = connection
+        self.damaged.pop(worker, None)
         parent_ends.add(connection.fileno())
         self._outgoing[worker] = SimpleQueue()
 
     def watch(self, worker: int, process: Any) -> None:
         line = self._lines[worker]
         for target, args in (
-            (_read, (worker, line, process, self._arrived)),
+            (_read, (worker, line, process, self._arrived, self.damaged)),
             (_write, (line, self._outgoing[worker])),
         ):
             thread = threading.Thread(
@@ -133,13 +145,15 @@ class PortableChannel:
 
     def __init__(self, connection: Any) -> None:
         self._line = connection
+        if os.name == "posix":  # it came by inheritance, which shall end here
+            os.set_inheritable(connection.fileno(), False)
         self._decoder = Decoder()
         self._frames: deque[Frame] = deque()
 
     def get(self) -> Frame:
         while not self._frames:
             try:
-                self._frames.extend(self._decoder.feed(self._line.recv_bytes()))
+                self._frames.extend(self._decoder.feed(self._line.recv_bytes(MOST_BYTES)))
             except OSError:
                 raise EOFError from None
         return self._frames.popleft()

@@ -7,9 +7,10 @@ process and by whether large buffers come back through slots or in the stream.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
-import pickle
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybridloader import segments
-from hybridloader.backends import descriptors
+from hybridloader.backends import board, descriptors
+from hybridloader.backends.board import Board
 from hybridloader.backends.child import main
 from hybridloader.backends.frames import Frame
 from hybridloader.backends.lane import Lane
-from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event
+from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event, decode_failure
 from hybridloader.backends.portable import PortableChannel, PortablePost
 from hybridloader.backends.sealed import Sealed
 from hybridloader.backends.sockets import SocketChannel, SocketPost, parent_ends
 from hybridloader.contract import Crew, WorkerHandle
-from hybridloader.errors import BackendUnavailable
+from hybridloader.errors import BackendUnavailable, DamagedMessage
 from hybridloader.memory import Memory, warn_of_overflow
+from hybridloader.memory_state import OomWatch
 from hybridloader.messages import (
     Done,
     Event,
@@ -111,6 +114,16 @@ def _interrupts_held_back(forks: bool) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_SOON = 1e-6
+"""Seconds; not 0, with which `join` does not wait for a process that is about to be gone."""
+
+_reaping = threading.RLock()
+"""Held while a process is started or asked how it ended. multiprocessing asks about all its children
+whenever it starts one, and what it learns on one thread is not there on another for a moment: the child
+seems to be alive, and its number is nobody's, or somebody else's. Stages of a pipeline run on several
+threads."""
+
+
 class _Handle:
     """A worker process; also what tells how it ended."""
 
@@ -123,20 +136,25 @@ class _Handle:
         return self._process.pid  # type: ignore[no-any-return]
 
     def is_alive(self) -> bool:
-        return self._process.is_alive()  # type: ignore[no-any-return]
+        with _reaping:
+            return self._process.is_alive()  # type: ignore[no-any-return]
 
     def terminate(self) -> None:
-        self._process.terminate()
+        with _reaping:
+            self._process.terminate()
 
     def join(self, timeout: float | None = None) -> None:
-        self._process.join(timeout)
+        if multiprocessing.connection.wait([self._process.sentinel], timeout):
+            with _reaping:
+                self._process.join(_SOON)
 
     def kill(self) -> None:
         """SIGKILL where there is one (`LokyProcess.kill` raises AttributeError in loky 3.7)."""
-        if hasattr(signal, "SIGKILL") and self.is_alive():
-            os.kill(self._process.pid, signal.SIGKILL)
-        else:
-            self._process.terminate()
+        with _reaping:
+            if hasattr(signal, "SIGKILL") and self.is_alive():
+                os.kill(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.terminate()
 
     def disown(self) -> None:
         """Take it off the list of those that multiprocessing ends when this process exits."""
@@ -189,22 +207,25 @@ class ProcessCrew(Crew):
         # All the mutable state:
         self._handles: list[_Handle] = []
         self._lanes: list[Lane] = []
+        self._boards: list[Board | None] = []
         self._gone: set[int] = set()
         self._asked: set[int] = set()
-        self._shipment: Shipment | None = None
-        self._ready = 0
+        self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}  # to workers not yet ready
         self._left: float | None = None  # when the workers were told to leave
         self._warned = False
         self._overflow: str | None = None
+        self._oom = OomWatch()
         _crews.add(self)
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
-        if not self._forks and self._shipment is None:
-            self._shipment = ship(spec, "the loader", share=self._sockets)
+        shipment = None if self._forks else self._shipment(spec)
         share = max(1, self._limit // max(1, spec.workers))
         lane = Lane(share, self._kind, forks=self._forks)
+        notes = Board.make() if self._sockets else None
+        told = None if notes is None else (notes.fd if self._forks else -1)
         ours, theirs = self._context.Pipe(duplex=True)
         self._post.connect(worker, ours)
+        strays = {*parent_ends, *descriptors.kept, *board.parent_ends} - {told}
         channel = SocketChannel if self._sockets else PortableChannel
         process = self._context.Process(
             target=main,
@@ -215,22 +236,25 @@ class ProcessCrew(Crew):
                 spec if self._forks else None,
                 os.getpid(),
                 lane.slots,
-                (*parent_ends, *descriptors.kept) if self._forks else (),
+                tuple(strays) if self._forks else (),
+                told,
             ),
             name=f"hybridloader-{spec.stage}-{worker}",
             daemon=True,
         )
         try:
-            with _interrupts_held_back(self._forks):
+            with _reaping, _interrupts_held_back(self._forks):
                 process.start()
-                self._handles.append(_Handle(process))
+                self._take_place(worker, _Handle(process), lane, notes)
         finally:
             theirs.close()
-        self._lanes.append(lane)
         self._post.watch(worker, process)
-        if self._shipment is not None:
-            fds = [os.dup(fd) for fd in self._shipment.fds]
-            self._post.send(worker, self._shipment.parts, fds)
+        if shipment is not None:
+            self._shipments[worker] = spec, shipment
+            fds = [os.dup(fd) for fd in shipment.fds]
+            if notes is not None:
+                fds.append(os.dup(notes.fd))
+            self._post.send(worker, shipment.parts, fds)
 
     def send(self, worker: int, message: Message) -> None:
         lane = self._lanes[worker]
@@ -254,14 +278,19 @@ class ProcessCrew(Crew):
             self._warn()
         events: list[Event] = []
         for worker, frame in self._post.wait(timeout):
-            if frame is not None:
-                events.append(self._decode(worker, frame))
-            elif worker not in self._gone:
+            if worker in self._gone:
+                continue
+            try:
+                event = None if frame is None else self._decode(worker, frame)
+            except DamagedMessage as error:
+                event = None
+                self._post.drop(worker)
+                self._post.damaged[worker] = str(error)
+            if event is not None:
+                events.append(event)
+            else:
                 self._gone.add(worker)
-                clean = worker in self._asked
-                cause = None if clean else self._handles[worker].cause()
-                self._lanes[worker].worker_gone()
-                events.append(Exited(worker, cause))
+                events.append(self._exited(worker))
         return events
 
     def wake(self) -> None:
@@ -269,6 +298,12 @@ class ProcessCrew(Crew):
 
     def kill(self, worker: int) -> None:
         self._handles[worker].kill()
+
+    def stack(self, worker: int) -> str:
+        notes, pid = self._boards[worker], self._handles[worker].pid
+        if notes is None or pid is None:
+            return "Its stack can't be had on this platform."
+        return notes.stack(pid) or f"Its stack could not be had: {notes.why_none}."
 
     def leave(self) -> None:
         self._post.hang_up()
@@ -291,8 +326,11 @@ class ProcessCrew(Crew):
             self._post.join()
         for lane in self._lanes:
             lane.close()
-        if self._shipment is not None:
-            self._shipment.close()
+        for worker in list(self._shipments):
+            self._arrived(worker)
+        for notes in self._boards:
+            if notes is not None:
+                notes.close()
         self._gone.update(range(len(self._handles)))
 
     def handles(self) -> Sequence[WorkerHandle]:
@@ -305,7 +343,7 @@ class ProcessCrew(Crew):
         self._handles = []
 
     def _decode(self, worker: int, frame: Frame) -> Event:
-        kind, seq, parcel, rest, count, seconds, returned = decode_event(frame.parts[0])
+        kind, seq, parcel, rest, count, seconds, returned, position = decode_event(frame.parts[0])
         lane = self._lanes[worker]
         if returned:
             lane.take_back(returned)
@@ -317,18 +355,68 @@ class ProcessCrew(Crew):
                 slots.learn(parcel, frame.fds)
                 self._overflow = self._overflow or parcel.refusal or slots.overflow
             sealed = Sealed(rest, frame.parts[1:], slots, parcel, count, self._forks)
-            return Done(worker, seq, sealed, seconds)
+            return Done(worker, seq, sealed, seconds, position)
         if kind == FAILED:
             lane.answered(seq)
-            return Failed(worker, seq, pickle.loads(rest))
+            return Failed(worker, seq, decode_failure(rest), position)
         if kind == EXHAUSTED:
             lane.all_answered()
             return Exhausted(worker, seq)
-        self._ready += 1
-        if self._ready == len(self._handles) and self._shipment is not None:
-            self._shipment.close()  # every worker has mapped it
-            self._shipment = None
+        self._arrived(worker)
         return Ready(worker)
+
+    def _shipment(self, spec: WorkerSpec) -> Shipment:
+        """What the worker is sent first: packed once for all that start together."""
+        for told, shipment in self._shipments.values():
+            if told is spec:
+                return shipment
+        return ship(spec, "the loader", share=self._sockets)
+
+    def _arrived(self, worker: int) -> None:
+        """The worker has mapped its shipment, or is gone."""
+        _, shipment = self._shipments.pop(worker, (None, None))
+        if shipment is not None and not any(s is shipment for _, s in self._shipments.values()):
+            shipment.close()
+
+    def _take_place(self, worker: int, handle: _Handle, lane: Lane, notes: Board | None) -> None:
+        """Note what belongs to a worker that has started."""
+        if worker == len(self._handles):
+            self._handles.append(handle)
+            self._lanes.append(lane)
+            self._boards.append(notes)
+            return
+        former, board_before = self._lanes[worker], self._boards[worker]
+        lane.sent_on.update(former.sent_on)  # it will be sent again, and answered by the new one
+        former.sent_on.clear()
+        former.close()
+        if board_before is not None:
+            board_before.close()
+        self._handles[worker].join(_GRACE)
+        self._handles[worker], self._lanes[worker], self._boards[worker] = handle, lane, notes
+        self._gone.discard(worker)
+
+    def _exited(self, worker: int) -> Exited:
+        """What is known of a worker that is gone."""
+        self._lanes[worker].worker_gone()
+        self._arrived(worker)
+        if worker in self._asked:
+            return Exited(worker)
+        handle, notes = self._handles[worker], self._boards[worker]
+        damage = self._post.damaged.get(worker)
+        if damage is None:
+            cause = handle.cause()
+        else:
+            handle.kill()
+            handle.join(_GRACE)
+            cause = f"sent what can't be read ({damage}), and was killed"
+        killed = next((name for name in ("SIGKILL", "SIGBUS") if name in cause), None)
+        memory = "" if killed is None else self._oom.describe(killed)
+        slots = None if killed is None else self._lanes[worker].taken
+        if notes is None:
+            return Exited(worker, cause, memory=memory, slots=slots)
+        task = notes.task
+        at = -1 if task is None else notes.at
+        return Exited(worker, cause, task, at, notes.crash(), memory, slots)
 
     def _warn(self) -> None:
         reason, self._overflow = self._overflow, None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridloader.backends import sockets
-from hybridloader.backends.fork import check_fork, cuda_initialised
+from hybridloader.backends.fork import check_fork, check_threads, cuda_initialised
 from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
 from hybridloader.backends.spawn import loky_context
 from hybridloader.contract import Backend, Crew
@@ -56,6 +56,8 @@ class SharedMemory(Backend):
             raise BackendUnavailable(f"this platform has no start method {method!r}; use 'loky'")
         check_children_allowed(self.name)
         slot_kind(self.memory, sockets=sockets.available())
+        if method == "fork":
+            check_threads(self.name)
 
     def open(self) -> Crew:
         method = self._method()

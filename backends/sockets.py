@@ -18,12 +18,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hybridloader.backends.frames import Buffer, Decoder, Frame, encode
+from hybridloader.backends.frames import MOST_FDS, Buffer, Decoder, Frame, encode
+from hybridloader.errors import DamagedMessage
 
 _READ = 64 * 1024
-_MANY_FDS = 253  # SCM_MAX_FD
-_ROOM = socket.CMSG_SPACE(_MANY_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+_ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+_CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+"""Without it a program that the user starts would inherit what has just arrived; Python sees to that for
+all descriptors but these (PEP 446). macOS has no such flag."""
 _SEND_BUFFER = 1 << 20
+_LONGEST = (1 << 31) - 1
+"""Milliseconds that `poll` can wait (an int of C), 25 days; whoever has longer asks again."""
 _IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
 
 parent_ends: set[int] = set()
@@ -64,11 +69,14 @@ def read_some(sock: socket.socket, decoder: Decoder) -> Iterator[Frame]:
         if count == 0:
             raise EOFError
         return decoder.advance(count)
-    data, extra, _, _ = sock.recvmsg(_READ, _ROOM)
+    data, extra, _, _ = sock.recvmsg(_READ, _ROOM, _CLOSE_ON_EXEC)
     for level, kind, body in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds = array.array("i")
             fds.frombytes(body[: len(body) - len(body) % 4])
+            if not _CLOSE_ON_EXEC:
+                for fd in fds:
+                    os.set_inheritable(fd, False)
             decoder.fds.extend(fds)
     if not data:
         raise EOFError
@@ -84,6 +92,7 @@ class _Line:
         self.pending: list[Buffer] = []  # to be written at the next flush
         # What did not fit yet, with descriptors that are to be closed once they are sent.
         self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()
+        self.damage: str | None = None
 
     def write_pending(self) -> bool:
         """Write `pending`; whether all of it went. Afterwards it is empty either way."""
@@ -127,7 +136,7 @@ class _Line:
             _close_all(self.unsent.popleft()[1])
 
     def read(self) -> tuple[list[Frame], bool]:
-        """What has arrived, and whether that was the end."""
+        """What has arrived, and whether that was the end; damage is the end too."""
         frames: list[Frame] = []
         try:
             while True:
@@ -136,6 +145,9 @@ class _Line:
                     return frames, False  # poll tells if there is more
         except BlockingIOError:
             return frames, False
+        except DamagedMessage as error:
+            self.damage = str(error)
+            return frames, True
         except (EOFError, OSError):
             return frames, True
 
@@ -146,7 +158,13 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 class SocketPost:
-    """All lines of one crew, and what it takes to wait for any of them."""
+    """All lines of one crew, and what it takes to wait for any of them.
+
+    Attributes
+    ----------
+    damaged
+        Why nothing more was taken from a worker, by its number, although it may be alive.
+    """
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -159,6 +177,7 @@ class SocketPost:
         parent_ends.update((self._alarm_r, self._alarm_w))
         self._poll.register(self._alarm_r, select.POLLIN)
         self._dirty: list[int] = []
+        self.damaged: dict[int, str] = {}
         self._open = True
         # Whoever wakes a crew that is closed must not write to whatever has its descriptor now.
         # Reentrant, because `wake` may be called by a finalizer, at any point of another `wake`.
@@ -170,6 +189,7 @@ class SocketPost:
         sock.setblocking(False)
         parent_ends.add(sock.fileno())
         self._lines[worker] = _Line(sock)
+        self.damaged.pop(worker, None)
         self._worker_of[sock.fileno()] = worker
         self._poll.register(sock, select.POLLIN)
 
@@ -215,7 +235,8 @@ class SocketPost:
             self.flush()
         found: list[tuple[int, Frame | None]] = []
         gone: list[int] = []
-        for fd, event in self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000):
+        most = None if timeout is None else min(max(0.0, timeout) * 1000, _LONGEST)
+        for fd, event in self._poll.poll(most):
             if fd == self._alarm_r:
                 self._drain_alarm()
                 continue
@@ -239,6 +260,9 @@ class SocketPost:
                 frames, ended = self._lines[worker].read()
                 found.extend((worker, frame) for frame in frames)
                 ended = ended or not frames
+            damage = self._lines[worker].damage
+            if damage is not None:
+                self.damaged[worker] = damage
             self.drop(worker)
             found.append((worker, None))
         return found
@@ -303,7 +327,7 @@ class SocketChannel:
         self._frames: deque[Frame] = deque()
 
     def get(self) -> Frame:
-        """The next frame. Raises `EOFError` when the parent has hung up."""
+        """The next frame. Raises `EOFError` when the parent has hung up, `DamagedMessage` as it says."""
         while not self._frames:
             self._read()
         return self._frames.popleft()
@@ -337,3 +361,5 @@ class SocketChannel:
 
     def close(self) -> None:
         self._sock.close()
+        _close_all(self._decoder.fds)
+        self._decoder.fds.clear()

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import ClassVar
 
+from hybridloader import fetch
 from hybridloader.collate import set_slots, teach_torch
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
-from hybridloader.fetch import Flag
+from hybridloader.fetch import Flag, NotingFlag
 from hybridloader.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
-from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
+from hybridloader.messages import Event, Exited, Message, Stop, Task, WorkerSpec
 from hybridloader.native import one_thread_on_this_thread
 from hybridloader.seeding import ThreadSeeds
 from hybridloader.shipping import replicate
@@ -31,6 +32,9 @@ from hybridloader.worker_info import set_worker_info
 
 _PATIENCE = 1.9
 """Seconds that `close` waits for the threads."""
+
+_OURS = (threading.__file__, os.path.dirname(os.path.abspath(fetch.__file__)), __file__)
+"""Files whose frames say nothing about where a worker is stuck, when they come first."""
 
 _SLICE = 0.2 if sys.platform == "win32" else None
 """Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
@@ -63,6 +67,19 @@ class _Messages(SimpleQueue[Message]):
     """A worker's queue. `SimpleQueue` is written to be usable from finalizers."""
 
 
+class _Noted:
+    """The queue of a worker that notes which task it is at."""
+
+    def __init__(self, messages: _Messages, flag: Flag) -> None:
+        self._messages, self._flag = messages, flag
+
+    def get(self) -> Message:
+        message = self._messages.get()
+        if isinstance(message, Task):
+            self._flag.at, self._flag.task = -1, message.seq
+        return message
+
+
 class _Thread:
     """A worker thread and how to reach it; the thread itself holds none of this."""
 
@@ -80,7 +97,7 @@ class _Thread:
         if copy_dataset or fetch.private:
             spec = replace(spec, fetch=fetch.with_dataset(replicate(fetch.dataset, "the dataset")))
         self.pid = os.getpid()
-        self.flag = Flag()
+        self.flag = NotingFlag() if spec.tracked else Flag()
         self.messages = _Messages()
         self.opened = threading.Event()
         self.thread = threading.Thread(
@@ -112,24 +129,28 @@ def _main(
     opened: threading.Event,
 ) -> None:
     def report(event: Event) -> None:
+        flag.task = -1
         opened.set()
         events.put(event)
 
-    cause = None
+    cause, evidence = None, ""
     try:
         seeds = ThreadSeeds(borrows=spec.init_fn is not None)
         worker = Worker(number, spec, seeds, ByReference, flag)
         set_worker_info(worker.info)
         set_slots(slots)
         one_thread_on_this_thread()
-        run(worker, messages, report)
+        run(worker, _Noted(messages, flag) if flag.notes else messages, report)
     except BaseException as error:  # whatever ends a worker, its crew must hear of it
         if not flag.up:
-            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            cause = f"was ended by {type(error).__name__}: {error}\n{trace}"
+            evidence = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            cause = f"was ended by {type(error).__name__}: {error}"
     finally:
         opened.set()
-        events.put(Exited(number, cause))
+        task, at = (flag.task, flag.at) if flag.notes else (None, None)
+        if flag.task >= 0 and flag.at < 0:
+            at = None  # at a task, but at none of its samples alone
+        events.put(Exited(number, cause, task, at, evidence))
 
 
 class _ThreadCrew(Crew):
@@ -145,7 +166,7 @@ class _ThreadCrew(Crew):
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         thread = _Thread(worker, spec, self._events, self._slots, self._copy_dataset)
-        self._threads.append(thread)
+        self._threads[worker : worker + 1] = [thread]
         thread.thread.start()
         if spec.init_fn is not None:
             # It borrows the global generators of this process while the user's function reseeds
@@ -176,6 +197,13 @@ class _ThreadCrew(Crew):
 
     def kill(self, worker: int) -> None:
         self._threads[worker].terminate()
+
+    def stack(self, worker: int) -> str:
+        frame = sys._current_frames().get(self._threads[worker].thread.ident or 0)
+        frames = list(traceback.extract_stack(frame)) if frame is not None else []
+        while len(frames) > 1 and frames[0].filename.startswith(_OURS):
+            del frames[0]  # how any task is come by
+        return "".join(["The thread (most recent call last):\n", *traceback.format_list(frames)])
 
     def leave(self) -> None:
         for thread in self._threads:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import pipeline_cases
+from benchmarks import pipeline_cases, resuming, seeding
 from benchmarks.harness import Case, Variant
 from benchmarks.results import Measurement
 
@@ -18,7 +18,24 @@ THREADS = ("torchdata threads", "SPDL threads", "Grain threads")
 PROCESSES = ("torchdata processes", "SPDL subprocess", "SPDL processes", "Grain processes")
 OURS = ("threads", "fork", "shared-memory")
 
-NAMES = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P12", "stage", "tick", "books")
+NAMES = (
+    "P1",
+    "P2",
+    "P3",
+    "P4",
+    "P5",
+    "P6",
+    "P7",
+    "P8",
+    "P9",
+    "P12",
+    "stage",
+    "tick",
+    "books",
+    "P10",
+    "resume",
+    "seeding",
+)
 LONG_NAMES = ("descriptors", "devshm", "endurance")
 
 
@@ -289,6 +306,9 @@ _MAKERS = {
     "stage": pipeline_cases.stage,
     "tick": pipeline_cases.tick,
     "books": pipeline_cases.books,
+    "P10": resuming.p10,
+    "resume": resuming.p10_middle,
+    "seeding": seeding.case,
     "descriptors": _descriptors,
     "devshm": _devshm,
     "endurance": _endurance,

@@ -19,8 +19,10 @@ def main() -> None:
     from benchmarks.jobs import JOBS
     from benchmarks.loaders import CannotDo
     from benchmarks.overhead import JOBS as overhead
+    from benchmarks.resuming import JOBS as resuming
+    from benchmarks.seeding import JOBS as seeding
 
-    jobs = JOBS | more | overhead
+    jobs = JOBS | more | overhead | resuming | seeding
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)

@@ -67,7 +67,9 @@ class PoolCrew(Crew):
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         mine = PoolWorker(worker, spec)
-        self.workers.append(mine)
+        for former in self.workers[worker : worker + 1]:  # which has exited
+            former.executor.shutdown(wait=False, cancel_futures=True)
+        self.workers[worker : worker + 1] = [mine]
 
         def open_worker() -> None:
             set_worker_info(mine.worker.info)

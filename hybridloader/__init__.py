@@ -20,18 +20,28 @@ if TYPE_CHECKING:
     from hybridloader.errors import (
         BackendUnavailable,
         CacheError,
+        DamagedMessage,
         HybridLoaderError,
         IteratorClosed,
         NotReady,
         ResultNotSendable,
+        ShardLost,
         ShippingError,
+        StateError,
+        TaskTimeout,
+        TooManyErrors,
         WorkerDied,
         WorkerTimeout,
     )
+    from hybridloader.losses import Skipped
     from hybridloader.memory import Memory
+    from hybridloader.on_error import Replace, Retry, Skip
     from hybridloader.operators.base import Operator
     from hybridloader.pipeline import Pipeline
     from hybridloader.registry import backend_names, get_backend
+    from hybridloader.restart import RestartPolicy
+    from hybridloader.sample_generators import rng
+    from hybridloader.sample_seeds import SampleSeeding
     from hybridloader.sampling import (
         BucketBatchSampler,
         DistributedShuffleSampler,
@@ -50,6 +60,7 @@ _HOMES = {
     "CacheError": "errors",
     "Crew": "contract",
     "DataLoader": "dataloader",
+    "DamagedMessage": "errors",
     "DistributedShuffleSampler": "sampling",
     "Fork": "backends.fork",
     "HybridLoaderError": "errors",
@@ -59,21 +70,32 @@ _HOMES = {
     "NotReady": "errors",
     "Operator": "operators.base",
     "Pipeline": "pipeline",
+    "Replace": "on_error",
+    "RestartPolicy": "restart",
     "ResultNotSendable": "errors",
+    "SampleSeeding": "sample_seeds",
+    "Retry": "on_error",
+    "ShardLost": "errors",
     "SharedDict": "shared_dict",
     "SharedList": "shared_list",
     "SharedMemory": "backends.shared_memory",
     "ShippingError": "errors",
     "ShuffleSampler": "sampling",
+    "Skip": "on_error",
+    "Skipped": "losses",
     "Spawn": "backends.spawn",
+    "StateError": "errors",
+    "TaskTimeout": "errors",
     "Threads": "backends.threads",
     "TokenBudgetBatchSampler": "sampling",
+    "TooManyErrors": "errors",
     "WeightedSampler": "sampling",
     "WorkerDied": "errors",
     "WorkerTimeout": "errors",
     "backend_names": "registry",
     "get_backend": "registry",
     "get_worker_info": "worker_info",
+    "rng": "sample_generators",
 }
 
 __all__ = [
@@ -82,6 +104,7 @@ __all__ = [
     "BucketBatchSampler",
     "CacheError",
     "Crew",
+    "DamagedMessage",
     "DataLoader",
     "DistributedShuffleSampler",
     "Fork",
@@ -92,15 +115,25 @@ __all__ = [
     "NotReady",
     "Operator",
     "Pipeline",
+    "Replace",
+    "RestartPolicy",
     "ResultNotSendable",
+    "Retry",
+    "SampleSeeding",
+    "ShardLost",
     "SharedDict",
     "SharedList",
     "SharedMemory",
     "ShippingError",
     "ShuffleSampler",
+    "Skip",
+    "Skipped",
     "Spawn",
+    "StateError",
+    "TaskTimeout",
     "Threads",
     "TokenBudgetBatchSampler",
+    "TooManyErrors",
     "WeightedSampler",
     "WorkerDied",
     "WorkerTimeout",
@@ -108,6 +141,7 @@ __all__ = [
     "backend_names",
     "get_backend",
     "get_worker_info",
+    "rng",
 ]
 
 

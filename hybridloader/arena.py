@@ -284,6 +284,12 @@ class Reader:
         self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
         self._free: list[int] = []  # returned, and not yet told
 
+    @property
+    def size(self) -> int:
+        """Bytes of all slots that are known."""
+        mapped = [seen.mapping for seen in list(self.seen.values())]
+        return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
+
     def learn(self, parcel: Parcel, fds: list[int]) -> None:
         """Map what is new in `parcel`, forget what is gone. Takes over `fds`."""
         for number in parcel.retired:

@@ -81,6 +81,9 @@ class Crew(ABC):
     def start(self, worker: int, spec: WorkerSpec) -> None:
         """Start worker number `worker`, without waiting for it; `Ready` or `Exited` follows.
 
+        Of a number that has exited, a new worker takes the place. What was sent to the old one is not
+        known to it.
+
         What can be known to fail is raised here. One exception to not waiting: workers that share
         the caller's random generators run `spec.init_fn` while the caller waits, because they
         must borrow these generators.
@@ -107,6 +110,10 @@ class Crew(ABC):
     @abstractmethod
     def kill(self, worker: int) -> None:
         """End the worker now; `Exited` follows. For threads: asked to end after this sample."""
+
+    def stack(self, worker: int) -> str:
+        """Where the worker is now, as a Python traceback in text; or why that can't be told."""
+        return ""
 
     def leave(self) -> None:  # noqa: B027  # what can't begin without waiting is done by `close`
         """Begin to end all workers, without waiting; `close` follows. Idempotent, never raises.

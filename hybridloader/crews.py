@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util  # its exit handler must be registered before ours, to run after it
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -25,11 +26,39 @@ def ended_with(holder: Any, crew: Crew) -> weakref.finalize[[Crew, int], Any]:
     return finalizer
 
 
+_runners: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Machines: what has threads that use crews."""
+
+exiting = False
+
+
+def closed_with(holder: Any, runner: Any) -> weakref.finalize[[], Any]:
+    """Have `runner` closed when `holder` is let go, by calling the result, or at exit.
+
+    At exit before any crew, because its threads use crews.
+    """
+    _runners.add(runner)
+    finalizer = weakref.finalize(holder, runner.close)
+    finalizer.atexit = False
+    return finalizer
+
+
+def park_at_exit() -> None:
+    """Keep a daemon thread from a process that is ending: there is nobody left to tell anything."""
+    if exiting and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
+
+
 def _close_all() -> None:
+    global exiting
+    exiting = True
+    for runner in list(_runners):
+        runner.close()
     for crew, owner in list(_crews.items()):
         _close(crew, owner)
 
 
+weakref.finalize(_crews, int).detach()  # weakref's own exit handler goes first, to run after ours
 atexit.register(_close_all)
 
 

@@ -11,35 +11,34 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
-from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
-    _DatasetKind,
-    _sharding_worker_init_fn,
-)
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from hybridloader.collate import without_torch
-from hybridloader.contract import Backend, WorkerHandle
-from hybridloader.errors import IteratorClosed
-from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
-from hybridloader.large import hint_at_large_container
+from hybridloader import epochs
+from hybridloader.arguments import check_loader
+from hybridloader.contract import Backend
+from hybridloader.fallback import usable
+from hybridloader.loader_iterator import LoaderIterator, latest_of, losses_of
 from hybridloader.memory import DEFAULT_MEMORY
-from hybridloader.messages import WorkerSpec
-from hybridloader.refresh import Watch
+from hybridloader.on_error import parse
 from hybridloader.registry import get_backend
-from hybridloader.scheduler import round_robin, round_robin_with_room
-from hybridloader.stage import Stage
+from hybridloader.replay import samplers_of
+from hybridloader.restart import RestartPolicy
+from hybridloader.resuming import leave_for_epoch, load, resuming, state_of
+from hybridloader.sample_seeds import parse as parse_seeding
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from torch.utils.data import Dataset, Sampler
+
+    from hybridloader.losses import Skipped
+    from hybridloader.on_error import Replace, Retry, Skip
+    from hybridloader.sample_seeds import SampleSeeding
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Lightning needs the bare class
@@ -70,6 +69,33 @@ persistent_workers, pin_memory_device, in_order
         must bear being read by several threads. They share the worker's random generators, the global
         ones and those of `get_worker_info().rng`, so which sample gets which random number depends on
         timing. A dataset with `__getitems__` is asked for a whole batch as ever.
+    on_error
+        What becomes of samples that fail: ``"raise"`` raises what they raised, and their batch is lost;
+        ``"skip"``, or a `Skip`, leaves them out, and batches stay full: what is left of a batch that
+        came short waits for the next that does, and the last ones of a pass may be fewer and smaller.
+        A `Retry` tries again first, a `Replace` puts other samples in their places. What was left out
+        or replaced is in `skipped`; too much of it raises `TooManyErrors`.
+    on_worker_death
+        What becomes of a worker that dies (killed, crashed, ``os._exit``): ``"raise"`` raises
+        `WorkerDied`; ``"restart"``, or a `RestartPolicy`, puts another in its place, with its number and
+        its seed, and sends it again just what the dead one had in hand. Order and batches are as if
+        nothing had happened, but for random numbers: the new worker draws from the beginning of its
+        seed's. In an iterable dataset it goes on behind what had been delivered, by reading up to there.
+    task_timeout
+        Seconds that a worker may take for one batch; 0 is for ever. A worker that takes longer is
+        reported with its Python stack: by `TaskTimeout`, or, under ``on_worker_death="restart"``, it is
+        killed and replaced (a thread can't be). `timeout` is how long you wait for the next batch,
+        whatever the reason; this is how long one worker may work on one.
+    seeding
+        What random numbers a sample draws: ``"worker"`` seeds each worker once, bit for bit as torch;
+        ``"sample"``, or a `SampleSeeding` with a seed, seeds every sample, so that what it draws depends
+        on the seed, the epoch and its index alone: not on backend, workers, timing or faults. In an
+        iterable dataset a sample is known by its worker and its number there. See docs/randomness.md.
+    shard_remainders
+        What becomes of the last samples of each worker's part of an iterable dataset, where they are no
+        full batch: ``"keep"`` is torch's way, a smaller batch of each worker, with ``drop_last`` none;
+        ``"join"`` makes full batches of them, in the order in which the parts end, and only what is left
+        of all of them is a smaller batch, or dropped.
 
     Raises
     ------
@@ -90,6 +116,9 @@ persistent_workers, pin_memory_device, in_order
     >>> [batch.tolist() for (batch,) in DataLoader(data, 2, num_workers=2, backend="threads")]
     [[0, 1], [2, 3], [4, 5]]
     """
+
+    _epoch = 0
+    """The one that was announced last."""
 
     # ``DataLoader[int]``, as with torch's, although this class is not generic: see its base.
     __class_getitem__ = classmethod(types.GenericAlias)  # type: ignore[var-annotated]
@@ -116,6 +145,11 @@ persistent_workers, pin_memory_device, in_order
         in_order: bool = True,
         backend: str | Backend | None = None,
         threads_per_worker: int = 1,
+        on_error: str | Skip | Retry | Replace = "raise",
+        on_worker_death: str | RestartPolicy = "raise",
+        task_timeout: float = 0,
+        seeding: str | SampleSeeding = "worker",
+        shard_remainders: str = "keep",
     ) -> None:
         if backend is not None:
             get_backend(backend)
@@ -126,6 +160,11 @@ persistent_workers, pin_memory_device, in_order
             )
         self.backend = backend
         self.threads_per_worker = threads_per_worker
+        self.on_error = on_error
+        self.on_worker_death = on_worker_death
+        self.task_timeout = task_timeout
+        self.seeding = seeding
+        self.shard_remainders = shard_remainders
         super().__init__(
             dataset,
             batch_size,
@@ -152,6 +191,75 @@ persistent_workers, pin_memory_device, in_order
         self.check_worker_number_rationality()
         return LoaderIterator(self, _backend_of(self))
 
+    def report(self) -> str:
+        """A table of the workers of the last iterator: what each is doing, and has done.
+
+        Empty if there is none. From any thread, so that a watchdog can ask what a stuck loop waits for.
+        """
+        latest = latest_of.get(self)
+        iterator = None if latest is None else latest()
+        return "" if iterator is None else iterator.report()
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The samples of the last pass that were left out or replaced, in the order of the batches."""
+        losses = losses_of.get(self)
+        return () if losses is None else tuple(losses.records)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`: for sampler, batch sampler and dataset, and for seeding.
+
+        Without it passes are counted from 0. What was loaded is kept if it is in this epoch.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"epoch must be a whole number, 0 or more, got {epoch!r}")
+        leave_for_epoch(self, epoch)
+        epochs.announce(self, epoch)
+        told: list[Any] = []
+        for one in (*samplers_of(self), self.dataset):
+            tell = getattr(one, "set_epoch", None)
+            if callable(tell) and not any(one is other for other in told):
+                told.append(one)
+                tell(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass made last has come to: behind the last batch that was yielded.
+
+        At any time, at a cost that does not grow with the dataset. It starts no worker and draws
+        nothing. See docs/resuming.md.
+
+        Raises
+        ------
+        StateError
+            The dataset has a state that raised or can't be pickled.
+        """
+        return state_of(self, stays=self._iterator is not None)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Have the next pass go on where `state_dict` was taken, on any backend.
+
+        Parameters
+        ----------
+        state_dict
+            What `state_dict` gave, of this loader or of one like it. ``{}`` says that there is none.
+
+        Raises
+        ------
+        StateError
+            A `ValueError`: it is of another kind of loader, or was cut off; the message names the
+            field. What only shows by trying (a sampler that has shrunk) is raised by ``iter``, before
+            any worker starts.
+        """
+        load(self, state_dict)
+
+    @property
+    def resuming(self) -> tuple[int, int] | None:
+        """While workers read again what is behind them: samples that they have, and of how many.
+
+        A worker counts as soon as its first batch is there. None if there is nothing to read again.
+        """
+        return resuming(self)
+
     def check_worker_number_rationality(self) -> None:
         """Warn, as torch does, when there are more worker processes than CPUs. Not for threads."""
         if self.backend is None or not get_backend(self.backend).in_process:
@@ -160,6 +268,7 @@ persistent_workers, pin_memory_device, in_order
 
 def _check(loader: DataLoader) -> None:
     """Find what contradicts itself; also what was set after the constructor."""
+    check_loader(loader)
     if loader.num_workers < 0 or loader.timeout < 0:
         raise ValueError(
             "num_workers and timeout must not be negative, "
@@ -171,6 +280,11 @@ def _check(loader: DataLoader) -> None:
             "batch and can't stop waiting for it"
         )
     _check_threads(loader)
+    parse(loader.on_error)
+    parse_seeding(loader.seeding)
+    RestartPolicy.of(loader.on_worker_death)
+    _check_task_timeout(loader)
+    _check_remainders(loader)
     context, backend = loader.multiprocessing_context, loader.backend
     if context is None or backend is None:
         return
@@ -185,6 +299,31 @@ def _check(loader: DataLoader) -> None:
         raise ValueError(
             f"backend {chosen!r} contradicts multiprocessing_context={method!r}; "
             f"leave one of them out, or say SharedMemory(start_method={method!r})"
+        )
+
+
+def _check_task_timeout(loader: DataLoader) -> None:
+    seconds: Any = loader.task_timeout
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (number and seconds >= 0):  # NaN is neither
+        raise ValueError(f"task_timeout is seconds, 0 or more, not {seconds!r}")
+    if loader.num_workers == 0 and seconds > 0:
+        raise ValueError(
+            f"task_timeout={seconds} needs num_workers > 0: with 0 the caller itself makes the batch "
+            "and can't be stopped"
+        )
+
+
+def _check_remainders(loader: DataLoader) -> None:
+    remainders: Any = loader.shard_remainders
+    if remainders not in ("keep", "join"):
+        raise ValueError(f"shard_remainders must be 'keep' or 'join', got {remainders!r}")
+    if remainders == "keep":
+        return
+    if loader._dataset_kind != _DatasetKind.Iterable or not loader._auto_collation:
+        raise ValueError(
+            "shard_remainders='join' makes batches of what is left of each worker's part of an iterable "
+            "dataset; leave it out for a dataset that is asked by index, and with batch_size=None"
         )
 
 
@@ -224,10 +363,10 @@ def _backend_of(loader: DataLoader) -> Backend:
         return Inline(memory=getattr(backend, "memory", DEFAULT_MEMORY))
     context = loader.multiprocessing_context
     if backend is None:
-        return AsTorch(None if context is None else context.get_start_method())
-    if context is not None and isinstance(backend, SharedMemory):
-        return replace(backend, start_method=context.get_start_method())
-    return backend
+        backend = AsTorch(None if context is None else context.get_start_method())
+    elif context is not None and isinstance(backend, SharedMemory):
+        backend = replace(backend, start_method=context.get_start_method())
+    return usable(backend)
 
 
 @functools.cache
@@ -237,157 +376,3 @@ def _warn_idle(name: str) -> None:
         "Give num_workers to use it.",
         stacklevel=5,
     )
-
-
-@functools.cache
-def _warn_idle_threads(dataset: str) -> None:
-    warnings.warn(
-        f"threads_per_worker has no effect for {dataset}: its __getitems__ is asked for a whole batch "
-        "at once. Raise num_workers, or use threads in __getitems__.",
-        stacklevel=7,
-    )
-
-
-_TORCHS_NEXT = _BaseDataLoaderIter.__next__
-_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
-
-class _Weakly:
-    """A method of the loader, without holding the loader.
-
-    A worker thread that held it would keep the loader, and with persistent workers the iterator,
-    alive for ever. As long as the iterator lives, it holds the method itself.
-    """
-
-    def __init__(self, method: types.MethodType) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, argument: Any) -> Any:
-        method = self._method()
-        if method is None:
-            raise Abandoned
-        return method(argument)
-
-
-class LoaderIterator(_BaseDataLoaderIter):
-    """One pass over a `DataLoader`, or, with persistent workers, one after the other.
-
-    A context manager; leaving it closes the iterator. Closing it, letting it go or exhausting it (if
-    the workers are not persistent) ends the workers.
-    """
-
-    def __init__(self, loader: DataLoader, backend: Backend) -> None:
-        super().__init__(loader)
-        self._backend = backend
-        self._prefetch_factor = loader.prefetch_factor or 2
-        self._in_order = loader.in_order
-        self._threads = loader.threads_per_worker
-        self._worker_init_fn = loader.worker_init_fn
-        self._loader = weakref.ref(loader)
-        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
-            self._shard_datapipe()
-            self._watch = None
-        else:
-            self._watch = Watch(self._dataset) if self._persistent_workers else None
-        self._stage = self._start()
-        if self._num_workers == 0:
-            self._stage.begin(self._sampler_iter)
-        else:
-            # As torch: the sampler's iter() is called a second time here.
-            self._reset(loader, first_iter=True)
-
-    def _shard_datapipe(self) -> None:
-        """Each rank and each worker reads its own part of a data pipe; the rules are torch's."""
-        if self._num_workers == 0:
-            pipe: Any = self._dataset
-            torch.utils.data.graph_settings.apply_sharding(pipe, self._world_size, self._rank)
-        else:
-            self._worker_init_fn = functools.partial(
-                _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
-            )
-
-    def _start(self) -> Stage:
-        if not self._backend.in_process:
-            hint_at_large_container(self._dataset)
-        spec = WorkerSpec(
-            stage="DataLoader",
-            workers=self._num_workers,
-            fetch=self._fetch(),
-            base_seed=int(self._base_seed),
-            init_fn=self._for_workers(self._worker_init_fn),
-            shared_seed=self._shared_seed,
-        )
-        return Stage(
-            self._backend,
-            spec,
-            lookahead=self._prefetch_factor * self._num_workers,
-            ordered=self._in_order,
-            timeout=self._timeout,
-            persistent=self._persistent_workers,
-            dispatch=round_robin if self._in_order else round_robin_with_room,
-        )
-
-    def _for_workers(self, function: Any) -> Any:
-        """What workers get for `function`."""
-        if not self._backend.in_process:
-            return without_torch(function)
-        own = isinstance(function, types.MethodType) and function.__self__ is self._loader()
-        return _Weakly(function) if own else function
-
-    def _fetch(self) -> Fetch:
-        dataset, batched = self._dataset, self._auto_collation
-        collate_fn = self._for_workers(self._collate_fn)
-        if self._dataset_kind == _DatasetKind.Iterable:
-            datapipe = isinstance(dataset, IterDataPipe)
-            return IterableFetch(dataset, collate_fn, batched, self._drop_last, datapipe)
-        private = isinstance(dataset, MapDataPipe)
-        fetch = MapFetch(dataset, collate_fn, batched, private, self._threads)
-        if fetch.idle_threads:
-            _warn_idle_threads(type(dataset).__name__)
-        return fetch
-
-    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
-        super()._reset(loader, first_iter)
-        if self._stage.closed:  # a worker had died, or somebody closed it: start again
-            self._stage = self._start()
-        changes = () if first_iter or self._watch is None else self._watch.changes()
-        self._stage.begin(self._sampler_iter, self._shared_seed, changes)
-
-    def __next__(self) -> Any:
-        # torch's enters a profiler range for every batch, which costs 15-30 us; only a running
-        # profiler sees it. Whoever replaces torch's method (as monitors do) finds it called.
-        if (
-            _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
-            or self._dataset_kind == _DatasetKind.Iterable
-            or _profiling()
-        ):
-            return super().__next__()
-        data = self._next_data()
-        self._num_yielded += 1
-        return data
-
-    def _next_data(self) -> Any:
-        data = next(self._stage)
-        if self._pin_memory:
-            pin: Any = torch.utils.data._utils.pin_memory.pin_memory
-            data = pin(data, self._pin_memory_device)
-        return data
-
-    @property
-    def _workers(self) -> Sequence[WorkerHandle]:
-        return self._stage.handles
-
-    def _shutdown_workers(self) -> None:
-        self._stage.close()
-
-    def close(self) -> None:
-        """End the workers now. Any number of times, from any thread; at most some 2 seconds."""
-        self._stage.close()
-
-    def __enter__(self) -> LoaderIterator:
-        if self._stage.closed:
-            raise IteratorClosed("this iterator is closed")
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

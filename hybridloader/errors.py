@@ -29,6 +29,14 @@ class CacheError(HybridLoaderError, ValueError):
     """A cache file is damaged, or is not of this pipeline; the message says what to do."""
 
 
+class StateError(HybridLoaderError, ValueError):
+    """The state of a run can't be taken, or is not of this pipeline; the message names the field."""
+
+
+class DamagedMessage(HybridLoaderError, ValueError):
+    """What came from the other process is not what it can have written; nothing of it was used."""
+
+
 class ResultNotSendable(HybridLoaderError, TypeError):
     """A worker made a result that can't be pickled, so that it can't be sent back."""
 
@@ -42,6 +50,21 @@ class WorkerTimeout(HybridLoaderError, RuntimeError, TimeoutError):
 
     The iterator stays usable: calling ``next()`` again goes on waiting for the same batch.
     """
+
+
+class TaskTimeout(WorkerTimeout):
+    """A worker took longer than `task_timeout` seconds for one task. The iterator is closed by it."""
+
+
+class TooManyErrors(HybridLoaderError, RuntimeError):
+    """More samples failed than the budget of `on_error` allows; the message ends with a table of them.
+
+    The iterator stays usable, and raises this again at the next sample that fails.
+    """
+
+
+class ShardLost(HybridLoaderError, RuntimeError):
+    """What reads an iterable source ended with an error: the rest of its shard can't be read."""
 
 
 class IteratorClosed(HybridLoaderError, RuntimeError):
@@ -108,6 +131,15 @@ def add_note(exception: BaseException, note: str) -> None:
             pass
     elif note not in notes:
         notes.append(note)
+
+
+def no_stop(error: Exception) -> Exception:
+    """As in PEP 479: a `StopIteration` would end the user's loop without a word."""
+    if not isinstance(error, StopIteration):
+        return error
+    leak = RuntimeError("the dataset, or a function, raised StopIteration")
+    leak.__cause__ = error
+    return leak.with_traceback(error.__traceback__)
 
 
 def twin(exception: Exception) -> Exception:
@@ -184,7 +216,10 @@ def _sendable(value: Any) -> Any:
     try:
         pickle.loads(_dumps(value))
     except Exception:  # as above
-        return repr(value)
+        try:
+            return repr(value)
+        except Exception:  # of something nested without end, for instance
+            return f"<{type(value).__qualname__} that can't be shown>"
     return value
 
 

@@ -7,78 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from hybridloader.contract import Payload
-from hybridloader.diagnosis import name_of, place
-from hybridloader.errors import IteratorClosed, add_note
+from hybridloader.diagnosis import name_of
+from hybridloader.errors import IteratorClosed
 from hybridloader.feed import Portions, is_sealed
 from hybridloader.fetch import Flag
 from hybridloader.ledger import Books
+from hybridloader.losses import Losses
+from hybridloader.outcomes import Bad, Damaged, Noted
 from hybridloader.refresh import Change
 from hybridloader.relay import Relay
 from hybridloader.scheduler import ACTIVE, Scheduler
 from hybridloader.stage import Stage
-from hybridloader.work import Bad, Damaged, Step, leak
-
-
-class InlineItems(Iterator[Any]):
-    """The results of a function that is called where they are asked for.
-
-    Parameters
-    ----------
-    items
-        What it is called with.
-    step
-        The function, and what is made of what it returns.
-    stage
-        What errors call it.
-    left
-        Up when nobody wants items any more, so that a filter that keeps nothing ends.
-    """
-
-    def __init__(self, items: Iterator[Any], step: Step, stage: str, left: Flag) -> None:
-        self._items, self._stage, self._left = items, stage, left
-        self._pull = items.__next__
-        self._kind, self._function = step.kind, step.open(Flag())
-        # All the mutable state:
-        self._several: Iterator[Any] | None = None
-        self._item: Any = None  # what the several are made of
-
-    def __next__(self) -> Any:
-        while True:
-            if self._several is not None:
-                try:
-                    return next(self._several)
-                except StopIteration:
-                    self._several = None
-                except Exception as error:
-                    self._several = None
-                    self._blame(error, self._item)
-            if self._left.up:
-                raise IteratorClosed(f"the iterator of stage {self._stage!r} is closed")
-            item = self._pull()
-            try:
-                found = self._function(item)
-                if self._kind == "map":
-                    return found
-                if self._kind == "flat_map":
-                    self._several, self._item = iter(found), item
-                    continue
-                keep = bool(found)
-            except Exception as error:
-                self._blame(error, item)
-            if keep:
-                return item
-
-    def _blame(self, error: Exception, item: Any) -> NoReturn:
-        where = place(self._stage, "the thread that asked", item, "working on")
-        if isinstance(error, StopIteration):
-            leaked = leak(error)
-            add_note(leaked, where)
-            raise leaked from error
-        add_note(error, where)
-        raise error
-
-    def close(self) -> None:
-        _close(self._items)
 
 
 class Depth:
@@ -113,12 +52,19 @@ class StageItems(Iterator[Any]):
         What the stage is fed from; closed when this is.
     portions
         What it is fed with.
+    losses
+        Of this pass, if there is a policy.
     """
 
     def __init__(
-        self, stage: Stage, books: Books, items: Iterator[Any], portions: Portions
+        self,
+        stage: Stage,
+        books: Books,
+        items: Iterator[Any],
+        portions: Portions,
+        losses: Losses | None = None,
     ) -> None:
-        self._stage, self.books, self._items = stage, books, items
+        self._stage, self.books, self._items, self._losses = stage, books, items, losses
         self.portions = portions
         self.sealed = False  # whether results may come unopened
         self.depths: list[Depth] = []  # of the relays before and behind
@@ -126,6 +72,7 @@ class StageItems(Iterator[Any]):
         # All the mutable state:
         self._epoch = 0
         self._results: Iterator[Any] = iter(())
+        self._outcomes: deque[Any] = deque()  # of a damaged task
 
     def begin(self, changes: tuple[Change, ...]) -> None:
         """Begin a pass of the stage."""
@@ -149,9 +96,14 @@ class StageItems(Iterator[Any]):
     def _next(self, wait: bool) -> Any:
         while True:
             for result in self._results:
-                if type(result) is Bad:
-                    raise_bad(result, self._stage, self._stage.last_worker, "working on")
                 return result
+            while self._outcomes:
+                outcome = self._outcomes.popleft()
+                if type(outcome) is not Bad and type(outcome) is not Noted:
+                    if self._losses is not None:
+                        self._losses.take(1, (), None)
+                    return outcome
+                sort_out(outcome, self._losses, self._stage, self._stage.last_worker, "working on")
             self.books.pulled()
             try:
                 results = self._stage.pull(self._epoch, wait=wait)
@@ -159,13 +111,19 @@ class StageItems(Iterator[Any]):
                 self.books.turned_away()
             if self.sealed and is_sealed(results):
                 self.books.items_out += results.count
+                if self._losses is not None:
+                    self._losses.take(results.count, (), None)
                 if results.count:
                     return results
                 _discard(results)
                 continue
             if type(results) is Damaged:
-                results = results.outcomes
+                self._outcomes.extend(results.outcomes)
+                self.books.items_out += items_among(results.outcomes, self._losses)
+                continue
             self.books.items_out += len(results)
+            if self._losses is not None:
+                self._losses.take(len(results), (), None)
             self._results = iter(results)
 
     def close(self) -> None:
@@ -192,13 +150,15 @@ class ReaderItems(Iterator[Any]):
         Unordered; the `fewest_at_hand` of this object is its dispatch.
     books
         Of that stage.
+    losses
+        Of this pass, if there is a policy.
     """
 
     AT_HAND = 2
     """Tasks of one reader that may be under way or wait."""
 
-    def __init__(self, stage: Stage, books: Books) -> None:
-        self._stage, self.books = stage, books
+    def __init__(self, stage: Stage, books: Books, losses: Losses | None = None) -> None:
+        self._stage, self.books, self._losses = stage, books, losses
         # All the mutable state:
         self._epoch = 0
         self._waiting: list[deque[Any]] = [deque() for _ in range(books.workers)]
@@ -227,6 +187,23 @@ class ReaderItems(Iterator[Any]):
         return self._next(wait=False)
 
     def _next(self, wait: bool) -> Any:
+        while True:
+            self._find_turn(wait)
+            reader = self._turn
+            item = self._waiting[reader].popleft()
+            if type(item) is Noted or (type(item) is Bad and forgiven(item, self._losses)):
+                # It is as if it were not there, so the turn stays.
+                sort_out(item, self._losses, self._stage, reader, "reading")
+                continue
+            self._turn = (reader + 1) % len(self._waiting)
+            if type(item) is Bad:
+                sort_out(item, self._losses, self._stage, reader, "reading")
+            if self._losses is not None:
+                self._losses.take(1, (), None)
+            return item
+
+    def _find_turn(self, wait: bool) -> None:
+        """Go on to the reader whose turn it is, once something of it has come."""
         while not self._waiting[self._turn]:
             if self._over and not any(self._waiting):
                 raise StopIteration
@@ -235,11 +212,6 @@ class ReaderItems(Iterator[Any]):
                 self._turn = (self._turn + 1) % len(self._waiting)
             else:
                 self._take(wait)
-        reader, self._turn = self._turn, (self._turn + 1) % len(self._waiting)
-        item = self._waiting[reader].popleft()
-        if type(item) is Bad:
-            raise_bad(item, self._stage, reader, "reading")
-        return item
 
     def _take(self, wait: bool) -> None:
         self.books.pulled()
@@ -252,7 +224,9 @@ class ReaderItems(Iterator[Any]):
             self.books.turned_away()
         if type(results) is Damaged:
             results = results.outcomes
-        self.books.items_out += len(results)
+            self.books.items_out += items_among(results, self._losses)
+        else:
+            self.books.items_out += len(results)
         self._waiting[self._stage.last_worker].extend(results)
 
     def close(self) -> None:
@@ -328,6 +302,30 @@ class Fragile(Iterator[Any]):
 
     def close(self) -> None:
         _close(self._items)
+
+
+def forgiven(bad: Bad, losses: Losses | None) -> bool:
+    """Whether `bad` is left out, and not raised."""
+    return losses is not None and losses.forgives(bad.failure)
+
+
+def items_among(outcomes: list[Any], losses: Losses | None) -> int:
+    """How many of `outcomes` come out of the stage, as items or as what is raised in their places."""
+    gone = sum(type(o) is Noted or (type(o) is Bad and forgiven(o, losses)) for o in outcomes)
+    return len(outcomes) - gone
+
+
+def sort_out(
+    outcome: Bad | Noted, losses: Losses | None, stage: Stage, worker: int, doing: str
+) -> None:
+    """Count what was left out or replaced; raise what is to be raised."""
+    if isinstance(outcome, Noted):
+        if losses is not None:
+            losses.take(outcome.tried, outcome.misses, worker)
+    elif losses is not None and losses.forgives(outcome.failure):
+        losses.take(1, [outcome.miss()], worker)
+    else:
+        raise_bad(outcome, stage, worker, doing)
 
 
 def raise_bad(bad: Bad, stage: Stage, worker: int, doing: str) -> NoReturn:

@@ -8,6 +8,7 @@ the workers that are there.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import sys
@@ -17,48 +18,58 @@ from collections.abc import Iterator
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.errors import IteratorClosed, ShippingError, add_note
+from hybridloader.dropping import Dropping
+from hybridloader.errors import IteratorClosed, ShippingError, StateError, add_note
 from hybridloader.feed import Portions
 from hybridloader.fetch import Flag
 from hybridloader.flow import (
     Depth,
     Fragile,
     Guarded,
-    InlineItems,
     ReaderItems,
     StageItems,
     couple,
 )
+from hybridloader.inline_items import GuardedInlineItems, InlineItems
 from hybridloader.ledger import Books
+from hybridloader.losses import Losses, Register
 from hybridloader.messages import WorkerSpec
 from hybridloader.native import one_thread_on_this_thread
+from hybridloader.numbering import Counter, Numbering
 from hybridloader.operators.base import Operator, Source, Upstream
 from hybridloader.operators.cache import Cache
 from hybridloader.operators.join import Branch
 from hybridloader.operators.order import Repeat
-from hybridloader.operators.work import Lookup, Readers, Work
+from hybridloader.operators.sources import Indices
+from hybridloader.operators.work import Lookup, Placement, Readers, Work
+from hybridloader.passes import Pass, Start
 from hybridloader.plan import Handover, Inline, Node, Single, Workers, check, lay_out
+from hybridloader.readers import ReadersFetch
 from hybridloader.refresh import Watch
 from hybridloader.relay import FINAL, Relay
+from hybridloader.resume import Position, descriptions
+from hybridloader.sample_seeds import Origin
 from hybridloader.scheduler import Scheduler, least_busy
 from hybridloader.stage import Stage
-from hybridloader.work import ReadersFetch, WorkFetch
+from hybridloader.trail import Layout, Trail, before, number_of, passes_one_by_one
+from hybridloader.trail import Path as Path
+from hybridloader.work import WorkFetch
 
 if TYPE_CHECKING:
+    from hybridloader.draws import Draws
     from hybridloader.pipeline import Pipeline
 
 _PATIENCE = 2.0
 """Seconds that `close` may take."""
 
-Path = tuple[int, ...]
-"""Where a node is: its number in its line, after those of the nodes and branches that the line is in."""
-
 
 class Station:
     """A stage that runs, with its books."""
 
-    def __init__(self, node: Workers, stage: Stage, books: Books, dataset: Any) -> None:
-        self.node, self.stage, self.books = node, stage, books
+    def __init__(
+        self, node: Workers, stage: Stage, books: Books, dataset: Any, counter: Counter
+    ) -> None:
+        self.node, self.stage, self.books, self.counter = node, stage, books, counter
         self.watch = None if dataset is None else Watch(dataset)
         self.readers: ReaderItems | None = None
         self.begun = False
@@ -73,6 +84,12 @@ class Machine:
         What to run.
     seed
         Of everything random that has no seed of its own. None: drawn from torch's default generator.
+    resumed
+        The state whose seeds are to be used instead.
+    first
+        The number of the first epoch.
+    idle
+        Whether nothing is to run, because there is nothing left to do.
 
     Raises
     ------
@@ -80,11 +97,23 @@ class Machine:
         It can't be run; no worker is left.
     """
 
-    def __init__(self, pipeline: Pipeline, seed: int | None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        seed: int | None,
+        resumed: Position | None = None,
+        *,
+        first: int = 0,
+        idle: bool = False,
+    ) -> None:
         check(pipeline)
         self.pipeline = pipeline
-        self.seeded = seed is not None
-        self.seed = drawn() if seed is None else seed
+        self._draws: dict[str, int] = {}  # by the path of a source's line: see `draw`
+        if resumed is None:
+            self.seeded, self.seed = seed is not None, drawn() if seed is None else seed
+        else:
+            self.seeded, self.seed = resumed.seeded, resumed.seed
+            self._draws.update(resumed.draws)
         self.owner = os.getpid()
         self.closed = Flag()
         self.left = Flag()  # of the pass that runs
@@ -92,6 +121,7 @@ class Machine:
         self._ended: float | None = None
         self.given, self.waited = 0, 0.0  # items your loop got, and seconds that it waited for them
         self._lines: dict[int, tuple[Node, ...]] = {}  # by the identity of their pipeline
+        self._numbers: dict[int, int] = {}  # of functions in their line, by their identity
         self._nodes_at: dict[Path, tuple[Node, ...]] = {}  # by the path of the line
         # All the mutable state:
         self.stations: dict[Path, Station] = {}
@@ -99,10 +129,13 @@ class Machine:
         self.feeders: dict[Path, Feeder] = {}
         self._depths: dict[Path, Depth] = {}
         self._behind: dict[Path, StageItems] = {}  # what is right before a relay
+        self.register = Register()  # of what was skipped
         self._forks: dict[int, Path] = {}  # by the identity of the fork
         self._ending = threading.RLock()
+        if resumed is None:
+            self._draw_for(pipeline, (), first)
         try:
-            needed = list(self._needed(pipeline, ()))
+            needed = [] if idle else list(self._needed(pipeline, ()))
             for path, node in sorted(needed, key=lambda found: _start_order(found[1])):
                 self._station(path, node)
         except BaseException:
@@ -111,61 +144,107 @@ class Machine:
 
     # -- building ------------------------------------------------------------------------------------
 
-    def begin(self, epoch: int) -> Iterator[Any]:
+    def begin(self, epoch: int, trail: Trail) -> Iterator[Any]:
         """Make the iterators of one epoch, and start them. What is left of another is broken off."""
         self.break_off()
         self.left = Flag()
-        return self.open_line(self.pipeline, (), _Pass(self, (), epoch, {}, self.left))
+        self.register.new_run()
+        trail.layout = Layout(self._line, self.path_of)
+        run = Pass(self, trail, (), epoch, {}, self.left)
+        return self.open_line(self.pipeline, (), run, Start(trail.start.given))
 
-    def open_line(self, pipeline: Pipeline, path: Path, run: _Pass) -> Iterator[Any]:
+    def open_line(self, pipeline: Pipeline, path: Path, run: Pass, start: Start) -> Iterator[Any]:
         """Open all nodes of one line, and start its relays."""
         started: list[Relay] = []
         nodes = self._nodes_at[path] = self._line(pipeline)
-        items = self._open(nodes, len(nodes) - 1, path, run, started)
+        items = self._open(nodes, len(nodes) - 1, path, run, started, start)
         for relay in started:
             relay.start()
         return items
 
     def _open(
-        self, nodes: tuple[Node, ...], at: int, path: Path, run: _Pass, started: list[Relay]
+        self,
+        nodes: tuple[Node, ...],
+        at: int,
+        path: Path,
+        run: Pass,
+        started: list[Relay],
+        start: Start,
     ) -> Iterator[Any]:
-        """Open the nodes up to number `at`."""
-        node, where = nodes[at], (*path, at)
+        """Open the nodes up to number `at`, to give what is behind the first items."""
+        node = nodes[at]
         if isinstance(node, Single):
-            return self._open_single(nodes, at, path, run, started)
+            return self._open_single(nodes, at, path, run, started, start)
+        if not start.items or passes_one_by_one(node):
+            return self._open_node(nodes, at, path, run, started, start)
+        items = self._open_node(nodes, at, path, run, started, Start())
+        return run.without(items, start, node.name)
+
+    def _open_node(
+        self,
+        nodes: tuple[Node, ...],
+        at: int,
+        path: Path,
+        run: Pass,
+        started: list[Relay],
+        start: Start,
+    ) -> Iterator[Any]:
+        """The same, if what comes before is to begin behind as many items."""
+        node, where = nodes[at], (*path, at)
         if isinstance(node, Workers):
-            return self._open_stage(nodes, at, path, run, started)
-        items = self._open(nodes, at - 1, path, run, started)
+            return self._open_stage(nodes, at, path, run, started, start)
+        items = self._open(nodes, at - 1, path, run, started, start)
         if isinstance(node, Inline):
             if node.placement.worker_init_fn is not None:
                 node.placement.worker_init_fn(0)
             for work in node.works:
+                draws = self._draws_of(work, path, run.epoch, start.items)
+                losses = self._losses(where, node.placement, work.name, run.epoch)
+                policy = node.placement.on_error
                 try:
-                    items = InlineItems(items, work.step(), work.name, run.left)
+                    if losses is None or policy is None:
+                        items = InlineItems(items, work.step(), work.name, run.left, draws)
+                    else:
+                        items = GuardedInlineItems(
+                            items, work.step(), work.name, run.left, policy, losses, draws
+                        )
                 except Exception as error:
                     add_note(error, f"In stage {work.name!r}, setting it up.")
                     raise
             return items
+        assert isinstance(node, Handover)
         return self._open_relay(node, where, items, started)
 
     def _open_single(
-        self, nodes: tuple[Node, ...], at: int, path: Path, run: _Pass, started: list[Relay]
+        self,
+        nodes: tuple[Node, ...],
+        at: int,
+        path: Path,
+        run: Pass,
+        started: list[Relay],
+        start: Start,
     ) -> Iterator[Any]:
         node = nodes[at]
         assert isinstance(node, Single)
-        operator = node.operator
-        # Counted without what runs on workers: a seed means the same wherever work is done.
-        number = sum(isinstance(before, Single) for before in nodes[:at])
-        upstream = self._upstream(nodes, at, path, run, started)
-        items = operator.begin(upstream, run.at((*path, at), number, operator))
+        operator, number = node.operator, number_of(nodes, at)
+        saved = run.trail.saved(path, number, run.epoch)
+        raised = bool(run.trail.start.raised)
+        parts = before(operator, start.items, run.epoch, saved, raised)
+        first, begins = start, Start()  # to be dropped here, if it can't begin behind them
+        if parts is not None:
+            first, begins = Start(), start
+        upstream = self._upstream(nodes, at, path, run, started, _upstream_of(operator, begins))
+        items = operator.begin(upstream, run.at((*path, at), number, operator, begins, saved))
         if not isinstance(items, Iterator):
             raise TypeError(
                 f"operator {node.name!r}: open() must return an iterator, not {items!r}; "
                 "return iter(...) of it"
             )
         if isinstance(operator, Source):
-            return Guarded(items, run.left)
-        return Fragile(items, node.name) if isinstance(items, GeneratorType) else items
+            items = Guarded(items, run.left)
+        elif isinstance(items, GeneratorType):
+            items = Fragile(items, node.name)
+        return run.without(items, first, node.name)
 
     def _open_relay(
         self, node: Handover, where: Path, items: Iterator[Any], started: list[Relay]
@@ -179,14 +258,15 @@ class Machine:
             prepare=one_thread_on_this_thread,
             start=False,
         )
-        if isinstance(items, StageItems):
-            self._behind[where] = items
-        if isinstance(items, (StageItems, ReaderItems)):
-            items.books.behind = relay
+        stage = items.items if isinstance(items, Dropping) else items
+        if isinstance(stage, StageItems):
+            self._behind[where] = stage
+        if isinstance(stage, (StageItems, ReaderItems)):
+            stage.books.behind = relay
         if node.depth is None:
             depth = self._depths[where] = Depth(relay, node.least)
-            if isinstance(items, StageItems):
-                couple(items, depth)
+            if isinstance(stage, StageItems):
+                couple(stage, depth)
         with self._ending:
             if self.closed.up:
                 raise IteratorClosed("the pipeline was closed")
@@ -198,20 +278,32 @@ class Machine:
         return relay
 
     def _upstream(
-        self, nodes: tuple[Node, ...], at: int, path: Path, run: _Pass, started: list[Relay]
+        self,
+        nodes: tuple[Node, ...],
+        at: int,
+        path: Path,
+        run: Pass,
+        started: list[Relay],
+        begins: Start,
     ) -> Upstream:
         passes = 0
         operator = nodes[at].operator if isinstance(nodes[at], Single) else None  # type: ignore[union-attr]
-        times = (operator.times or 1) if isinstance(operator, Repeat) else 1
+        repeat = operator if isinstance(operator, Repeat) else None
+        times = 1 if repeat is None else (repeat.times or 1)
 
-        def upstream() -> Iterator[Any]:
+        def upstream(
+            number: int | None = None, *, epoch: int | None = None, start: int = 0
+        ) -> Iterator[Any]:
             nonlocal passes
-            number, passes = passes, passes + 1
-            if number == 0 and times == 1 and not isinstance(operator, Repeat):
-                return self._open(nodes, at - 1, path, run, started)
-            inner = _Pass(self, run.path, run.epoch * times + number, {}, run.left)
+            number = passes if number is None else number
+            passes = number + 1
+            if number == 0 and repeat is None and epoch is None:
+                return self._open(nodes, at - 1, path, run, started, begins)
+            if epoch is None:
+                epoch = run.epoch * times + number
             mine: list[Relay] = []
-            items = self._open(nodes, at - 1, path, inner, mine)
+            inner, behind = run.another(path, epoch), Start(start, begins.slack)
+            items = self._open(nodes, at - 1, path, inner, mine, behind)
             for relay in mine:
                 relay.start()
             return items
@@ -219,7 +311,13 @@ class Machine:
         return upstream
 
     def _open_stage(
-        self, nodes: tuple[Node, ...], at: int, path: Path, run: _Pass, started: list[Relay]
+        self,
+        nodes: tuple[Node, ...],
+        at: int,
+        path: Path,
+        run: Pass,
+        started: list[Relay],
+        start: Start,
     ) -> Iterator[Any]:
         node = nodes[at]
         assert isinstance(node, Workers)
@@ -227,27 +325,30 @@ class Machine:
         stage, books = station.stage, station.books
         changes = station.watch.changes() if station.watch is not None and station.begun else ()
         station.begun = True
+        losses = self._losses((*path, at), node.placement, node.name, run.epoch)
         if node.reads:
-            station.readers = ReaderItems(stage, books)
+            station.counter.begin(run.epoch)
+            station.readers = ReaderItems(stage, books, losses)
             station.readers.begin(changes)
             return station.readers
-        items = self._open(nodes, at - 1, path, run, started)
-        before = nodes[at - 2] if at > 1 else None
+        items = self._open(nodes, at - 1, path, run, started, start)
+        stage_before = nodes[at - 2] if at > 1 else None
         portions = Portions(
             items,
-            sealed=isinstance(before, Workers) and before.sealed,
+            sealed=isinstance(stage_before, Workers) and stage_before.sealed,
             least=node.placement.threads_per_worker,
             # What is counted in bytes is counted item by item.
             most=1 if node.placement.buffer_bytes else node.placement.prefetch,
             final=FINAL,
         )
-        found = StageItems(stage, books, items, portions)
+        found = StageItems(stage, books, items, portions, losses)
         found.sealed = node.sealed
         depth, feeder = self._depths.get((*path, at - 1)), self._behind.get((*path, at - 1))
         if depth is not None:
             couple(found, depth)
         if feeder is not None and feeder.sealed:
             feeder.portions.no_larger_than(portions)  # what it gives can't be divided here
+        station.counter.begin(run.epoch, start.items)
         found.begin(changes)
         return found
 
@@ -257,6 +358,10 @@ class Machine:
         found = self._lines.get(id(pipeline))
         if found is None:
             found = self._lines[id(pipeline)] = lay_out(pipeline)
+            works = [
+                work for node in found if isinstance(node, (Inline, Workers)) for work in node.works
+            ]
+            self._numbers.update((id(work), number) for number, work in enumerate(works))
         return found
 
     def _needed(self, pipeline: Pipeline, path: Path) -> Iterator[tuple[Path, Workers]]:
@@ -272,6 +377,49 @@ class Machine:
                 for number, branch in enumerate(node.operator.branches()):
                     inner = self.path_of(node.operator, (*path, at), number)
                     yield from self._needed(branch, inner)
+
+    def _draw_for(self, pipeline: Pipeline, path: Path, epoch: int) -> None:
+        """Draw the seeds of all sources that want one, so that every state knows them.
+
+        From torch's default generator, right behind the seed of the run, as torch's loader does.
+        """
+        for at, node in enumerate(self._line(pipeline)):
+            operator = node.operator if isinstance(node, Single) else None
+            if isinstance(operator, Indices) and operator.draws(self.seeded):
+                self._draws.setdefault(_name_of(path), drawn() - epoch)
+            elif operator is not None:
+                for number, branch in enumerate(operator.branches()):
+                    self._draw_for(branch, self.path_of(operator, (*path, at), number), epoch)
+
+    def draw(self, path: Path, epoch: int) -> int:
+        """A seed of the source at `path` for one pass: drawn for the first, the next one for the next.
+
+        So the passes of a resumed run have the seeds that they would have had.
+        """
+        place = _name_of(path)
+        if place not in self._draws:  # of a sampler that has lost its generator meanwhile
+            self._draws[place] = random.Random(f"{self.seed}/drawn/{place}").getrandbits(62)
+        return (self._draws[place] + epoch) % (1 << 63)
+
+    @functools.cached_property
+    def descriptions(self) -> list[str]:
+        """What states of runs of this pipeline say of it."""
+        return descriptions(self.pipeline)
+
+    def refuse_disorder(self) -> None:
+        """Raise `StateError` if the order of the items depends on timing."""
+        for station in self.stations.values():
+            node = station.node
+            if not node.reads and not node.placement.ordered and node.placement.workers > 1:
+                raise StateError(
+                    f"stage {node.name!r} is ordered=False, so which items came depends on timing, and "
+                    "no state can say which are left; leave ordered out, or take it between epochs"
+                )
+
+    @property
+    def draws(self) -> dict[str, int]:
+        """What was drawn, by path."""
+        return dict(self._draws)
 
     def path_of(self, operator: Operator, path: Path, number: int) -> Path:
         """The path of a branch; the pipeline of a fork has one, from wherever it is opened."""
@@ -293,9 +441,13 @@ class Machine:
             readers = self.stations[path].readers
             return None if readers is None else readers.fewest_at_hand(scheduler)
 
+        counter = Counter(items=not node.reads)
+        backend = placement.backend
+        if placement.seeding is not None:
+            backend = Numbering(backend, counter)
         try:
             stage = Stage(
-                placement.backend,
+                backend,
                 self._spec(path, node),
                 lookahead=2 * placement.workers if node.reads else node.window,
                 ordered=placement.ordered and not node.reads,
@@ -304,11 +456,13 @@ class Machine:
                 dispatch=fewest_at_hand if node.reads else least_busy,
                 ledger=books,
                 sealed=node.sealed,
+                on_worker_death=placement.on_worker_death,
+                task_timeout=placement.task_timeout,
             )
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error
         dataset = None if placement.backend.in_process else self._dataset(node)
-        station = self.stations[path] = Station(node, stage, books, dataset)
+        station = self.stations[path] = Station(node, stage, books, dataset, counter)
         return station
 
     def _books(self, node: Workers) -> Books:
@@ -321,10 +475,10 @@ class Machine:
         placement = node.placement
         first = node.works[0]
         if isinstance(first, Readers):
-            fetch: Any = ReadersFetch(first.source)
+            fetch: Any = ReadersFetch(first.source, placement.on_error)
         else:
             steps = tuple(work.step() for work in node.works if isinstance(work, Work))
-            fetch = WorkFetch(steps, placement.threads_per_worker)
+            fetch = WorkFetch(steps, placement.threads_per_worker, placement.on_error)
         generator = random.Random(f"{self.seed}/workers/{path}")
         return WorkerSpec(
             stage=node.name,
@@ -332,7 +486,35 @@ class Machine:
             fetch=fetch,
             base_seed=generator.getrandbits(62),
             init_fn=placement.worker_init_fn,
+            seeding=self._origin(placement, path[:-1], node.works),
         )
+
+    def _origin(
+        self, placement: Placement, line: Path, works: tuple[Work | Readers, ...], epoch: int = 0
+    ) -> Origin | None:
+        """What the seeds follow from. A function has the same, wherever it runs and whatever with."""
+        if placement.seeding is None:
+            return None
+        seed = placement.seeding.seed
+        stages = tuple(f"{line}/{self._numbers[id(work)]}" for work in works)
+        return Origin(self.seed if seed is None else seed, epoch, stages, any_thread=True)
+
+    def _draws_of(self, work: Work, line: Path, epoch: int, first: int) -> Draws | None:
+        """What seeds a function that is called where its results are asked for: on any thread."""
+        origin = self._origin(work.placement, line, (work,), epoch)
+        if origin is None:
+            return None
+        from hybridloader.thread_draws import ThreadDraws
+
+        draws = ThreadDraws(origin, 0, stage=work.name)
+        draws.prepare()
+        draws.begin_at(first, epoch)
+        return draws
+
+    def _losses(self, where: Path, placement: Placement, name: str, epoch: int) -> Losses | None:
+        if placement.on_error is None:
+            return None
+        return Losses(placement.on_error, name, epoch, self.register, where)
 
     @staticmethod
     def _dataset(node: Workers) -> Any:
@@ -409,46 +591,6 @@ class Machine:
             relay.close(deadline)
 
 
-class _Pass:
-    """One pass over a line, as one of its operators sees it."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        path: Path,
-        epoch: int,
-        shared: dict[Any, Any],
-        left: Flag,
-        operator: Operator | None = None,
-        number: int = 0,
-    ) -> None:
-        self._machine, self.path = machine, path
-        self._operator, self._number = operator, number
-        self.epoch, self.shared, self.left = epoch, shared, left
-        self._opened = 0
-
-    def at(self, path: Path, number: int, operator: Operator) -> _Pass:
-        """The same pass, for the operator at `path`, the one with that number in its line."""
-        return _Pass(self._machine, path, self.epoch, self.shared, self.left, operator, number)
-
-    @property
-    def seed(self) -> int | None:
-        machine = self._machine
-        return machine.seed if machine.seeded else None
-
-    def random(self, seed: int | None) -> random.Random:
-        if seed is not None:
-            return random.Random(f"{seed}/{self.epoch}")
-        return random.Random(f"{self._machine.seed}/{self.path[:-1]}/{self._number}/{self.epoch}")
-
-    def open(self, pipeline: Pipeline) -> Iterator[Any]:
-        assert self._operator is not None
-        number, self._opened = self._opened, self._opened + 1
-        path = self._machine.path_of(self._operator, self.path, number)
-        inner = _Pass(self._machine, path, self.epoch, self.shared, self.left)
-        return self._machine.open_line(pipeline, path, inner)
-
-
 class Feeder:
     """How long a relay's thread was held up, over all relays that had its place."""
 
@@ -492,6 +634,22 @@ class Feeder:
     @property
     def elapsed(self) -> float:
         return (time.monotonic() if self.ended is None else self.ended) - self.began
+
+
+def _upstream_of(operator: Operator, begins: Start) -> Start:
+    """Where what is before `operator` begins if that begins there."""
+    items, slack = begins
+    start = operator.seek(items) if items else 0
+    if not start:
+        return Start(0, slack)  # it may have several passes, and begin them itself
+    certain = items - slack  # items that are there for sure
+    least = (operator.seek(certain - 1) or 0) + 1 if certain > 1 else min(certain, 1)
+    return Start(start, start - least)
+
+
+def _name_of(path: Path) -> str:
+    """What states call a line."""
+    return ".".join(map(str, path))
 
 
 def drawn() -> int:

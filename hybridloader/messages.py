@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybridloader.carried import Start
     from hybridloader.contract import Payload
     from hybridloader.errors import Failure
     from hybridloader.fetch import Fetch
     from hybridloader.refresh import Change
+    from hybridloader.sample_seeds import Origin
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,14 @@ class WorkerSpec:
         Called in each worker, after seeding, with the worker's number.
     shared_seed
         The seed that all workers of an `IterDataPipe` share in the first epoch.
+    tracked
+        Whether a worker notes which sample of its task it is at, should it die.
+    skip
+        Samples of its shard that the worker before it in this place has delivered in this epoch.
+    starts
+        Where each worker goes on in its first epoch, if not at the beginning.
+    seeding
+        What the seeds of samples follow from, under ``seeding="sample"``.
     """
 
     stage: str
@@ -44,6 +54,10 @@ class WorkerSpec:
     base_seed: int = 0
     init_fn: Callable[[int], None] | None = None
     shared_seed: int | None = None
+    tracked: bool = False
+    skip: int = 0
+    starts: tuple[Start, ...] = ()
+    seeding: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -64,11 +78,27 @@ class Begin:
 
 
 @dataclass(frozen=True)
+class First:
+    """What the next task begins with, under ``seeding="sample"``.
+
+    Attributes
+    ----------
+    item
+        Its first item's number in the stage's input, from 0 in each pass.
+    epoch
+        The number of the pass.
+    """
+
+    item: int
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Stop:
     """No more tasks will come: finish."""
 
 
-Message = Task | Begin | Stop
+Message = Task | Begin | First | Stop
 
 
 @dataclass(frozen=True)
@@ -80,21 +110,23 @@ class Ready:
 
 @dataclass(frozen=True)
 class Done:
-    """Task `seq` has a value; the worker spent `seconds` on it."""
+    """Task `seq` has a value; the worker spent `seconds` on it, and is at `position` of its shard."""
 
     worker: int
     seq: int
     payload: Payload
     seconds: float = 0.0
+    position: int = 0
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Task `seq` raised; the worker goes on."""
+    """Task `seq` raised; the worker goes on, from `position` of its shard."""
 
     worker: int
     seq: int
     failure: Failure
+    position: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,10 +142,30 @@ class Exhausted:
 
 @dataclass(frozen=True)
 class Exited:
-    """The worker is gone. `cause` is None when it was asked to go, else says what happened."""
+    """The worker is gone.
+
+    Attributes
+    ----------
+    cause
+        What happened; None when it was asked to go.
+    task, at
+        The task that it was at, and the number of the sample in it, if somebody wanted to know (`Flag`).
+        `at` is -1 between two samples, None where it is not known.
+    evidence
+        The stack that it left.
+    memory
+        What is known of the memory, if that may have been the cause.
+    slots
+        Bytes that its slots took, and that they were allowed.
+    """
 
     worker: int
     cause: str | None = None
+    task: int | None = None
+    at: int | None = None
+    evidence: str = ""
+    memory: str = ""
+    slots: tuple[int, int] | None = None
 
 
 Result = Done | Failed

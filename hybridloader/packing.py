@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.errors import ResultNotSendable
+from hybridloader.errors import DamagedMessage, ResultNotSendable
 
 if TYPE_CHECKING:
     import torch
@@ -97,8 +97,27 @@ def reads_the_same_everywhere(header: bytes | memoryview) -> bool:
 
 
 def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
-    """The inverse of `pack`; what it gives shares memory with `buffers`."""
-    return pickle.loads(header, buffers=buffers)
+    """The inverse of `pack`; what it gives shares memory with `buffers`.
+
+    Raises
+    ------
+    DamagedMessage
+        The header is no pickle, or not all of one. What the objects in it raise is left as it is.
+    """
+    try:
+        return pickle.loads(header, buffers=buffers)
+    except _NO_PICKLE as error:
+        trace = error.__traceback__
+        if trace is not None and trace.tb_next is not None:  # raised by Python code of an object
+            raise
+        raise DamagedMessage(f"a pickle of {len(header):,} bytes is damaged: {error!r}") from error
+
+
+_NO_PICKLE = (
+    pickle.UnpicklingError, EOFError, ValueError, LookupError, OverflowError, MemoryError
+)  # fmt: skip
+"""What the unpickler itself says of bytes that are no pickle. `AttributeError`, `ImportError` and
+`TypeError` are left out: these tell of a class that is gone or has changed."""
 
 
 def _pack(value: Any, pickler: Callable[..., Any]) -> Packed:

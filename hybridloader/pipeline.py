@@ -148,6 +148,10 @@ class Pipeline:
         """
         if any(value is not None for value in where.values()):
             readers = Readers(items, label=name)
+            given = {key for key, value in where.items() if value is not None}
+            if given <= {"on_error", "seeding"}:
+                # A reader tells an item that fails from the end of all.
+                where["backend"], where["workers"] = "inline", 1
             return cls([Readers(items, Placement.of(readers.name, where), name)])
         return cls([Items(items)])
 
@@ -167,7 +171,8 @@ class Pipeline:
             What errors and tables call this stage.
         **where
             See `Placement`: `backend`, `workers`, `ordered`, `prefetch`, `buffer_bytes`, `timeout`,
-            `worker_init_fn`, `threads_per_worker`, `fuse`.
+            `worker_init_fn`, `threads_per_worker`, `fuse`, `seeding`, `on_error`, `on_worker_death`,
+            `task_timeout`.
         """
         plain = Map(function, label=name)
         return self._then(Map(function, Placement.of(plain.name, where), name))
@@ -344,17 +349,26 @@ class Pipeline:
         """Run it. The first iteration of this object is epoch 0, the next is epoch 1."""
         return self.run(epoch=next(self._epoch))
 
-    def run(self, *, epoch: int = 0, seed: int | None = None) -> Run:
+    def run(
+        self,
+        *,
+        epoch: int | None = None,
+        seed: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Run:
         """Run one epoch.
 
         Parameters
         ----------
         epoch
-            Which one, for everything that is random.
+            Which one, for everything that is random. None: the one of `state`, else 0.
         seed
             Of everything random that has no seed of its own, and of the workers. None: drawn from
             torch's default generator, so that ``torch.manual_seed`` decides it (or, while torch is
             not imported, from `random`).
+        state
+            Of a run of such a pipeline, from `Run.state_dict`: go on behind what it had given.
+            Backends and whatever else says where and how fast may differ.
 
         Returns
         -------
@@ -365,16 +379,29 @@ class Pipeline:
         ------
         BackendUnavailable, ShippingError, ValueError
             It can't be run; no worker was started, or none is left.
+        StateError
+            It can't go on from `state`.
         """
         from hybridloader.machine import Machine
+        from hybridloader.resume import checked
         from hybridloader.run import Run
 
         _check_number("epoch", epoch, 0)
         _check_number("seed", seed)
-        return Run(Machine(self, seed), epoch)
+        if state is None:
+            return Run(Machine(self, seed, first=epoch or 0), epoch or 0)
+        resumed = checked(state, self, epoch=epoch, seed=seed)
+        return Run(
+            Machine(self, None, resumed, idle=resumed.finished), resumed.epoch, None, resumed
+        )
 
     def epochs(
-        self, count: int | None = None, *, first: int = 0, seed: int | None = None
+        self,
+        count: int | None = None,
+        *,
+        first: int = 0,
+        seed: int | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> Epochs:
         """Run several epochs on the same workers: ``for epoch in pipe.epochs(3): for batch in epoch:``.
 
@@ -386,13 +413,18 @@ class Pipeline:
             The number of the first.
         seed
             As for `run`; one for all of them.
+        state
+            As for `run`: begin in its epoch, or with the next if it is at the end of one. Those before
+            count among `count`.
         """
+        from hybridloader.resume import checked
         from hybridloader.run import Epochs
 
         _check_number("count", count, 0)
         _check_number("first", first, 0)
         _check_number("seed", seed)
-        return Epochs(self, count, seed, first)
+        resumed = None if state is None else checked(state, self, seed=seed)
+        return Epochs(self, count, seed, first, resumed)
 
     # -- what it is ----------------------------------------------------------------------------------
 
@@ -467,7 +499,7 @@ def _pipelines(what: str, first: Any, others: Sequence[Any]) -> tuple[Pipeline, 
 
 
 def _check_number(name: str, value: Any, least: int | None = None) -> None:
-    if value is None and name in ("seed", "count"):
+    if value is None and name in ("seed", "count", "epoch"):
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {value!r}")

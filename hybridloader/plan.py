@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hybridloader.errors import BackendUnavailable
+from hybridloader.fallback import usable
 from hybridloader.operators.base import Operator
 from hybridloader.operators.cache import Cache
 from hybridloader.operators.join import Branch
@@ -131,6 +132,9 @@ class Prefetch(Operator):
     def open(self, items: Iterator[object], context: object) -> Iterator[object]:
         raise TypeError("prefetch is opened by the engine, as a relay")
 
+    def seek(self, n: int) -> int:
+        return n
+
     def length(self, upstream: int | float | None) -> int | float | None:
         return upstream
 
@@ -148,10 +152,15 @@ def lay_out(pipeline: Pipeline) -> tuple[Node, ...]:
             nodes.append(_relay_behind(nodes[-1]))
         if isinstance(node, Handover) and state == "relay":
             nodes.pop()
-        nodes.append(node)
+        nodes.append(_usable(node) if isinstance(node, Workers) else node)
     if _needs_relay_at_end(nodes):
         nodes.append(_relay_behind(nodes[-1]))
     return tuple(_sealed(nodes))
+
+
+def _usable(node: Workers) -> Workers:
+    assert node.placement.backend is not None
+    return replace(node, placement=replace(node.placement, backend=usable(node.placement.backend)))
 
 
 def _relay_behind(node: Node) -> Handover:
@@ -180,7 +189,12 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
     for operator in operators:
         if isinstance(operator, (Work, Readers)):
             placement = operator.placement
-            if group and isinstance(operator, Work) and _fusible(shared, placement):
+            if (
+                group
+                and isinstance(operator, Work)
+                and _fusible(shared, placement)
+                and _counts(group)
+            ):
                 group.append(operator)
                 if not placement.ordered or not shared.ordered:
                     shared = replace(shared, ordered=False)
@@ -198,6 +212,15 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
         yield Handover("", operator.count) if isinstance(operator, Prefetch) else Single(operator)
     if group:
         yield _group(group, shared)
+
+
+def _counts(group: list[Work | Readers]) -> bool:
+    """Whether what comes behind `group` would know the numbers of its items, if seeded by them."""
+    placement = group[-1].placement
+    if placement.seeding is None:
+        return True
+    one_to_one = isinstance(group[-1], (Map, Lookup))
+    return one_to_one and placement.on_error is None
 
 
 def _group(works: list[Work | Readers], placement: Placement) -> Node:

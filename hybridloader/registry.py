@@ -13,6 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from hybridloader.arguments import check_backend
 from hybridloader.contract import Backend
 from hybridloader.errors import BackendUnavailable
 
@@ -70,7 +71,7 @@ def get_backend(backend: Any) -> Backend:
         Neither a name nor a backend.
     """
     if isinstance(backend, Backend):
-        return backend
+        return check_backend(backend)
     if not isinstance(backend, str):
         hint = f"; use an instance: {backend.__name__}()" if isinstance(backend, type) else ""
         raise TypeError(f"backend must be a name or a Backend, not {backend!r}{hint}")

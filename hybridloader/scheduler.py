@@ -11,7 +11,8 @@ two dicts: `sent` (seq -> worker) until its result comes, then `done` (seq -> re
 popped. The two are disjoint, and together hold at most `window` tasks. Numbers are never reused:
 an epoch begins at `first`, whatever is older is stale. Every number that was assigned leaves
 exactly once: popped as a value or an error, or counted in `skipped` (the worker's shard ended
-before it) or in `abandoned` (a new epoch or a close came first).
+before it) or in `abandoned` (a new epoch or a close came first). A worker may be replaced in the
+middle: what it had is then sent again to the new one, under the same numbers.
 
 Both machines are the tables below. A pair that is not in its table is illegal: it raises
 `IllegalTransition` and changes nothing.
@@ -44,6 +45,7 @@ class Work(Enum):
     STARTING = "STARTING"
     READY = "READY"
     EXHAUSTED = "EXHAUSTED"
+    ABSENT = "ABSENT"
     STOPPING = "STOPPING"
     GONE = "GONE"
 
@@ -73,16 +75,21 @@ RUN_TABLE: dict[tuple[Run, str], Run] = {
 WORK_TABLE: dict[tuple[Work, str], Work] = {
     (Work.STARTING,  "ready"):     Work.READY,
     (Work.STARTING,  "begin"):     Work.STARTING,
+    (Work.STARTING,  "replaced"):  Work.STARTING,
     (Work.STARTING,  "stop"):      Work.STOPPING,
     (Work.STARTING,  "exited"):    Work.GONE,
     (Work.READY,     "exhausted"): Work.EXHAUSTED,
     (Work.READY,     "begin"):     Work.READY,
+    (Work.READY,     "replaced"):  Work.STARTING,
     (Work.READY,     "stop"):      Work.STOPPING,
     (Work.READY,     "exited"):    Work.GONE,
     (Work.EXHAUSTED, "exhausted"): Work.EXHAUSTED,
     (Work.EXHAUSTED, "begin"):     Work.READY,
+    (Work.EXHAUSTED, "replaced"):  Work.ABSENT,  # nobody needs it before the next epoch
     (Work.EXHAUSTED, "stop"):      Work.STOPPING,
     (Work.EXHAUSTED, "exited"):    Work.GONE,
+    (Work.ABSENT,    "begin"):     Work.STARTING,
+    (Work.ABSENT,    "stop"):      Work.GONE,
     (Work.STOPPING,  "ready"):     Work.STOPPING,
     (Work.STOPPING,  "exhausted"): Work.STOPPING,
     (Work.STOPPING,  "stop"):      Work.STOPPING,
@@ -270,6 +277,19 @@ class Scheduler:
         """The worker was told to stop."""
         self.workers[worker] = self._worker_after(worker, "stop")
 
+    def replace(self, worker: int) -> list[int]:
+        """The worker has died and another takes its place; gives what it must be sent, oldest first.
+
+        It is wanted now if its state is `Work.STARTING` then; `Work.ABSENT`: when the next epoch begins.
+        """
+        self.workers[worker] = self._worker_after(worker, "replaced")
+        return self.held(worker)
+
+    def held(self, worker: int) -> list[int]:
+        """The tasks that the worker was sent and has not answered, oldest first."""
+        # A list first: a report may be wanted while another thread pulls.
+        return sorted(seq for seq, holder in list(self.sent.items()) if holder == worker)
+
     def close(self) -> list[Result]:
         """The run ends here; the results that nobody will pop come back, to be discarded."""
         self.run = self._after(self.run, "close")
@@ -312,8 +332,8 @@ class Scheduler:
         run = self.run if asked else self._after(self.run, "fault")
         self.workers[event.worker], self.run = gone, run
         if not asked and self.fault is None:
-            held = tuple(sorted(s for s, worker in self.sent.items() if worker == event.worker))
-            self.fault = Fault(event.worker, event.cause or "exited without being asked to", held)
+            cause = event.cause or "exited without being asked to"
+            self.fault = Fault(event.worker, cause, tuple(self.held(event.worker)))
         if self.run is Run.CLOSING and self._all_gone():
             self.run = self._after(self.run, "gone")
 

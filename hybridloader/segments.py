@@ -180,7 +180,7 @@ def unlink(name: str) -> bool:
         return False
     try:
         shm.shm_unlink(f"/{name}")
-    except FileNotFoundError:
+    except OSError:  # it has gone; or there is no /dev/shm, or none that can be written to
         return False
     return True
 

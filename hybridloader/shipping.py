@@ -16,10 +16,10 @@ import threading
 import types
 import weakref
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from hybridloader.arena import ALIGN
-from hybridloader.errors import ShippingError
+from hybridloader.errors import DamagedMessage, ShippingError
 from hybridloader.packing import Tensors, keep_small
 from hybridloader.segments import anonymous_file, map_descriptor
 
@@ -28,6 +28,13 @@ _local = threading.local()
 MOST_FDS = 250
 """Descriptors that go along in one message; the kernel's limit is 253 (SCM_MAX_FD). More tensors in
 shared memory than that are copied."""
+
+
+class _Contents(NamedTuple):
+    """Where the pickle and its buffers lie in the file that goes along, and how many descriptors do."""
+
+    places: list[tuple[int, int]]  # where each begins, and its bytes; the pickle first
+    descriptors: int
 
 
 class Shipment:
@@ -72,8 +79,8 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
         if share:
             shipment.fds.append(anonymous_file(0))
             with open(shipment.fds[0], "wb", closefd=False) as file:
-                contents = _write(thing, file, shipment.fds)
-            shipment.parts = [pickle.dumps(contents)]
+                places = _write(thing, file, shipment.fds)
+            shipment.parts = [pickle.dumps(_Contents(places, len(shipment.fds)))]
         else:
             whole = io.BytesIO()
             ((_, size), *buffers) = _write(thing, whole, None)
@@ -91,18 +98,49 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
 
 
 def receive(parts: list[memoryview], fds: list[int]) -> Any:
-    """The inverse of `ship`, in the worker; closes `fds`."""
+    """The inverse of `ship`, in the worker; closes `fds`.
+
+    Raises
+    ------
+    ShippingError
+        Not all of it has arrived, or something in it can't be loaded in this process; the cause says
+        what.
+    """
     _local.fds = fds
     try:
-        if not fds:
-            return pickle.loads(parts[0], buffers=parts[1:])
-        ((_, size), *buffers) = pickle.loads(parts[0])
+        found = pickle.loads(parts[0], buffers=parts[1:])
+        if not isinstance(found, _Contents):
+            return found
+        if len(fds) != found.descriptors:  # the kernel leaves out those for which there is no room
+            raise DamagedMessage(
+                f"{len(fds)} of {found.descriptors} descriptors have arrived; raise the limit for this "
+                "process (ulimit -n)"
+            )
         whole = _mapped(fds[0])
-        return pickle.loads(whole[:size], buffers=[whole[at : at + n] for at, n in buffers])
+        if any(min(at, size) < 0 or at + size > len(whole) for at, size in found.places):
+            raise DamagedMessage(f"it is cut off, at {len(whole):,} bytes")
+        pickled, *buffers = (whole[at : at + size] for at, size in found.places)
+        return pickle.loads(pickled, buffers=buffers)
+    except Exception as error:  # also EOFError, which to a worker would mean that it may go
+        raise ShippingError(
+            f"what the parent has sent can't be loaded in this worker process: {error!r}. The worker "
+            "imports it anew: is its module, and all that it needs, there and the same?"
+        ) from error
     finally:
         _local.fds = []
         for fd in fds:
             os.close(fd)
+
+
+def _take_main_along() -> None:
+    """Have cloudpickle send what is in the main module also where that has another name.
+
+    In a process that multiprocessing spawned it is ``__mp_main__``, which no worker can import.
+    """
+    import cloudpickle
+
+    if "__mp_main__" in sys.modules:
+        cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
 
 
 def _write(thing: Any, file: IO[bytes], fds: list[int] | None) -> list[tuple[int, int]]:
@@ -149,6 +187,8 @@ def replicate(thing: Any, what: str) -> Any:
     """
     import cloudpickle
 
+    _take_main_along()
+
     kept: list[Any] = []
 
     class Copier(cloudpickle.Pickler):  # type: ignore[misc]
@@ -186,6 +226,8 @@ def _pickler(
 ) -> Any:
     import cloudpickle
 
+    _take_main_along()
+
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             torch = sys.modules.get("torch")
@@ -217,12 +259,19 @@ def _rebuild_shared(
     return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
 
 
+_DEEPEST = 25
+"""Steps of the path that an error shows. What is nested without an end would be looked into for minutes,
+and more than a line or two helps nobody."""
+
+
 def _culprit(thing: Any, path: str) -> str:
     """The deepest part of `thing` that can't be pickled, as a path of attributes."""
     import cloudpickle
 
+    _take_main_along()
+
     deepest, seen = (path, thing), {id(thing)}
-    while True:
+    for _ in range(_DEEPEST):
         for step, part in _parts(deepest[1]):
             if id(part) in seen:
                 continue
@@ -233,7 +282,8 @@ def _culprit(thing: Any, path: str) -> str:
                 deepest = (deepest[0] + step, part)
                 break
         else:
-            return f"{deepest[0]} (a {type(deepest[1]).__qualname__})"
+            break
+    return f"{deepest[0]} (a {type(deepest[1]).__qualname__})"
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:

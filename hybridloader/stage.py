@@ -22,15 +22,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hybridloader.contract import Backend, ByReference, WorkerHandle
 from hybridloader.crews import ended_with
-from hybridloader.diagnosis import death, late, name_of, place
+from hybridloader.diagnosis import WorkerReport
 from hybridloader.errors import (
     Failure,
     IteratorClosed,
     NotReady,
+    TaskTimeout,
     WorkerDied,
     WorkerTimeout,
     add_note,
@@ -41,14 +43,19 @@ from hybridloader.messages import (
     Done,
     Event,
     Exhausted,
+    Exited,
     Failed,
     Result,
     Stop,
     Task,
     WorkerSpec,
 )
+from hybridloader.overruns import Overruns
+from hybridloader.recovery import Recovery
 from hybridloader.refresh import Change
-from hybridloader.scheduler import ACTIVE, Dispatch, Run, Scheduler, round_robin
+from hybridloader.restart import RestartPolicy
+from hybridloader.roster import Roster
+from hybridloader.scheduler import ACTIVE, Dispatch, Run, Scheduler, Work, round_robin
 
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread that pulls."""
@@ -78,6 +85,10 @@ class Stage(Iterator[Any]):
         Is told what happens, and may hold tasks back.
     sealed
         Whether results that can be sent on to another process are given unopened, as payloads.
+    on_worker_death
+        When another worker takes the place of one that died; None: its death is raised.
+    task_timeout
+        Seconds that a worker may take for one task; 0: any time.
     clock
         Seconds, monotonic.
 
@@ -99,11 +110,13 @@ class Stage(Iterator[Any]):
         dispatch: Dispatch = round_robin,
         ledger: Ledger = UNWATCHED,
         sealed: bool = False,
+        on_worker_death: RestartPolicy | None = None,
+        task_timeout: float = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         backend.check()
         self.backend = backend
-        self.spec = spec
+        self.spec = spec if on_worker_death is None else replace(spec, tracked=True)
         self._timeout = timeout
         self._persistent = persistent
         self._clock = clock
@@ -118,17 +131,29 @@ class Stage(Iterator[Any]):
         self._feed: Feed | None = None
         self._hungry = False  # the feed had nothing when it was asked last
         self._source_error: Exception | None = None
-        self._indices: dict[int, Any] = {}  # of the tasks not yet handed out, for errors
+        self._last_exit: Exited | None = None
         self._obituary = ""
         self._closing = self._leaving = self._ended = self._interrupted = False
-        self.last_worker = 0  # whose result was handed out last
+        # Of the result that was handed out last:
+        self.last_worker, self.last_seq, self.last_position = 0, -1, 0
         self._owner = os.getpid()
         self._pulling = threading.RLock()
         self._crew = backend.open()
         self._finalizer = ended_with(self, self._crew)
+        roster = self._roster = Roster(self.spec, self._scheduler, self._crew, clock)
+        self._indices = roster.indices
+        self._recovery = None if on_worker_death is None else Recovery(on_worker_death, roster)
+        self._overruns: Overruns | None = None
+        if task_timeout > 0:
+            self._overruns = Overruns(
+                roster,
+                task_timeout,
+                threads=backend.in_process,
+                replaced=self._recovery is not None,
+            )
         try:
             for worker in range(workers):
-                self._crew.start(worker, spec)
+                self._crew.start(worker, self.spec)
         except BaseException:
             self.close()
             raise
@@ -143,6 +168,11 @@ class Stage(Iterator[Any]):
         return self._closing
 
     @property
+    def next_seq(self) -> int:
+        """The number of the next task."""
+        return self._scheduler.next_in
+
+    @property
     def active(self) -> bool:
         """Whether a worker may still get tasks in this epoch."""
         return any(state in ACTIVE for state in self._scheduler.workers)
@@ -151,6 +181,10 @@ class Stage(Iterator[Any]):
         """Whether the worker's shard has ended and all that came of it was handed out."""
         scheduler = self._scheduler
         return scheduler.workers[worker] not in ACTIVE and not scheduler.load[worker]
+
+    def report(self) -> list[WorkerReport]:
+        """What each worker is doing; from any thread."""
+        return self._roster.report()
 
     def begin(
         self,
@@ -167,13 +201,20 @@ class Stage(Iterator[Any]):
             if self._closing:
                 self._refuse()
             self._ended = self._interrupted = False
+            absent = [i for i, w in enumerate(self._scheduler.workers) if w is Work.ABSENT]
             self._discard(self._scheduler.begin())
             self._forget()
             self.epoch += 1
+            self._roster.begin()
             if self.epoch > 0:
                 message = Begin(self.epoch, shared_seed, changes)
                 for worker in range(len(self._scheduler.workers)):
-                    self._crew.send(worker, message)
+                    if worker not in absent:
+                        self._crew.send(worker, message)
+            if self._recovery is not None:
+                self._recovery.begin(shared_seed)
+                for worker in absent:
+                    self._recovery.start(worker)
             if isinstance(source, Iterator):
                 self._source, self._feed = source, None
             else:
@@ -314,6 +355,8 @@ class Stage(Iterator[Any]):
                 return
             seq, worker = scheduler.assign()
             self._indices[seq] = index
+            if scheduler.busy[worker] == 1:
+                self._roster.since[worker] = self._clock()
             ledger.sent(seq, index)
             try:
                 self._crew.send(worker, Task(seq, index))
@@ -337,10 +380,12 @@ class Stage(Iterator[Any]):
             if deadline is not None and scheduler.sent:
                 remaining = deadline - self._clock()
                 if remaining <= 0:
-                    raise WorkerTimeout(self._lateness())
+                    raise WorkerTimeout(self._roster.lateness(self._timeout))
             if self._feed is not None and self._hungry:
                 self._feed.when_ready(self._crew.wake)
             waits_for_source = not scheduler.sent
+            if self._overruns is not None:
+                remaining = self._overruns.sooner(remaining)
             self._listen(remaining)
             if deadline is not None and waits_for_source:
                 deadline = self._clock() + self._timeout  # until now nobody else was late
@@ -369,13 +414,17 @@ class Stage(Iterator[Any]):
         events = self._crew.wait(timeout)
         self._ledger.listening(self._clock() - began)
         for event in events:
-            if not self._take_in(event):
-                self._discard([event])
-            elif isinstance(event, Exhausted):
-                self._forget_skipped()
-                self._retire(event.worker)
+            self._hear(event)
+        if self._overruns is not None and not self._closing:
+            try:
+                self._overruns.look()
+            except TaskTimeout:
+                self.close()
+                raise
         if scheduler.fault is not None:
-            self._obituary = self._describe_death()
+            refusal = "" if self._recovery is None else self._recovery.refusal
+            fault = scheduler.fault
+            self._obituary = self._roster.obituary(fault, self._last_exit, refusal)
             self.close()
         if self._closing:
             if not self._leaving:  # else whoever said so closes it
@@ -386,6 +435,24 @@ class Stage(Iterator[Any]):
         if self._feed is not None:
             self._fill()
             self._crew.flush()
+
+    def _hear(self, event: Event) -> None:
+        """Take in one event of a worker."""
+        if isinstance(event, Exited):
+            if self._overruns is not None:
+                event = self._overruns.explained(event)
+            unasked = event.cause is not None and not self._closing
+            if unasked and self._recovery is not None and self._recovery.take_in(event):
+                self._crew.flush()
+                return
+            self._last_exit = event
+        wanted = self._take_in(event)
+        self._roster.heard(event, wanted)
+        if not wanted:
+            self._discard([event])
+        elif isinstance(event, Exhausted):
+            self._forget_skipped()
+            self._retire(event.worker)
 
     def _take_in(self, event: Event) -> bool:
         wanted = self._scheduler.handle(event)
@@ -411,7 +478,8 @@ class Stage(Iterator[Any]):
         raise StopIteration
 
     def _open(self, result: Result) -> Any:
-        self.last_worker = result.worker
+        self.last_worker, self.last_seq = result.worker, result.seq
+        self.last_position = result.position
         passed_on = result.seq not in self._indices  # an error of the feed's: it says where it was
         index = self._indices.pop(result.seq, None)
         if isinstance(result, Done):
@@ -421,13 +489,15 @@ class Stage(Iterator[Any]):
             try:
                 return payload.open()
             except Exception as error:
-                add_note(error, self._place(result.worker, index, "loading the result of"))
+                add_note(error, self._roster.place(result.worker, index, "loading the result of"))
                 raise
         if passed_on:
             exception = result.failure.exception
             del result.failure.exception
         else:
-            exception = result.failure.to_exception(self._place(result.worker, index, "fetching"))
+            exception = result.failure.to_exception(
+                self._roster.place(result.worker, index, "fetching")
+            )
         del result
         try:
             raise exception
@@ -453,20 +523,3 @@ class Stage(Iterator[Any]):
         for seq in self._indices:
             self._ledger.left(seq)
         self._indices.clear()
-
-    # -- words -----------------------------------------------------------------------------------
-
-    def _place(self, worker: int, index: Any, doing: str) -> str:
-        return place(self.spec.stage, name_of(self.handles, worker), index, doing)
-
-    def _describe_death(self) -> str:
-        fault = self._scheduler.fault
-        assert fault is not None
-        return death(self.spec.stage, name_of(self.handles, fault.worker), fault, self._indices)
-
-    def _lateness(self) -> str:
-        sent = self._scheduler.sent
-        late_ones = sorted(sent)[:1] if self._scheduler.ordered else sorted(sent)
-        workers = [name_of(self.handles, sent[seq]) for seq in late_ones]
-        indices = [self._indices.get(seq) for seq in late_ones]
-        return late(self.spec.stage, workers, indices, self._timeout)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybridloader.diagnosis import workers_table
 from hybridloader.plan import Handover, Inline, Node, Single, Workers
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class StageStats:
         Seconds that they started, were handed tasks or handed over results, or waited for a CPU.
     queued
         Items that are under way in it, or wait behind it.
+    skipped
+        Items that failed and were left out or replaced.
     """
 
     name: str
@@ -53,6 +56,7 @@ class StageStats:
     blocked: float
     other: float
     queued: int
+    skipped: int = 0
 
     @property
     def load(self) -> float:
@@ -100,7 +104,7 @@ class PipelineStats:
             "load",
             "queued",
         )
-        rows = [heading]
+        rows: list[tuple[str, ...]] = [heading]
         worst = self.bottleneck
         for stage in self.stages:
             where = stage.backend + (f" x {stage.workers}" if stage.workers > 1 else "")
@@ -117,6 +121,9 @@ class PipelineStats:
                     f"{stage.queued:,}",
                 )
             )
+        if any(stage.skipped for stage in self.stages):
+            column = ("skipped", *(f"{stage.skipped:,}" for stage in self.stages))
+            rows = [(*row, cell) for row, cell in zip(rows, column, strict=True)]
         lines = table(rows)
         if worst is not None:
             lines.append(f"After {self.seconds:.1f} s, the bottleneck is {worst.name}.")
@@ -142,8 +149,19 @@ def collect(machine: Machine) -> PipelineStats:
     found = list(_line(machine, ()))
     seconds, waited = machine.seconds, machine.waited
     busy = max(0.0, seconds - waited)
-    loop = StageStats("your loop", "caller", 1, machine.given, busy, waited, 0.0, 0.0, 0)
+    counted = sum(stage.skipped for stage in found)  # the rest was skipped by whoever asked
+    skipped = machine.register.total - counted
+    loop = StageStats("your loop", "caller", 1, machine.given, busy, waited, 0.0, 0.0, 0, skipped)
     return PipelineStats((*found, loop), seconds)
+
+
+def report(machine: Machine) -> str:
+    """A table for each stage, of its workers."""
+    tables = []
+    for where in sorted(machine.stations):
+        station = machine.stations[where]
+        tables.append(f"{station.node.name}\n{workers_table(station.stage.report())}")
+    return "\n\n".join(tables)
 
 
 def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
@@ -162,6 +180,7 @@ def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
                 books.blocked,
                 books.other,
                 books.held,
+                machine.register.counts[where],
             )
             continue
         feeder = machine.feeders[where]
@@ -173,7 +192,10 @@ def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
         name = " + ".join(_label(node) for node in works)
         items = feeder.items
         blocked, queued = feeder.blocked, feeder.queued
-        yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued)
+        # The functions that it calls are right before it.
+        called = [(*where[:-1], at) for at in range(where[-1] - len(works), where[-1])]
+        skipped = sum(machine.register.counts[place] for place in called)
+        yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
 
 
 def _label(node: Single | Inline) -> str:

@@ -7,54 +7,23 @@ An item whose function raises spoils neither its task nor its neighbours: its ex
 from __future__ import annotations
 
 import copy
-import reprlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
-from hybridloader.errors import Failure
-from hybridloader.fanout import fanout_of_this_thread
-from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, MapFetch
-
-_short = reprlib.Repr()
-_short.maxother = _short.maxstring = 120
-
-_READING = 0.01
-"""Seconds after which a reader gives what it has, if that is less than it was asked for."""
-
-
-class Bad:
-    """An exception in the place of what an item would have given.
-
-    Attributes
-    ----------
-    failure
-        The exception on its way.
-    item
-        The item, in short.
-    """
-
-    __slots__ = ("failure", "item")
-
-    def __init__(self, failure: Failure, item: str) -> None:
-        self.failure, self.item = failure, item
-
-    def __reduce__(self) -> Any:
-        return Bad, (self.failure, self.item)
-
-
-class Damaged:
-    """The results of a task of which some are `Bad`. Not a list, so that nobody takes it for whole."""
-
-    __slots__ = ("outcomes",)
-
-    def __init__(self, outcomes: list[Any]) -> None:
-        self.outcomes = outcomes
-
-    def __reduce__(self) -> Any:
-        return Damaged, (self.outcomes,)
+from hybridloader.careful import Careful, Opened
+from hybridloader.fetch import (
+    Abandoned,
+    Fetcher,
+    Flag,
+    MapFetch,
+    Spared,
+    noting_the_end,
+    numbered,
+)
+from hybridloader.guard import Guard
+from hybridloader.on_error import Policy
+from hybridloader.outcomes import Damaged, bad, whole_or_damaged
 
 
 @dataclass(frozen=True)
@@ -73,20 +42,38 @@ class Step:
     kind: str
     function: Any
 
-    def open(self, cancelled: Flag) -> Callable[[Any], Any]:
-        """The function as this worker calls it.
+    def open(
+        self, cancelled: Flag, on_error: Policy | None = None, number: int = 0
+    ) -> tuple[str, Callable[[Any], Any]]:
+        """The kind, and the function as this worker calls it: number `number` of its stage.
 
         An object with a method `setup` is copied (not deeply) and set up, so that every worker has its
         own, threads too.
         """
         function = self.function
+        draws = None if cancelled.draws is None else cancelled.draws.of(number)
+        if isinstance(function, MapFetch) and draws is not None:
+            with draws.opening(cancelled):
+                return self._open_fetch(function, cancelled, on_error)
         if isinstance(function, MapFetch):
-            return function.open(None, cancelled)
+            return self._open_fetch(function, cancelled, on_error)
         setup = getattr(function, "setup", None)
         if callable(setup) and not isinstance(function, type):
             function = copy.copy(function)
             function.setup()
-        return function  # type: ignore[no-any-return]
+        if draws is not None:
+            from hybridloader.seeded_items import seeded_by_item
+
+            function = seeded_by_item(draws, self.kind, function)
+        return self.kind, function
+
+    def _open_fetch(
+        self, function: MapFetch, cancelled: Flag, on_error: Policy | None
+    ) -> tuple[str, Callable[[Any], Any]]:
+        if function.batched and on_error is not None:  # what fails is one sample of an item
+            function = replace(function, on_error=on_error, fill=False)
+            return "batch", function.open(None, cancelled)
+        return self.kind, function.open(None, cancelled)
 
 
 @dataclass(frozen=True)
@@ -99,10 +86,17 @@ class WorkFetch:
         At least one.
     threads
         Threads that share the items of one task, inside the worker.
+    on_error
+        Repeats and replaces here; what is to be skipped is `Bad`, as without a policy.
+    batched
+        The index of a task is a list of items.
     """
 
     steps: tuple[Step, ...]
     threads: int = 1
+    on_error: Policy | None = None
+
+    batched: ClassVar[bool] = True
 
     @property
     def dataset(self) -> Any:
@@ -138,25 +132,43 @@ class WorkFetch:
         return Damaged(mended)
 
     def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
-        opened = [(step.kind, step.open(cancelled)) for step in self.steps]
+        opened = [
+            step.open(cancelled, self.on_error, number) for number, step in enumerate(self.steps)
+        ]
+        draws = cancelled.draws
+        if draws is not None:
+            from hybridloader.seeded_items import SeededItems, of_item
+
+            policy = draws.policy(self.on_error, of_item)
+            careful = Careful(opened, Guard(policy, cancelled), cancelled)
+            return SeededItems(careful, cancelled, draws, self.threads)
+        careful = Careful(opened, Guard(self.on_error, cancelled), cancelled)
         if self.threads > 1:
-            return _spread(opened, self.threads, cancelled)
-        if len(opened) == 1 and opened[0][0] == "map":
-            return _map_alone(opened[0][1], cancelled)
-        if all(kind == "map" for kind, _ in opened):
-            return _maps([function for _, function in opened], cancelled)
-        return _one_after_the_other(opened, cancelled)
+            return careful.spread(self.threads)
+        return noting_the_end(self._fetcher(opened, careful, cancelled), cancelled)
+
+    @staticmethod
+    def _fetcher(opened: Opened, careful: Careful, cancelled: Flag) -> Fetcher:
+        """The shortest way through the steps."""
+        kinds = {kind for kind, _ in opened}
+        if careful.needed:
+            return careful
+        if kinds != {"map"}:
+            return _one_after_the_other(opened, careful, cancelled)
+        if len(opened) == 1:
+            return _map_alone(opened[0][1], careful, cancelled)
+        return _maps([function for _, function in opened], careful, cancelled)
 
 
-Opened = list[tuple[str, Callable[[Any], Any]]]
-"""Kinds of steps, and their functions as one worker calls them."""
+def _map_alone(function: Callable[[Any], Any], careful: Careful, cancelled: Flag) -> Fetcher:
+    notes = cancelled.notes
 
-
-def _map_alone(function: Callable[[Any], Any], cancelled: Flag) -> Fetcher:
     def work(items: list[Any]) -> Any:
+        if type(items) is Spared:
+            return careful(items)
         results: list[Any] = []
         damaged = False
-        for item in items:
+        for item in numbered(items, cancelled) if notes else items:
             try:
                 results.append(function(item))
             except Exception as error:
@@ -169,11 +181,15 @@ def _map_alone(function: Callable[[Any], Any], cancelled: Flag) -> Fetcher:
     return work
 
 
-def _maps(functions: list[Callable[[Any], Any]], cancelled: Flag) -> Fetcher:
+def _maps(functions: list[Callable[[Any], Any]], careful: Careful, cancelled: Flag) -> Fetcher:
+    notes = cancelled.notes
+
     def work(items: list[Any]) -> Any:
+        if type(items) is Spared:
+            return careful(items)
         results: list[Any] = []
         damaged = False
-        for item in items:
+        for item in numbered(items, cancelled) if notes else items:
             try:
                 for function in functions:
                     item = function(item)
@@ -188,36 +204,20 @@ def _maps(functions: list[Callable[[Any], Any]], cancelled: Flag) -> Fetcher:
     return work
 
 
-def _one_after_the_other(opened: Opened, cancelled: Flag) -> Fetcher:
+def _one_after_the_other(opened: Opened, careful: Careful, cancelled: Flag) -> Fetcher:
+    notes = cancelled.notes
+
     def work(items: list[Any]) -> Any:
+        if type(items) is Spared:
+            return careful(items)
         results: list[Any] = []
-        for item in items:
+        for item in numbered(items, cancelled) if notes else items:
             _pass(item, opened, 0, results, cancelled)
             if cancelled.up:
                 raise Abandoned
-        return _whole_or_damaged(results)
+        return whole_or_damaged(results)
 
     return work
-
-
-def _spread(opened: Opened, threads: int, cancelled: Flag) -> Fetcher:
-    """The same, the items of a task shared out to threads."""
-    fanout = fanout_of_this_thread(threads)
-
-    def alone(item: Any) -> list[Any]:
-        results: list[Any] = []
-        _pass(item, opened, 0, results, cancelled)
-        return results
-
-    def work(items: list[Any]) -> Any:
-        found = fanout.map(alone, items, cancelled)
-        return _whole_or_damaged(list(chain.from_iterable(found)))
-
-    return work
-
-
-def _whole_or_damaged(results: list[Any]) -> Any:
-    return Damaged(results) if any(type(result) is Bad for result in results) else results
 
 
 def _pass(item: Any, opened: Opened, at: int, results: list[Any], cancelled: Flag) -> None:
@@ -253,71 +253,3 @@ def _pass(item: Any, opened: Opened, at: int, results: list[Any], cancelled: Fla
             results.append(bad(error, item))
             return
         _pass(one, opened, at, results, cancelled)
-
-
-def bad(error: Exception, item: Any) -> Bad:
-    """What takes the place of the results of `item`."""
-    if isinstance(error, StopIteration):
-        leaked = leak(error)
-        leaked.__cause__ = error
-        error = leaked
-    return Bad(Failure(error), _short.repr(item))
-
-
-def leak(error: StopIteration) -> RuntimeError:
-    """As in PEP 479: a `StopIteration` would end the user's loop without a word."""
-    return RuntimeError(f"a function of a pipeline raised {error!r}")
-
-
-class ReadersFetch:
-    """The work of a reader: the next items of its own iterator, as many as it is asked for.
-
-    Parameters
-    ----------
-    source
-        An iterable, of which every worker has a copy of its own; or a function that makes one, called in
-        the worker.
-    """
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    mend = WorkFetch.mend
-
-    @property
-    def dataset(self) -> Any:
-        return self._source
-
-    @property
-    def private(self) -> bool:
-        return hasattr(type(self._source), "__iter__")  # a class has it too, and is called
-
-    def with_dataset(self, dataset: Any) -> ReadersFetch:
-        return ReadersFetch(dataset)
-
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
-        items = iter(self._source if self.private else self._source())
-        ended = False
-
-        def read(most: int) -> Any:
-            nonlocal ended
-            if ended:
-                raise EndOfShard
-            results: list[Any] = []
-            until = time.monotonic() + _READING
-            while len(results) < most and not (results and time.monotonic() > until):
-                try:
-                    results.append(next(items))
-                except StopIteration:
-                    ended = True
-                    break
-                except Exception as error:
-                    results.append(bad(error, "the next item"))
-                    return Damaged(results)
-                if cancelled.up:
-                    raise Abandoned
-            if not results:
-                raise EndOfShard
-            return results
-
-        return read

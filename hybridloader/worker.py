@@ -8,11 +8,14 @@ process or in the caller, nor how its messages travel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol
 
+from hybridloader.carried import resumed
 from hybridloader.contract import Payload
-from hybridloader.errors import Failure, ResultNotSendable, twin
+from hybridloader.draws import Draws
+from hybridloader.errors import Failure, ResultNotSendable, no_stop, twin
 from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, seed_datapipe
 from hybridloader.messages import (
     Begin,
@@ -20,6 +23,7 @@ from hybridloader.messages import (
     Event,
     Exhausted,
     Failed,
+    First,
     Message,
     Ready,
     Stop,
@@ -27,7 +31,7 @@ from hybridloader.messages import (
     WorkerSpec,
 )
 from hybridloader.refresh import apply
-from hybridloader.seeding import Seeds
+from hybridloader.seeding import ProcessSeeds, Seeds, lent
 from hybridloader.worker_info import describe
 
 
@@ -65,6 +69,9 @@ class Worker:
         self._seeds = seeds
         self._wrap = wrap
         self.cancelled = cancelled
+        self._draws = _draws_of(spec, worker, seeds)
+        if self._draws is not None and spec.seeding is not None:
+            self._seeds = lent(seeds, any_thread=spec.seeding.any_thread)
         self.info = self._describe()
         self._fetcher: Fetcher | None = None
         self._initialised = False
@@ -74,7 +81,10 @@ class Worker:
     def open(self) -> Ready:
         """Seed, run `init_fn`, open the first fetcher."""
         spec = self._spec
+        self.cancelled.draws = self._draws
         with self._seeds.initialising(spec.base_seed, self.worker):
+            if self._draws is not None:
+                self._draws.prepare()
             try:
                 if spec.shared_seed is not None:
                     # As torch, before init_fn: the seeds that init_fn sets are the ones used.
@@ -82,15 +92,31 @@ class Worker:
                 if spec.init_fn is not None and spec.workers > 0:
                     spec.init_fn(self.worker)
                 self._initialised = True
-                self._fetcher = spec.fetch.open(None, self.cancelled)
+                if spec.starts:
+                    self._fetcher = resumed(spec.fetch, spec.starts[self.worker], self.cancelled)
+                else:
+                    self._fetcher = spec.fetch.open(None, self.cancelled)
+                if spec.skip:
+                    skip = getattr(self._fetcher, "skip", None)
+                    if skip is not None:
+                        skip(spec.skip)
             except Exception as error:
                 if spec.workers == 0:
                     raise
-                self._broken = error
+                self._broken = no_stop(error)
         return Ready(self.worker)
 
-    def step(self, message: Task | Begin) -> Event | None:
+    def close(self) -> None:
+        """Nothing more will be done."""
+        if self._draws is not None:
+            self._draws.release()
+
+    def step(self, message: Task | Begin | First) -> Event | None:
         """Do what `message` says; give what there is to report, or None."""
+        if isinstance(message, First):
+            if self._draws is not None:
+                self._draws.begin_at(message.item, message.epoch)
+            return None
         with self._seeds.working():
             if isinstance(message, Begin):
                 self._begin(message)
@@ -99,6 +125,9 @@ class Worker:
 
     def _begin(self, message: Begin) -> None:
         self._exhausted = False
+        if self._draws is not None and self._spec.seeding is not None:
+            self._draws.begin(replace(self._spec.seeding, epoch=message.epoch))
+            self.cancelled.draws = self._draws
         if not self._initialised:
             return  # init_fn failed, and that stays the answer to every task
         self._broken = None
@@ -106,54 +135,73 @@ class Worker:
             apply(self._spec.fetch.dataset, message.changes)
             self._fetcher = self._spec.fetch.open(message.shared_seed, self.cancelled)
         except Exception as error:
-            self._broken = error
+            self._broken = no_stop(error)
 
     def _answer(self, task: Task) -> Event | None:
         if self._exhausted:
             return None
         try:
             if self._broken is not None:
-                return Failed(self.worker, task.seq, Failure(twin(self._broken)))
+                return Failed(self.worker, task.seq, Failure(twin(self._broken)), self._position)
             assert self._fetcher is not None
             began = perf_counter()
             payload = self._packed(self._fetcher(task.index))
-            return Done(self.worker, task.seq, payload, perf_counter() - began)
+            seconds = perf_counter() - began
+            return Done(self.worker, task.seq, payload, seconds, self._position)
         except EndOfShard:
             self._exhausted = True
             return Exhausted(self.worker, task.seq)
         except Abandoned:
             return None
-        except StopIteration as error:
-            # torch lets it through, and a map-style dataset that leaks a StopIteration ends the
-            # user's loop early, without a word. As in PEP 479, it becomes a RuntimeError.
-            leak = RuntimeError("the dataset or the collate function raised StopIteration")
-            leak.__cause__ = error
-            return Failed(self.worker, task.seq, Failure(leak))
         except Exception as error:
-            return Failed(self.worker, task.seq, Failure(error))
+            # torch lets a StopIteration through, and a map-style dataset that leaks one ends the
+            # user's loop early, without a word.
+            return Failed(self.worker, task.seq, Failure(no_stop(error)), self._position)
 
     def _packed(self, result: Any) -> Payload:
         try:
             return self._wrap(result)
         except ResultNotSendable:
-            mend = getattr(self._spec.fetch, "mend", None)
+            mend = getattr(self._fetcher, "mend", None)
+            mend = mend or getattr(self._spec.fetch, "mend", None)
             if mend is None:
                 raise
             return self._wrap(mend(result, self._wrap))
+
+    @property
+    def _position(self) -> int:
+        """How far it is in its shard, in samples."""
+        return getattr(self._fetcher, "position", 0)
 
     def _describe(self) -> Any:
         """This worker's `WorkerInfo`; None when the caller does the work itself."""
         spec = self._spec
         if spec.workers == 0:
             return None
+        rng = self._seeds.generators(spec.base_seed, self.worker)
+        if rng is not None and self._draws is not None:
+            rng = self._draws.rng() or rng
         return describe(
             id=self.worker,
             num_workers=spec.workers,
             seed=spec.base_seed + self.worker,
             dataset=spec.fetch.dataset,
-            rng=self._seeds.generators(spec.base_seed, self.worker),
+            rng=rng,
             worker_method=self._seeds.method,
         )
+
+
+def _draws_of(spec: WorkerSpec, worker: int, seeds: Seeds) -> Draws | None:
+    """What seeds the samples of this worker, if each is to be seeded."""
+    origin = spec.seeding
+    if origin is None:
+        return None
+    shared = seeds.method == "thread" or (origin.any_thread and not isinstance(seeds, ProcessSeeds))
+    if not (shared or getattr(spec.fetch, "threads", 1) > 1):
+        return Draws(origin, worker)
+    from hybridloader.thread_draws import ThreadDraws
+
+    return ThreadDraws(origin, worker, stage=spec.stage)
 
 
 class Source(Protocol):
@@ -165,13 +213,16 @@ class Source(Protocol):
 
 def run(worker: Worker, source: Source, report: Callable[[Event], None]) -> None:
     """Answer messages until `Stop`, or until nobody waits: the loop of a worker with its own thread."""
-    report(worker.open())
-    while True:
-        message = source.get()
-        if isinstance(message, Stop) or worker.cancelled.up:
-            return
-        event = worker.step(message)
-        del message  # slots of what it held go back with the event
-        if event is not None:
-            report(event)
-        del event  # a batch must not outlive its sending
+    try:
+        report(worker.open())
+        while True:
+            message = source.get()
+            if isinstance(message, Stop) or worker.cancelled.up:
+                return
+            event = worker.step(message)
+            del message  # slots of what it held go back with the event
+            if event is not None:
+                report(event)
+            del event  # a batch must not outlive its sending
+    finally:
+        worker.close()

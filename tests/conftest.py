@@ -35,10 +35,15 @@ def _descriptors() -> int:
 
 
 def _segments() -> set[str]:
-    """Named shared memory that we could have made; other processes make semaphores."""
+    """Named shared memory that we could have made, or that whoever made it has left behind.
+
+    A name tells the process that made it. What belongs to another one that is alive is not ours: tests
+    run in several processes at once.
+    """
     folder = Path("/dev/shm")
     names = os.listdir(folder) if folder.exists() else []
-    return {name for name in names if name.startswith(("hl-", "hybridloader"))}
+    found = {name: int(name.split("-")[1]) for name in names if name.startswith("hl-")}
+    return {name for name, pid in found.items() if pid == os.getpid() or not psutil.pid_exists(pid)}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -69,11 +69,23 @@ class Stand:
         self.epoch, self.seed = epoch, seed
         self.shared: dict[Any, Any] = {}
         self.opened: list[Script] = []
+        self.start, self.saved, self.run_seed = 0, None, 0
+
+    def draw(self) -> int:
+        import torch
+
+        return int(torch.empty((), dtype=torch.int64).random_().item())
+
+    def mark(self, at: int, value: Any) -> None:
+        """Nobody resumes here."""
+
+    def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
+        return items
 
     def random(self, seed: int | None) -> random.Random:
         return random.Random(f"{self.seed if seed is None else seed}/{self.epoch}")
 
-    def open(self, pipeline: Any) -> Iterator[Any]:
+    def open(self, pipeline: Any, start: int = 0, number: int | None = None) -> Iterator[Any]:
         if isinstance(pipeline, Line):
             self.opened.append(Script(*pipeline.steps))
             return self.opened[-1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +21,6 @@ from hybridloader import (
     Fork,
     Inline,
     SharedMemory,
-    ShippingError,
     Spawn,
     Threads,
     dataloader,
@@ -332,181 +329,6 @@ def test_where_there_is_no_fork_the_message_says_what_to_use(
         iter(DataLoader(Numbers(), num_workers=1, backend=backend))
     assert "threads" in str(caught.value)
     assert "spawn" in str(caught.value)
-
-
-# -- what can't be sent --------------------------------------------------------------------------
-
-
-class Holder(Numbers):
-    """A dataset with something in it."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-
-class Box:
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-
-def _closure_over(thing: Any) -> Callable[[Any], Any]:
-    def function(batch: Any) -> Any:
-        return thing
-
-    return function
-
-
-def _no_process_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from loky.backend.process import LokyProcess
-
-    def start(process: Any) -> None:
-        raise AssertionError("a worker was started")
-
-    monkeypatch.setattr(LokyProcess, "start", start)
-
-
-UNSENDABLE: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
-    ("dataset.inner", lambda lock: {"dataset": Holder(lock)}),
-    ("dataset.inner.handle", lambda lock: {"dataset": Holder(Box(lock))}),
-    ("dataset.inner.handle.handle", lambda lock: {"dataset": Holder(Box(Box(lock)))}),
-    ("dataset.inner[1]", lambda lock: {"dataset": Holder([3, lock])}),
-    ("dataset.inner[1].handle", lambda lock: {"dataset": Holder((3, Box(lock)))}),
-    ("dataset.inner['key']", lambda lock: {"dataset": Holder({"key": lock})}),
-    ("dataset.inner.<closure>.thing", lambda lock: {"dataset": Holder(_closure_over(lock))}),
-    ("collate_fn.<closure>.thing", lambda lock: {"collate_fn": _closure_over(lock)}),
-    ("init_fn.<closure>.thing.handle", lambda lock: {"worker_init_fn": _closure_over(Box(lock))}),
-]
-
-
-@pytest.mark.parametrize(("path", "options"), UNSENDABLE, ids=[path for path, _ in UNSENDABLE])
-@pytest.mark.parametrize("backend", ["spawn", SharedMemory("loky")])
-def test_what_can_not_be_pickled_is_named_before_any_worker_starts(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str | Backend,
-    path: str,
-    options: Callable[[Any], dict[str, Any]],
-) -> None:
-    _no_process_may_start(monkeypatch)
-    given = {"dataset": Numbers(), **options(threading.Lock())}
-    loader = DataLoader(num_workers=1, backend=backend, **given)
-    with pytest.raises(ShippingError) as caught:
-        iter(loader)
-    text = str(caught.value)
-    assert f"{path} " in text
-    assert "lock" in text
-    assert "threads" in text
-    assert isinstance(caught.value, TypeError)
-    assert caught.value.__cause__ is not None
-
-
-def test_an_object_whose_reduce_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stubborn:
-        def __reduce__(self) -> Any:
-            raise RuntimeError("I stay here")
-
-    _no_process_may_start(monkeypatch)
-    loader = DataLoader(Holder(Box(Stubborn())), num_workers=1, backend="spawn")
-    with pytest.raises(ShippingError, match=r"dataset\.inner\.handle .*Stubborn.*I stay here"):
-        iter(loader)
-
-
-def test_a_dataset_with_a_cycle_through_what_can_not_be_pickled_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _no_process_may_start(monkeypatch)
-    box = Box(None)
-    box.handle = [box, threading.Lock()]
-    with pytest.raises(ShippingError, match=r"dataset\.inner\.handle\[1\]"):
-        iter(DataLoader(Holder(box), num_workers=1, backend="spawn"))
-
-
-def test_an_attribute_in_slots_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slotted:
-        __slots__ = ("handle",)
-
-        def __init__(self, handle: Any) -> None:
-            self.handle = handle
-
-    _no_process_may_start(monkeypatch)
-    loader = DataLoader(Holder(Slotted(threading.Lock())), num_workers=1, backend="spawn")
-    with pytest.raises(ShippingError, match=r"dataset\.inner\.handle"):
-        iter(loader)
-
-
-class Trainer:
-    def __init__(self) -> None:
-        self.logger = threading.Lock()
-
-    def do(self, argument: Any) -> Any:
-        return argument
-
-
-@pytest.mark.parametrize("option", ["collate_fn", "worker_init_fn"])
-@pytest.mark.parametrize(
-    ("make", "path"),
-    [
-        (lambda: Trainer().do, ".__self__.logger"),
-        (lambda: functools.partial(max, key=Trainer()), ".keywords['key'].logger"),
-        (lambda: functools.partial(Trainer().do), ".func.__self__.logger"),
-    ],
-)
-def test_what_stands_behind_a_method_or_a_partial_is_looked_into(
-    monkeypatch: pytest.MonkeyPatch, option: str, make: Callable[[], Any], path: str
-) -> None:
-    _no_process_may_start(monkeypatch)
-    given: Any = {option: make()}
-    with pytest.raises(ShippingError) as caught:
-        iter(DataLoader(Numbers(), num_workers=1, backend="spawn", **given))
-    assert path in str(caught.value)
-
-
-def test_a_global_that_a_function_of_the_main_module_uses_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _no_process_may_start(monkeypatch)
-    names: dict[str, Any] = {"__name__": "__main__", "lock": threading.Lock()}
-    exec("def collate(batch):\n    with lock:\n        return batch", names)
-    loader = DataLoader(Numbers(), num_workers=1, backend="spawn", collate_fn=names["collate"])
-    with pytest.raises(ShippingError, match=r"collate_fn\.<global>\.lock"):
-        iter(loader)
-
-
-def test_a_closure_with_an_empty_cell_does_not_hide_the_culprit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lock = threading.Lock()
-
-    def collate(batch: Any) -> Any:
-        return early, lock
-
-    _no_process_may_start(monkeypatch)
-    loader = DataLoader(Numbers(), num_workers=1, backend="spawn", collate_fn=collate)
-    with pytest.raises(ShippingError, match=r"collate_fn\.<closure>\.lock"):
-        iter(loader)
-    early = None
-
-
-@pytest.mark.parametrize("backend", ["threads", "fork", "shared-memory"])
-def test_what_can_not_be_pickled_may_be_used_where_nothing_is_sent(backend: str) -> None:
-    loader = DataLoader(Holder(threading.Lock()), 8, num_workers=1, backend=backend)
-    assert [batch.tolist() for batch in loader] == [list(range(8))]
-
-
-def test_a_dataset_that_inline_workers_can_not_copy_is_shared_with_a_warning() -> None:
-    loader = DataLoader(Holder(Box(threading.Lock())), 8, num_workers=1, backend="inline")
-    with pytest.warns(UserWarning, match=r"dataset\.inner\.handle"):
-        batches = [batch.tolist() for batch in loader]
-    assert batches == [list(range(8))]
-
-
-def test_an_iterable_dataset_that_threads_can_not_copy_is_refused() -> None:
-    class Locked(Stream):
-        def __init__(self) -> None:
-            self.handle = threading.Lock()
-
-    for backend in ("threads", "inline"):
-        with pytest.raises(ShippingError, match=r"dataset\.handle .*copy"):
-            iter(DataLoader(Locked(), num_workers=1, backend=backend))
 
 
 # -- a backend that has nothing to do -------------------------------------------------------------

@@ -236,6 +236,47 @@ def test_a_worker_that_exits_unasked_is_a_fault_that_names_what_it_held() -> Non
     assert scheduler.close() == []
 
 
+def test_a_worker_that_is_replaced_keeps_its_tasks_under_their_numbers() -> None:
+    scheduler = Scheduler(2, 4)
+    scheduler.begin()
+    for _ in range(4):
+        scheduler.assign()
+    for worker in range(2):
+        scheduler.handle(Ready(worker))
+    assert scheduler.replace(1) == [1, 3]
+    assert scheduler.workers == [Work.READY, Work.STARTING]
+    assert scheduler.held(1) == [1, 3]
+    assert scheduler.handle(done(1, 1))
+    scheduler.handle(Ready(1))
+    assert scheduler.fault is None
+
+
+def test_a_worker_that_dies_at_the_end_of_its_shard_is_replaced_when_the_next_epoch_begins() -> (
+    None
+):
+    scheduler = Scheduler(2, 2)
+    scheduler.begin()
+    for worker in range(2):
+        scheduler.assign()
+        scheduler.handle(Ready(worker))
+    scheduler.handle(Exhausted(1, 1))
+    assert scheduler.replace(1) == []
+    assert scheduler.workers[1] is Work.ABSENT
+    assert round_robin(scheduler) == 0
+    scheduler.begin()
+    assert scheduler.workers[1] is Work.STARTING
+
+
+@pytest.mark.parametrize("state", [Work.ABSENT, Work.STOPPING, Work.GONE])
+def test_who_is_gone_or_told_to_go_is_not_replaced(state: Work) -> None:
+    scheduler = Scheduler(1, 1)
+    scheduler.workers[0] = state
+    before = snapshot(scheduler)
+    with pytest.raises(IllegalTransition, match="replaced"):
+        scheduler.replace(0)
+    assert snapshot(scheduler) == before
+
+
 # -- the property: what goes in comes out exactly once -----------------------------------------
 
 
@@ -243,7 +284,7 @@ def test_a_worker_that_exits_unasked_is_a_fault_that_names_what_it_held() -> Non
 def test_every_sequence_number_comes_out_exactly_once(
     data: st.DataObject, workers: int, window: int, ordered: bool
 ) -> None:
-    """Any order of completion, failures, ends of shards, epochs and a close, in any mixture."""
+    """Any order of completion, failures, ends of shards, deaths, epochs and a close, in any mixture."""
     rules = [least_busy, round_robin if ordered else round_robin_with_room]
     dispatch = data.draw(st.sampled_from(rules))
     scheduler = Scheduler(workers, window, ordered=ordered, dispatch=dispatch)
@@ -270,7 +311,7 @@ def test_every_sequence_number_comes_out_exactly_once(
             moves += ["assign"] * 4 + ["source_ended"]
         busy = [w for w in range(workers) if queues[w]]
         moves += ["done"] * 4 * bool(busy) + ["failed", "exhausted"] * bool(busy)
-        moves += ["late"] * bool(stale)
+        moves += ["late"] * bool(stale) + ["replace"]
         move = data.draw(st.sampled_from(moves), "move")
         if move == "assign":
             seq, worker = scheduler.assign()
@@ -287,9 +328,20 @@ def test_every_sequence_number_comes_out_exactly_once(
         elif move == "exhausted":
             worker = data.draw(st.sampled_from(busy), "worker")
             seq = queues[worker][0]
+            if scheduler.workers[worker] is Work.STARTING:
+                scheduler.handle(Ready(worker))
             assert scheduler.handle(Exhausted(worker, seq))
             queues[worker].clear()
             ended.add(worker)
+        elif move == "replace":
+            worker = data.draw(st.integers(0, workers - 1), "worker")
+            if scheduler.workers[worker] is Work.ABSENT:
+                continue
+            assert scheduler.replace(worker) == queues[worker]
+            if worker not in ended:
+                assert scheduler.workers[worker] is Work.STARTING
+                if data.draw(st.booleans(), "ready"):
+                    scheduler.handle(Ready(worker))
         elif move == "late":
             assert not scheduler.handle(done(0, stale.pop()))
         elif move == "source_ended":
@@ -318,7 +370,8 @@ def test_every_sequence_number_comes_out_exactly_once(
         assert popped == sorted(popped)
     assert len(popped) + scheduler.skipped + scheduler.abandoned == scheduler.next_in
     for worker in range(workers):
-        scheduler.handle(Exited(worker))
+        if scheduler.workers[worker] is not Work.GONE:  # it was absent
+            scheduler.handle(Exited(worker))
     assert scheduler.run is Run.CLOSED
 
 

@@ -13,9 +13,9 @@ import math
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from hybridloader.pipeline import Pipeline
@@ -28,8 +28,40 @@ INFINITE = math.inf
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 """Of an object, in its repr: it would make a description another one in every run."""
 
-Upstream = Callable[[], Iterator[Any]]
-"""Begins a new pass over what comes before an operator."""
+Upstream = Callable[..., Iterator[Any]]
+"""Begins a new pass over what comes before an operator.
+
+With ``number=`` that pass of several, with ``start=`` behind the first items of it, with ``epoch=`` that
+of another epoch.
+"""
+
+
+class Mark(NamedTuple):
+    """What an operator said of itself: behind its first `at` items, `value` tells how to go on.
+
+    It is what JSON has, if it is to be saved as JSON.
+    """
+
+    at: int
+    value: Any
+
+
+class Part(NamedTuple):
+    """What comes before an operator, at the place where it goes on.
+
+    Attributes
+    ----------
+    branch
+        The number of a branch; None: what comes before in the same line.
+    start
+        Items of it that are not wanted any more.
+    epoch
+        The number of its pass.
+    """
+
+    branch: int | None
+    start: int
+    epoch: int
 
 
 class Context(Protocol):
@@ -47,11 +79,38 @@ class Context(Protocol):
     def shared(self) -> dict[Any, Any]:
         """What the operators of one pass share, by a key of their own."""
 
+    @property
+    def start(self) -> int:
+        """How many of its items are had already: the first that it gives is that number.
+
+        Above 0 only where `Operator.seek` has said that this can be done.
+        """
+
+    @property
+    def saved(self) -> Mark | None:
+        """What this operator marked in the run that this one goes on from."""
+
+    @property
+    def run_seed(self) -> int:
+        """The seed of the run, whether given or drawn."""
+
     def random(self, seed: int | None) -> random.Random:
         """A generator for this operator and this pass: from `seed`, else from the run's own seed."""
 
-    def open(self, pipeline: Pipeline) -> Iterator[Any]:
-        """Open another pipeline as a part of this one; it is closed with it."""
+    def draw(self) -> int:
+        """A seed for this pass, from torch's default generator; the same again after resuming."""
+
+    def open(self, pipeline: Pipeline, start: int = 0, number: int | None = None) -> Iterator[Any]:
+        """Open another pipeline as a part of this one, behind its first `start` items.
+
+        It is closed with this one. `number` says which branch it is, if not the next.
+        """
+
+    def mark(self, at: int, value: Any) -> None:
+        """Behind its first `at` items, this operator could go on if it were told `value`."""
+
+    def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
+        """`items`, which are those from number `at` on, from number `start` on."""
 
 
 class Operator(ABC):
@@ -85,6 +144,25 @@ class Operator(ABC):
         """How many items come out when `upstream` go in."""
         return None
 
+    def seek(self, n: int) -> int | None:
+        """How many items of what is before it make the first `n` of its own, n above 0.
+
+        Known from the parameters alone, for items none of which raised. None, if it depends on the items
+        or on chance. Who gives a number is opened with that `Context.start` when a run is resumed, over
+        what comes behind these items.
+        """
+        return None
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        """Where what is before it goes on when this goes on behind its first `n` items.
+
+        None: that can't be told, so all of it is to come again. `mark` is the last one up to there.
+        """
+        if n == 0:
+            return [Part(None, 0, epoch), *(Part(k, 0, epoch) for k in range(len(self.branches())))]
+        k = self.seek(n)
+        return None if k is None else [Part(None, k, epoch)]
+
     def branches(self) -> tuple[Pipeline, ...]:
         """Other pipelines that run as a part of this operator."""
         return ()
@@ -104,6 +182,8 @@ class Operator(ABC):
             required = field.default is MISSING and field.default_factory is MISSING
             if not field.repr or (not required and value == field.default):
                 continue
+            if longest is not None and type(value) in (list, tuple):
+                value = value[:longest]  # the rest would be cut off, and may be a million numbers
             shown = getattr(value, "__qualname__", None) or _ADDRESS.sub("", repr(value))
             if " at 0x" in shown:  # of no use to a reader, and another one in every run
                 shown = type(value).__qualname__

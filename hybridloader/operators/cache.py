@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader.errors import ResultNotSendable
+from hybridloader.errors import ResultNotSendable, StateError
 from hybridloader.operators import parameters
-from hybridloader.operators.base import Context, Length, Operator, Upstream
+from hybridloader.operators.base import Context, Length, Mark, Operator, Part, Upstream
 from hybridloader.operators.cache_file import Reader, Writer
 from hybridloader.operators.iterators import Over
 from hybridloader.operators.parameters import short
@@ -28,11 +28,13 @@ class _Store:
         self._keeping = threading.Lock()
         # All the mutable state, set once, under that lock:
         self.items: list[Any] | None = None
+        self.origin: list[int] = []
 
-    def keep(self, items: list[Any]) -> None:
-        """The first whole pass is the one that is kept."""
+    def keep(self, items: list[Any], origin: list[int]) -> None:
+        """The first whole pass is the one that is kept. `origin` is its seed and epoch."""
         with self._keeping:
             if self.items is None:
+                self.origin = origin
                 self.items = items
 
 
@@ -67,7 +69,7 @@ class Cache(Operator):
             path = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path
             if not isinstance(path, str):
                 raise TypeError(f"{self.name}: path must be that of a file, not {short(self.path)}")
-            if not os.path.basename(path):
+            if not os.path.basename(path) or "\0" in path:
                 raise ValueError(f"{self.name}: path={path!r} names no file")
             parameters.settle(self, path=path)
         if not isinstance(self.fingerprint, str):
@@ -90,17 +92,29 @@ class Cache(Operator):
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return self.begin(lambda: items, context)
 
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if self.ready() or (mark is not None and mark.value is not None):
+            return []
+        # A pass that is to be kept must be whole, so it is made again from its beginning.
+        return None if n else [Part(None, 0, epoch)]
+
     def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
         if self.path is None:
-            items = self._store.items
-            if items is not None:
-                return KeptIterator(items)
-            return KeepingIterator(upstream(), self._store)
+            return self._begin_in_memory(upstream, context)
         path = str(self.path)
         try:
-            return StoredIterator(Reader(path, self.fingerprint))
+            reader = Reader(path, self.fingerprint)
         except FileNotFoundError:
-            pass
+            if context.saved is not None and context.saved.value is not None:
+                raise StateError(
+                    f"{self.name}: when the state was taken, items came from the cache file {path!r}, "
+                    "and it is gone; put it back, or begin the epoch anew"
+                ) from None
+        else:
+            context.mark(0, "file")
+            start = min(context.start, len(reader))
+            return context.drop(StoredIterator(reader, start), start)
+        context.mark(0, None)
         folder = os.path.dirname(path) or os.curdir
         if not os.path.isdir(folder):
             raise FileNotFoundError(
@@ -114,6 +128,36 @@ class Cache(Operator):
             _warn_of(path, error)
         return StoringIterator(before, path, writer)
 
+    def _begin_in_memory(self, upstream: Upstream, context: Context) -> Iterator[Any]:
+        origin = [context.run_seed, context.epoch]
+        kept = None if context.saved is None else context.saved.value  # else it was being filled
+        meant = kept or origin
+        items = self._store.items
+        if items is not None:
+            if context.saved is not None and self._store.origin != meant:
+                raise StateError(
+                    f"{self.name}: {self._of_state(meant)}, and this cache holds that of seed "
+                    f"{self._store.origin[0]}, epoch {self._store.origin[1]}; make the pipeline anew"
+                )
+            context.mark(0, self._store.origin)
+            start = min(context.start, len(items))
+            return context.drop(KeptIterator(items, start), start)
+        if kept is None:
+            context.mark(0, None)
+            return KeepingIterator(upstream(), self._store, origin)
+        if meant[0] != context.run_seed:
+            raise StateError(
+                f"{self.name}: {self._of_state(meant)}, which another run had made: the seed of this "
+                f"one is {context.run_seed}. Cache in a file to go on from such states"
+            )
+        context.mark(0, meant)
+        again = KeepingIterator(upstream(epoch=meant[1]), self._store, meant)
+        return context.drop(again, 0)
+
+    @staticmethod
+    def _of_state(meant: list[int]) -> str:
+        return f"when the state was taken, it held the pass of seed {meant[0]}, epoch {meant[1]}"
+
     def length(self, upstream: Length) -> Length:
         items = self._store.items
         return upstream if items is None else len(items)
@@ -122,10 +166,10 @@ class Cache(Operator):
 class KeptIterator(Iterator[Any]):
     """A pass over what is kept in memory."""
 
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, items: list[Any], start: int = 0) -> None:
         self._items = items
         # All the mutable state:
-        self._given = 0  # items
+        self._given = start  # items
 
     def __next__(self) -> Any:
         given = self._given
@@ -142,9 +186,9 @@ class KeptIterator(Iterator[Any]):
 class KeepingIterator(Over):
     """A pass that is kept in memory if it comes to its end."""
 
-    def __init__(self, items: Iterator[Any], store: _Store) -> None:
+    def __init__(self, items: Iterator[Any], store: _Store, origin: list[int]) -> None:
         super().__init__(items)
-        self._store = store
+        self._store, self._origin = store, origin
         # All the mutable state:
         self._kept: list[Any] = []
         self._raised = 0  # items
@@ -157,7 +201,7 @@ class KeepingIterator(Over):
             kept, self._kept = self._kept, []
             raised, self._raised = self._raised, -1  # this is the end, and comes once
             if raised == 0:
-                self._store.keep(kept)
+                self._store.keep(kept, self._origin)
             elif raised > 0:
                 _warn_of_errors(raised)
             raise
@@ -246,10 +290,10 @@ class StoringIterator(Over):
 class StoredIterator(Iterator[Any]):
     """A pass over what is kept in a file. A damaged record raises; the one behind it comes next."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, start: int = 0) -> None:
         self._reader = reader
         # All the mutable state:
-        self._given = 0  # records
+        self._given = start  # records
         self._count = len(reader)
 
     def __next__(self) -> Any:

@@ -12,7 +12,8 @@ As the table says where records begin, damage to one spoils no other. A file is 
 temporary name beside its own and renamed when it is whole, so a reader never sees half of one; it
 is not synced, because the digests find what a power failure has cut off.
 
-Digests find damage, not malice: unpickling runs code, so read only files of your own.
+Digests find damage, not malice: unpickling runs code. So a file is written for this user alone, and one
+that is somebody else's, or that others can write to, is not read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import stat
 import struct
 import sys
 import tempfile
@@ -45,6 +47,15 @@ _DIRECT = 64 * 1024
 _BLOCK = 1024 * 1024
 """Bytes that are gathered before they are written."""
 
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+_HOW = (  # absent where the platform has none
+    os.O_RDONLY
+    | getattr(os, "O_BINARY", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_NONBLOCK", 0)  # a named pipe would make `open` wait for a writer
+)
+
 
 def _digest(*parts: Any) -> bytes:
     made = hashlib.blake2b(digest_size=16)
@@ -57,13 +68,25 @@ def _padding(position: int) -> int:
     return -position % _ALIGNED
 
 
+def _who_else(found: os.stat_result) -> str | None:
+    """Who else than this user, or root, may have written a file; None if nobody, or nobody knows."""
+    if not hasattr(os, "geteuid"):  # Windows: what a user's folder lets others do is inherited
+        return None
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {found.st_uid}, and this process is of user {os.geteuid()}"
+    if found.st_mode & _OTHERS_WRITE:
+        return f"others may write to it (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
 class Writer:
     """A file that is being written. Whoever lets go of it without `commit` has written nothing.
 
     Raises
     ------
     OSError
-        From any method: there is no room, say. Call `discard` then.
+        From any method: there is no room, say, or the file system gives files to others. Call `discard`
+        then.
     """
 
     def __init__(self, path: str, fingerprint: str) -> None:
@@ -78,6 +101,9 @@ class Writer:
         self._position = 0
         self._starts = array("Q")
         try:
+            somebody = _who_else(os.fstat(fd))  # NFS that takes root for nobody, vfat
+            if somebody is not None:
+                raise OSError(f"here it could not be read again: {somebody}")
             told = fingerprint.encode()
             self._put(_HEADER.pack(_MAGIC, _VERSION, len(told), _digest(told)))
             self._put(told)
@@ -175,12 +201,13 @@ class Reader:
     FileNotFoundError
         There is none.
     CacheError
-        It is damaged, or was written by another pipeline.
+        It is damaged, was written by another pipeline, or may have been by somebody else.
     """
 
     def __init__(self, path: str, fingerprint: str) -> None:
         self.path = path
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=lambda name, _: os.open(name, _HOW)) as file:
+            self._check_owner(os.fstat(file.fileno()))
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise CacheError(
                     f"{path!r} is no cache file; give another path, or delete it if nobody needs it"
@@ -240,6 +267,17 @@ class Reader:
             self._map.close()
         except BufferError:
             pass
+
+    def _check_owner(self, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise CacheError(f"{self.path!r} is no file; give another path")
+        somebody = _who_else(found)
+        if somebody is not None:
+            raise CacheError(
+                f"the cache file {self.path!r} is not read, because {somebody}, and reading a cache "
+                "runs what is in it; delete it to have it written anew, or, if you trust it, make it "
+                "yours alone (chown, chmod 600)"
+            )
 
     def _check_header(self, fingerprint: str) -> None:
         _, version, size, digest = _HEADER.unpack_from(self._view)

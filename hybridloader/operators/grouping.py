@@ -64,6 +64,9 @@ class Batch(Operator):
         collate = Collating(self.collate_fn, self.memory)
         return BatchIterator(items, self.size, self.drop_last, collate)
 
+    def seek(self, n: int) -> int:
+        return n * self.size
+
     def length(self, upstream: Length) -> Length:
         return _batches(upstream, self.size, self.drop_last)
 
@@ -106,6 +109,9 @@ class PaddedBatch(Operator):
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(Pad(self.padding_value, self.lengths), self.memory)
         return BatchIterator(items, self.size, self.drop_last, collate)
+
+    def seek(self, n: int) -> int:
+        return n * self.size
 
     def length(self, upstream: Length) -> Length:
         return _batches(upstream, self.size, self.drop_last)

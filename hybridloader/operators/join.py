@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.operators import parameters
-from hybridloader.operators.base import INFINITE, Context, Length, Source
+from hybridloader.operators.base import INFINITE, Context, Length, Mark, Part, Source
 from hybridloader.operators.iterators import close, close_all, nothing
 from hybridloader.operators.parameters import is_number, short, sum_of
-from hybridloader.operators.split import Branch, Fork
+from hybridloader.operators.split import Branch, Fork, may_begin_at, reaches_out
 
 if TYPE_CHECKING:
     from hybridloader.pipeline import Pipeline
@@ -57,7 +57,12 @@ class Zip(Source):
         return self.pipelines
 
     def start(self, context: Context) -> Iterator[Any]:
-        return ZipIterator(_opened(self.pipelines, context), self.strict)
+        return ZipIterator(_opened(self.pipelines, context), self.strict, context.start)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if n and not may_begin_at(self.pipelines, n):
+            return None
+        return [Part(number, n, epoch) for number in range(len(self.pipelines))]
 
     def length(self, upstream: Length) -> Length:
         lengths = [pipeline.length for pipeline in self.pipelines]
@@ -73,7 +78,7 @@ def _opened(pipelines: tuple[Pipeline, ...], context: Context) -> list[Iterator[
     opened: list[Iterator[Any]] = []
     try:
         for pipeline in pipelines:
-            opened.append(context.open(pipeline))
+            opened.append(context.open(pipeline, context.start))
     except BaseException:
         close_all(opened)
         raise
@@ -94,12 +99,12 @@ class _Among(Iterator[Any]):
 class ZipIterator(_Among):
     """The running form of `Zip`."""
 
-    def __init__(self, branches: list[Iterator[Any]], strict: bool) -> None:
+    def __init__(self, branches: list[Iterator[Any]], strict: bool, start: int) -> None:
         super().__init__(branches)
         self._strict = strict
         self._pulls = [branch.__next__ for branch in branches]
         # All the mutable state:
-        self._count = 0  # rows given
+        self._count = start  # rows given
         self._row: list[Any] = []  # the items of the next one, as far as they have come
         self._checked = 0  # after the end of the first branch: how many have ended, it included
         self._ended = False
@@ -164,6 +169,14 @@ class Concat(Source):
     def start(self, context: Context) -> Iterator[Any]:
         return ConcatIterator(self.pipelines, context)
 
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if mark is None:
+            return None if n else [Part(0, 0, epoch)]
+        # Of a fork, other branches may be in pipelines that are over, and would pile up.
+        if n and any(map(reaches_out, self.pipelines)):
+            return None
+        return [Part(mark.value, n - mark.at, epoch)]
+
     def length(self, upstream: Length) -> Length:
         return sum_of(pipeline.length for pipeline in self.pipelines)
 
@@ -174,20 +187,30 @@ class ConcatIterator(Iterator[Any]):
     def __init__(self, pipelines: tuple[Pipeline, ...], context: Context) -> None:
         self._pipelines, self._context = pipelines, context
         # All the mutable state:
-        self._begun = 0  # pipelines
+        self._given = context.start  # items
+        since, number = context.saved or Mark(0, 0)
+        self._begun: int = number  # pipelines
+        self._start = self._given - since  # items of the next one that are not wanted
+        context.mark(since, self._begun)
         self._items: Iterator[Any] | None = None  # of the one whose turn it is
         self._pull: Any = nothing
 
     def __next__(self) -> Any:
         while True:
             try:
-                return self._pull()
+                item = self._pull()
             except StopIteration:
                 self._items, self._pull = None, nothing
                 if self._begun == len(self._pipelines):
                     raise
-            self._begun += 1
-            items = self._context.open(self._pipelines[self._begun - 1])
+            else:
+                self._given += 1
+                return item
+            number, start = self._begun, self._start
+            self._begun, self._start = number + 1, 0
+            if not start:
+                self._context.mark(self._given, number)
+            items = self._context.open(self._pipelines[number], start, number)
             self._items, self._pull = items, items.__next__
 
     def close(self) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridloader.operators import parameters
-from hybridloader.operators.base import INFINITE, Context, Length, Operator, Upstream
+from hybridloader.operators.base import (
+    INFINITE,
+    Context,
+    Length,
+    Mark,
+    Operator,
+    Part,
+    Upstream,
+)
 from hybridloader.operators.iterators import Over, close, nothing
 
 _COUNT = "give a number of items"
@@ -95,7 +103,10 @@ class Take(Operator):
         parameters.settle(self, count=count)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return TakeIterator(items, self.count)
+        return TakeIterator(items, self.count - context.start)
+
+    def seek(self, n: int) -> int | None:
+        return n if n <= self.count else None
 
     def length(self, upstream: Length) -> Length:
         if upstream is None:
@@ -140,7 +151,10 @@ class Skip(Operator):
         parameters.settle(self, count=count)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return EveryIterator(items, self.count, 1)
+        return EveryIterator(items, 0 if context.start else self.count, 1)
+
+    def seek(self, n: int) -> int:
+        return self.count + n
 
     def length(self, upstream: Length) -> Length:
         return _from(upstream, self.count, 1)
@@ -195,7 +209,10 @@ class Enumerate(Operator):
         parameters.settle(self, start=start)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return EnumerateIterator(items, self.start)
+        return EnumerateIterator(items, self.start + context.start)
+
+    def seek(self, n: int) -> int:
+        return n
 
     def length(self, upstream: Length) -> Length:
         return upstream
@@ -242,7 +259,12 @@ class Repeat(Operator):
         raise TypeError(f"{self.name} makes passes of its own; open it by `begin`")
 
     def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
-        return RepeatIterator(upstream, self.times)
+        return RepeatIterator(upstream, self.times, context)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if mark is None:
+            return None if n else [Part(None, 0, epoch * (self.times or 1))]
+        return [Part(None, n - mark.at, epoch * (self.times or 1) + mark.value)]
 
     def length(self, upstream: Length) -> Length:
         if upstream == 0 or self.times == 0:
@@ -255,14 +277,19 @@ class Repeat(Operator):
 class RepeatIterator(Iterator[Any]):
     """The running form of `Repeat`. The first pass begins with it, another when its turn comes."""
 
-    def __init__(self, upstream: Upstream, times: int | None) -> None:
-        self._upstream, self._times = upstream, times
+    def __init__(self, upstream: Upstream, times: int | None, context: Context) -> None:
+        self._upstream, self._times, self._mark = upstream, times, context.mark
         # All the mutable state:
+        self._given = context.start  # items
         self._begun = 0  # passes
         self._gave = True  # whether this pass gave anything
         self._items: Iterator[Any] | None = None
         self._pull: Any = nothing
-        self._begin()
+        if context.saved is None:
+            self._begin()
+        else:
+            at, self._begun = context.saved
+            self._begin(at)
 
     def __next__(self) -> Any:
         while True:
@@ -274,18 +301,26 @@ class RepeatIterator(Iterator[Any]):
                 self._begin()
                 continue
             self._gave = True
+            self._given += 1
             return item
 
-    def _begin(self) -> None:
-        """Begin another pass, if there is to be one."""
+    def _begin(self, since: int | None = None) -> None:
+        """Begin another pass, if there is to be one; or go on in the one that began at item `since`."""
         # Whether it is over, or the pass can't be begun: both are the end.
         self._items, self._pull = None, nothing
         over = not self._gave if self._times is None else self._begun >= self._times
         if over:
             return
+        number = self._begun
         self._begun += 1
-        self._gave = False
-        items = self._upstream()
+        if since is None:
+            self._gave = False
+            self._mark(self._given, number)
+            items = self._upstream()
+        else:
+            self._gave = self._given > since
+            self._mark(since, number)
+            items = self._upstream(number, start=self._given - since)
         self._items, self._pull = items, items.__next__
 
     def close(self) -> None:
@@ -331,7 +366,11 @@ class Shard(Operator):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         rank, world = self.resolved()
-        return EveryIterator(items, rank, world)
+        return EveryIterator(items, world - 1 if context.start else rank, world)
+
+    def seek(self, n: int) -> int:
+        rank, world = self.resolved()
+        return rank + (n - 1) * world + 1
 
     def length(self, upstream: Length) -> Length:
         return _from(upstream, *self.resolved())

@@ -36,6 +36,9 @@ class PinMemory(Operator):
             return items
         return _Pinned(items, self.device, torch.accelerator.current_device_index())
 
+    def seek(self, n: int) -> int:
+        return n
+
     def length(self, upstream: Length) -> Length:
         return upstream
 

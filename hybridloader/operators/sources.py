@@ -9,12 +9,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from hybridloader.operators import parameters
 from hybridloader.operators.base import Context, Length, Source
-from hybridloader.operators.iterators import Over
 from hybridloader.operators.parameters import leak, short
+from hybridloader.operators.stateful import (
+    INDICES,
+    ITEMS,
+    Opened,
+    ReadIterator,
+    draws_a_seed,
+    is_stateful,
+    with_drawn_seed,
+)
 
 
 @dataclass(frozen=True)
@@ -102,18 +111,31 @@ class Indices(Source):
         order = self._order
         if order is not None:
             _tell_epoch(order, context)
-            return ReadIterator(iter(order), ours=True)
-        indices = range(len(self.dataset))
-        if self.shuffle and indices:  # torch refuses to shuffle nothing
+            told = with_drawn_seed(order, context)
+            opened = Opened(told, context, self.name, drawn=told is not order)
+            return context.drop(opened.items(context, INDICES, ours=True), opened.at)
+        count = len(self.dataset)
+        start = min(context.start, count)
+        if self.shuffle and count:  # torch refuses to shuffle nothing
             from torch import Generator
             from torch.utils.data import RandomSampler
 
-            generator = None
             seed = context.seed if self.seed is None else self.seed
-            if seed is not None:
-                generator = Generator().manual_seed(seed + context.epoch)
-            return ReadIterator(iter(RandomSampler(indices, generator=generator)), ours=True)
-        return ReadIterator(iter(indices), ours=True)
+            # As torch draws it where no generator is given, and for a later pass another.
+            seed = context.draw() if seed is None else seed + context.epoch
+            sampler = RandomSampler(range(count), generator=Generator().manual_seed(seed))
+            rest = islice(iter(sampler), start, None)  # 10 times as fast as one by one
+            return context.drop(ReadIterator(rest, ours=True), start)
+        return context.drop(ReadIterator(iter(range(start, count)), ours=True), start)
+
+    def seek(self, n: int) -> int:
+        return n
+
+    def draws(self, seeded: bool) -> bool:
+        """Whether a pass takes a seed from torch's default generator, if the run has one or has not."""
+        if self._order is None:
+            return self.shuffle and self.seed is None and not seeded
+        return draws_a_seed(self._order)
 
     def describe(self, longest: int | None = 40) -> str:
         return _described(super().describe(longest), self.dataset)
@@ -195,7 +217,7 @@ class Items(Source):
                 )
             _tell_epoch(source, context)
             self._begun.yes = True
-            return ReadIterator(source, ours=False)
+            return self._read(source, context, ours=False)
         if not hasattr(type(source), "__iter__"):
             try:
                 source = source()
@@ -207,7 +229,18 @@ class Items(Source):
                     f"{short(source)}"
                 )
         _tell_epoch(source, context)
-        return ReadIterator(iter(source), ours=True)
+        if context.start and type(source) in (list, tuple, range):
+            start = min(context.start, len(source))
+            rest = map(source.__getitem__, range(start, len(source)))
+            return context.drop(ReadIterator(rest, ours=True), start)
+        return self._read(source, context, ours=True)
+
+    def _read(self, source: Any, context: Context, *, ours: bool) -> Iterator[Any]:
+        opened = Opened(source, context, self.name)
+        return context.drop(opened.items(context, ITEMS, ours=ours), opened.at)
+
+    def seek(self, n: int) -> int:
+        return n
 
     def describe(self, longest: int | None = 40) -> str:
         return _described(super().describe(longest), self.source)
@@ -217,6 +250,9 @@ class Items(Source):
 
 
 def _tell_epoch(source: Any, context: Context) -> None:
+    inner = getattr(source, "sampler", None)
+    if is_stateful(inner):  # in torch's BatchSampler, which tells nothing on
+        _tell_epoch(inner, context)
     set_epoch = getattr(source, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(context.epoch)
@@ -238,33 +274,3 @@ def _length(source: Any) -> Length:
         return len(source)
     except (TypeError, NotImplementedError):  # a class that only inherited it
         return None
-
-
-class ReadIterator(Over):
-    """The running form of sources that are one iterator.
-
-    Parameters
-    ----------
-    ours
-        Whether it was made for this pass, so that nobody else wants it when this is closed.
-    """
-
-    def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
-        super().__init__(items)
-        self._ours = ours
-        # All the mutable state:
-        self._given = 0  # items
-
-    def __next__(self) -> Any:
-        try:
-            item = self._pull()
-        except StopIteration:
-            self._end()
-            raise
-        self._given += 1
-        return item
-
-    def close(self) -> None:
-        self._end()
-        if self._ours:
-            super().close()

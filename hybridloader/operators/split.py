@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.errors import twin
 from hybridloader.operators import parameters
-from hybridloader.operators.base import Context, Length, Source
+from hybridloader.operators.base import Context, Length, Mark, Part, Source
 from hybridloader.operators.iterators import close
 
 if TYPE_CHECKING:
@@ -80,6 +80,12 @@ class Branch(Source):
         trunk = context.shared.setdefault(self.fork, _Trunk(self.fork.count))
         return trunk.branch(self, context)  # type: ignore[no-any-return]
 
+    def seek(self, n: int) -> int:
+        return n  # of all branches of a fork, which `may_begin_at` sees to
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        return [Part(0, n, epoch)]
+
     def length(self, upstream: Length) -> Length:
         return self.fork.pipeline.length
 
@@ -113,7 +119,7 @@ class _Trunk:
                     "the fork, or fork into more branches"
                 )
             if self._items is None:
-                self._items = context.open(branch.fork.pipeline)
+                self._items = context.open(branch.fork.pipeline, context.start)
             self._opened.add(number)
         queue = self.queues[number]
         assert queue is not None  # only its iterator closes it
@@ -187,3 +193,56 @@ class BranchIterator(Iterator[Any]):
 
     def __del__(self) -> None:
         self._trunk.forget(self._number)
+
+
+# -- resuming ----------------------------------------------------------------------------------------
+
+
+def may_begin_at(pipelines: Sequence[Pipeline], n: int) -> bool:
+    """Whether pipelines that are pulled in step can each begin behind `n` items.
+
+    Branches of a fork can if all of them are here and want the same items next: else one of them
+    would have to be given items that the others are not to see again.
+    """
+    wanted: dict[int, tuple[Fork, dict[int, int | None]]] = {}
+    for pipeline in pipelines:
+        source = pipeline.operators[0]
+        if isinstance(source, Branch):
+            found = wanted.setdefault(id(source.fork), (source.fork, {}))
+            found[1][source.number] = _begins_at(pipeline, n)
+        elif reaches_out(pipeline):
+            return False
+    for fork, places in wanted.values():
+        if len(places) < fork.count or len({*places.values()}) > 1 or None in places.values():
+            return False
+        if reaches_out(fork.pipeline):
+            return False
+    return True
+
+
+def _begins_at(pipeline: Pipeline, n: int) -> int | None:
+    """How many items of its source make its first `n`, if every step can say."""
+    for operator in reversed(pipeline.operators[1:]):
+        found = operator.seek(n)
+        if found is None:
+            return None
+        n = found
+    return n
+
+
+def reaches_out(pipeline: Pipeline) -> bool:
+    """Whether it holds some branches of a fork, and not all of them."""
+    met: dict[int, tuple[Fork, set[int]]] = {}
+
+    def look(line: Pipeline) -> None:
+        source = line.operators[0]
+        if isinstance(source, Branch):
+            known = id(source.fork) in met
+            met.setdefault(id(source.fork), (source.fork, set()))[1].add(source.number)
+            if known:
+                return
+        for inner in source.branches():
+            look(inner)
+
+    look(pipeline)
+    return any(len(numbers) < fork.count for fork, numbers in met.values())

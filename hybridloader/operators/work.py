@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from hybridloader.contract import Backend
 from hybridloader.fetch import MapFetch
+from hybridloader.on_error import Policy, Replace, Retry, Skip, parse
 from hybridloader.operators.base import INFINITE, Context, Length, Operator, Source
 from hybridloader.registry import get_backend
+from hybridloader.restart import RestartPolicy
+from hybridloader.sample_seeds import SampleSeeding
+from hybridloader.sample_seeds import parse as parse_seeding
 from hybridloader.work import Step
 
 
@@ -27,6 +32,10 @@ class Where(TypedDict, total=False):
     worker_init_fn: Callable[[int], None] | None
     threads_per_worker: int
     fuse: bool
+    on_error: str | Skip | Retry | Replace
+    on_worker_death: str | RestartPolicy
+    task_timeout: float
+    seeding: str | SampleSeeding
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,19 @@ class Placement:
         Threads inside each worker, which share the items of one task.
     fuse
         Whether this work may be done in one go with the stages beside it that have the same workers.
+        They then share the budget of `on_error`, and are one stage in what it records.
+    on_error
+        What becomes of items that fail: None, which ``"raise"`` says, raises in their place; ``"skip"``,
+        or a `Skip`, leaves them out; a `Retry` tries again first; a `Replace` puts others in their
+        places. It needs no backend.
+    on_worker_death
+        None, which ``"raise"`` says, raises `WorkerDied`; ``"restart"``, or a `RestartPolicy`, puts
+        another worker in the place of one that dies.
+    task_timeout
+        Seconds that a worker may take for what it is given at a time; 0 is for ever.
+    seeding
+        None, which ``"worker"`` says, seeds each worker; ``"sample"``, or a `SampleSeeding`, every item,
+        by its number in the stage's input (a sample of a dataset by its index). It needs no backend.
     """
 
     backend: Backend | None = None
@@ -65,6 +87,10 @@ class Placement:
     worker_init_fn: Callable[[int], None] | None = None
     threads_per_worker: int = 1
     fuse: bool = True
+    on_error: Policy | None = None
+    on_worker_death: RestartPolicy | None = None
+    task_timeout: float = 0
+    seeding: SampleSeeding | None = None
 
     @classmethod
     def of(cls, stage: str, where: Where) -> Placement:
@@ -84,9 +110,10 @@ class Placement:
                 f"{', '.join(Where.__annotations__)}"
             )
         given: dict[str, Any] = {key: value for key, value in where.items() if value is not None}
+        faults = {key: _policy(stage, of, given.pop(key, None)) for key, of in _POLICIES.items()}
         backend, workers = given.pop("backend", None), given.pop("workers", None)
-        if backend is None and (given or workers is not None):
-            told = ", ".join(key for key in where if key != "backend")
+        if backend is None and (given or workers is not None or faults["on_worker_death"]):
+            told = ", ".join(key for key in where if key not in ("backend", "on_error", "seeding"))
             raise ValueError(
                 f"stage {stage!r} has {told} but no backend, so its work would be done where the "
                 "result is asked for; say where, for instance backend='threads'"
@@ -94,7 +121,7 @@ class Placement:
         for name, least in _LEAST.items():
             _check_number(stage, name, given.get(name), least)
         if backend is None:
-            return cls(**given)
+            return cls(**given, **faults)
         try:
             chosen = get_backend(backend)
         except (ValueError, TypeError) as error:
@@ -102,10 +129,16 @@ class Placement:
         if workers is None:
             workers = _cpus()
         _check_number(stage, "workers", workers, 1)
-        timeout = given.get("timeout", 0)
-        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if not (number and timeout >= 0):  # NaN is neither
-            raise ValueError(f"stage {stage!r}: timeout is seconds, 0 or more, not {timeout!r}")
+        for name in ("timeout", "task_timeout"):
+            seconds = given.get(name, 0)
+            number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+            if not (number and seconds >= 0):  # NaN is neither
+                raise ValueError(f"stage {stage!r}: {name} is seconds, 0 or more, not {seconds!r}")
+            if seconds > threading.TIMEOUT_MAX:
+                raise ValueError(
+                    f"stage {stage!r}: {name}={seconds!r} is more seconds than can be waited for; 0 is "
+                    "for ever"
+                )
         for flag in ("ordered", "fuse"):
             if not isinstance(given.get(flag, True), bool):
                 raise TypeError(
@@ -114,11 +147,29 @@ class Placement:
         init = given.get("worker_init_fn")
         if init is not None and not callable(init):
             raise TypeError(f"stage {stage!r}: worker_init_fn must be callable, not {init!r}")
-        return cls(backend=chosen, workers=workers, **given)
+        return cls(backend=chosen, workers=workers, **given, **faults)
 
     @property
     def inline(self) -> bool:
         return self.backend is None or self.backend.name == "inline"
+
+
+def _seeding(value: Any) -> SampleSeeding | None:
+    return None if value is None else parse_seeding(value)
+
+
+_POLICIES: dict[str, Callable[[Any], Any]] = {
+    "on_error": parse,
+    "on_worker_death": RestartPolicy.of,
+    "seeding": _seeding,
+}
+
+
+def _policy(stage: str, of: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return of(value)
+    except ValueError as error:
+        raise ValueError(f"stage {stage!r}: {error}") from None
 
 
 _LEAST = {"prefetch": 1, "buffer_bytes": 1, "threads_per_worker": 1}
@@ -181,6 +232,9 @@ class Work(Operator):
 class Map(Work):
     """One result for each item."""
 
+    def seek(self, n: int) -> int | None:
+        return n if self.placement.on_error is None else None
+
     def length(self, upstream: Length) -> Length:
         return upstream
 
@@ -211,6 +265,9 @@ class Lookup(Work):
     @property
     def name(self) -> str:
         return self.label or f"{type(self.function.dataset).__name__}[...]"
+
+    def seek(self, n: int) -> int | None:
+        return n if self.placement.on_error is None else None
 
     def length(self, upstream: Length) -> Length:
         return upstream

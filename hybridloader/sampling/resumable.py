@@ -157,6 +157,12 @@ class ResumableSampler(Sampler[T_co]):
             "position": position,
         }
 
+    def upcoming_state_dict(self) -> dict[str, Any]:
+        """Where the next iteration starts; as `state_dict`, but when one was broken off, behind it."""
+        place = self._upcoming()
+        epoch, position = self._settled(place.epoch, self._position(place))
+        return {**self.state_dict(), "epoch": epoch, "position": position}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Start the next iteration where another, or this one, had come to.
 

@@ -274,6 +274,27 @@ class BackendContract:
             crew.collect_until(lambda event: isinstance(event, Exited))
             crew.raw.kill(0)  # of one that is gone: nothing happens
 
+    def test_a_new_worker_takes_the_place_of_one_that_was_killed(self) -> None:
+        """With all that belongs to it: what the dead one was sent and had not answered is forgotten."""
+        spec = self.spec(_filled, workers=2)
+        with self.crew(spec) as crew:
+            crew.send(0, Task(0, 100))
+            crew.send(1, Task(1, 101))
+            before = {result.seq: result for result in crew.collect(2)}
+            for seq in (10, 11, 12):
+                crew.raw.kill(1)
+                crew.send(1, Task(2, 7))
+                crew.collect_until(lambda event: isinstance(event, Exited))
+                crew.raw.start(1, spec)
+                crew.send(1, Task(seq, seq))
+                [result] = crew.collect(1)
+                assert result.seq == seq
+                assert crew.open(result)[-1] == seq
+            assert len(crew.raw.handles()) == 2
+            assert all(handle.is_alive() for handle in crew.raw.handles())
+            # Results of those that are gone can be opened still.
+            assert [int(crew.open(before[seq])[0]) for seq in (0, 1)] == [100, 101]
+
     def test_wake_ends_a_wait(self) -> None:
         with self.crew(self.spec(_echo)) as crew:
             crew.collect_until(lambda event: isinstance(event, Ready))

@@ -1,0 +1,173 @@
+"""What faulthandler wrote of a worker, cut down to what its reader wants: the user's frames first.
+
+Pure text in, text out. It never reads a file, and never fails: lines that it does not know it keeps.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import hybridloader
+
+MOST = 4000
+"""Characters at most: the text goes into an exception's message."""
+
+_FIRST = 2400
+"""Of these, what the thread may take that matters most."""
+
+_LINES, _WIDTH = 4, 200
+"""Lines before the first stack, and characters of any line, that are kept."""
+
+_HEADING = re.compile(
+    r"(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)(?P<name>.*) \(most recent call first\):"
+)
+_OTHER_HEADING = re.compile(r".*\(most recent call first\):")  # e.g. the C stack of Python 3.14
+_FRAME = re.compile(r'  File "(?P<path>.*)", line \S+ in (?P<function>.*)')
+_FATAL = "Fatal Python error: "
+
+_BACKENDS = os.path.dirname(os.path.abspath(__file__))
+_CORE = os.path.dirname(os.path.abspath(hybridloader.__file__))
+_OUR_FOLDERS = (_BACKENDS, _CORE, os.path.join(_CORE, "operators"))
+_WAITING = (threading.__file__, queue.__file__)
+"""Where a thread of ours begins, and where it waits when it has nothing to do."""
+
+_LOOP = (os.path.join(_BACKENDS, "child.py"), "main")
+"""Outside of it is what started the process: in a fork, the whole stack of the training script."""
+
+
+class _Thread(NamedTuple):
+    """One block of a dump."""
+
+    heading: str
+    ident: int | None  # None: not a thread's Python stack
+    current: bool
+    lines: list[str]  # innermost frame first
+
+
+def of_dump(text: str, home: int) -> str:
+    """The stacks of a living worker.
+
+    Parameters
+    ----------
+    home
+        The thread that does the tasks, by `threading.get_ident`; it comes first.
+    """
+    _, threads = _parsed(text)
+    for at, thread in enumerate(threads):
+        if thread.ident == home:
+            heading = "The thread that does the tasks (most recent call first):"
+            first = thread._replace(heading=heading)
+            return _told([], first, threads[:at] + threads[at + 1 :])
+    return _told([], None, threads)
+
+
+def of_crash(text: str) -> str:
+    """The stacks of a worker that crashed, the crashing thread's first; "" if `text` has no crash."""
+    begin = text.rfind(_FATAL)  # the last: a fork of the worker may have crashed before
+    if begin < 0:
+        return ""
+    preface, threads = _parsed(text[begin:])
+    for at, thread in enumerate(threads):
+        if thread.current:
+            first = thread._replace(heading="The thread that crashed (most recent call first):")
+            return _told(preface, first, threads[:at] + threads[at + 1 :])
+    return _told(preface, None, threads)
+
+
+def _parsed(text: str) -> tuple[list[str], list[_Thread]]:
+    """What precedes the first stack, and the stacks."""
+    preface: list[str] = []
+    threads: list[_Thread] = []
+    for whole in text.splitlines():
+        line = whole if len(whole) <= _WIDTH else f"{whole[: _WIDTH - 3]}..."
+        if not line.strip() or line.startswith("Extension modules:"):  # of which torch alone has 30
+            continue
+        found = _HEADING.fullmatch(line)
+        if found is not None:
+            name, ident = found["name"], int(found["ident"], 16)
+            heading = f"Another thread{name} (most recent call first):"
+            threads.append(_Thread(heading, ident, found["current"] == "Current thread", []))
+        elif _OTHER_HEADING.fullmatch(line):
+            threads.append(_Thread(line, None, False, []))
+        elif threads:
+            threads[-1].lines.append(line)
+        else:
+            preface.append(line)
+    return preface, threads
+
+
+def _told(preface: Sequence[str], first: _Thread | None, others: Sequence[_Thread]) -> str:
+    told = list(preface[:_LINES])
+    if first is not None:
+        inside = _inside_the_loop(first.lines)
+        told += [first.heading, *_fitting(_users(inside) or inside, _FIRST)]
+    ours = beyond = 0
+    room = MOST - _size(told) - _WIDTH  # for the last line
+    for thread in others:
+        lines = _users(_inside_the_loop(thread.lines))
+        if not lines:
+            ours += 1
+            continue
+        block = [thread.heading, *_fitting(lines, max(room - len(thread.heading), 0))]
+        if _size(block) > room:
+            beyond += 1
+            continue
+        told += block
+        room -= _size(block)
+    if beyond:
+        told.append(f"({beyond} more threads left out, for want of room)")
+    if first is None and not told and ours:
+        told.append(f"({ours} threads, none of them in code of yours)")
+    return "\n".join(told)
+
+
+def _inside_the_loop(lines: list[str]) -> list[str]:
+    """The frames up to the worker's loop."""
+    for at, line in enumerate(lines):
+        frame = _FRAME.fullmatch(line)
+        if frame is not None and (frame["path"], frame["function"]) == _LOOP:
+            return lines[:at]
+    return lines
+
+
+def _users(lines: list[str]) -> list[str]:
+    """The frames up to the outermost one that is the user's; none if all are the loader's own."""
+    end = len(lines)
+    while end and _is_ours(lines[end - 1]):
+        end -= 1
+    return lines[:end]
+
+
+def _is_ours(line: str) -> bool:
+    frame = _FRAME.fullmatch(line)
+    if frame is None:
+        return line.strip() == "<no Python frame>"
+    return os.path.dirname(frame["path"]) in _OUR_FOLDERS or frame["path"] in _WAITING
+
+
+def _fitting(lines: list[str], room: int) -> list[str]:
+    """As many as fit: two of the innermost for one of the outermost."""
+    if _size(lines) <= room:
+        return lines
+    room -= 40  # what is said of the gap
+    inner, outer = 0, len(lines)
+    while inner < outer:
+        take_inner = inner <= 2 * (len(lines) - outer)
+        line = lines[inner] if take_inner else lines[outer - 1]
+        room -= len(line) + 1
+        if room < 0:
+            break
+        if take_inner:
+            inner += 1
+        else:
+            outer -= 1
+    return [*lines[:inner], f"  ... ({outer - inner} frames left out)", *lines[outer:]]
+
+
+def _size(lines: Sequence[str]) -> int:
+    return sum(len(line) + 1 for line in lines)

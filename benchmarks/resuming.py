@@ -1,0 +1,149 @@
+"""P10: what a state of the loader costs at every step, and how long it takes to go on in the middle."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.harness import Case, Variant
+from benchmarks.loaders import CannotDo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.cases import Options
+    from benchmarks.jobs import Answer
+
+TORCHDATA = "torchdata stateful"
+
+BATCH = 256
+
+
+class Ints:
+    """Samples that are made in no time."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _loader(name: str, length: int, workers: int, *, shuffled: bool) -> Any:
+    if name == TORCHDATA:
+        try:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+        except ImportError:
+            raise CannotDo("not installed: pip install torchdata") from None
+        return StatefulDataLoader(Ints(length), BATCH, num_workers=workers, shuffle=shuffled)
+    from hybridloader import DataLoader
+    from hybridloader.sampling import ShuffleSampler
+
+    form, _, sampler = name.partition(", ")
+    backend = None if workers == 0 else form
+    options: dict[str, Any] = {"num_workers": workers, "backend": backend}
+    if sampler:
+        options["sampler"] = ShuffleSampler(length, seed=0)
+    else:
+        options["shuffle"] = shuffled
+    return DataLoader(Ints(length), BATCH, **options)  # type: ignore[arg-type]  # it need not be torch's
+
+
+def state_every_step(loader: str, spec: dict[str, Any]) -> Answer:
+    """Seconds that ``state_dict()`` takes, called after every batch: the median of the calls.
+
+    Beside it the whole step, because torchdata does its part of the work there.
+    """
+    opened = _loader(loader, spec["length"], spec["workers"], shuffled=True)
+    items, taken, steps = iter(opened), [], []
+    for _ in range(spec["steps"]):
+        before = time.perf_counter()
+        next(items)
+        began = time.perf_counter()
+        opened.state_dict()
+        now = time.perf_counter()
+        taken.append(now - began)
+        steps.append(now - before)
+    _close(items)
+    details = {"longest": max(taken), "step": statistics.median(steps)}
+    return {"value": statistics.median(taken), "details": details}
+
+
+def go_on_in_the_middle(loader: str, spec: dict[str, Any]) -> Answer:
+    """Seconds from a state in the middle of the samples to the first batch."""
+    length = spec["length"]
+    opened = _loader(loader, length, 0, shuffled=False)
+    items = iter(opened)
+    next(items)
+    state = _moved(opened.state_dict(), length // 2 // BATCH)
+    other = _loader(loader, length, 0, shuffled=False)
+    began = time.perf_counter()
+    other.load_state_dict(state)
+    next(iter(other))
+    return {"value": time.perf_counter() - began}
+
+
+def _moved(state: dict[str, Any], batches: int) -> dict[str, Any]:
+    """The state of a run that is `batches` further: nobody wants to wait for one that really is."""
+    state = dict(state)
+    within = state["_index_sampler_state"] or {}
+    for holder, name, value in (
+        (state, "_sampler_iter_yielded", batches),
+        (state, "_num_yielded", batches),
+        (within, "samples_yielded", batches * BATCH),
+        (state.get("_sampler_iter_state") or {}, "samples_yielded", batches * BATCH),
+        (within.get("sampler_state") or {}, "position", batches * BATCH),
+    ):
+        if name in holder:
+            holder[name] = value
+    own = state.get("_hybridloader")
+    if own is not None:  # not an edit: as it would have been written there
+        own.update(counts=[batches, batches], samples=batches * BATCH, check=None)
+    return state
+
+
+def _close(items: Any) -> None:
+    for name in ("close", "_shutdown_workers"):
+        close = getattr(items, name, None)
+        if close is not None:
+            close()
+            return
+
+
+def p10(options: Options) -> Case:
+    """A state at every step."""
+    length = 100_000 if options.quick else 10_000_000
+    loaders = ("threads", "threads, ours", *options.others(TORCHDATA))
+    variants = tuple(
+        Variant(
+            f"{length:,} samples, {workers} workers",
+            {"length": length, "workers": workers, "steps": 50 if options.quick else 300},
+            loaders,
+            most_rounds=options.most(1 if options.quick else 3),
+        )
+        for workers in (0, 2)
+    )
+    title = "a state at every step, shuffled"
+    return Case("P10", title, "us / state", "state_every_step", variants, scale=1e6, check=False)
+
+
+def p10_middle(options: Options) -> Case:
+    """Going on in the middle."""
+    length = 1_000_000 if options.quick else 100_000_000
+    variant = Variant(
+        f"the middle of {length:,} samples",
+        {"length": length},
+        ("threads", "threads, ours", *options.others(TORCHDATA)),
+        most_rounds=options.most(1 if options.quick else 3),
+    )
+    title = "from a state to the first batch"
+    return Case("resume", title, "ms", "go_on_in_the_middle", (variant,), scale=1e3, check=False)
+
+
+JOBS: dict[str, Callable[[str, dict[str, Any]], Answer]] = {
+    job.__name__: job for job in (state_every_step, go_on_in_the_middle)
+}

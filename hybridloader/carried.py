@@ -1,0 +1,178 @@
+"""The state of a dataset on its way: with results to the parent, and to the workers that go on from it.
+
+A dataset, or the iterator over it, that has `state_dict` and `load_state_dict` is asked for its state
+after every result, because only then does it belong to that result. It is frozen at once, so that
+nothing that the worker does later can change it. Never raises for a state that can't be had: a loader
+that nobody asks for its state must not fail because of one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hybridloader.errors import StateError
+
+
+class Start(NamedTuple):
+    """Where one worker goes on.
+
+    Attributes
+    ----------
+    position
+        Samples of its shard that `dataset` and `iterator` are behind.
+    skip
+        Samples of its shard that it is to be behind; what lies between is read and dropped.
+    dataset, iterator
+        Pickled states; None where there is none.
+    ended
+        Whether the shard has ended.
+    """
+
+    position: int = 0
+    skip: int = 0
+    dataset: bytes | None = None
+    iterator: bytes | None = None
+    ended: bool = False
+
+
+class Carried:
+    """A result, and the state of the dataset behind it.
+
+    Attributes
+    ----------
+    data
+        The result.
+    dataset, iterator
+        Pickled states; None where there is none.
+    ended
+        Whether the shard has ended.
+    fault
+        Why there is no state, if there should be one.
+    """
+
+    __slots__ = ("data", "dataset", "ended", "fault", "iterator")
+
+    def __init__(
+        self, data: Any, dataset: bytes | None, iterator: bytes | None, ended: bool, fault: str
+    ) -> None:
+        self.data, self.dataset, self.iterator = data, dataset, iterator
+        self.ended, self.fault = ended, fault
+
+    def __reduce__(self) -> Any:
+        return Carried, (self.data, self.dataset, self.iterator, self.ended, self.fault)
+
+
+def is_stateful(thing: Any) -> bool:
+    """Whether it has both methods, as torchdata's `Stateful`."""
+    return all(
+        callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")
+    ) and not isinstance(thing, type)
+
+
+def carrying(fetcher: Callable[[Any], Any], dataset: Any, samples: Any = None) -> Any:
+    """`fetcher`, whose results are `Carried` if the dataset, or its iterator, has a state."""
+    itself = samples is dataset  # torchdata saves it once then, as the iterator's
+    stateful = is_stateful(dataset) and not itself
+    if stateful or is_stateful(samples):
+        return _Carrying(fetcher, dataset if stateful else None, samples)
+    return fetcher
+
+
+def frozen(thing: Any, what: str) -> bytes:
+    """The state of `thing`, pickled.
+
+    Raises
+    ------
+    StateError
+        It raised, or can't be pickled; the message names `what`.
+    """
+    try:
+        state = thing.state_dict()
+    except Exception as error:
+        raise StateError(
+            f"{what} ({type(thing).__name__}): its state_dict() raised {type(error).__name__}: {error}"
+        ) from error
+    return pickled(state, f"{what} ({type(thing).__name__})")
+
+
+def pickled(state: Any, what: str) -> bytes:
+    """`state`, pickled; raises `StateError` as `frozen` does."""
+    try:
+        return pickle.dumps(state)
+    except Exception as error:  # what a foreign __reduce__ raises can be anything
+        culprit = ""
+        if isinstance(state, dict):
+            names = [repr(name) for name, value in state.items() if not _picklable(value)]
+            culprit = f", because of {', '.join(names)}" if names else ""
+        raise StateError(
+            f"{what}: its state can't be pickled{culprit} ({type(error).__name__}: {error}); leave "
+            "out of state_dict() what can be made again"
+        ) from error
+
+
+def _picklable(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # as above
+        return False
+    return True
+
+
+class _Carrying:
+    """A fetcher whose results are `Carried`; in all else the one within."""
+
+    def __init__(self, fetcher: Callable[[Any], Any], dataset: Any, samples: Any) -> None:
+        self._fetcher, self._dataset = fetcher, dataset
+        self._samples = samples if is_stateful(samples) else None
+        self._mend: Any = getattr(fetcher, "mend", None)
+        if self._mend is not None:
+            self.mend = self._mended
+
+    def __call__(self, index: Any) -> Carried:
+        return self._with_state(self._fetcher(index))
+
+    def _with_state(self, data: Any) -> Carried:
+        dataset = iterator = None
+        fault = ""
+        try:
+            if self._dataset is not None:
+                dataset = frozen(self._dataset, "the dataset")
+            if self._samples is not None:
+                iterator = frozen(self._samples, "the iterator over the dataset")
+        except StateError as error:
+            fault = str(error)
+        return Carried(data, dataset, iterator, getattr(self._fetcher, "ended", False), fault)
+
+    def _mended(self, result: Carried, check: Callable[[Any], Any]) -> Carried:
+        return self._with_state(self._mend(result.data, check))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "mend":
+            raise AttributeError(name)
+        return getattr(self._fetcher, name)
+
+
+def resumed(fetch: Any, start: Start, cancelled: Any) -> Any:
+    """The fetcher of a worker that goes on; as with torchdata, the dataset's state precedes ``iter()``."""
+    if start.dataset is not None:
+        _load(fetch.dataset, start.dataset, "the dataset")
+    fetcher = fetch.open(None, cancelled)
+    resume = getattr(fetcher, "resume", None)
+    if resume is not None:
+        resume(start)
+    return fetcher
+
+
+def load_iterator(samples: Any, state: bytes) -> None:
+    _load(samples, state, "the iterator over the dataset")
+
+
+def _load(thing: Any, state: bytes, what: str) -> None:
+    if not is_stateful(thing):
+        raise StateError(
+            f"the state to go on from holds one of {what}, and {type(thing).__name__} has no "
+            "load_state_dict(); make the loader with the dataset that it had when the state was taken"
+        )
+    thing.load_state_dict(pickle.loads(state))

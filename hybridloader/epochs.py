@@ -1,0 +1,35 @@
+"""Which epoch a pass over a loader is: the one that was announced, or the one after the pass before.
+
+Counted beside the loader, since frameworks watch what is set on one, copy it and pickle it; what was
+announced is on the loader, and goes along. Knows nothing of what an epoch is for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+_begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The epoch of the pass that began last, unless another was announced since."""
+
+
+def announce(loader: Any, epoch: int) -> None:
+    """The next pass is `epoch`."""
+    loader._epoch = epoch
+    _begun.pop(loader, None)
+
+
+def upcoming(loader: Any) -> int:
+    """The epoch of the next pass."""
+    return int(_begun[loader] + 1 if loader in _begun else loader._epoch)
+
+
+def begin(loader: Any) -> int:
+    """A pass begins; its epoch."""
+    epoch = _begun[loader] = upcoming(loader)
+    return epoch
+
+
+def current(loader: Any) -> int:
+    """The epoch of the pass that began last; of the next if there is none."""
+    return int(_begun.get(loader, loader._epoch))

@@ -1,0 +1,48 @@
+"""Where processes can't be had, threads: what a loader inside a daemonic process takes instead.
+
+multiprocessing forbids daemonic processes to have children, and every loader's workers are daemonic;
+torch raises an AssertionError there. It falls back for the backends that come along only, because of
+others it is not known whether they start children; and never for a backend that somebody opens by hand,
+which raises `BackendUnavailable`.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import warnings
+
+from hybridloader.caller import stacklevel
+from hybridloader.contract import Backend
+
+
+def usable(backend: Backend) -> Backend:
+    """`backend`, or in a daemonic process threads in its place, with one warning per process.
+
+    Datasets that every worker must own (iterable ones, data pipes, readers) are copied for each thread,
+    as ever; a map-style dataset is shared by the threads, because an inner loader's dataset was made for
+    the very worker that it lives in.
+    """
+    if backend.in_process or not multiprocessing.current_process().daemon:
+        return backend
+    from hybridloader.backends.fork import Fork
+    from hybridloader.backends.shared_memory import SharedMemory
+    from hybridloader.backends.spawn import Spawn
+    from hybridloader.backends.threads import Threads
+
+    if not isinstance(backend, (Fork, SharedMemory, Spawn)):
+        return backend
+    _warn_once()
+    return Threads(memory=backend.memory)
+
+
+@functools.cache
+def _warn_once() -> None:
+    name = multiprocessing.current_process().name
+    warnings.warn(
+        f"process {name!r} is daemonic, as a loader's workers are, and so may not have children: a "
+        "loader in it uses threads instead of processes. They share the GIL, and a map-style dataset. "
+        "Say so with backend='threads' or num_workers=0 there; for processes, make the loader in a "
+        "process that is not daemonic, or give the outer one more workers",
+        stacklevel=stacklevel(),
+    )

@@ -1,0 +1,319 @@
+"""One pass over a `DataLoader`: torch's iterator in all that it promises, on one `Stage` of ours.
+
+Seeds, the sampler's iterator and the order of what is drawn from the generators come from torch's base
+class; which worker makes which batch, from torch's rule for dispatch.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch.utils.data
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _sharding_worker_init_fn,
+)
+
+from hybridloader.carried import is_stateful
+from hybridloader.collate import without_torch
+from hybridloader.contract import Backend, WorkerHandle
+from hybridloader.crews import park_at_exit
+from hybridloader.diagnosis import workers_table
+from hybridloader.errors import IteratorClosed, StateError
+from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
+from hybridloader.large import hint_at_large_container
+from hybridloader.losses import Losses, Skipped
+from hybridloader.messages import WorkerSpec
+from hybridloader.on_error import Policy, parse
+from hybridloader.pass_seeds import PassSeeds
+from hybridloader.progress import Counting, Progress
+from hybridloader.refill import FullBatches
+from hybridloader.refresh import Change, Watch
+from hybridloader.restart import RestartPolicy
+from hybridloader.resuming import FirstOf, Opening
+from hybridloader.scheduler import Dispatch, round_robin, round_robin_with_room
+from hybridloader.stage import Stage
+
+if TYPE_CHECKING:
+    from hybridloader.dataloader import DataLoader
+
+_TORCHS_NEXT = _BaseDataLoaderIter.__next__
+_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+losses_of: weakref.WeakKeyDictionary[Any, Losses] = weakref.WeakKeyDictionary()
+"""Of the last pass of each loader that has a policy. Not in the loader: frameworks take its attributes
+for parameters, copy it and pickle it."""
+
+
+class _Weakly:
+    """A method of the loader, without holding the loader.
+
+    A worker thread that held it would keep the loader, and with persistent workers the iterator,
+    alive for ever. As long as the iterator lives, it holds the method itself.
+    """
+
+    def __init__(self, method: types.MethodType) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, argument: Any) -> Any:
+        method = self._method()
+        if method is None:
+            raise Abandoned
+        return method(argument)
+
+
+latest_of: weakref.WeakKeyDictionary[DataLoader, weakref.ref[LoaderIterator]]
+latest_of = weakref.WeakKeyDictionary()
+"""The last iterator of each loader; not on the loader, which frameworks copy and pickle."""
+
+
+class LoaderIterator(_BaseDataLoaderIter):
+    """One pass over a `DataLoader`, or, with persistent workers, one after the other.
+
+    A context manager; leaving it closes the iterator. Closing it, letting it go or exhausting it (if
+    the workers are not persistent) ends the workers.
+    """
+
+    def __init__(self, loader: DataLoader, backend: Backend) -> None:
+        self._opening = Opening(loader, again=False)
+        with self._opening.drawing():
+            super().__init__(loader)
+            self._opening.move(self)
+        self._backend = backend
+        self._prefetch_factor = loader.prefetch_factor or 2
+        self._in_order = loader.in_order
+        self._threads = loader.threads_per_worker
+        self._on_error = parse(loader.on_error)
+        self._joins = loader.shard_remainders == "join"
+        self._on_worker_death = RestartPolicy.of(loader.on_worker_death)
+        self._task_timeout = loader.task_timeout
+        self._worker_init_fn = loader.worker_init_fn
+        self._loader = weakref.ref(loader)
+        latest_of[loader] = weakref.ref(self)
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            self._shard_datapipe()
+            self._watch = None
+        else:
+            self._watch = Watch(self._dataset) if self._persistent_workers else None
+        self._seeds = PassSeeds(loader, int(self._base_seed))
+        self._stage = self._start()
+        self._batches: Iterator[Any] = self._stage
+        self._losses: Losses | None = None
+        if self._num_workers == 0:
+            self._begin()
+        else:
+            # As torch: the sampler's iter() is called a second time here.
+            self._reset(loader, first_iter=True)
+
+    def _shard_datapipe(self) -> None:
+        """Each rank and each worker reads its own part of a data pipe; the rules are torch's."""
+        if self._num_workers == 0:
+            pipe: Any = self._dataset
+            torch.utils.data.graph_settings.apply_sharding(pipe, self._world_size, self._rank)
+        else:
+            self._worker_init_fn = functools.partial(
+                _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
+            )
+
+    def _start(self) -> Stage:
+        if not self._backend.in_process:
+            hint_at_large_container(self._dataset)
+        self._dispatch: Dispatch = round_robin if self._in_order else round_robin_with_room
+        if self._opening.resume is not None:
+            self._dispatch = FirstOf(self._dispatch)
+        spec = WorkerSpec(
+            stage="DataLoader",
+            workers=self._num_workers,
+            fetch=self._fetch(),
+            base_seed=int(self._base_seed),
+            init_fn=self._for_workers(self._worker_init_fn),
+            shared_seed=self._shared_seed,
+            seeding=self._seeds.origin,
+            starts=self._opening.starts,
+        )
+        return Stage(
+            self._seeds.backend(self._backend),
+            spec,
+            lookahead=self._prefetch_factor * self._num_workers,
+            ordered=self._in_order,
+            timeout=self._timeout,
+            persistent=self._persistent_workers,
+            dispatch=self._dispatch,
+            on_worker_death=self._on_worker_death,
+            task_timeout=self._task_timeout,
+        )
+
+    def _for_workers(self, function: Any) -> Any:
+        """What workers get for `function`."""
+        if not self._backend.in_process:
+            return without_torch(function)
+        own = isinstance(function, types.MethodType) and function.__self__ is self._loader()
+        return _Weakly(function) if own else function
+
+    def _fetch(self) -> Fetch:
+        dataset, batched = self._dataset, self._auto_collation
+        collate_fn = self._for_workers(self._collate_fn)
+        if self._dataset_kind == _DatasetKind.Iterable:
+            datapipe = isinstance(dataset, IterDataPipe)
+            return IterableFetch(
+                dataset,
+                collate_fn,
+                batched,
+                self._drop_last,
+                datapipe,
+                self._on_error,
+                join=self._joins,
+            )
+        private = isinstance(dataset, MapDataPipe)
+        fetch = MapFetch(dataset, collate_fn, batched, private, self._threads, self._on_error)
+        if fetch.idle_threads:
+            _warn_idle_threads(type(dataset).__name__)
+        if self._num_workers and getattr(
+            self._backend, "copy_dataset", not self._backend.in_process
+        ):
+            return replace(fetch, carries=is_stateful(dataset))
+        return fetch
+
+    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
+        if first_iter:
+            if self._opening.resume is None:
+                super()._reset(loader, first_iter)
+        else:
+            self._reopen(loader)
+        if self._stage.closed:  # a worker had died, or somebody closed it: start again
+            self._stage = self._start()
+        changes = () if first_iter or self._watch is None else self._watch.changes()
+        self._begin(changes)
+
+    def _reopen(self, loader: Any) -> None:
+        """Another pass; from a state that was loaded it goes on with other workers."""
+        self._opening = Opening(loader, again=True)
+        with self._opening.drawing():
+            super()._reset(loader)
+            self._opening.move(self)
+        if self._opening.resume is None:
+            self._seeds.begin(loader)
+        else:
+            self._stage.close()
+            self._seeds = PassSeeds(loader, int(self._base_seed))
+
+    def _begin(self, changes: tuple[Change, ...] = ()) -> None:
+        """A pass begins: nothing is lost, and nothing waits to fill up a batch."""
+        opening, stage = self._opening, self._stage
+        del self._opening  # it holds the loader
+        progress = self._progress = opening.progress(self)
+        if isinstance(self._dispatch, FirstOf):
+            opening.direct(self._dispatch)
+        stage.begin(opening.source(self, progress, stage.next_seq), self._shared_seed, changes)
+        self._num_yielded = progress.yielded
+        plain = self._in_order and self._on_error is None
+        self._batches = Counting(stage, progress, plain=plain)
+        if self._on_error is not None or self._joins:
+            self._fill_batches(progress)
+        if opening.resume is not None:
+            self._discard(opening.resume.discard)
+
+    def _discard(self, count: int) -> None:
+        for done in range(count):
+            try:
+                next(self)
+            except StopIteration:
+                raise StateError(
+                    f"_num_yielded is {count} in the state, and the dataset gave only {done} batches"
+                ) from None
+
+    def _fill_batches(self, progress: Progress) -> None:
+        if self._on_error is not None:
+            self._losses = self._new_losses(self._on_error)
+        stage = self._stage
+        self._batches = FullBatches(
+            self._batches,
+            (lambda: stage.last_worker) if self._num_workers or self._joins else (lambda: None),
+            self._losses,
+            self._seeds.collating(self._collate_fn),
+            drop_last=self._drop_last,
+            copies=not self._backend.in_process,
+            waiting=progress.waiting,
+        )
+
+    def _new_losses(self, policy: Policy) -> Losses:
+        loader = self._loader()
+        before = None if loader is None else losses_of.get(loader)
+        epoch = 0 if before is None else before.epoch + 1
+        losses = Losses(policy, "DataLoader", epoch)
+        if loader is not None:
+            losses_of[loader] = losses
+        return losses
+
+    def __next__(self) -> Any:
+        # torch's enters a profiler range for every batch, which costs 15-30 us; only a running
+        # profiler sees it. Whoever replaces torch's method (as monitors do) finds it called.
+        if (
+            _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
+            or self._dataset_kind == _DatasetKind.Iterable
+            or _profiling()
+        ):
+            return super().__next__()
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
+
+    def _next_data(self) -> Any:
+        try:
+            data = next(self._batches)
+        except Exception as error:
+            if isinstance(error, StopIteration):
+                self._progress.finished = True
+            park_at_exit()
+            raise
+        if self._pin_memory:
+            pin: Any = torch.utils.data._utils.pin_memory.pin_memory
+            data = pin(data, self._pin_memory_device)
+        self._progress.yielded += 1
+        return data
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The samples of this pass that were left out or replaced, in the order of the batches."""
+        return () if self._losses is None else tuple(self._losses.records)
+
+    def report(self) -> str:
+        """A table of the workers: what each is doing, and has done. From any thread."""
+        return workers_table(self._stage.report())
+
+    @property
+    def _workers(self) -> Sequence[WorkerHandle]:
+        return self._stage.handles
+
+    def _shutdown_workers(self) -> None:
+        self._stage.close()
+
+    def close(self) -> None:
+        """End the workers now. Any number of times, from any thread; at most some 2 seconds."""
+        self._stage.close()
+
+    def __enter__(self) -> LoaderIterator:
+        if self._stage.closed:
+            raise IteratorClosed("this iterator is closed")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@functools.cache
+def _warn_idle_threads(dataset: str) -> None:
+    warnings.warn(
+        f"threads_per_worker has no effect for {dataset}: its __getitems__ is asked for a whole batch "
+        "at once. Raise num_workers, or use threads in __getitems__.",
+        stacklevel=7,
+    )

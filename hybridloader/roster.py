@@ -1,0 +1,177 @@
+"""What is known of each worker of a stage: what it has in hand, since when, and what it has done.
+
+Counts, times and the words that errors make of them, kept by the stage as it hears of things. Decides
+nothing, and moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybridloader.contract import Crew
+from hybridloader.diagnosis import (
+    WorkerReport,
+    death,
+    late,
+    name_of,
+    overrun,
+    place,
+    workers_table,
+)
+from hybridloader.messages import Done, Event, Exited, Failed, Ready, WorkerSpec
+from hybridloader.scheduler import ACTIVE, Fault, Scheduler, Work
+
+START = 30.0
+"""Seconds that a worker may take to get ready where tasks are timed: a fresh process that imports torch
+needs two, and ten times that on a machine that has too much to do."""
+
+
+class Roster:
+    """The workers of one stage.
+
+    Attributes
+    ----------
+    indices
+        Of the tasks that are not yet handed out, by their numbers.
+    since
+        When each began with what it has in hand, or last had nothing. Seconds, of `clock`.
+    answered
+        Tasks that each place has answered, over all workers that had it.
+    position
+        How far each is in its shard of this epoch, in samples.
+    restarts
+        How often each place was given to another worker.
+    proven
+        Whether any worker has ever got ready.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, scheduler: Scheduler, crew: Crew, clock: Callable[[], float]
+    ) -> None:
+        workers = len(scheduler.workers)
+        self.spec, self.scheduler, self.crew, self.clock = spec, scheduler, crew, clock
+        # All the mutable state:
+        self.indices: dict[int, Any] = {}
+        self.since = [clock()] * workers
+        self.answered = [0] * workers
+        self.position = [0] * workers
+        self.restarts = [0] * workers
+        self.proven = False
+
+    def begin(self) -> None:
+        """An epoch begins: all shards are read from their beginning."""
+        self.position = [0] * len(self.position)
+
+    def heard(self, event: Event, wanted: bool) -> None:
+        """Note what a worker reported; whether it is of this epoch."""
+        worker = event.worker
+        if isinstance(event, (Done, Failed)):
+            self.since[worker] = self.clock()
+            self.answered[worker] += 1
+            if wanted:
+                self.position[worker] = event.position
+        elif isinstance(event, Ready):
+            self.since[worker] = self.clock()
+            self.proven = True
+
+    def longest(self) -> tuple[float, int] | None:
+        """Who has been at one task for longest: the seconds and the worker; None if nobody is.
+
+        To start is no task: of a worker that has yet to get ready, only what it takes beyond `START`
+        seconds counts.
+        """
+        now, scheduler = self.clock(), self.scheduler
+        found = [
+            (now - self.since[worker] - (0.0 if state is Work.READY else START), worker)
+            for worker, state in enumerate(scheduler.workers)
+            if state in ACTIVE and scheduler.busy[worker]
+        ]
+        return max(found, default=None)
+
+    # -- words -----------------------------------------------------------------------------------
+
+    def report(self) -> list[WorkerReport]:
+        """A line for each worker; from any thread."""
+        now, handles = self.clock(), self.crew.handles()
+        lines = []
+        for worker, state in enumerate(self.scheduler.workers):
+            held = self.scheduler.held(worker)
+            handle = handles[worker] if worker < len(handles) else None
+            lines.append(
+                WorkerReport(
+                    worker=worker,
+                    name=handle.name if handle else "",
+                    pid=handle.pid if handle else None,
+                    state=_STATES.get(state, "busy" if held else "idle"),
+                    done=self.answered[worker],
+                    restarts=self.restarts[worker],
+                    index=self.indices.get(held[0]) if held else None,
+                    seconds=now - self.since[worker] if held else None,
+                )
+            )
+        return lines
+
+    def name(self, worker: int) -> str:
+        return name_of(self.crew.handles(), worker)
+
+    def place(self, worker: int, index: Any, doing: str) -> str:
+        """Where an exception came from."""
+        return place(self.spec.stage, self.name(worker), index, doing)
+
+    def obituary(self, fault: Fault, last: Exited | None, refusal: str) -> str:
+        """What to say of a worker that has died and was not replaced."""
+        known = last or Exited(fault.worker)
+        words = death(
+            self.spec.stage,
+            self.name(fault.worker),
+            fault,
+            self.indices,
+            task=known.task,
+            at=known.at,
+            evidence=known.evidence,
+            memory=known.memory,
+            slots=known.slots,
+            refusal=refusal,
+        )
+        return self._with_table(words)
+
+    def overrun(
+        self, worker: int, seconds: float, timeout: float, stack: str, *, thread: bool
+    ) -> str:
+        """What to say of a worker that is at one task for too long, and is not replaced."""
+        held = self.scheduler.held(worker)
+        index = self.indices.get(held[0]) if held else None
+        words = overrun(
+            self.spec.stage,
+            self.name(worker),
+            index,
+            seconds,
+            timeout,
+            stack=stack,
+            thread=thread,
+        )
+        return self._with_table(words)
+
+    def lateness(self, timeout: float) -> str:
+        """What to say when no result has come for `timeout` seconds."""
+        sent = self.scheduler.sent
+        late_ones = sorted(sent)[:1] if self.scheduler.ordered else sorted(sent)
+        workers = [self.name(sent[seq]) for seq in late_ones]
+        indices = [self.indices.get(seq) for seq in late_ones]
+        words = late(self.spec.stage, workers, indices, timeout)
+        if late_ones:
+            words = f"{words}\n{self.crew.stack(sent[late_ones[0]]).rstrip()}".rstrip()
+        return self._with_table(words)
+
+    def _with_table(self, words: str) -> str:
+        return f"{words}\n{workers_table(self.report())}"
+
+
+_STATES = {
+    Work.STARTING: "starting",
+    Work.EXHAUSTED: "at the end",
+    Work.ABSENT: "dead",
+    Work.STOPPING: "stopping",
+    Work.GONE: "gone",
+}

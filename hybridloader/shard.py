@@ -1,0 +1,92 @@
+"""The fetcher of an iterable dataset, in the worker: one pass over what this worker reads.
+
+It can start behind samples that others have delivered, by reading them once more or from a state, and
+never decides where that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hybridloader.carried import Start, load_iterator
+from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch, skip
+from hybridloader.tried import Short
+
+
+class Shard:
+    """The fetcher of an iterable dataset: one pass of one worker over its part.
+
+    Attributes
+    ----------
+    position
+        How often the iterator was asked for a sample and had not ended; also where it has raised.
+    ended
+        Whether the iterator has.
+    """
+
+    def __init__(self, fetch: IterableFetch, samples: Iterator[Any], cancelled: Flag) -> None:
+        self._samples, self._cancelled = samples, cancelled
+        self._collate_fn, self._join = fetch.collate_fn, fetch.join
+        self._drop_last = fetch.drop_last and not fetch.join
+        self._batched = fetch.batched
+        self._seeded: Any = None
+        if cancelled.draws is not None:
+            self._seeded, self._collate_fn = samples, cancelled.draws.collating(self._collate_fn)
+        # All the mutable state:
+        self.position = 0
+        self.ended = False
+
+    def __call__(self, indices: Any) -> Any:
+        if self.ended:
+            raise EndOfShard
+        if not self._batched:
+            return self._collate_fn(self._one())
+        batch: list[Any] = []
+        samples, cancelled = self._samples, self._cancelled
+        try:
+            for _ in indices:
+                batch.append(next(samples))
+                if cancelled.up:
+                    raise Abandoned
+        except StopIteration:
+            self.ended = True
+        except Exception:
+            self.position += 1
+            raise
+        finally:
+            self.position += len(batch)
+        if not batch or (self._drop_last and len(batch) < len(indices)):
+            raise EndOfShard
+        if self._join and len(batch) < len(indices):
+            numbers = list(range(self.position - len(batch), self.position))
+            return Short(numbers, batch, [], len(indices))
+        return self._collate_fn(batch)
+
+    def _one(self) -> Any:
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            self.ended = True
+            raise EndOfShard from None
+        except Exception:
+            self.position += 1
+            raise
+        self.position += 1
+        return sample
+
+    def resume(self, start: Start) -> None:
+        """Go on where another run had come to."""
+        if start.iterator is not None:
+            load_iterator(self._samples, start.iterator)
+        self.position, self.ended = start.position, start.ended
+        if self._seeded is not None:
+            self._seeded.number = start.position
+        self.skip(start.skip)
+
+    def skip(self, count: int) -> None:
+        """Go on behind `count` samples, which others have delivered. What they raise is known."""
+        more = max(0, count - self.position)
+        if more and not self.ended:
+            done, self.ended = skip(self._samples, more, self._cancelled)
+            self.position += done

@@ -1,0 +1,379 @@
+"""Storms: epochs during which workers die, hang and fail at random, and the account of what came of it.
+
+A storm is drawn from one number, its seed, which is in every message, so it can be repeated. What must
+hold: each index comes out exactly once, delivered or listed as skipped; nothing hangs; nothing is left.
+As a script it goes on until so many faults were injected, and tells what became of them:
+
+    python tests/chaos/storm.py --faults 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridloader import DataLoader, Pipeline, RestartPolicy, Skip
+
+DEATHS = ("kill", "segv", "bus", "exit", "sys.exit")
+"""Ways for a worker to end itself in the middle of a sample."""
+
+FAULTS = {
+    "inline": ("raise", "slow"),
+    "threads": ("raise", "slow", "huge", "sys.exit"),
+    "fork": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
+    "spawn": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
+    "shared-memory": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
+}
+"""What can happen to a sample, by backend. A thread can't be killed, and the caller can't die."""
+
+LASTING = ("raise", "unpicklable")
+"""Faults that happen whenever the sample is tried; the others happen once."""
+
+SLOW = 0.02
+"""Seconds of a slow sample: many times an ordinary one, which takes microseconds."""
+
+HUGE = 3 << 20
+"""Bytes of a huge one: through a slot where there are slots, else through the stream in many pieces."""
+
+TASK_TIMEOUT = 0.5
+"""Seconds after which a worker counts as stuck. Meant for those that are stopped; one that was only
+starved of CPU may be killed, too, and must be missed as little."""
+
+PATIENCE = 120.0
+"""Seconds after which an epoch that does not go on counts as a hang."""
+
+POLICY = RestartPolicy(max_restarts=10**9, window_seconds=1.0, deaths_per_sample=10**9)
+"""Restarts without end: it is the faults that end. Deaths at random must not look like one sample's."""
+
+
+class Fault(Exception):
+    """What a sample raises in a storm."""
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What a storm is like; `seed` says everything else."""
+
+    seed: int
+    backend: str
+    form: str  # "loader", "iterable" or "pipeline"
+    workers: int = 3
+    length: int = 120
+    batch_size: int = 4
+    share: float = 0.15  # of the samples, with a fault
+    strikes: float = 0.1  # deaths from outside, for each batch
+    kinds: tuple[str, ...] | None = None  # all that the backend knows
+
+    def __str__(self) -> str:
+        return (
+            f"seed {self.seed}: {self.form} on {self.backend} x {self.workers}, "
+            f"{self.length} samples by {self.batch_size}"
+        )
+
+
+class Plan:
+    """Which sample has which fault, and whether it has happened: a file, which outlives any process."""
+
+    def __init__(self, weather: Weather, folder: Path) -> None:
+        rng = random.Random(f"{weather.seed}/plan")
+        kinds = weather.kinds or FAULTS[weather.backend]
+        if weather.form == "iterable":  # its iterator is a generator, which an error ends
+            kinds = tuple(kind for kind in kinds if kind not in LASTING)
+        self.faults = {
+            index: rng.choice(kinds)
+            for index in range(weather.length)
+            if rng.random() < weather.share
+        }
+        self._path = str(folder / "happened")
+        Path(self._path).write_bytes(bytes(weather.length))
+
+    def strike(self, index: int) -> Any:
+        """In a worker: suffer the fault of sample `index`; gives the sample."""
+        kind = self.faults.get(index)
+        if kind is not None and kind not in LASTING and not self._note(index):
+            kind = None  # it has happened
+        if kind in LASTING:
+            self._note(index)
+        if kind is not None:
+            _HAPPEN.get(kind, _nothing)()
+        if kind == "huge":
+            return np.full(HUGE // 8, index, dtype=np.int64)
+        if kind == "unpicklable":
+            return Stubborn(index)
+        return np.array([index])
+
+    def _note(self, index: int) -> bool:
+        """Whether it is the first time."""
+        fd = os.open(self._path, os.O_RDWR)
+        try:
+            first = os.pread(fd, 1, index) == b"\0"
+            os.pwrite(fd, b"\1", index)
+        finally:
+            os.close(fd)
+        return first
+
+    def happened(self) -> Counter[str]:
+        done = Path(self._path).read_bytes()
+        return Counter(kind for index, kind in self.faults.items() if done[index])
+
+
+class Stubborn:
+    """What can't be pickled; it is told by its index where the pipeline has no other name for it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return str(self.index)
+
+    def __reduce__(self) -> Any:
+        raise Fault("this can't be pickled")
+
+
+def _kill(signum: str) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), getattr(signal, signum))
+
+
+def _raise() -> None:
+    raise Fault("as planned")
+
+
+def _nothing() -> None:
+    return
+
+
+_HAPPEN: dict[str, Callable[[], Any]] = {
+    "kill": _kill("SIGKILL"),
+    "segv": _kill("SIGSEGV"),
+    "bus": _kill("SIGBUS"),
+    "stop": _kill("SIGSTOP"),
+    "exit": lambda: os._exit(0),
+    "sys.exit": lambda: sys.exit(3),
+    "raise": _raise,
+    "slow": lambda: time.sleep(SLOW),
+}
+
+
+class Samples:
+    """A map-style dataset in a storm."""
+
+    def __init__(self, plan: Plan, length: int) -> None:
+        self.plan, self.length = plan, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.plan.strike(index)
+
+
+def shards(plan: Plan, length: int) -> Any:
+    """An iterable dataset in a storm: worker k of n reads every n-th sample, from k on."""
+    import torch.utils.data
+
+    from hybridloader import get_worker_info
+
+    class Shards(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            info = get_worker_info()
+            first, step = (0, 1) if info is None else (info.id, info.num_workers)
+            for index in range(first, length, step):
+                yield plan.strike(index)
+
+    return Shards()
+
+
+def indices_in(batch: Any) -> list[int]:
+    """The indices of the samples of a batch, each nothing but its index, once or very often."""
+    return [int(sample.reshape(-1)[0]) for sample in batch]
+
+
+@dataclass
+class Account:
+    """What came of a storm."""
+
+    delivered: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    restarts: int = 0
+
+    def check(self, weather: Weather, plan: Plan) -> None:
+        """Raise `AssertionError` unless each index came out exactly once."""
+        times = Counter(self.delivered) + Counter(self.skipped)
+        lost = sorted(set(range(weather.length)) - set(times))
+        doubled = sorted(index for index, count in times.items() if count > 1)
+        assert not lost, f"{weather}: lost {lost}"
+        assert not doubled, f"{weather}: doubled {doubled}"
+        may_fail = {index for index, kind in plan.faults.items() if kind in LASTING}
+        if weather.form == "loader":  # what can't be pickled takes its batch along
+            size = weather.batch_size
+            may_fail |= {
+                other
+                for index, kind in plan.faults.items()
+                if kind == "unpicklable"
+                for other in range(index // size * size, (index // size + 1) * size)
+            }
+        wrong = sorted(set(self.skipped) - may_fail)
+        assert not wrong, f"{weather}: skipped {wrong}, which had nothing"
+        raised = {index for index, kind in plan.faults.items() if kind in LASTING}
+        missed = sorted(raised & set(self.delivered))
+        assert not missed, f"{weather}: delivered {missed}, which can't be had"
+
+
+def ride_out(weather: Weather) -> Account:
+    """Go through one storm, and see that nothing is lost or doubled."""
+    account = Account()
+    with tempfile.TemporaryDirectory(prefix="hybridloader-chaos-") as folder:
+        plan = Plan(weather, Path(folder))
+        run = _pipeline if weather.form == "pipeline" else _loader
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # more workers than cores
+            run(weather, plan, account)
+        account.faults += plan.happened()
+        account.check(weather, plan)
+    return account
+
+
+def _loader(weather: Weather, plan: Plan, account: Account) -> None:
+    iterable = weather.form == "iterable"
+    dataset = (shards if iterable else Samples)(plan, weather.length)
+    inline = weather.backend == "inline"
+    loader = DataLoader(
+        dataset,
+        weather.batch_size,
+        num_workers=weather.workers,
+        collate_fn=list,
+        backend=weather.backend,
+        timeout=PATIENCE,
+        on_error=Skip(budget=None),
+        on_worker_death=POLICY,
+        task_timeout=0 if inline or weather.backend == "threads" else TASK_TIMEOUT,
+    )
+    striker = Striker(weather, account)
+    with iter(loader) as it:
+        for batch in it:
+            account.delivered += indices_in(batch)
+            del batch
+            striker.strike([it._stage])
+        account.restarts += sum(row.restarts for row in it._stage.report())
+        account.skipped += [record.index for record in it.skipped]
+
+
+def _pipeline(weather: Weather, plan: Plan, account: Account) -> None:
+    where: dict[str, Any] = {"on_error": Skip(budget=None)}
+    if weather.backend != "inline":
+        where |= {
+            "backend": weather.backend,
+            "workers": weather.workers,
+            "timeout": PATIENCE,
+            "on_worker_death": POLICY,
+        }
+    if weather.backend not in ("inline", "threads"):
+        where["task_timeout"] = TASK_TIMEOUT
+    pipe = Pipeline.from_iterable(range(weather.length)).map(plan.strike, **where)
+    pipe = pipe.map(_first, **where, fuse=False) if weather.backend != "inline" else pipe
+    striker = Striker(weather, account)
+    with pipe.run() as run:
+        for item in run:
+            account.delivered.append(int(item.reshape(-1)[0]))
+            striker.strike([station.stage for station in run._machine.stations.values()])
+        account.restarts += sum(
+            row.restarts for s in run._machine.stations.values() for row in s.stage.report()
+        )
+        account.skipped += [int(record.index) for record in run.skipped]
+
+
+def _first(sample: Any) -> Any:
+    return sample
+
+
+class Striker:
+    """Kills and stops workers from outside, now and then."""
+
+    def __init__(self, weather: Weather, account: Account) -> None:
+        self._rng = random.Random(f"{weather.seed}/strikes")
+        self._account = account
+        processes = weather.backend not in ("inline", "threads")
+        self._share = weather.strikes if processes else 0.0
+
+    def strike(self, stages: list[Any]) -> None:
+        if self._rng.random() >= self._share:
+            return
+        stage = self._rng.choice(stages)
+        worker = self._rng.randrange(len(stage.handles))
+        handle, row = stage.handles[worker], stage.report()[worker]
+        kind = "stop" if self._rng.random() < 0.1 else "kill"
+        if kind == "stop" and row.state == "starting":
+            return  # it would be found, but only after half a minute
+        if handle.pid is None or not handle.is_alive():
+            return
+        try:
+            os.kill(handle.pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+        except ProcessLookupError:  # the stage has just found out that it is dead
+            return
+        self._account.faults[f"{kind} from outside"] += 1
+
+
+def weathers(seed: int, backends: tuple[str, ...]) -> Iterator[Weather]:
+    """Storms without end."""
+    rng = random.Random(seed)
+    forms = ("loader", "pipeline", "iterable")
+    while True:
+        yield Weather(
+            seed=rng.getrandbits(32),
+            backend=rng.choice(backends),
+            form=rng.choice(forms),
+            workers=rng.randint(1, 5),
+            length=rng.choice((1, 17, 120, 400)),
+            batch_size=rng.choice((1, 4, 10)),
+            share=rng.choice((0.02, 0.15, 0.5)),
+            strikes=rng.choice((0.0, 0.1, 0.3)),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=10_000, help="go on until so many happened")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    parser.add_argument("--backends", nargs="+", default=["fork", "shared-memory", "threads"])
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    total: Counter[str] = Counter()
+    epochs = samples = restarts = 0
+    began = time.monotonic()
+    for weather in weathers(options.seed, tuple(options.backends)):
+        account = ride_out(weather)
+        total += account.faults
+        epochs, restarts = epochs + 1, restarts + account.restarts
+        samples += len(account.delivered) + len(account.skipped)
+        spent = time.monotonic() - began
+        print(
+            f"\r{sum(total.values()):,} faults, {restarts:,} restarts, {epochs:,} epochs, {spent:.0f} s",
+            end="",
+            flush=True,
+        )
+        if sum(total.values()) >= options.faults:
+            break
+    print()
+    for kind, count in total.most_common():
+        print(f"{kind:20} {count:>8,}")
+    print(
+        f"{samples:,} samples in {epochs:,} epochs, {restarts:,} workers replaced; 0 lost, 0 doubled"
+    )
+
+
+if __name__ == "__main__":
+    main()

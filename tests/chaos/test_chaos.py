@@ -1,0 +1,74 @@
+"""A short form of the storms, for every run of the tests; `storm.py` has the long one."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from storm import FAULTS, Account, Plan, Weather, ride_out
+
+pytestmark = pytest.mark.chaos
+
+SEED = int(os.environ.get("HYBRIDLOADER_CHAOS_SEED", "20261121"))
+"""Of all storms; it is in every failure's message."""
+
+FORMS = ("loader", "pipeline", "iterable")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "shared-memory"])
+def test_each_index_comes_out_exactly_once_whatever_happens(backend: str, form: str) -> None:
+    weather = Weather(SEED, backend, form, length=60, strikes=0.05)
+    account = ride_out(weather)
+    assert account.faults, f"nothing happened in {weather}"
+
+
+@pytest.mark.slow
+def test_fresh_processes_are_replaced_as_forks_are() -> None:
+    weather = Weather(
+        SEED, "spawn", "loader", workers=2, length=40, share=0.1, strikes=0.0,
+        kinds=("kill", "raise", "exit"),
+    )  # fmt: skip
+    assert ride_out(weather).restarts
+
+
+@pytest.mark.parametrize(
+    ("delivered", "skipped", "complaint"),
+    [
+        ([0, 1], [], "lost"),
+        ([0, 1, 2, 2], [], "doubled"),
+        ([0, 1, 2], [2], "doubled"),
+        ([0, 1], [2], "had nothing"),
+    ],
+)
+def test_the_account_finds_what_was_lost_doubled_or_skipped_for_nothing(
+    delivered: list[int], skipped: list[int], complaint: str, tmp_path: Path
+) -> None:
+    weather = Weather(0, "fork", "pipeline", length=3, share=0.0)
+    plan = Plan(weather, tmp_path)
+    with pytest.raises(AssertionError, match=complaint):
+        Account(delivered, skipped).check(weather, plan)
+
+
+def test_the_account_finds_what_can_not_have_been_delivered(tmp_path: Path) -> None:
+    weather = Weather(0, "fork", "pipeline", length=3, share=1.0, kinds=("raise",))
+    plan = Plan(weather, tmp_path)
+    with pytest.raises(AssertionError, match="can't be had"):
+        Account([0, 1], [2]).check(weather, plan)
+
+
+def test_the_same_seed_plans_the_same_faults(tmp_path: Path) -> None:
+    for backend in FAULTS:
+        weather = Weather(7, backend, "loader", share=0.5)
+        assert Plan(weather, tmp_path).faults == Plan(weather, tmp_path).faults
+        assert set(Plan(weather, tmp_path).faults.values()) == set(FAULTS[backend])
+
+
+def test_what_has_happened_is_counted_once(tmp_path: Path) -> None:
+    weather = Weather(7, "threads", "loader", length=20, share=1.0, kinds=("huge",))
+    plan = Plan(weather, tmp_path)
+    for index in (3, 3, 4):
+        plan.strike(index)
+    assert plan.happened() == Counter(huge=2)

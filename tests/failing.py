@@ -1,0 +1,100 @@
+"""Datasets that fail as they are told to, and what comes of loaders over them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from hybridloader import (
+    DataLoader,
+)
+from hybridloader.loader_iterator import LoaderIterator
+from hybridloader.testing import Gate
+
+PROCESSES = ("fork", "spawn", "shared-memory")
+WAITING = ("threads", "fork", "shared-memory")
+ALL = ("inline", *WAITING)
+"""Without `spawn`, whose workers take seconds to start: from there on they run the very same code. What
+is sent to them when they start is tested where it is sent."""
+
+"""Backends whose workers work while the caller waits."""
+
+MEGABYTE = 1 << 20
+
+every_backend = pytest.mark.parametrize("backend", ALL)
+every_process = pytest.mark.parametrize("backend", PROCESSES)
+
+
+class Samples(Dataset[Any]):
+    """A dataset whose samples are what a function makes of the index."""
+
+    def __init__(self, function: Callable[[int], Any], length: int = 8) -> None:
+        self.function, self.length = function, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.function(index)
+
+
+def load(
+    dataset: Any, backend: str | None, *, workers: int = 1, collate_fn: Any = list, **options: Any
+) -> DataLoader:
+    return DataLoader(
+        dataset, num_workers=workers, collate_fn=collate_fn, backend=backend, **options
+    )
+
+
+def start(loader: DataLoader) -> LoaderIterator:
+    iterator: Any = iter(loader)
+    return iterator  # type: ignore[no-any-return]
+
+
+def outcomes(iterator: Iterator[Any]) -> list[Any]:
+    """What successive calls of ``next()`` give, exceptions included, until the end."""
+    found: list[Any] = []
+    while len(found) < 100:
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return found
+        except Exception as error:
+            found.append(error)
+    raise AssertionError(f"there is no end to it: {found[:10]}...")
+
+
+def kinds(found: list[Any]) -> list[Any]:
+    """`outcomes` with exceptions replaced by their types, to be compared."""
+    return [type(item) if isinstance(item, Exception) else item for item in found]
+
+
+def text_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def at_gate(gate: Gate, wanted: int) -> Callable[[int], int]:
+    def sample(index: int) -> int:
+        if index == wanted:
+            gate.arrive()
+        return index
+
+    return sample
+
+
+def fail_on_third(index: int) -> int:
+    if index % 3 == 2:
+        raise ArithmeticError("third", index)
+    return index
+
+
+def explode(what: str) -> Any:
+    raise ArithmeticError(f"{what} that can't be loaded")

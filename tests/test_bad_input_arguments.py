@@ -1,0 +1,213 @@
+"""What torch lets through and can't be meant is refused by name: by the constructor, or by `iter`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridloader import (
+    Backend,
+    DataLoader,
+    Fork,
+    Inline,
+    Memory,
+    Pipeline,
+    SharedMemory,
+    Spawn,
+    Threads,
+    get_backend,
+)
+
+nan, inf = float("nan"), float("inf")
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class OnlyBatches:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+@pytest.fixture(autouse=True)
+def _goes_on() -> Iterator[None]:
+    yield
+    assert [int(batch) for batch in DataLoader(range(3), num_workers=1, backend="threads")] == [  # type: ignore[arg-type]
+        0,
+        1,
+        2,
+    ]
+
+
+def endless() -> Iterator[int]:
+    yield 0
+
+
+WHOLE = "must be a whole number, got"
+SECONDS = r"timeout must be a number of seconds up to \d+, or 0 for no limit, got"
+FLAG = "must be True or False, got"
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"num_workers": nan}, TypeError, f"num_workers {WHOLE} nan"),
+    ({"num_workers": inf}, TypeError, f"num_workers {WHOLE} inf"),
+    ({"num_workers": 1.5}, TypeError, f"num_workers {WHOLE} 1.5"),
+    ({"num_workers": 2.0}, TypeError, f"num_workers {WHOLE} 2.0"),
+    ({"num_workers": np.float64(2)}, TypeError, f"num_workers {WHOLE}"),
+    ({"timeout": nan}, ValueError, f"{SECONDS} nan"),
+    ({"timeout": inf}, ValueError, f"{SECONDS} inf"),
+    ({"timeout": 1e12}, ValueError, f"{SECONDS} 1000000000000.0"),
+    ({"timeout": np.float32("nan")}, ValueError, SECONDS),
+    ({"prefetch_factor": 1.5}, TypeError, f"prefetch_factor {WHOLE} 1.5"),
+    ({"prefetch_factor": nan}, TypeError, f"prefetch_factor {WHOLE} nan"),
+    ({"prefetch_factor": inf}, TypeError, f"prefetch_factor {WHOLE} inf"),
+    ({"collate_fn": 3}, TypeError, "collate_fn must be a function .*got 3"),
+    ({"collate_fn": "default"}, TypeError, "collate_fn must be a function .*got 'default'"),
+    ({"collate_fn": [len]}, TypeError, "collate_fn must be a function .*got"),
+    ({"worker_init_fn": 3}, TypeError, "worker_init_fn must be a function .*got 3"),
+    ({"worker_init_fn": "seed"}, TypeError, "worker_init_fn must be a function .*'seed'"),
+    ({"worker_init_fn": {}}, TypeError, "worker_init_fn must be a function .*{}"),
+    ({"generator": 3}, TypeError, r"generator must be a torch.Generator, got 3; say torch\.Gen"),
+    ({"generator": "cpu"}, TypeError, "generator must be a torch.Generator, got 'cpu'"),
+    ({"generator": np.random.default_rng(0)}, TypeError, "generator must be a torch.Generator"),
+    ({"sampler": 3}, TypeError, "sampler must be an iterable of indices, got 3"),
+    ({"sampler": len}, TypeError, "sampler must be an iterable of indices"),
+    ({"sampler": endless}, TypeError, "sampler must be an iterable .*function endless"),
+    ({"batch_sampler": 3}, TypeError, "batch_sampler must be an iterable of indices, got 3"),
+    ({"batch_sampler": endless}, TypeError, "batch_sampler must be an iterable"),
+    ({"pin_memory": "yes"}, TypeError, f"pin_memory {FLAG} 'yes'"),
+    ({"pin_memory": 0.5}, TypeError, f"pin_memory {FLAG} 0.5"),
+    ({"persistent_workers": "no"}, TypeError, f"persistent_workers {FLAG} 'no'"),
+    ({"persistent_workers": nan}, TypeError, f"persistent_workers {FLAG} nan"),
+    ({"persistent_workers": []}, TypeError, rf"persistent_workers {FLAG} \[\]"),
+    ({"in_order": "no"}, TypeError, f"in_order {FLAG} 'no'"),
+    ({"in_order": nan}, TypeError, f"in_order {FLAG} nan"),
+    ({"dataset": None}, TypeError, "dataset must have __getitem__ .*got None"),
+    ({"dataset": 3}, TypeError, "dataset must have __getitem__ .*got 3"),
+    ({"dataset": object()}, TypeError, "dataset must have __getitem__"),
+    ({"dataset": len}, TypeError, "dataset must have __getitem__ .*built-in function len"),
+    ({"dataset": endless}, TypeError, "dataset must have __getitem__ .*function endless"),
+    ({"dataset": endless()}, TypeError, r"dataset must .*generator.*Pipeline\.from_iterable"),
+    ({"dataset": iter("ab")}, TypeError, r"dataset must .*Pipeline\.from_iterable"),
+    ({"dataset": {1, 2}}, TypeError, r"dataset must .*\{1, 2\}; .*Pipeline\.from_iterable"),
+    ({"dataset": Numbers}, TypeError, r"got the class Numbers; make one: Numbers\(\.\.\.\)"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create inf")  # torch's, which comes first
+def _named(value: Any) -> str:
+    """The same in every process that collects the tests."""
+    return re.sub(" at 0x[0-9a-fA-F]+", "", repr(value))[:60]
+
+
+@pytest.mark.parametrize("backend", [None, "threads"])
+@pytest.mark.parametrize(("options", "kind", "says"), REFUSED, ids=_named)
+def test_an_argument_that_can_not_be_meant_is_refused_by_the_constructor(
+    options: dict[str, Any], kind: type[Exception], says: str, backend: str | None
+) -> None:
+    given = {"dataset": Numbers(), "num_workers": 1, **options}
+    with pytest.raises(kind, match=says) as caught:
+        DataLoader(backend=backend, **given)
+    assert type(caught.value) is kind
+
+
+CHANGED: list[tuple[str, Any, type[Exception], str]] = [
+    ("num_workers", -1, ValueError, "num_workers and timeout must not be negative, got -1"),
+    ("num_workers", "2", TypeError, f"num_workers {WHOLE} '2'"),
+    ("num_workers", None, TypeError, f"num_workers {WHOLE} None"),
+    ("num_workers", 1.5, TypeError, f"num_workers {WHOLE} 1.5"),
+    ("num_workers", [1], TypeError, f"num_workers {WHOLE}"),
+    ("timeout", "3", TypeError, "timeout must be a number of seconds, got '3'"),
+    ("timeout", None, TypeError, "timeout must be a number of seconds, got None"),
+    ("timeout", 1j, TypeError, "timeout must be a number of seconds, got 1j"),
+    ("timeout", np.ones(2), TypeError, "timeout must be a number of seconds"),
+    ("timeout", nan, ValueError, f"{SECONDS} nan"),
+    ("timeout", -1, ValueError, "timeout must .*-1"),
+    ("prefetch_factor", 0, ValueError, "prefetch_factor must be at least 1, got 0"),
+    ("prefetch_factor", -3, ValueError, "prefetch_factor must be at least 1, got -3"),
+    ("prefetch_factor", "2", TypeError, f"prefetch_factor {WHOLE} '2'"),
+    ("collate_fn", None, TypeError, "collate_fn must be a function .*got None"),
+    ("collate_fn", 3, TypeError, "collate_fn must be a function .*got 3"),
+    ("worker_init_fn", "x", TypeError, "worker_init_fn must be a function .*got 'x'"),
+    ("generator", 3, TypeError, "generator must be a torch.Generator, got 3"),
+    ("in_order", "no", TypeError, f"in_order {FLAG} 'no'"),
+    ("pin_memory", "x", TypeError, f"pin_memory {FLAG} 'x'"),
+    ("backend", 3, TypeError, "backend must be a name or a Backend, not 3"),
+    ("backend", Threads, TypeError, r"use an instance: Threads\(\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "kind", "says"), CHANGED)
+def test_what_is_set_after_the_constructor_is_refused_by_iter(
+    name: str, value: Any, kind: type[Exception], says: str
+) -> None:
+    loader = DataLoader(Numbers(), num_workers=1, backend="threads")  # type: ignore[arg-type]
+    good = getattr(loader, name)
+    setattr(loader, name, value)
+    with pytest.raises(kind, match=says):
+        iter(loader)
+    setattr(loader, name, good)
+    assert len(list(loader)) == 4
+
+
+@pytest.mark.parametrize("kind", [Inline, Threads, Fork, Spawn, SharedMemory])
+@pytest.mark.parametrize("memory", [3, 0.5, "1G", {}, Memory])
+def test_memory_must_be_a_memory(kind: Callable[..., Backend], memory: Any) -> None:
+    backend = kind(memory=memory)
+    says = rf"{kind.__name__}: memory must be a Memory, got .*say memory=Memory\(\.\.\.\)"  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=says):
+        DataLoader(Numbers(), backend=backend)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=says):
+        Pipeline.from_dataset(range(3)).map(str, backend=backend)
+    with pytest.raises(TypeError, match=says):
+        get_backend(backend)
+
+
+@pytest.mark.parametrize("kind", [Inline, Threads])
+@pytest.mark.parametrize("copies", ["no", 1, None])
+def test_whether_to_copy_is_yes_or_no(kind: Callable[..., Backend], copies: Any) -> None:
+    with pytest.raises(TypeError, match="copy_dataset must be True or False, got"):
+        get_backend(kind(copy_dataset=copies))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": np.int64(1)},
+        {"num_workers": True},
+        {"num_workers": torch.tensor(1)},
+        {"timeout": np.float64(60)},
+        {"timeout": True},
+        {"timeout": 3e6},  # more milliseconds than poll takes
+        {"prefetch_factor": np.int32(2)},
+        {"in_order": 1},
+        {"in_order": np.True_},
+        {"persistent_workers": None},
+        {"pin_memory": 0},
+        {"sampler": np.arange(4)},
+        {"sampler": torch.arange(4)},
+        {"dataset": OnlyBatches()},
+        {"dataset": "abcd"},
+        {"dataset": torch.arange(4)},
+        {"generator": torch.Generator()},
+    ],
+    ids=_named,
+)
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_what_torch_takes_for_a_number_or_a_flag_is_taken(
+    options: dict[str, Any], backend: str
+) -> None:
+    given = {"dataset": Numbers(), "num_workers": 1, "backend": backend, **options}
+    assert len(list(DataLoader(**given))) == 4

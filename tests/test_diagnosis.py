@@ -1,0 +1,167 @@
+"""The words of errors about workers: what happened, where, what to try."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridloader.diagnosis import (
+    WorkerReport,
+    death,
+    given_up,
+    overrun,
+    sample_at,
+    workers_table,
+)
+from hybridloader.scheduler import Fault
+
+WORKER = "worker 1 (process, pid 4711)"
+
+
+def fault(signal: str, *in_flight: int) -> Fault:
+    return Fault(1, f"was killed by signal {signal}", in_flight)
+
+
+def test_a_death_is_told_as_ever_without_more() -> None:
+    text = death("load", WORKER, fault("SIGTERM (15)", 3, 4), {3: [1, 2], 4: [3]})
+    assert text == (
+        f"In stage 'load', {WORKER} was killed by signal SIGTERM (15). It was to fetch [1, 2]; [3]."
+    )
+
+
+def test_a_death_with_all_that_can_be_known() -> None:
+    text = death(
+        "load",
+        WORKER,
+        fault("SIGSEGV (11)", 3, 4),
+        {3: [1, 2], 4: [30, 31]},
+        task=4,
+        at=1,
+        evidence="Fatal Python error\n  File\n",
+        slots=(1_000, 20_000),
+        refusal="No more may be replaced.",
+    )
+    first, *evidence = text.splitlines()
+    for words in (
+        "It was at sample 1 of [30, 31]: 31.",
+        "No more may be replaced.",
+        "Native code crashed",
+        "Its slots took 1,000 of 20,000 bytes.",
+    ):
+        assert words in first
+    assert evidence == ["Fatal Python error", "  File"]
+
+
+@pytest.mark.parametrize(("task", "at"), [(None, 1), (3, None), (3, -1), (9, 1)])
+def test_a_sample_that_is_not_known_is_not_told(task: int | None, at: int | None) -> None:
+    text = death("load", WORKER, fault("SIGTERM (15)", 3), {3: [1, 2]}, task=task, at=at)
+    assert "sample" not in text
+
+
+def test_what_the_kernel_says_takes_the_place_of_a_guess() -> None:
+    guess = death("load", WORKER, fault("SIGKILL (9)", 3), {3: [1]})
+    assert "Likely the system ran out of memory, or somebody killed it" in guess
+    known = death("load", WORKER, fault("SIGKILL (9)", 3), {3: [1]}, memory="Likely cause: OOM.")
+    assert "Likely the system" not in known
+    assert "backend='threads'" in known
+    assert known.endswith("\nLikely cause: OOM.")
+
+
+def test_a_bus_error_is_explained_by_memory_alone_if_it_is_known() -> None:
+    guess = death("load", WORKER, fault("SIGBUS (7)"), {})
+    assert "It had no task." in guess
+    assert "shared-memory mount" in guess
+    known = death("load", WORKER, fault("SIGBUS (7)"), {}, memory="/dev/shm is full.")
+    assert "shared-memory mount" not in known
+    assert known.endswith("\n/dev/shm is full.")
+
+
+@pytest.mark.parametrize("signal", ["SIGSEGV (11)", "SIGABRT (6)", "SIGFPE (8)", "SIGILL (4)"])
+def test_every_crash_comes_with_something_to_try_or_to_know(signal: str) -> None:
+    assert "Native code" in death("load", WORKER, fault(signal), {})
+
+
+def test_a_sample_outside_of_a_list_is_told_by_its_number() -> None:
+    assert sample_at({"a": 1}, 2) == "It was at sample 2 of {'a': 1}."
+    assert sample_at([5], 2) == "It was at sample 2 of [5]."
+    assert sample_at((5, 6), 0) == "It was at sample 0 of (5, 6): 5."
+
+
+def test_a_task_that_ran_over() -> None:
+    text = overrun("load", WORKER, [7, 8], 12.34, 10, at=1, stack="The thread\n  File\n")
+    first, *stack = text.splitlines()
+    assert first.startswith(
+        f"In stage 'load', {WORKER} has been at [7, 8] for 12.3 s, longer than task_timeout=10 seconds."
+    )
+    assert "It was at sample 1 of [7, 8]: 8." in first
+    assert "on_worker_death='restart'" in first
+    assert "raise task_timeout" in first
+    assert stack == ["The thread", "  File"]
+
+
+def test_a_thread_that_ran_over_can_not_be_killed() -> None:
+    text = overrun("load", "worker 0 (thread, pid 1)", [7], 61, 60, thread=True)
+    assert "can't be killed" in text
+    assert "was killed" not in text
+    assert "'fork'" in text
+    assert text.count("\n") == 0
+
+
+def test_a_sample_that_kills_again_and_again() -> None:
+    cause = "was killed by signal SIGABRT (6)"
+    text = given_up("load", WORKER, 2, cause, at=0)
+    assert text.startswith("In stage 'load', 2 workers died at this sample, so it was given up")
+    assert f"the last one, {WORKER}, {cause}." in text
+    assert "Native code" in text
+    assert "1 worker died at a task with this sample in it" in given_up("load", WORKER, 1, cause)
+
+
+def row(worker: int, **more: object) -> WorkerReport:
+    values = {
+        "worker": worker,
+        "name": "load, process",
+        "pid": 100 + worker,
+        "state": "busy",
+        "done": 1234,
+        "restarts": 0,
+        "index": [1, 2],
+        "seconds": 0.5,
+    }
+    return WorkerReport(**(values | more))  # type: ignore[arg-type]
+
+
+def test_the_table_of_workers() -> None:
+    text = workers_table(
+        [row(0), row(10, pid=None, state="starting", index=None, seconds=None, restarts=2)]
+    )
+    assert text.splitlines() == [
+        "worker  where          pid     state   done  restarts     for  task",
+        "------  -------------  ---  --------  -----  --------  ------  ------",
+        "0       load, process  100      busy  1,234         0  0.50 s  [1, 2]",
+        "10      load, process    -  starting  1,234         2       -  -",
+    ]
+    assert workers_table([]) == ""
+
+
+class Lines:
+    def __repr__(self) -> str:
+        return "many\nlines" * 50
+
+
+@pytest.mark.parametrize("index", [["a\nb" * 50, "c"], Lines(), [Lines()]])
+def test_a_long_task_stays_on_its_line(index: object) -> None:
+    long = workers_table([row(0, index=index)])
+    assert len(long.splitlines()) == 3
+    assert max(map(len, long.splitlines())) < 120
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0.00 s"), (9.99, "9.99 s"), (59.9, "59.9 s"), (307, "5 min 7 s"), (7384, "2 h 3 min")],
+)
+def test_times(seconds: float, text: str) -> None:
+    assert text in workers_table([row(0, seconds=seconds)])
+
+
+def test_a_task_without_an_index_is_told_from_no_task() -> None:
+    assert workers_table([row(0, index=None)]).endswith("None")
+    assert workers_table([row(0, index=None, seconds=None)]).endswith("-")

@@ -1,0 +1,208 @@
+"""States that are not of this loader, or of none: said before any worker starts, with both values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from hybridloader import DataLoader
+from hybridloader.errors import StateError
+from hybridloader.sampling import ShuffleSampler
+
+LENGTH, BATCH = 20, 4
+
+
+class Silent(Dataset[int]):
+    """Would tell if a worker had started on it."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+
+def started(worker: int) -> None:
+    raise AssertionError("a worker has started")
+
+
+def make(**options: Any) -> DataLoader:
+    options = {"dataset": Silent(), "batch_size": BATCH, **options}
+    return DataLoader(**options)
+
+
+def state(count: int = 2, **options: Any) -> dict[str, Any]:
+    loader = make(**options)
+    iterator = iter(loader)
+    for _ in range(count):
+        next(iterator)
+    return loader.state_dict()
+
+
+def edited(path: str, value: Any, **options: Any) -> dict[str, Any]:
+    found = state(**options)
+    *way, last = path.split("/")
+    target = found
+    for step in way:
+        target = target[step]
+    target[last] = value
+    return found
+
+
+def without(path: str) -> dict[str, Any]:
+    found = state()
+    *way, last = path.split("/")
+    target = found
+    for step in way:
+        target = target[step]
+    del target[last]
+    return found
+
+
+OWN = "_hybridloader"
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "no dict": (lambda: 3, {}, "a dict, got int"),
+    "foreign": (lambda: {"a": 1}, {}, "not the state of a hybridloader.DataLoader"),
+    "torchdata's": (lambda: {"_snapshot": {}}, {}, "as torchdata's loaders do"),
+    "version": (lambda: edited(f"{OWN}/version", 2), {}, "version is 2 in the state.* reads 1"),
+    "cut off": (lambda: without("_base_seed"), {}, "lacks _base_seed: was it cut off"),
+    "cut off within": (lambda: without(f"{OWN}/steps"), {}, "lacks steps: was it cut off"),
+    "length": (state, {"dataset": Silent(21)}, "length is 20 in the state and 21"),
+    "batch size": (state, {"batch_size": 5}, "batch_size is 4 in the state and 5"),
+    "drop_last": (state, {"drop_last": True}, "drop_last is False in the state and True"),
+    "shuffle": (
+        state,
+        {"shuffle": True},
+        r"samplers is \['BatchSampler', 'SequentialSampler'\].*RandomSampler",
+    ),
+    "kind": (state, {"dataset": Stream()}, "kind is 'map' in the state and 'iterable'"),
+    "negative": (lambda: edited("_num_yielded", -1), {}, "_num_yielded is -1"),
+    "a float": (lambda: edited("_sampler_iter_yielded", 1.5), {}, "_sampler_iter_yielded is 1.5"),
+    "a truth": (lambda: edited("_sampler_iter_yielded", True), {}, "_sampler_iter_yielded is True"),
+    "too many": (lambda: edited("_sampler_iter_yielded", 6), {}, "is 6 in the state.*only 5 items"),
+    "contradiction": (
+        lambda: {**edited("_num_yielded", 1), "_sampler_iter_yielded": 4},
+        {},
+        "_sampler_iter_yielded is 4, _num_yielded 1.*contradict",
+    ),
+    "finished": (lambda: edited("_iterator_finished", 1), {}, "_iterator_finished is 1"),
+    "steps": (lambda: edited(f"{OWN}/steps", ["dance"]), {}, r"steps is \['dance'\]"),
+    "place": (lambda: edited(f"{OWN}/at", "nowhere"), {}, "at is 'nowhere'"),
+    "epoch": (lambda: edited(f"{OWN}/epoch", -3), {}, "epoch is -3"),
+    "workers": (
+        lambda: state(1, dataset=Stream(), num_workers=2, backend="threads"),
+        {"dataset": Stream()},
+        "_num_workers is 2 in the state and 0",
+    ),
+    "a worker": (
+        lambda: edited("_worker_snapshots/worker_0", None, dataset=Stream()),
+        {"dataset": Stream()},
+        "lacks worker_0",
+    ),
+    "remainders": (
+        lambda: state(1, dataset=Stream()),
+        {"dataset": Stream(), "shard_remainders": "join"},
+        "shard_remainders is 'keep' in the state and 'join'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_when_it_is_loaded_and_what_was_loaded_before_stays(name: str) -> None:
+    given, options, words = REFUSED[name]
+    loader = make(**options)
+    before = loader.state_dict()
+    with pytest.raises(StateError, match=words) as raised:
+        loader.load_state_dict(given())
+    assert isinstance(raised.value, ValueError)
+    after = loader.state_dict()
+    assert after["_num_yielded"] == before["_num_yielded"] == 0
+    assert len(list(loader)) == len(list(make(**options)))
+
+
+class Shrinking(SequentialSampler):
+    """Has fewer than its length says."""
+
+    left = LENGTH
+
+    def __iter__(self) -> Any:
+        return iter(range(self.left))
+
+
+def with_(sampler: Callable[[], Any]) -> dict[str, Any]:
+    return {"sampler": sampler(), "num_workers": 2, "backend": "threads"}
+
+
+def shrunk() -> Shrinking:
+    sampler = Shrinking(Silent())
+    sampler.left = 4
+    return sampler
+
+
+LATE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "a sampler that shrank": (
+        lambda: Shrinking(Silent()),
+        shrunk,
+        "_sampler_iter_yielded is 2 in the state, and BatchSampler has given only 1",
+    ),
+    "another seed": (
+        lambda: ShuffleSampler(LENGTH, seed=1),
+        lambda: ShuffleSampler(LENGTH, seed=2),
+        "seed is 1 in the state and 2 in this ShuffleSampler",
+    ),
+    "a generator that is missing": (
+        lambda: RandomSampler(Silent(), generator=torch.Generator()),
+        lambda: RandomSampler(Silent()),
+        "generator 'sampler', and this loader draws from default",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_shows_only_by_trying_is_raised_before_a_worker_starts(name: str) -> None:
+    before, after, words = LATE[name]
+    found = state(sampler=before())
+    loader = make(**with_(after), worker_init_fn=started)
+    loader.load_state_dict(found)
+    generator = torch.get_rng_state()
+    for _ in range(2):  # it stays loaded: nothing is begun from the beginning instead
+        with pytest.raises(StateError, match=words):
+            iter(loader)
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_a_dataset_without_a_state_does_not_take_one() -> None:
+    class Stateful(Stream):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError(state)
+
+    found = state(1, dataset=Stateful())
+    with pytest.raises(StateError, match="Stream has no load_state_dict"):
+        make(dataset=Stream()).load_state_dict(found)
+
+
+def test_what_was_loaded_is_a_copy() -> None:
+    found = state()
+    kept = copy.deepcopy(found)
+    loader = make()
+    loader.load_state_dict(found)
+    found["_sampler_iter_yielded"] = 99
+    assert loader.state_dict() == kept
+    assert len(list(loader)) == 3

@@ -1,0 +1,307 @@
+"""`on_error` where samples come one behind the other: iterable datasets, and readers of a pipeline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, get_worker_info
+from hybridloader.errors import ShardLost
+from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch
+from hybridloader.messages import Task, WorkerSpec
+from hybridloader.readers import ReadersFetch
+from hybridloader.seeding import CallerSeeds
+from hybridloader.worker import Worker
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+WORKERS = [("inline", 1), ("threads", 2), ("fork", 2)]
+
+
+class Steps:
+    """Numbers up to `length`; `next` raises at those in `bad`, each time once, and goes on behind it."""
+
+    def __init__(self, length: int, bad: Any, step: int = 1, start: int = 0) -> None:
+        self.length, self.bad, self.step = length, bad, step
+        self.number = start - step
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> int:
+        self.number += self.step
+        if self.number >= self.length:
+            raise StopIteration
+        if self.number in self.bad:
+            raise OSError("page", self.number)
+        return self.number
+
+
+class Stream(IterableDataset[int]):
+    """The numbers up to `length`, shared out to workers."""
+
+    def __init__(self, length: int = 20, bad: Any = (2, 3, 11), dies: bool = False) -> None:
+        self.length, self.bad, self.dies = length, bad, dies
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        steps = Steps(self.length, self.bad, step, start)
+        return (number for number in steps) if self.dies else steps
+
+
+@pytest.mark.parametrize(("backend", "workers"), WORKERS)
+def test_the_next_samples_fill_the_batch(backend: str, workers: int) -> None:
+    made = DataLoader(
+        Stream(), 4, collate_fn=list, backend=backend, num_workers=workers, on_error="skip"
+    )
+    found = list(made)
+    if workers == 1:
+        assert found == [[0, 1, 4, 5], [6, 7, 8, 9], [10, 12, 13, 14], [15, 16, 17, 18], [19]]
+        expected = [(2, 0), (3, 0), (11, 0)]
+    else:
+        assert found == [
+            [0, 4, 6, 8],
+            [1, 5, 7, 9],
+            [10, 12, 14, 16],
+            [13, 15, 17, 19],
+            [18],
+        ]
+        expected = [(1, 0), (1, 1), (5, 1)]  # numbers in the shard, and whose it is
+    assert [(record.index, record.worker) for record in made.skipped] == expected
+    assert {repr(r.error) for r in made.skipped} == {f"OSError('page', {n})" for n in (2, 3, 11)}
+
+
+def test_without_workers_and_without_batches() -> None:
+    made = DataLoader(Stream(), None, on_error="skip")
+    assert list(made) == [n for n in range(20) if n not in (2, 3, 11)]
+    assert [(record.index, record.worker) for record in made.skipped] == [
+        (2, None),
+        (3, None),
+        (11, None),
+    ]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_fails_at_the_very_end_is_told(drop_last: bool) -> None:
+    made = DataLoader(Stream(6, (4, 5)), 2, collate_fn=list, drop_last=drop_last, on_error="skip")
+    assert list(made) == [[0, 1], [2, 3]]
+    assert [record.index for record in made.skipped] == [4, 5]
+    made = DataLoader(Stream(7, (4, 5)), 2, collate_fn=list, drop_last=drop_last, on_error="skip")
+    assert list(made) == [[0, 1], [2, 3]] + [[6]] * (not drop_last)
+    assert [record.index for record in made.skipped] == [4, 5]
+
+
+@pytest.mark.parametrize(("backend", "workers"), WORKERS)
+def test_a_generator_is_over_and_that_is_never_silent(backend: str, workers: int) -> None:
+    made = DataLoader(
+        Stream(dies=True, bad=(11,)),
+        3,
+        collate_fn=list,
+        backend=backend,
+        num_workers=workers,
+        on_error="skip",
+    )
+    with iter(made) as steps:
+        batches, errors = [], []
+        while True:
+            try:
+                batches.append(next(steps))
+            except StopIteration:
+                break
+            except ShardLost as error:
+                errors.append(error)
+    assert len(errors) == 1
+    assert "rest of the shard is lost" in str(errors[0])
+    assert "OSError: [Errno page] 11" in str(errors[0])
+    assert "iterator class with __next__" in str(errors[0])
+    if workers == 1:
+        assert batches == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]  # all that came before
+    else:
+        assert sorted(chain(*batches)) == sorted([*range(0, 20, 2), 1, 3, 5, 7, 9])
+    assert made.skipped == ()
+
+
+def test_trying_again_asks_for_the_next() -> None:
+    made = DataLoader(Stream(), 4, collate_fn=list, on_error=Retry(2, 0))
+    assert [*chain(*made)] == [n for n in range(20) if n not in (2, 3, 11)]
+    assert made.skipped == ()
+    steps = iter(DataLoader(Stream(), 2, collate_fn=list, on_error=Retry(1, 0)))
+    assert next(steps) == [0, 1]
+    with pytest.raises(OSError, match="3"):
+        next(steps)
+    assert next(steps) == [4, 5]
+
+
+def test_trying_again_at_the_end_tells_of_what_failed() -> None:
+    made = DataLoader(Stream(5, (4,)), 2, collate_fn=list, on_error=Retry(3, 0, then="skip"))
+    assert list(made) == [[0, 1], [2, 3]]
+    assert [repr(record.error) for record in made.skipped] == ["OSError('page', 4)"]
+    made = DataLoader(Stream(5, (4,)), 2, collate_fn=list, on_error=Retry(3, 0))
+    steps = iter(made)
+    assert [next(steps), next(steps)] == [[0, 1], [2, 3]]
+    with pytest.raises(OSError, match="4"):
+        next(steps)
+    assert list(steps) == []
+
+
+def test_another_sample_takes_the_place() -> None:
+    made = DataLoader(Stream(), 4, collate_fn=list, on_error=Replace(lambda number, error: -number))
+    first, *_ = made
+    assert first == [0, 1, -2, -3]
+    assert [(record.index, record.replaced) for record in made.skipped] == [
+        (2, True),
+        (3, True),
+        (11, True),
+    ]
+
+
+def test_a_batch_that_can_not_be_made_or_sent_is_lost_as_a_whole() -> None:
+    def collate(samples: list[int]) -> Any:
+        if 5 in samples:
+            raise ValueError("odd")
+        return threading.Lock() if 9 in samples else samples
+
+    made = DataLoader(
+        Stream(16), 4, collate_fn=collate, backend="fork", num_workers=1, on_error=Skip(11)
+    )
+    assert list(made) == [[10, 12, 13, 14], [15]]
+    assert [r.index for r in made.skipped] == [2, 3, 0, 1, 4, 5, 6, 7, 8, 9, 11]
+    assert "a result of type 'lock'" in str(made.skipped[-2].error)
+
+
+# -- the place in a shard --------------------------------------------------------------------------
+
+
+def fetcher(policy: Any = None, **stream: Any) -> Any:
+    return IterableFetch(Stream(**stream), list, True, on_error=policy).open(None, Flag())
+
+
+def data(result: Any) -> Any:
+    return getattr(result, "data", result)
+
+
+@pytest.mark.parametrize("policy", [None, Skip(), Retry(1, 0, then="skip")])
+def test_who_comes_after_goes_on_where_the_one_before_was(policy: Any) -> None:
+    for stop in range(6):
+        first = fetcher(policy)
+        for _ in range(stop):
+            try:
+                first([0] * 3)
+            except OSError:
+                assert policy is None
+        second = fetcher(policy)
+        second.skip(first.position)
+        assert second.position == first.position
+        rest: list[Any] = []
+        for one in (first, second):
+            found = []
+            while True:
+                try:
+                    found.append(data(one([0] * 3)))
+                except OSError:
+                    found.append("error")
+                except EndOfShard:
+                    break
+            rest.append(found)
+        assert rest[0] == rest[1]
+
+
+def test_skipping_ends_quietly_with_the_shard_or_when_nobody_waits() -> None:
+    short = fetcher(length=3, bad=(1,))
+    short.skip(99)
+    assert short.position == 3
+    with pytest.raises(EndOfShard):
+        short([0])
+    flag = Flag()
+    flag.up = True
+    left = IterableFetch(Stream(), list, True).open(None, flag)
+    left.skip(5)
+    assert left.position == 0
+    reader: Any = ReadersFetch(lambda: Steps(6, (1,))).open(None, Flag())
+    reader.skip(3)
+    assert (reader.position, reader(9)) == (3, [3, 4, 5])
+
+
+def test_a_worker_tells_its_position_and_begins_behind_what_is_known() -> None:
+    from hybridloader.contract import ByReference
+
+    spec = WorkerSpec("stage", 1, IterableFetch(Stream(9, (4,)), list, True), skip=2)
+    worker = Worker(0, spec, CallerSeeds(), ByReference, Flag())
+    worker.open()
+    events: list[Any] = [worker.step(Task(n, [0, 0])) for n in range(4)]
+    assert [event.position for event in events] == [4, 5, 7, 9]
+    assert [type(event).__name__ for event in events] == ["Done", "Failed", "Done", "Done"]
+    assert events[0].payload.open() == [2, 3]
+
+
+@pytest.mark.parametrize("policy", [None, Skip()])
+def test_a_reader_counts_what_it_has_drawn(policy: Any) -> None:
+    reader: Any = ReadersFetch(lambda: Steps(6, (1,)), policy).open(None, Flag())
+    found = reader(4)
+    assert reader.position == 2
+    assert found.outcomes[1].index == 1
+    assert reader(2) == [2, 3]
+    assert reader.position == 4
+    assert reader(9) == [4, 5]
+    assert reader.position == 6
+    with pytest.raises(EndOfShard):
+        reader(9)
+
+
+def test_waiting_to_try_again_ends_when_nobody_waits() -> None:
+    flag = Flag()
+
+    class Closes(Steps):
+        def __next__(self) -> int:
+            flag.up = True
+            raise OSError
+
+    stream: Any = IterableFetch(Closes(3, ()), list, True, on_error=Retry(9, 60)).open(None, flag)
+    with pytest.raises(Abandoned):
+        stream([0])
+
+
+# -- readers of a pipeline -------------------------------------------------------------------------
+
+
+def shard() -> Steps:
+    info = get_worker_info()
+    assert info is not None
+    return Steps(20, (2, 3, 11), info.num_workers, info.id)
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+def test_the_order_is_as_if_what_fails_were_not_there(backend: str) -> None:
+    pipe = Pipeline.from_iterable(shard, backend=backend, workers=2, on_error="skip")
+    with pipe.run() as run:
+        assert list(run) == [0, 1, 4, 5, 6, 7, 8, 9, 10, 13, 12, 15, 14, 17, 16, 19, 18]
+        assert sorted((r.worker, r.index) for r in run.skipped) == [(0, 1), (1, 1), (1, 5)]
+    pipe = Pipeline.from_iterable(
+        shard, backend=backend, workers=2, on_error=Replace(lambda number, error: -number)
+    )
+    assert sorted(pipe) == sorted([*(set(range(20)) - {2, 3, 11}), -1, -1, -5])
+
+
+def test_a_source_that_is_read_where_it_is_asked_for() -> None:
+    with Pipeline.from_iterable(lambda: Steps(5, (1,)), on_error="skip").run() as run:
+        assert list(run) == [0, 2, 3, 4]
+        assert [(r.index, r.worker) for r in run.skipped] == [(1, 0)]
+
+
+def test_a_reader_that_is_a_generator_says_that_the_rest_is_lost() -> None:
+    def read() -> Iterator[int]:
+        yield 1
+        raise OSError("gone")
+
+    with Pipeline.from_iterable(read, backend="threads", workers=1, on_error="skip").run() as run:
+        assert next(run) == 1
+        with pytest.raises(ShardLost, match="OSError: gone"):
+            next(run)
+        assert list(run) == []
+        assert run.skipped == ()

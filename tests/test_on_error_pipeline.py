@@ -1,0 +1,424 @@
+"""`on_error` on the stages of a pipeline: the same wherever the functions run."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
+from hybridloader.errors import IteratorClosed, WorkerDied
+from hybridloader.fetch import Flag, GivenUp, MapFetch, NotingFlag, Spared
+from hybridloader.operators.work import Placement
+from hybridloader.outcomes import Bad, Noted
+from hybridloader.plan import Inline, Workers, lay_out
+from hybridloader.restart import RestartPolicy
+from hybridloader.work import Step, WorkFetch
+
+WHERE: list[dict[str, Any]] = [
+    {},
+    {"backend": "inline"},
+    {"backend": "threads", "workers": 1},
+    {"backend": "threads", "workers": 3},
+    {"backend": "fork", "workers": 2},
+    {"backend": "shared-memory", "workers": 1, "threads_per_worker": 3},
+]
+PLACES = pytest.mark.parametrize(
+    "where", WHERE, ids=lambda w: f"{w.get('backend')}-{w.get('workers')}"
+)
+
+
+def tenfold(item: int) -> int:
+    if item % 7 == 3:
+        raise ValueError("bad", item)
+    return item * 10
+
+
+def twice(item: int) -> Iterator[int]:
+    yield item
+    if item == 2:
+        raise ValueError("between")
+    yield -item
+
+
+def swap(item: Any, error: Exception) -> Any:
+    return ("swapped", item, type(error).__name__)
+
+
+def results(pipe: Pipeline) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    with pipe.run() as run:
+        found = list(run)
+        return found, [(r.index, repr(r.error), r.stage, r.replaced) for r in run.skipped]
+
+
+@PLACES
+def test_a_batch_behind_it_is_filled_with_the_next(where: dict[str, Any]) -> None:
+    pipe = Pipeline.from_dataset(range(30)).map(tenfold, on_error="skip", **where)
+    good = [n * 10 for n in range(30) if n % 7 != 3]
+    found, skipped = results(pipe.batch(4, collate_fn=list))
+    assert found == [good[k : k + 4] for k in range(0, len(good), 4)]
+    assert skipped == [
+        (n, f"ValueError('bad', {n})", "map(tenfold)", False) for n in (3, 10, 17, 24)
+    ]
+
+
+def test_a_fresh_process_does_the_same() -> None:
+    pipe = Pipeline.from_dataset(range(9)).map(
+        tenfold, on_error=Retry(1, 0, then="skip"), backend="spawn", workers=1
+    )
+    assert results(pipe)[0] == [0, 10, 20, 40, 50, 60, 70, 80]
+
+
+@PLACES
+def test_others_take_the_places(where: dict[str, Any]) -> None:
+    policy = Replace(swap)
+    other = ("swapped", 3, "ValueError")
+    found, skipped = results(Pipeline.from_dataset(range(5)).map(tenfold, on_error=policy, **where))
+    assert found == [0, 10, 20, other, 40]
+    assert skipped == [(3, "ValueError('bad', 3)", "map(tenfold)", True)]
+    assert results(Pipeline.from_dataset(range(5)).filter(tenfold, on_error=policy, **where))[
+        0
+    ] == [1, 2, other, 4]
+    # All that an item gives, or the one that takes its place.
+    assert results(Pipeline.from_dataset(range(4)).flat_map(twice, on_error=policy, **where))[
+        0
+    ] == [0, 0, 1, -1, ("swapped", 2, "ValueError"), 3, -3]
+
+
+@PLACES
+def test_what_an_item_gave_before_it_failed_stays(where: dict[str, Any]) -> None:
+    pipe = Pipeline.from_dataset(range(4)).flat_map(twice, on_error="skip", **where)
+    found, skipped = results(pipe)
+    assert found == [0, 0, 1, -1, 2, 3, -3]
+    assert [index for index, *_ in skipped] == [2]
+
+
+class Flaky:
+    """Fails twice for each item."""
+
+    def setup(self) -> None:
+        self.tried: dict[Any, int] = {}
+        self.counting = threading.Lock()
+
+    def __call__(self, item: int) -> Any:
+        with self.counting:
+            self.tried[item] = self.tried.get(item, 0) + 1
+        if self.tried[item] <= 2:
+            raise OSError("again", item)
+        return item
+
+
+class FlakyParts(Flaky):
+    def __call__(self, item: int) -> Any:
+        yield item
+        yield super().__call__(item)
+
+
+@PLACES
+def test_trying_again(where: dict[str, Any]) -> None:
+    again = {"on_error": Retry(2, 0, OSError), **where}
+    assert results(Pipeline.from_dataset(range(9)).map(Flaky(), **again)) == ([*range(9)], [])
+    pipe = Pipeline.from_dataset(range(1, 5)).flat_map(FlakyParts(), **again)
+    assert results(pipe) == ([1, 1, 2, 2, 3, 3, 4, 4], [])  # nothing twice
+    less = {"on_error": Retry(1, 0, OSError), **where}
+    with pytest.raises(OSError, match="again") as caught:
+        list(Pipeline.from_dataset(range(9)).map(Flaky(), **less))
+    assert "working on 0." in "".join(caught.value.__notes__)
+    then = {"on_error": Retry(1, 0, OSError, then=Skip(9)), **where}
+    found, skipped = results(Pipeline.from_dataset(range(9)).map(Flaky(), **then))
+    assert (found, len(skipped)) == ([], 9)
+
+
+def test_an_endless_iterable_is_not_read_before_it_is_asked_for() -> None:
+    pipe = Pipeline.from_iterable([1]).flat_map(itertools.count, on_error="skip")
+    with pipe.run() as run:
+        assert [next(run) for _ in range(3)] == [1, 2, 3]
+
+
+@PLACES
+def test_too_much_is_raised_at_the_same_place(where: dict[str, Any]) -> None:
+    pipe = Pipeline.from_dataset(range(30)).map(tenfold, on_error=Skip(2), **where)
+    with pipe.run() as run:
+        found = [next(run) for _ in range(15)]
+        assert found == [n * 10 for n in range(17) if n % 7 != 3]
+        with pytest.raises(TooManyErrors, match="3 of 18 samples failed") as caught:
+            next(run)
+        assert "In stage 'map(tenfold)'" in str(caught.value)
+        assert repr(caught.value.__cause__) == "ValueError('bad', 17)"
+        assert next(run) == 180
+
+
+def test_each_pass_has_a_budget_of_its_own() -> None:
+    for where in WHERE[:3]:
+        pipe = Pipeline.from_dataset(range(30)).map(tenfold, on_error=Skip(4), **where)
+        with pipe.repeat(3).run() as run:
+            assert len(list(run)) == 3 * 26
+            assert [record.epoch for record in run.skipped] == [0] * 4 + [1] * 4 + [2] * 4
+        with pipe.epochs(2) as epochs:
+            for epoch, run in enumerate(epochs):
+                assert len(list(run)) == 26
+                assert {record.epoch for record in run.skipped} == {epoch}
+                assert len(run.skipped) == 4
+                assert run.stats().stages[-1 if not where else 0].skipped == 4 * (epoch + 1)
+
+
+def test_what_is_passed_on_unopened_counts_as_tried() -> None:
+    first = Pipeline.from_dataset(range(3000)).map(
+        lambda n: 1 // ((n + 1) % 300), on_error=Skip(0.0034), backend="fork", workers=1
+    )
+    pipe = first.map(abs, backend="fork", workers=2)
+    nodes = [node for node in lay_out(pipe) if isinstance(node, Workers)]
+    assert nodes[0].sealed
+    found, skipped = results(pipe)
+    assert (len(found), len(skipped)) == (2990, 10)
+
+
+def test_the_table_has_a_column_only_if_something_was_skipped() -> None:
+    for where in WHERE[:3]:
+        for bad in (True, False):
+            pipe = Pipeline.from_dataset(range(10) if bad else range(3))
+            with pipe.map(tenfold, on_error="skip", **where).run() as run:
+                list(run)
+                table = str(run.stats())
+                assert ("skipped" in table) is bad
+                assert sum(stage.skipped for stage in run.stats().stages) == bad
+                assert run.stats().stages[0].items == (9 if bad else 3)
+    pipe = Pipeline.from_dataset(range(10)).map(tenfold, on_error="skip").prefetch(2)
+    with pipe.run() as run:
+        list(run)
+        (thread,) = (stage for stage in run.stats().stages if stage.backend == "thread")
+        assert thread.skipped == 1
+        assert run.stats().stages[-1].skipped == 0
+
+
+# -- batches by a sampler --------------------------------------------------------------------------
+
+
+class Tens:
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> int:
+        return tenfold(index)
+
+
+@PLACES
+def test_a_batch_of_a_batch_sampler_comes_short(where: dict[str, Any]) -> None:
+    lists = [[1, 2, 3], [4, 5, 6], [10, 17], [10, 11]]
+    pipe = Pipeline.from_dataset(
+        Tens(), batch_sampler=lists, collate_fn=tuple, on_error="skip", **where
+    )
+    found, skipped = results(pipe.map(len, on_error="skip", **where))
+    assert found == [2, 3, 1]
+    assert [index for index, *_ in skipped] == [3, 10, 17, 10]
+    swapped = Pipeline.from_dataset(
+        Tens(), batch_sampler=lists[:2], collate_fn=list, on_error=Replace(swap), **where
+    )
+    assert results(swapped)[0] == [[10, 20, ("swapped", 3, "ValueError")], [40, 50, 60]]
+
+
+def test_shares_are_of_samples_also_where_items_are_batches() -> None:
+    lists = [list(range(k, k + 100)) for k in range(0, 3000, 100)]
+    for bad, fine in ((range(2000, 3000, 50), True), (range(0, 3000, 99), False)):
+        pipe = Pipeline.from_dataset(
+            {n: n for n in range(3000) if n not in bad},
+            batch_sampler=lists,
+            collate_fn=len,
+            on_error=Skip(0.01),
+            backend="threads",
+            workers=2,
+        )
+        if fine:
+            assert sum(results(pipe)[0]) == 2980
+        else:
+            with pytest.raises(TooManyErrors, match="11 of"):
+                list(pipe)
+
+
+# -- several stages --------------------------------------------------------------------------------
+
+
+def test_only_stages_that_agree_share_workers() -> None:
+    def stages(**other: Any) -> int:
+        same: dict[str, Any] = {"backend": "threads", "workers": 2}
+        pipe = Pipeline.from_dataset(range(9)).map(abs, **same).map(abs, **same, **other)
+        return sum(isinstance(node, Workers) for node in lay_out(pipe))
+
+    assert stages() == stages(on_error="raise") == stages(on_worker_death="raise") == 1
+    assert stages(on_error="skip") == 2
+    assert stages(on_worker_death="restart") == 2
+    assert stages(task_timeout=3) == 2
+    for policy, together in (("raise", 1), ("skip", 3)):
+        pipe = Pipeline.from_dataset(range(9)).map(abs, on_error=policy).map(abs)
+        assert sum(isinstance(node, Inline) for node in lay_out(pipe)) == together
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["map", "filter", "flat_map"]),
+            st.sampled_from(["skip", "swap", "again"]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([(1, 1), (2, 1), (2, 3)]),
+)
+def test_where_the_work_is_done_and_whether_it_is_fused_changes_nothing(
+    steps: list[tuple[str, str]], workers: tuple[int, int]
+) -> None:
+    policies: dict[str, Any] = {
+        "skip": Skip(None),
+        "swap": Replace(lambda item, error: 1000, None),
+        "again": Retry(1, 0, then=Skip(None)),
+    }
+
+    def work(kind: str) -> Any:
+        def function(item: int) -> Any:
+            if item % 3 == 0:
+                raise ValueError(item)
+            return {"map": item + 1, "filter": item % 2, "flat_map": [item, item + 3, item + 5]}[
+                kind
+            ]
+
+        return function
+
+    def run(**where: Any) -> Any:
+        pipe = Pipeline.from_iterable(range(40))
+        for kind, policy in steps:
+            pipe = getattr(pipe, kind)(work(kind), on_error=policies[policy], **where)
+        found, skipped = results(pipe)
+        return found, sorted((index, error, replaced) for index, error, _, replaced in skipped)
+
+    threads = {"backend": "threads", "workers": workers[0], "threads_per_worker": workers[1]}
+    assert run() == run(**threads) == run(**threads, fuse=False)
+
+
+def test_a_stop_iteration_is_an_error_as_any_other() -> None:
+    def leak(item: int) -> int:
+        if item == 1:
+            raise StopIteration
+        return item
+
+    for where in WHERE[:4]:
+        for policy in (Skip(), Retry(1, 0, then="skip")):
+            pipe = Pipeline.from_dataset(range(3)).map(leak, on_error=policy, **where)
+            found, ((_, error, *_),) = results(pipe)
+            assert found == [0, 2]
+            assert error.startswith("RuntimeError")
+
+
+def test_a_result_that_can_not_be_sent_is_skipped() -> None:
+    pipe = Pipeline.from_dataset(range(9)).map(
+        lambda n: threading.Lock() if n == 5 else n, on_error="skip", backend="fork", workers=1
+    )
+    found, skipped = results(pipe)
+    assert found == [0, 1, 2, 3, 4, 6, 7, 8]
+    assert len(skipped) == 1
+
+
+def test_closing_ends_a_wait_inline() -> None:
+    closed = []
+
+    def fail(item: int) -> int:
+        if not closed:
+            closed.append(True)
+            run.close()
+        raise OSError
+
+    run = Pipeline.from_dataset(range(3)).map(fail, on_error=Retry(9, 60)).run()
+    with pytest.raises(IteratorClosed):
+        next(run)
+
+
+# -- descriptions ----------------------------------------------------------------------------------
+
+
+def test_a_policy_needs_no_backend_but_a_death_does() -> None:
+    placement = Placement.of("stage", {"on_error": "skip"})
+    assert (placement.on_error, placement.inline) == (Skip(), True)
+    placement = Placement.of(
+        "stage",
+        {"backend": "threads", "workers": 1, "on_worker_death": "restart", "task_timeout": 2},
+    )
+    assert placement.on_worker_death == RestartPolicy()
+    assert placement.task_timeout == 2
+    assert Placement.of("stage", {"on_worker_death": "raise", "on_error": "raise"}) == Placement()
+    for where, message in [
+        ({"on_worker_death": "restart"}, "stage 'stage' has on_worker_death but no backend"),
+        ({"task_timeout": 3}, "stage 'stage' has task_timeout but no backend"),
+        ({"on_error": "ignore"}, "stage 'stage': on_error must be"),
+        ({"on_worker_death": "x", "backend": "fork"}, "stage 'stage': on_worker_death must be"),
+        ({"task_timeout": -1, "backend": "fork"}, "stage 'stage': task_timeout is seconds"),
+        ({"task_timeout": True, "backend": "fork"}, "stage 'stage': task_timeout is seconds"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Placement.of("stage", where)  # type: ignore[arg-type]
+
+
+# -- items that kill workers -----------------------------------------------------------------------
+
+
+def kinds(result: Any) -> list[Any]:
+    outcomes = getattr(result, "outcomes", result)
+    return [
+        (type(o).__name__, str(o.failure.exception), o.index)
+        if isinstance(o, Bad)
+        else ("Noted", o.misses[0].index)
+        if isinstance(o, Noted)
+        else o
+        for o in outcomes
+    ]
+
+
+STEPS = {
+    "map": (Step("map", tenfold),),
+    "maps": (Step("map", tenfold), Step("map", abs)),
+    "filter": (Step("filter", lambda item: True), Step("map", tenfold)),
+    "flat_map": (Step("flat_map", lambda item: [tenfold(item)]),),
+    "lookup": (Step("map", MapFetch(Tens(), lambda one: one, False)),),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", sorted(STEPS))
+def test_an_item_that_was_given_up_is_as_one_that_failed(kind: str, threads: int) -> None:
+    items = Spared([1, GivenUp(7, "it kills"), 2])
+    work: Any = WorkFetch(STEPS[kind], threads).open(None, Flag())
+    bad = ("Bad", "it kills", 7)
+    assert kinds(work(items)) == [10, bad, 20]
+    assert type(work(items).outcomes[1].failure.exception) is WorkerDied
+    swapped: Any = WorkFetch(STEPS[kind], threads, Replace(lambda i, e: 4)).open(None, Flag())
+    expected = 40 if kind == "filter" else 4  # it goes on to the next step
+    assert kinds(swapped(items)) == [10, ("Noted", 7), expected, 20]
+
+
+@pytest.mark.parametrize("policy", [None, Retry(1, 0)])
+@pytest.mark.parametrize("kind", ["map", "maps", "filter", "flat_map"])
+def test_who_wants_to_know_sees_which_item_a_worker_is_at(kind: str, policy: Any) -> None:
+    flag, seen = NotingFlag(), []
+
+    def note(item: int) -> int:
+        seen.append(flag.at)
+        return item
+
+    steps = {
+        "map": (Step("map", note),),
+        "maps": (Step("map", note), Step("map", abs)),
+        "filter": (Step("filter", note),),
+        "flat_map": (Step("flat_map", lambda item: [note(item)]),),
+    }[kind]
+    work: Any = WorkFetch(steps, on_error=policy).open(None, flag)
+    assert work([7, 8, 9]) == [7, 8, 9]
+    assert (seen, flag.at) == ([0, 1, 2], -1)
+    work(Spared([7, GivenUp(8, "it kills"), 9]))
+    assert (seen[3:], flag.at) == ([0, 2], -1)
+    quiet: Any = WorkFetch(steps, on_error=policy).open(None, Flag())
+    quiet([7])
+    assert seen[-1] == -1

@@ -1,0 +1,453 @@
+"""The policies themselves, the guard around one call, the budget, and how batches are filled up."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridloader import Replace, Retry, Skip, TooManyErrors
+from hybridloader.errors import Failure, ShardLost, WorkerDied
+from hybridloader.fetch import Abandoned, Flag, GivenUp, Spared
+from hybridloader.guard import Guard, Swapped
+from hybridloader.losses import Losses, Register, bare
+from hybridloader.on_error import final, parse
+from hybridloader.refill import FullBatches, Refill
+from hybridloader.tried import Miss, Short, Tried
+
+# -- policies --------------------------------------------------------------------------------------
+
+
+def nothing(index: Any, error: Exception) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: Skip(-1), ValueError, "must not be negative"),
+        (lambda: Skip(0.0), ValueError, "is no share"),
+        (lambda: Skip(1.5), ValueError, "is no share"),
+        (lambda: Skip(float("nan")), ValueError, "is no share"),
+        (lambda: Skip(True), TypeError, "Skip: budget is an int"),
+        (lambda: Skip("1"), TypeError, "Skip: budget is an int"),  # type: ignore[arg-type]
+        (lambda: Replace(3), TypeError, "must be callable"),  # type: ignore[arg-type]
+        (lambda: Replace(nothing, 2.0), ValueError, "is no share"),
+        (lambda: Retry(0), ValueError, "at least 1"),
+        (lambda: Retry(True), TypeError, "must be an int"),
+        (lambda: Retry(1.5), TypeError, "must be an int"),  # type: ignore[arg-type]
+        (lambda: Retry(1, -1), ValueError, "backoff is seconds"),
+        (lambda: Retry(1, float("inf")), ValueError, "backoff is seconds"),
+        (lambda: Retry(1, float("nan")), ValueError, "backoff is seconds"),
+        (lambda: Retry(1, "1"), TypeError, "backoff is a number"),  # type: ignore[arg-type]
+        (lambda: Retry(1, longest=-1), ValueError, "longest is seconds"),
+        (lambda: Retry(1, on=()), ValueError, "repeat nothing"),
+        (lambda: Retry(1, on=KeyboardInterrupt), TypeError, "that are an Exception"),  # type: ignore[arg-type]
+        (lambda: Retry(1, on=(OSError, 3)), TypeError, "that are an Exception"),  # type: ignore[arg-type]
+        (lambda: Retry(1, then=Retry(1)), ValueError, "raise `times`"),  # type: ignore[arg-type]
+        (lambda: Retry(1, then="ignore"), ValueError, "then must be"),
+        (lambda: parse("ignore"), ValueError, "on_error must be"),
+        (lambda: parse(Skip), ValueError, r"write Skip\(\.\.\.\)"),
+        (lambda: parse(0), ValueError, "on_error must be"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    make: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        make()
+    assert type(caught.value) is kind
+
+
+def test_policies_are_values() -> None:
+    for policy in (
+        Skip(),
+        Skip(3),
+        Skip(None),
+        Replace(nothing, 0.5),
+        Retry(3, 0.0, OSError, Skip(2)),
+    ):
+        assert pickle.loads(pickle.dumps(policy)) == policy
+        assert parse(policy) is policy
+        assert hash(policy) == hash(pickle.loads(pickle.dumps(policy)))
+    assert parse("skip") == Skip() == Skip(0.01) != Skip(0.02)
+    assert parse("raise") is parse(None) is None
+    assert final(Retry(1)) is None
+    assert final(Retry(1, then="skip")) == Skip()
+    assert final(Retry(1, then=Replace(nothing))) == Replace(nothing)
+    assert final(None) is None
+
+
+# -- one call --------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Raises what it is told, one after the other, and returns what is no exception."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.calls: list[Any] = []
+
+    def __call__(self, argument: Any) -> Any:
+        self.calls.append(argument)
+        found = self.script.pop(0)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices() -> None:
+    slept: list[float] = []
+    guard = Guard(Retry(5, backoff=0.05, longest=0.3), Flag(), slept.append)
+    function = Scripted(*[OSError(n) for n in range(5)], "good")
+    assert guard(function, 7) == "good"
+    assert function.calls == [7] * 6
+    assert sum(slept) == pytest.approx(0.05 + 0.1 + 0.2 + 0.3 + 0.3)
+    assert max(slept) <= 0.02
+
+
+def test_without_backoff_nobody_sleeps() -> None:
+    guard = Guard(Retry(1, backoff=0), Flag(), lambda seconds: pytest.fail("slept"))
+    assert guard(Scripted(OSError(), 1), 0) == 1
+
+
+def test_a_wait_ends_when_nobody_waits_any_more() -> None:
+    flag, slept = Flag(), []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            flag.up = True
+
+    function = Scripted(OSError(), "never")
+    with pytest.raises(Abandoned):
+        Guard(Retry(1, backoff=60), flag, sleep)(function, 0)
+    assert len(slept) == 3
+    assert len(function.calls) == 1
+
+
+def test_only_what_is_worth_it_is_tried_again() -> None:
+    guard = Guard(Retry(3, 0, OSError), Flag())
+    function = Scripted(OSError("passes"), ValueError("stays"), "never")
+    with pytest.raises(ValueError, match="stays"):
+        guard(function, 0)
+    assert len(function.calls) == 2
+
+
+def test_times_counts_the_repetitions_and_the_last_error_is_raised() -> None:
+    function = Scripted(OSError(0), OSError(1), OSError(2), "never")
+    with pytest.raises(OSError, match="2") as caught:
+        Guard(Retry(2, 0), Flag())(function, 0)
+    assert len(function.calls) == 3
+    assert caught.value.__context__ is None
+
+
+def test_a_replacement_is_told_what_failed() -> None:
+    seen = []
+
+    def instead(index: int, error: Exception) -> str:
+        seen.append((index, repr(error)))
+        return "other"
+
+    found = Guard(Retry(1, 0, then=Replace(instead)), Flag())(Scripted(OSError(0), OSError(1)), 7)
+    assert isinstance(found, Swapped)
+    assert (found.value, repr(found.error)) == ("other", "OSError(1)")
+    assert seen == [(7, "OSError(1)")]
+
+
+def test_what_a_replacement_raises_is_raised_and_says_why_it_was_called() -> None:
+    def instead(index: int, error: Exception) -> None:
+        raise KeyError(index)
+
+    with pytest.raises(KeyError) as caught:
+        Guard(Replace(instead), Flag())(Scripted(OSError("first")), 7)
+    assert repr(caught.value.__cause__) == "OSError('first')"
+    assert "function of Replace" in caught.value.__notes__[0]
+
+    def again(index: int, error: Exception) -> None:
+        raise error
+
+    with pytest.raises(OSError, match="first") as second:
+        Guard(Replace(again), Flag())(Scripted(OSError("first")), 7)
+    assert second.value.__cause__ is None
+
+
+@pytest.mark.parametrize("policy", [Skip(), Retry(3, 0), Replace(nothing)])
+def test_what_is_no_exception_passes(policy: Any) -> None:
+    for error in (KeyboardInterrupt(), SystemExit(), Abandoned()):
+        function = Scripted(error, "never")
+        with pytest.raises(type(error)):
+            Guard(policy, Flag())(function, 0)
+        assert len(function.calls) == 1
+
+
+def test_a_stop_iteration_is_a_runtime_error() -> None:
+    guard = Guard(Retry(1, 0, on=RuntimeError), Flag())
+    assert guard(Scripted(StopIteration(3), "good"), 0) == "good"
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        Guard(Skip(), Flag())(Scripted(StopIteration()), 0)
+
+
+def test_what_was_given_up_is_not_tried_but_may_be_replaced() -> None:
+    function = Scripted("never")
+    lost = GivenUp(7, "it kills")
+    with pytest.raises(WorkerDied, match="it kills"):
+        Guard(Retry(5, 0), Flag())(function, lost)
+    found = Guard(Retry(5, 0, then=Replace(lambda i, e: (i, str(e)))), Flag())(function, lost)
+    assert found.value == (7, "it kills")
+    assert function.calls == []
+    spared = pickle.loads(pickle.dumps(Spared([1, lost])))
+    assert type(spared) is Spared
+    assert (spared[0], spared[1].index, spared[1].text) == (1, 7, "it kills")
+
+
+def test_a_guard_leaves_no_cycle() -> None:
+    import gc
+
+    gc.collect()
+    gc.disable()
+    try:
+        for policy in (Skip(), Retry(2, 0), Replace(lambda i, e: 1), Replace(lambda i, e: 1 / 0)):
+            try:
+                Guard(policy, Flag())(lambda n: {}[n], 0)
+            except Exception:
+                pass
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+# -- the budget ------------------------------------------------------------------------------------
+
+
+def miss(index: Any, error: Exception | None = None) -> Miss:
+    return Miss(index, 0, Failure(error or ValueError(index)))
+
+
+def fails_at(policy: Any, tried: list[int]) -> int | None:
+    """The number of the failure that is one too many, if one fails behind so many good ones each."""
+    losses = Losses(policy, "stage")
+    for number, good in enumerate(tried):
+        losses.take(good, (), None)
+        try:
+            losses.take(1, [miss(number)], 0)
+        except TooManyErrors:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("budget", "tried", "last"),
+    [
+        (0, [5], 0),
+        (2, [0] * 9, 2),
+        (2, [10**6] * 9, 2),
+        (0.01, [0] * 50, 10),  # of a thousand at least
+        (0.01, [99] * 500, None),  # just one in a hundred
+        (0.01, [98] * 500, 10),
+        (0.01, [2000, *[0] * 99], 20),
+        (0.07, [100, *[0] * 99], 70),
+        (1.0, [0] * 2000, None),
+        (None, [0] * 2000, None),
+    ],
+)
+def test_a_budget_is_a_number_or_a_share(budget: Any, tried: list[int], last: int | None) -> None:
+    assert fails_at(Skip(budget), tried) == last
+    assert fails_at(Replace(nothing, budget), tried) == last
+    assert fails_at(Retry(1, then=Skip(budget)), tried) == last
+
+
+def test_the_error_tells_what_was_skipped() -> None:
+    losses = Losses(Skip(22), "the stage")
+    for number in range(22):
+        losses.take(1, [miss(number, KeyError("x" * 500))], 0)
+    with pytest.raises(TooManyErrors) as caught:
+        losses.take(1, [miss(22, KeyError("x" * 500))], 0)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("In stage 'the stage', 23 of 23 samples failed")
+    assert "budget=22" in lines[0]
+    assert lines[1].split() == ["index", "exception"]
+    assert [line.split()[0] for line in lines[2:22]] == [str(n) for n in range(20)]
+    assert max(map(len, lines[2:22])) < 140
+    assert lines[22:] == ["and 3 more"]
+    assert repr(caught.value.__cause__) == repr(KeyError("x" * 500))
+    with pytest.raises(TooManyErrors, match="24 of 24"):  # again at the next
+        losses.take(1, [miss(0)], 0)
+    losses.take(1, (), None)  # and not at what is good
+
+
+def test_records_hold_no_frames() -> None:
+    def fail() -> None:
+        secret = object()  # noqa: F841
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    register = Register()
+    losses = Losses(Skip(), "stage", 3, register, "key")
+    try:
+        fail()
+    except ValueError as error:
+        original = error
+    losses.take(1, [miss(7, original)], 2)
+    (record,) = losses.records
+    assert (record.index, record.worker, record.stage, record.epoch) == (7, 2, "stage", 3)
+    assert "KeyError: 'inner'" in record.traceback
+    assert "ValueError: outer" in record.traceback
+    assert record.error is not original
+    assert record.error.__traceback__ is record.error.__cause__ is record.error.__context__ is None
+    assert original.__traceback__ is not None  # somebody may be handling it
+    assert original.__cause__ is not None
+    assert register.records == [record]
+    assert register.counts["key"] == register.total == 1
+    register.new_run()
+    assert (register.records, register.total) == ([], 1)
+
+
+def test_an_exception_that_can_not_be_copied_is_told_by_name() -> None:
+    class Odd(Exception):
+        def __new__(cls, *args: Any) -> Odd:
+            if len(args) != 2:
+                raise TypeError("two, please")
+            return super().__new__(cls, *args)
+
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(one)
+
+    assert (
+        str(bare(Odd(1, 2)))
+        == "test_an_exception_that_can_not_be_copied_is_told_by_name.<locals>.Odd: 1"
+    )
+
+
+def test_only_so_many_tracebacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridloader.losses._TRACEBACKS", 2)
+    losses = Losses(Skip(None), "stage")
+    losses.take(3, [miss(n) for n in range(3)], 0)
+    assert [bool(record.traceback) for record in losses.records] == [True, True, False]
+
+
+def test_the_rest_of_a_shard_is_never_forgiven() -> None:
+    assert Losses(Skip(), "stage").forgives(Failure(ValueError()))
+    assert not Losses(Skip(), "stage").forgives(Failure(ShardLost()))
+    assert not Losses(Replace(nothing), "stage").forgives(Failure(ValueError()))
+    assert not Losses(Retry(1), "stage").forgives(Failure(ValueError()))
+
+
+# -- full batches ----------------------------------------------------------------------------------
+
+patterns = st.lists(st.lists(st.booleans(), min_size=4, max_size=4), max_size=40)
+
+
+@given(patterns)
+def test_nothing_is_lost_or_doubled_and_all_but_the_last_are_full(
+    patterns: list[list[bool]],
+) -> None:
+    refill: Refill[int] = Refill()
+    short, filled = [], []
+    number = 0
+    for pattern in patterns:
+        good = [number + n for n, is_good in enumerate(pattern) if is_good]
+        number += len(pattern)
+        if len(good) == len(pattern):
+            continue
+        short += good
+        batch = refill.add(good, 4)
+        if batch is not None:
+            assert len(batch) == 4
+            assert set(batch) & set(good)  # it stands in the place of the one that completed it
+            filled += batch
+        assert len(refill) < 4
+    rest = refill.rest()
+    assert len(rest) < 4
+    assert filled + rest == short
+    assert refill.rest() == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), max_size=40))
+def test_batches_of_different_sizes_never_pile_up(batches: list[tuple[int, int]]) -> None:
+    refill: Refill[int] = Refill()
+    came: list[int] = []
+    gone: list[int] = []
+    for wanted, had in batches:
+        good = [len(came) + n for n in range(min(had, wanted - 1))]
+        came += good
+        batch = refill.add(good, wanted)
+        if batch is not None:
+            assert len(batch) == wanted
+            gone += batch
+        assert len(refill) < max(wanted for wanted, _ in batches)
+    assert gone + refill.rest() == came
+
+
+def batches_of(
+    results: list[Any], policy: Any = "skip", drop_last: bool = False, collate: Any = tuple
+) -> tuple[FullBatches, Losses]:
+    parsed = parse(policy)
+    assert parsed is not None
+    losses = Losses(parsed, "stage")
+    batches = FullBatches(
+        iter(results), lambda: 0, losses, collate, drop_last=drop_last, copies=True
+    )
+    return batches, losses
+
+
+def short(wanted: int, *samples: int) -> Short:
+    lost = [miss(-n) for n in range(wanted - len(samples))]
+    return Short(list(samples), list(samples), lost, wanted)
+
+
+def test_full_batches_stand_where_the_short_one_did() -> None:
+    results = [Tried("a", 3), short(3, 1, 2), Tried("b", 3), short(3, 3), Tried("c", 3), short(3)]
+    batches, losses = batches_of(results)
+    assert list(batches) == ["a", "b", (1, 2, 3), "c"]
+    assert losses.tried == 18
+    assert len(losses.records) == 1 + 2 + 3
+    batches, _ = batches_of([short(3, 1, 2), Tried("b", 3)])
+    assert list(batches) == ["b", (1, 2)]
+    assert list(batches) == []
+    batches, _ = batches_of([short(3, 1, 2), Tried("b", 3)], drop_last=True)
+    assert list(batches) == ["b"]
+
+
+def test_what_came_with_the_last_straw_is_there_for_who_goes_on() -> None:
+    batches, _ = batches_of([short(3, 1, 2), short(3, 3, 4), Tried("b", 3)], Skip(1))
+    with pytest.raises(TooManyErrors):
+        next(batches)
+    assert list(batches) == [(1, 2, 3), "b", (4,)]
+    swapped = Tried("a", 3, [miss(0)._replace(replaced=True)])
+    batches, losses = batches_of([swapped, Tried("b", 3)], Replace(nothing, 0))
+    with pytest.raises(TooManyErrors, match="replaced:"):
+        next(batches)
+    assert list(batches) == ["a", "b"]
+    assert losses.records[0].replaced
+
+
+def test_samples_that_do_not_fit_together_are_listed() -> None:
+    def collate(samples: list[int]) -> Any:
+        if 2 in samples:
+            raise ValueError("odd one")
+        return tuple(samples)
+
+    batches, losses = batches_of([short(2, 1), short(2, 2), short(2, 3)], collate=collate)
+    assert list(batches) == [(3,)]
+    assert [record.index for record in losses.records] == [0, 0, 1, 2, 0]
+    assert losses.tried == 6
+
+
+def test_what_waits_is_copied_if_that_can_be() -> None:
+    class Sample:
+        def __deepcopy__(self, memo: Any) -> Sample:
+            raise TypeError("not me")
+
+    kept, stubborn = [0], Sample()
+    results = [Short([0, 1], [kept, stubborn], [miss(2)], 3)]
+    ((first, second),) = batches_of(results)[0]
+    kept.append(1)
+    assert first == [0]
+    assert second is stubborn

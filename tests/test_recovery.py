@@ -1,0 +1,504 @@
+"""Workers that die or run over, and what a stage does about it: scripted, on a clock that tests set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hybridloader.contract import ByReference
+from hybridloader.errors import ShippingError, TaskTimeout, WorkerDied, WorkerTimeout
+from hybridloader.fetch import GivenUp, MapFetch, Spared
+from hybridloader.messages import (
+    Begin,
+    Done,
+    Event,
+    Exhausted,
+    Exited,
+    Ready,
+    Task,
+    WorkerSpec,
+)
+from hybridloader.restart import RestartPolicy
+from hybridloader.roster import START
+from hybridloader.stage import Stage
+from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
+
+KILLED = "was killed by signal SIGKILL (9)"
+
+
+class Processes(ScriptedBackend):
+    """Scripted workers that can be killed, as processes can."""
+
+    in_process = False
+
+
+def stage(
+    script: Sequence[Any],
+    *,
+    workers: int = 1,
+    lookahead: int = 4,
+    policy: RestartPolicy | None = RestartPolicy(),  # noqa: B008  # it is frozen
+    batched: bool = True,
+    backend: type[ScriptedBackend] = Processes,
+    in_turn: bool = False,
+    **more: Any,
+) -> tuple[Stage, ScriptedBackend]:
+    chosen = backend(script)
+    fetch: Any = MapFetch([], list, batched)
+    if in_turn:
+        fetch = InTurn([], list, batched)
+    spec = WorkerSpec("scripted", workers, fetch)
+    made = Stage(chosen, spec, lookahead=lookahead, on_worker_death=policy, **more)
+    return made, chosen
+
+
+class InTurn(MapFetch):
+    in_turn = True
+
+
+def dead(worker: int = 0, **known: Any) -> Exited:
+    return Exited(worker, KILLED, **known)
+
+
+def answer(*seqs: int, worker: int = 0, position: int = 0) -> list[Event]:
+    return [Done(worker, seq, ByReference(f"value {seq}"), 0.0, position) for seq in seqs]
+
+
+def ready(*workers: int) -> list[Event]:
+    return [Ready(worker) for worker in workers or (0,)]
+
+
+def tasks(backend: ScriptedBackend) -> list[tuple[int, int]]:
+    crew = backend.crews[0]
+    return [(worker, sent.seq) for worker, sent in crew.sent if isinstance(sent, Task)]
+
+
+def answer_all(crew: ScriptedCrew) -> list[Event]:
+    """Whatever was sent last to each worker under each number, in the order of the numbers."""
+    latest = {sent.seq: worker for worker, sent in crew.sent if isinstance(sent, Task)}
+    return [Done(worker, seq, ByReference(f"value {seq}")) for seq, worker in latest.items()]
+
+
+def test_a_new_worker_is_sent_again_just_what_the_dead_one_had() -> None:
+    script = [
+        ready(0, 1),
+        answer(1, worker=1),
+        [dead(1)],
+        [*ready(1), *answer(0), *answer(3, worker=1), *answer(2)],
+    ]
+    it, backend = stage(script, workers=2)
+    it.begin(iter([["a"], ["b"], ["c"], ["d"]]))
+    assert list(it) == [f"value {seq}" for seq in range(4)]
+    assert backend.crews[0].started == [0, 1, 1]
+    assert tasks(backend) == [(0, 0), (1, 1), (0, 2), (1, 3), (1, 3)]
+
+
+def test_a_worker_that_dies_while_it_starts_is_replaced_too() -> None:
+    script = [ready(0), [dead(1)], [dead(1)], [*ready(1), *answer(0), *answer(1, worker=1)]]
+    it, backend = stage(script, workers=2, lookahead=2)
+    it.begin(iter([["a"], ["b"]]))
+    assert list(it) == ["value 0", "value 1"]
+    assert backend.crews[0].started == [0, 1, 1, 1]
+
+
+def test_where_no_worker_ever_got_ready_none_is_replaced() -> None:
+    it, backend = stage([[dead()]])
+    it.begin(iter([["a"]]))
+    with pytest.raises(WorkerDied, match="No worker of this stage has ever got ready"):
+        next(it)
+    assert backend.crews[0].started == [0]
+
+
+def test_without_a_policy_a_death_is_raised() -> None:
+    it, backend = stage([ready(), [dead()]], policy=None)
+    it.begin(iter([["a"]]))
+    with pytest.raises(WorkerDied, match="SIGKILL") as caught:
+        next(it)
+    assert backend.crews[0].started == [0]
+    assert "no other was put" not in str(caught.value)
+
+
+def test_too_many_restarts_within_the_window_raise_and_older_ones_do_not_count() -> None:
+    clock = FakeClock()
+
+    def later(seconds: float) -> Sequence[Any]:
+        return [passing(clock, seconds, dead()), ready()]
+
+    script = [ready(), *later(1), *later(1), *later(100), *later(1), *later(1)]
+    policy = RestartPolicy(max_restarts=2, window_seconds=50, deaths_per_sample=99)
+    it, backend = stage(script, policy=policy, clock=clock)
+    it.begin(iter([["a"]]))
+    with pytest.raises(WorkerDied, match="2 workers of this stage were replaced within 50 seconds"):
+        next(it)
+    assert (
+        backend.crews[0].started == [0] * 5
+    )  # the third death came when the first two were forgotten
+
+
+def test_a_sample_that_kills_its_workers_is_given_up_and_named() -> None:
+    script = [
+        ready(),
+        [dead(task=0, at=1)],
+        ready(),
+        [dead(task=0, at=1)],
+        [*ready(), *answer(0, 1)],
+    ]
+    it, backend = stage(script)
+    it.begin(iter([[7, 8, 9], [10]]))
+    assert list(it) == ["value 0", "value 1"]
+    sent = [message for _, message in backend.crews[0].sent if isinstance(message, Task)]
+    assert [task.seq for task in sent] == [0, 1, 0, 1, 0, 1]
+    assert [task.index for task in sent[:4]] == [[7, 8, 9], [10], [7, 8, 9], [10]]
+    spared = sent[4].index
+    assert type(spared) is Spared
+    assert (spared[0], spared[2]) == (7, 9)
+    assert type(spared[1]) is GivenUp
+    assert spared[1].index == 8
+    assert "2 workers died at this sample" in spared[1].text
+    assert "SIGKILL" in spared[1].text
+    assert sent[5].index == [10]
+
+
+def test_two_samples_of_one_task_can_be_given_up() -> None:
+    deaths = [[*ready(), dead(task=0, at=at)] for at in (0, 0, 2, 2)]
+    it, backend = stage([*deaths, [*ready(), *answer(0)]])
+    it.begin(iter([[7, 8, 9]]))
+    assert next(it) == "value 0"
+    *_, last = [message for _, message in backend.crews[0].sent if isinstance(message, Task)]
+    assert [type(index) is GivenUp for index in last.index] == [True, False, True]
+
+
+def test_where_it_is_not_known_which_sample_kills_the_whole_task_is_given_up() -> None:
+    script = [[*ready(), dead()], [*ready(), dead()], [*ready(), *answer(0, 1)]]
+    it, backend = stage(script)
+    it.begin(iter([[7, 8], [9]]))
+    assert list(it) == ["value 0", "value 1"]
+    last, other = [m for _, m in backend.crews[0].sent if isinstance(m, Task)][-2:]
+    assert [index.index for index in last.index] == [7, 8]
+    assert "at a task with this sample" in last.index[0].text
+    assert other.index == [9]
+
+
+def test_an_index_that_is_one_sample_is_given_up_itself() -> None:
+    script = [[*ready(), dead()], [*ready(), dead()], [*ready(), *answer(0)]]
+    it, backend = stage(script, batched=False)
+    it.begin(iter(["a"]))
+    assert next(it) == "value 0"
+    last = [m for _, m in backend.crews[0].sent if isinstance(m, Task)][-1]
+    assert type(last.index) is GivenUp
+    assert last.index.index == "a"
+
+
+@pytest.mark.parametrize("known", [{"task": None, "at": -1}, {"task": 5, "at": 0}])
+def test_nobody_is_blamed_for_a_death_between_two_samples_or_at_a_task_that_is_done(
+    known: dict[str, Any],
+) -> None:
+    deaths = [[*ready(), dead(**known)] for _ in range(5)]
+    it, backend = stage([*deaths, [*ready(), *answer(0)]])
+    it.begin(iter([[7, 8]]))
+    assert next(it) == "value 0"
+    assert {tuple(m.index) for _, m in backend.crews[0].sent if isinstance(m, Task)} == {(7, 8)}
+
+
+def test_blame_is_forgotten_with_the_epoch() -> None:
+    script = [[*ready(), dead(task=0, at=0)], [*ready(), *answer(0)]]
+    script += [[dead(task=1, at=0)], [*ready(), *answer(1)]]
+    it, backend = stage(script, persistent=True)
+    for seq in range(2):
+        it.begin(iter([[7]]))
+        assert list(it) == [f"value {seq}"]
+    assert all(m.index == [7] for _, m in backend.crews[0].sent if isinstance(m, Task))
+
+
+def test_a_shard_goes_on_behind_what_was_delivered() -> None:
+    script = [
+        ready(),
+        answer(0, position=3),
+        [dead()],
+        [*ready(), *answer(1, position=6)],
+        answer(2),
+    ]
+    it, backend = stage(script, in_turn=True, lookahead=3)
+    specs = watch_specs(backend)
+    it.begin(iter([[None]] * 3))
+    assert list(it) == ["value 0", "value 1", "value 2"]
+    assert [spec.skip for spec in specs] == [3]
+
+
+def test_a_new_epoch_reads_the_shard_from_its_beginning_and_tells_its_seed() -> None:
+    script = [
+        ready(),
+        answer(0, position=3),
+        [dead()],
+        [*ready(), *answer(1, position=6)],
+        [dead()],
+        [*ready(), *answer(2, position=3)],
+    ]
+    it, backend = stage(script, in_turn=True, persistent=True, lookahead=2)
+    specs = watch_specs(backend)
+    it.begin(iter([[None]] * 2), 11)
+    assert list(it) == ["value 0", "value 1"]
+    it.begin(iter([[None]]), 22)
+    assert list(it) == ["value 2"]
+    assert [(spec.skip, spec.shared_seed) for spec in specs] == [(3, 11), (0, 22)]
+
+
+def test_what_kills_the_reader_of_a_shard_can_not_be_passed_over() -> None:
+    script = [[*ready(), dead(task=0, at=0)], [*ready(), dead(task=0, at=0)]]
+    it, _ = stage(script, in_turn=True)
+    it.begin(iter([[None]]))
+    with pytest.raises(WorkerDied, match="2 workers died at this place of their shard"):
+        next(it)
+
+
+def test_a_worker_at_the_end_of_its_shard_is_replaced_only_for_the_next_epoch() -> None:
+    script = [
+        [*ready(0, 1), Exhausted(1, 1), dead(1), *answer(0)],
+        [Exhausted(0, 2)],
+        [*ready(1), *answer(3), *answer(4, worker=1)],
+    ]
+    it, backend = stage(script, workers=2, lookahead=2, persistent=True, in_turn=True)
+    it.begin(iter([[None]] * 3))
+    assert list(it) == ["value 0"]
+    assert backend.crews[0].started == [0, 1]
+    it.begin(iter([[None]] * 2))
+    assert list(it) == ["value 3", "value 4"]
+    assert backend.crews[0].started == [0, 1, 1]
+    begun = [worker for worker, message in backend.crews[0].sent if isinstance(message, Begin)]
+    assert begun == [0]  # the new one opens its shard when it starts
+
+
+def test_that_no_other_worker_can_be_had_is_told_with_the_death() -> None:
+    it, backend = stage([[*ready(), dead()]])
+    it.begin(iter([["a"]]))
+
+    def refuse(worker: int, spec: WorkerSpec) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    backend.crews[0].start = refuse  # type: ignore[method-assign]
+    with pytest.raises(WorkerDied, match=r"could not be replaced: .*temporarily unavailable"):
+        next(it)
+    assert backend.crews[0].closed
+
+
+def test_a_dataset_that_can_not_be_shipped_again_ends_it_as_well() -> None:
+    it, backend = stage([[*ready(), dead()]])
+    it.begin(iter([["a"]]))
+
+    def refuse(worker: int, spec: WorkerSpec) -> None:
+        raise ShippingError("the dataset.handle can't be pickled")
+
+    backend.crews[0].start = refuse  # type: ignore[method-assign]
+    with pytest.raises(WorkerDied, match=r"the dataset\.handle can't be pickled"):
+        next(it)
+
+
+def test_an_interrupted_stage_replaces_nobody() -> None:
+    it, backend = stage([lambda crew: it.close() or [dead()]])  # type: ignore[func-returns-value]
+    it.begin(iter([["a"]]))
+    with pytest.raises(Exception, match="closed"):
+        next(it)
+    assert backend.crews[0].started == [0]
+
+
+# -- tasks that run over ---------------------------------------------------------------------------
+
+
+def passing(clock: FakeClock, seconds: float, *events: Event) -> Callable[[Any], Sequence[Event]]:
+    def step(_: ScriptedCrew) -> Sequence[Event]:
+        clock.now += seconds
+        return events
+
+    return step
+
+
+def test_a_task_that_runs_over_is_raised_with_the_stack_and_closes_the_stage() -> None:
+    clock = FakeClock()
+    script = [ready(), passing(clock, 5.0), passing(clock, 5.0)]
+    it, backend = stage(script, policy=None, task_timeout=10, clock=clock)
+    backend.crews[0].stack = lambda worker: f"where worker {worker} is"  # type: ignore[method-assign]
+    it.begin(iter([["a", "b"]]))
+    with pytest.raises(
+        TaskTimeout, match=r"(?s)worker 0.*\['a', 'b'\].*10.*where worker 0 is"
+    ) as caught:
+        next(it)
+    assert isinstance(caught.value, WorkerTimeout)
+    assert backend.crews[0].closed
+    assert backend.crews[0].killed == []
+
+
+def test_under_restart_a_process_is_killed_and_its_task_done_again() -> None:
+    clock = FakeClock()
+    script = [
+        ready(),
+        passing(clock, 10.0),
+        [dead()],
+        [*ready(), *answer(0)],
+    ]
+    it, backend = stage(script, task_timeout=10, clock=clock)
+    it.begin(iter([["a"]]))
+    assert next(it) == "value 0"
+    assert backend.crews[0].killed == [0]
+    assert backend.crews[0].started == [0, 0]
+
+
+def test_a_sample_that_is_stuck_again_and_again_is_given_up_with_that_reason() -> None:
+    clock = FakeClock()
+    stuck = [ready(), passing(clock, 10.0), [dead(task=0, at=1)]]
+    it, backend = stage([*stuck, *stuck, [*ready(), *answer(0)]], task_timeout=10, clock=clock)
+    it.begin(iter([[7, 8]]))
+    assert next(it) == "value 0"
+    last = [m for _, m in backend.crews[0].sent if isinstance(m, Task)][-1]
+    assert "ran over task_timeout=10 seconds" in last.index[1].text
+
+
+def test_threads_are_not_killed_under_restart_either() -> None:
+    clock = FakeClock()
+    script = [ready(), passing(clock, 10.0)]
+    it, backend = stage(script, backend=ScriptedBackend, task_timeout=10, clock=clock)
+    it.begin(iter([["a"]]))
+    with pytest.raises(TaskTimeout):
+        next(it)
+    assert backend.crews[0].killed == []
+
+
+def test_only_the_time_since_the_task_before_counts() -> None:
+    clock = FakeClock()
+    script = [
+        passing(clock, 100.0, *ready()),  # starting is not working
+        passing(clock, 9.0, *answer(0)),
+        passing(clock, 9.0, *answer(1)),
+        passing(clock, 9.0, *answer(2)),
+    ]
+    it, _ = stage(script, policy=None, task_timeout=10, clock=clock)
+    it.begin(iter([["a"], ["b"], ["c"]]))
+    assert list(it) == ["value 0", "value 1", "value 2"]
+
+
+def test_a_worker_that_does_not_get_ready_runs_over_as_well() -> None:
+    clock = FakeClock()
+    killed_after = []
+
+    def late(crew: ScriptedCrew) -> Sequence[Event]:
+        killed_after.append((clock.now, list(crew.killed)))
+        return [dead()]
+
+    script = [
+        [*ready(), dead()],
+        passing(clock, START + 9.0),
+        lambda crew: killed_after.append((clock.now, list(crew.killed))) or [],
+        passing(clock, 1.0),
+        late,
+        [*ready(), *answer(0)],
+    ]
+    it, backend = stage(script, task_timeout=10, clock=clock)
+    it.begin(iter([["a"]]))
+    assert next(it) == "value 0"
+    assert killed_after == [(START + 9.0, []), (START + 10.0, [0])]
+    assert backend.crews[0].started == [0, 0, 0]
+
+
+def test_what_has_come_while_nobody_asked_is_not_late() -> None:
+    clock = FakeClock()
+    script = [[*ready(), *answer(0)], answer(1)]
+    it, _ = stage(script, policy=None, task_timeout=10, clock=clock)
+    it.begin(iter([["a"], ["b"]]))
+    assert next(it) == "value 0"
+    clock.now += 1000.0  # a long step of the training loop; the worker was done in time
+    assert next(it) == "value 1"
+
+
+def test_a_wait_is_no_longer_than_the_task_may_take() -> None:
+    clock = FakeClock()
+    it, backend = stage([], policy=None, task_timeout=10, clock=clock)
+    waits: list[float | None] = []
+    steps: list[Any] = [ready(), [], answer(0)]
+
+    def wait(timeout: float | None) -> Sequence[Event]:
+        waits.append(timeout)
+        clock.now += 3.0
+        return steps.pop(0)  # type: ignore[no-any-return]
+
+    backend.crews[0].wait = wait  # type: ignore[method-assign]
+    it.begin(iter([["a"]]))
+    assert next(it) == "value 0"
+    assert waits == [START + 10.0, 10.0, 7.0]
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def test_the_report_tells_what_each_worker_is_doing() -> None:
+    clock = FakeClock(100.0)
+    script = [
+        [*ready(0, 1), *answer(0), *answer(1, worker=1), *answer(3, worker=1), dead(0)],
+        ready(0),
+    ]
+    it, _ = stage(script, workers=2, clock=clock)
+    it.begin(iter([["a"], ["b"], ["c"], ["d"]]))
+    assert next(it) == "value 0"
+    clock.now += 2.5
+    first, second = it.report()
+    assert (first.state, first.done, first.restarts) == ("starting", 1, 1)
+    assert (first.index, first.seconds) == (["c"], 2.5)
+    assert (second.state, second.done, second.restarts) == ("idle", 2, 0)
+    assert (second.index, second.seconds) == (None, None)
+
+
+def test_an_error_ends_with_the_table_of_the_workers() -> None:
+    it, _ = stage([[*ready(0, 1), *answer(0)], [dead(1)]], workers=2, policy=None)
+    it.begin(iter([["a"], ["b"], ["c"], ["d"]]))
+    assert next(it) == "value 0"
+    with pytest.raises(WorkerDied) as caught:
+        next(it)
+    heading, _, *rows = str(caught.value).splitlines()[-4:]
+    assert heading.split() == ["worker", "where", "pid", "state", "done", "restarts", "for", "task"]
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    assert "gone" in rows[1]
+
+
+def watch_specs(backend: ScriptedBackend) -> list[WorkerSpec]:
+    """What the workers are told that are started from now on."""
+    crew, specs = backend.crews[0], []
+    start = crew.start
+
+    def note(worker: int, spec: WorkerSpec) -> None:
+        specs.append(spec)
+        start(worker, spec)
+
+    crew.start = note  # type: ignore[method-assign]
+    return specs
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_restarts": 0}, "max_restarts.*0"),
+        ({"max_restarts": True}, "max_restarts.*True"),
+        ({"max_restarts": 1.5}, "max_restarts.*1.5"),
+        ({"window_seconds": 0}, "window_seconds.*0"),
+        ({"window_seconds": float("nan")}, "window_seconds.*nan"),
+        ({"window_seconds": "60"}, "window_seconds.*'60'"),
+        ({"deaths_per_sample": 0}, "deaths_per_sample.*0"),
+    ],
+)
+def test_a_policy_refuses_what_is_no_number_or_too_small(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RestartPolicy(**wrong)
+
+
+@pytest.mark.parametrize("wrong", ["Restart", True, 3, RestartPolicy])
+def test_what_names_no_policy_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="on_worker_death must be"):
+        RestartPolicy.of(wrong)
+
+
+def test_the_names_of_policies() -> None:
+    assert RestartPolicy.of("raise") is None
+    assert RestartPolicy.of(None) is None
+    assert RestartPolicy.of("restart") == RestartPolicy()
+    mine = replace(RestartPolicy(), max_restarts=3)
+    assert RestartPolicy.of(mine) is mine

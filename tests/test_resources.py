@@ -1,0 +1,315 @@
+"""What loaders take and give back: memory, threads, descriptors, segments; and where these are short.
+
+Nothing may grow with epochs or with loaders. Where a limit is reached, what can be had without it is
+had, and what can't is the error of the one sample that wanted it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+
+import hybridloader
+from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
+
+linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+BATCH = 1 << 20
+"""Bytes of a batch here: more than a slot needs to be worth while."""
+
+
+class Rows:
+    """Samples of half a batch."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(BATCH // 2, index % 251, np.uint8)
+
+
+def rows(length: int) -> Any:
+    return Rows(length)
+
+
+# -- no growth -------------------------------------------------------------------------------------
+
+
+class Taken(NamedTuple):
+    """What this process and its workers have now."""
+
+    memory: int  # bytes, resident
+    threads: int
+    descriptors: int
+    children: int
+    segments: frozenset[str]
+
+
+def taken() -> Taken:
+    gc.collect()
+    me = psutil.Process()
+    family = [me, *me.children(recursive=True)]
+    return Taken(
+        sum(process.memory_info().rss for process in family),
+        threading.active_count(),
+        sum(process.num_fds() for process in family),
+        len(family),
+        frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset(),
+    )
+
+
+def epochs_of_a_loader(backend: str) -> Iterator[Any]:
+    loader = DataLoader(
+        rows(8), batch_size=2, num_workers=2, backend=backend, persistent_workers=True
+    )
+    while True:
+        yield [int(batch[1][0]) for batch in loader]
+
+
+def epochs_of_a_pipeline(backend: str) -> Iterator[Any]:
+    pipe = Pipeline.from_dataset(Rows(8), backend=backend, workers=2)
+    with pipe.batch(2, collate_fn=np.stack).prefetch(2).epochs() as epochs:
+        for epoch in epochs:
+            yield [int(batch[1][0]) for batch in epoch]
+
+
+@linux
+@pytest.mark.parametrize(
+    ("epochs", "backend"),
+    [
+        (epochs_of_a_loader, "inline"),
+        (epochs_of_a_loader, "threads"),
+        (epochs_of_a_loader, "fork"),
+        (epochs_of_a_loader, "shared-memory"),
+        (epochs_of_a_pipeline, "threads"),
+        (epochs_of_a_pipeline, "fork"),
+    ],
+)
+def test_fifty_epochs_of_persistent_workers_take_no_more_than_the_first(
+    epochs: Any, backend: str
+) -> None:
+    running = epochs(backend)
+    for _ in range(10):  # slots and arenas of threads are made as they are needed
+        assert next(running) == [1, 3, 5, 7]
+    before = taken()
+    for _ in range(50):
+        assert next(running) == [1, 3, 5, 7]
+    after = taken()
+    running.close()
+    # One batch that is kept of every epoch would be 50 MB; allocators come and go by a few.
+    assert after.memory - before.memory < 16 * BATCH
+    assert after[1:] == before[1:]
+
+
+@linux
+@needs_fork
+def test_five_hundred_loaders_leave_nothing() -> None:
+    def use(backend: str, number: int) -> None:
+        loader = DataLoader(rows(6), batch_size=2, num_workers=1, backend=backend)
+        batches = iter(loader)
+        assert int(next(batches)[1][0]) == 1
+        if number % 2:  # else it is let go in the middle
+            assert len(list(batches)) == 2
+
+    def round_of(number: int) -> None:
+        use("threads", number)
+        use("inline", number)
+        if number % 8 == 0:
+            use("fork", number // 8)
+
+    for number in range(32):
+        round_of(number)
+    before = taken()
+    for number in range(234):
+        round_of(number)  # 234 of threads, 234 inline, 30 that fork
+    after = taken()
+    # A single batch that one in ten loaders left would be 50 MB.
+    assert after.memory - before.memory < 24 * BATCH
+    assert after[1:] == before[1:]
+
+
+# -- where something is short ----------------------------------------------------------------------
+
+COMMON = """
+    import os, resource, warnings
+    import numpy as np
+    from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
+
+    class Rows:
+        def __len__(self):
+            return 600
+
+        def __getitem__(self, index):
+            return np.full(150_000, index % 251, np.uint8)
+
+    def values(batches):
+        return [int(batch[1][0]) for batch in batches]
+"""
+
+
+def run_script(body: str, *, prefix: tuple[str, ...] = ()) -> list[str]:
+    """What a script of its own printed; it must exit with 0 and complain of nothing else."""
+    code = textwrap.dedent(COMMON) + textwrap.dedent(body)
+    command = [*prefix, sys.executable, "-c", code]
+    root = str(Path(hybridloader.__file__).parents[1])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=dict(os.environ, PYTHONPATH=root)
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    return done.stdout.splitlines()
+
+
+FEW_DESCRIPTORS = """
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than CPUs
+
+    def loader(backend):
+        return DataLoader(Rows(), 2, num_workers=8, backend=backend)
+
+    def pipeline(backend):
+        pipe = Pipeline.from_dataset(Rows(), backend=backend, workers=4)
+        pipe = pipe.map(np.copy, backend=backend, workers=4, fuse=False)
+        return pipe.batch(2, collate_fn=np.stack)
+
+    for backend in ("fork", "spawn", "shared-memory"):
+        for make in (loader, pipeline):
+            kept = list(make(backend))
+            for k, batch in enumerate(kept):
+                assert [int(row[-1]) for row in batch] == [2 * k % 251, (2 * k + 1) % 251]
+            print(backend, make.__name__, len(kept))
+"""
+
+
+@linux
+@needs_fork
+def test_256_descriptors_do_for_eight_workers_and_hundreds_of_batches_that_are_kept() -> None:
+    assert run_script(FEW_DESCRIPTORS) == [
+        f"{backend} {use} 300"
+        for backend in ("fork", "spawn", "shared-memory")
+        for use in ("loader", "pipeline")
+    ]
+
+
+SHORT_OF_SHARED_MEMORY = """
+    told = []
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda message, *_, **__: told.append(str(message))
+    named = SharedMemory(memory=Memory(kind="named"))
+    for backend in ("threads", "fork", "spawn", "shared-memory", named):
+        told.clear()
+        loader = DataLoader(Rows(), 4, num_workers=2, backend=backend)
+        assert values(loader) == [(4 * k + 1) % 251 for k in range(150)]
+        assert all("ordinary memory" in line for line in told), told
+        print(getattr(backend, "memory", backend), len(told), os.listdir("/dev/shm"))
+"""
+
+
+def in_a_namespace(mount: str) -> tuple[str, ...]:
+    """The words before a command that is to see another /dev/shm."""
+    prefix = ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    try:
+        done = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("needs unshare")
+    if done.returncode != 0:
+        pytest.skip("may not mount in a namespace of its own")
+    return prefix
+
+
+FULL = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+NOT_WRITABLE = "mount -t tmpfs -o ro,size=4k tmpfs /dev/shm"
+
+
+@linux
+@needs_fork
+@pytest.mark.parametrize("mount", [FULL, NOT_WRITABLE], ids=["full", "not writable"])
+def test_without_room_in_dev_shm_batches_come_all_the_same(mount: str) -> None:
+    """What needs names there is told of, once; by default nothing does."""
+    assert run_script(SHORT_OF_SHARED_MEMORY, prefix=in_a_namespace(mount)) == [
+        "threads 0 []",
+        "fork 0 []",
+        "spawn 0 []",
+        "shared-memory 0 []",
+        "Memory(limit=None, kind='named') 1 []",
+    ]
+
+
+GREEDY = 1 << 40
+"""Bytes that no worker here may have."""
+
+
+class Greedy:
+    """Sample 3 wants more memory than there may be."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == 3:
+            bytearray(GREEDY)
+        return index, os.getpid()
+
+
+def limit_memory(worker: int) -> None:
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + (1 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+@linux
+@pytest.mark.parametrize("backend", ["fork", "spawn", "shared-memory"])
+def test_a_memory_limit_that_a_worker_reaches_is_the_error_of_that_sample(backend: str) -> None:
+    where: dict[str, Any] = {"backend": backend, "worker_init_fn": limit_memory}
+    greedy: Any = Greedy()
+    loader = DataLoader(greedy, None, num_workers=1, **where)
+    pipe = Pipeline.from_dataset(greedy, workers=1, **where)
+    for batches in (iter(loader), iter(pipe)):
+        found = [next(batches) for _ in range(3)]
+        with pytest.raises(MemoryError) as caught:
+            next(batches)
+        assert "worker 0" in "".join(getattr(caught.value, "__notes__", ()))
+        found += batches
+        assert [int(index) for index, _ in found] == [0, 1, 2, 4, 5]
+        assert len({int(pid) for _, pid in found} - {os.getpid()}) == 1  # the worker went on
+
+
+class Large(Greedy):
+    """Batches for which there is no room in slots."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(24 << 20, index, np.uint8)
+
+
+@linux
+@needs_fork
+@pytest.mark.parametrize("kind", ["nameless", "named"])
+def test_a_worker_without_memory_for_slots_sends_ordinary_batches(kind: str) -> None:
+    def limit(worker: int) -> None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of memory files too
+
+    backend = SharedMemory("fork", Memory(kind=kind))
+    large: Any = Large()
+    loader = DataLoader(large, 1, num_workers=1, backend=backend, worker_init_fn=limit)
+    with pytest.warns(UserWarning, match="ordinary memory"):
+        found = [int(batch[0][0]) for batch in loader]
+    assert found == list(range(6))

@@ -1,0 +1,407 @@
+"""Workers that die or get stuck, for real: what the error says, and that a new one makes up for it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+
+from hybridloader import (
+    DataLoader,
+    Pipeline,
+    RestartPolicy,
+    Skip,
+    TaskTimeout,
+    WorkerDied,
+    get_worker_info,
+)
+from hybridloader.testing import Gate
+
+PROCESSES = ("fork", "spawn", "shared-memory")
+LENGTH = 24
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Once:
+    """True the first time that it is asked about something, whichever process asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __call__(self, what: Any) -> bool:
+        try:
+            os.close(os.open(os.path.join(self.folder, str(what)), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+class Deadly:
+    """Samples of which some end the worker, the first time or always."""
+
+    def __init__(self, end: Callable[[], Any], deadly: tuple[int, ...], once: Once | None) -> None:
+        self.end, self.deadly, self.once = end, deadly, once
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.deadly and (self.once is None or self.once(index)):
+            self.end()
+        return index
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crashed() -> None:
+    ctypes.string_at(0)
+
+
+def bus_error() -> None:
+    os.kill(os.getpid(), signal.SIGBUS)
+
+
+def left() -> None:
+    os._exit(0)
+
+
+def sys_exit() -> None:
+    sys.exit(3)
+
+
+def stuck() -> None:
+    read, write = os.pipe()
+    try:
+        os.read(read, 1)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+ENDS = {
+    killed: "SIGKILL",
+    crashed: "SIGSEGV",
+    bus_error: "SIGBUS",
+    left: "exited with code 0",
+    sys_exit: "exited with code 3",
+}
+
+
+def values(loader: Any) -> list[int]:
+    return [value for batch in loader for value in batch.tolist()]
+
+
+# -- what the error says -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", list(ENDS), ids=lambda end: end.__name__)
+def test_a_death_is_told_with_all_that_is_known(end: Callable[[], Any]) -> None:
+    loader = DataLoader(Deadly(end, (5,), None), 4, num_workers=2, backend="fork")
+    with iter(loader) as it:
+        pids = {worker.pid for worker in it._workers}
+        with pytest.raises(RuntimeError) as caught:
+            list(it)
+    told = str(caught.value)
+    assert isinstance(caught.value, WorkerDied)
+    assert ENDS[end] in told
+    assert "In stage 'DataLoader', worker 1 (process, pid " in told
+    assert int(told.split("pid ")[1].split(")")[0]) in pids
+    assert "[4, 5, 6, 7]" in told
+    if end in (killed, bus_error):
+        assert "memory" in told
+    if end is crashed:
+        assert "in crashed" in told  # the stack of the crash
+    assert told.splitlines()[-1].startswith("1 ")  # the table of the workers
+
+
+@pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
+def test_a_death_is_told_on_whatever_thread_the_loader_is_used() -> None:
+    loader = DataLoader(Deadly(killed, (5,), None), 4, num_workers=2, backend="fork")
+    told: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            list(loader)
+        except WorkerDied as error:
+            told.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert "SIGKILL" in str(told[0])
+
+
+# -- restart: map-style ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", PROCESSES)
+@pytest.mark.parametrize("end", list(ENDS), ids=lambda end: end.__name__)
+def test_nothing_is_lost_doubled_or_out_of_order(
+    backend: str, end: Callable[[], Any], tmp_path: Path
+) -> None:
+    if backend == "spawn" and end is not killed:
+        pytest.skip("a death is a death, and fresh processes are slow to start")
+    data = Deadly(end, (5,) if backend == "spawn" else (0, 5, 17), Once(tmp_path))
+    loader = DataLoader(data, 4, num_workers=2, backend=backend, on_worker_death="restart")
+    assert values(loader) == list(range(LENGTH))
+
+
+def test_a_thread_that_is_ended_is_replaced(tmp_path: Path) -> None:
+    data = Deadly(sys_exit, (0, 5, 17), Once(tmp_path))
+    loader = DataLoader(data, 4, num_workers=2, backend="threads", on_worker_death="restart")
+    assert values(loader) == list(range(LENGTH))
+
+
+def test_persistent_workers_are_replaced_in_every_epoch(tmp_path: Path) -> None:
+    data = Deadly(killed, (5,), Once(tmp_path))
+    loader = DataLoader(
+        data, 4, num_workers=2, backend="fork", on_worker_death="restart", persistent_workers=True
+    )
+    for epoch in range(3):
+        assert values(loader) == list(range(LENGTH)), epoch
+        (tmp_path / "5").unlink()
+    it: Any = loader._iterator
+    assert [row.restarts for row in it._stage.report()] == [0, 3]
+    it.close()
+
+
+def test_a_worker_that_dies_between_two_epochs_is_replaced(tmp_path: Path) -> None:
+    loader = DataLoader(
+        range(LENGTH),  # type: ignore[arg-type]  # it has what a dataset needs
+        4,
+        num_workers=2,
+        backend="fork",
+        on_worker_death="restart",
+        persistent_workers=True,
+    )
+    assert values(loader) == list(range(LENGTH))
+    it: Any = loader._iterator
+    for worker in it._workers:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+    assert values(loader) == list(range(LENGTH))
+    it.close()
+
+
+def test_the_new_worker_has_the_number_and_the_seed_of_the_old_one(tmp_path: Path) -> None:
+    once = Once(tmp_path)
+
+    class Who:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> tuple[int, int, int]:
+            if index == 3 and once(index):
+                killed()
+            info: Any = get_worker_info()
+            return index, info.id, info.seed
+
+    def run(**more: Any) -> list[tuple[int, int, int]]:
+        torch.manual_seed(4)
+        loader = DataLoader(Who(), None, num_workers=2, backend="fork", **more)
+        return [tuple(sample) for sample in loader]
+
+    replaced = run(on_worker_death="restart")
+    assert os.listdir(tmp_path) == ["3"]
+    assert replaced == run()
+
+
+def test_a_sample_that_always_kills_is_named_and_the_next_batch_comes() -> None:
+    data = Deadly(killed, (5,), None)
+    policy = RestartPolicy(deaths_per_sample=3)
+    loader = DataLoader(data, 4, num_workers=2, backend="fork", on_worker_death=policy)
+    with iter(loader) as it:
+        assert next(it).tolist() == [0, 1, 2, 3]
+        with pytest.raises(WorkerDied, match=r"3 workers died at this sample.*SIGKILL"):
+            next(it)
+        assert values(it) == list(range(8, LENGTH))
+
+
+def test_a_sample_that_always_kills_is_skipped_where_bad_samples_are() -> None:
+    data = Deadly(killed, (5, 6, 17), None)
+    loader = DataLoader(
+        data, 4, num_workers=2, backend="fork", on_worker_death="restart", on_error="skip"
+    )
+    assert sorted(values(loader)) == [i for i in range(LENGTH) if i not in data.deadly]
+    assert [record.index for record in loader.skipped] == [5, 6, 17]
+    assert all(isinstance(record.error, WorkerDied) for record in loader.skipped)
+
+
+def test_too_many_deaths_are_raised_with_the_reason() -> None:
+    data = Deadly(killed, tuple(range(LENGTH)), None)
+    policy = RestartPolicy(max_restarts=3, deaths_per_sample=99)
+    loader = DataLoader(data, 4, num_workers=1, backend="fork", on_worker_death=policy)
+    with pytest.raises(WorkerDied, match="3 workers of this stage were replaced within"):
+        list(loader)
+
+
+# -- restart: iterable-style and pipelines -------------------------------------------------------------
+
+
+class Shards(torch.utils.data.IterableDataset[int]):
+    def __init__(self, once: Once) -> None:
+        self.once = once
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        for number in range(LENGTH // 2):
+            if number in (0, 7) and self.once(f"{info.id}-{number}"):
+                killed()
+            yield 100 * info.id + number
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_shard_is_read_on_behind_what_was_delivered(
+    batch_size: int | None, persistent: bool, tmp_path: Path
+) -> None:
+    def run(folder: Path, **more: Any) -> list[list[Any]]:
+        loader = DataLoader(
+            Shards(Once(folder)),
+            batch_size,
+            num_workers=2,
+            backend="fork",
+            persistent_workers=persistent,
+            collate_fn=list if batch_size else None,
+            **more,
+        )
+        return [list(loader) for _ in range(2)]
+
+    replaced = run(tmp_path, on_worker_death="restart")
+    assert len(os.listdir(tmp_path)) == 4
+    assert replaced == run(tmp_path)
+
+
+def test_readers_of_a_pipeline_go_on_behind_what_was_delivered(tmp_path: Path) -> None:
+    pipe = Pipeline.from_iterable(
+        Shards(Once(tmp_path)), backend="fork", workers=2, on_worker_death="restart"
+    )
+    expected = [100 * worker + number for number in range(LENGTH // 2) for worker in range(2)]
+    assert list(pipe.run()) == expected
+    assert len(os.listdir(tmp_path)) == 4
+
+
+def test_stages_replace_their_workers_and_what_went_from_one_to_the_next_is_sent_again(
+    tmp_path: Path,
+) -> None:
+    """Large results, which lie in slots of the first stage's workers while the second's work on them."""
+    once = Once(tmp_path)
+
+    def grow(index: int) -> torch.Tensor:
+        if index in (3, 11) and once(f"grow {index}"):
+            killed()
+        return torch.full((1 << 18,), index)
+
+    def shrink(tensor: torch.Tensor) -> tuple[int, int]:
+        index = int(tensor[0])
+        if index in (4, 11, 12) and once(f"shrink {index}"):
+            killed()
+        return index, int(tensor.sum())
+
+    where: dict[str, Any] = {"backend": "fork", "workers": 2, "on_worker_death": "restart"}
+    pipe = Pipeline.from_iterable(range(LENGTH)).map(grow, **where).map(shrink, fuse=False, **where)
+    with pipe.run() as run:
+        assert list(run) == [(index, index << 18) for index in range(LENGTH)]
+        assert len(os.listdir(tmp_path)) == 5
+        assert "restarts" in run.report()
+
+
+# -- tasks that run over -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", [stuck, stopped], ids=lambda end: end.__name__)
+@pytest.mark.parametrize("backend", PROCESSES)
+def test_a_stuck_process_is_replaced(backend: str, end: Callable[[], Any], tmp_path: Path) -> None:
+    if backend == "spawn" and end is stuck:
+        pytest.skip("fresh processes are slow to start")
+    data = Deadly(end, (5,), Once(tmp_path))
+    loader = DataLoader(
+        data, 4, num_workers=2, backend=backend, on_worker_death="restart", task_timeout=0.5
+    )
+    assert values(loader) == list(range(LENGTH))
+
+
+def test_a_stuck_process_is_told_with_its_stack_and_ended() -> None:
+    loader = DataLoader(
+        Deadly(stuck, (5,), None), 4, num_workers=2, backend="fork", task_timeout=0.5
+    )
+    with iter(loader) as it:
+        workers = list(it._workers)
+        with pytest.raises(TaskTimeout) as caught:
+            list(it)
+    told = str(caught.value)
+    assert "task_timeout=0.5" in told
+    assert "[4, 5, 6, 7]" in told
+    assert "in stuck" in told
+    assert "on_worker_death='restart'" in told
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_stuck_thread_is_told_with_its_stack_and_can_not_be_killed(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    loader = DataLoader(
+        Deadly(gate.arrive, (5,), None),
+        4,
+        num_workers=2,
+        backend="threads",
+        task_timeout=0.2,
+        on_worker_death="restart",
+    )
+    it = iter(loader)
+    try:
+        with pytest.raises(TaskTimeout, match=r"(?s)can't be killed.*in arrive"):
+            list(it)
+    finally:
+        gate.open()
+
+
+def test_a_sample_that_is_always_stuck_is_skipped_where_bad_samples_are() -> None:
+    loader = DataLoader(
+        Deadly(stuck, (5,), None),
+        4,
+        num_workers=2,
+        backend="fork",
+        task_timeout=0.3,
+        on_worker_death="restart",
+        on_error=Skip(),
+    )
+    assert sorted(values(loader)) == [i for i in range(LENGTH) if i != 5]
+    [record] = loader.skipped
+    assert "ran over task_timeout=0.3 seconds" in str(record.error)
+
+
+# -- the report ----------------------------------------------------------------------------------------
+
+
+def test_the_loader_reports_its_workers_from_another_thread_while_it_waits(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    loader = DataLoader(Deadly(gate.arrive, (0,), None), 4, num_workers=1, backend="threads")
+    assert loader.report() == ""
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.append(values(loader)))
+    thread.start()
+    gate.await_arrivals()
+    told = loader.report()
+    gate.open()
+    thread.join()
+    assert "busy" in told
+    assert "[0, 1, 2, 3]" in told
+    assert str(os.getpid()) in told
+    assert found == [list(range(LENGTH))]
+    assert loader.report() == ""  # its iterator is no more
