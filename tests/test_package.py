@@ -236,7 +236,8 @@ LAYERS = {
     "trail": {"errors", "operators", "plan"},
 }
 BACKENDS_MAY_USE = {
-    "arena", "backends", "caller", "collate", "contract", "errors", "fetch", "late", "memory", "memory_state", "messages",
+    "arena", "backends", "caller", "collate", "contract", "errors", "fetch", "late", "memory",
+    "memory_state", "messages",
     "native", "packing", "seeding", "segments", "shipping", "slots", "worker", "worker_info",
 }  # fmt: skip
 
