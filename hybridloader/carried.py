@@ -155,7 +155,7 @@ class _Carrying:
 
 
 def resumed(fetch: Any, start: Start, cancelled: Any) -> Any:
-    """The fetcher of a worker that goes on. The dataset gets its state before ``iter``, as in torchdata."""
+    """The fetcher of a worker that goes on. The dataset gets its state first, as in torchdata."""
     if start.dataset is not None:
         _load(fetch.dataset, start.dataset, "the dataset")
     fetcher = fetch.open(None, cancelled)
