@@ -562,7 +562,7 @@ SHORT = {"subset", "concat", "empty"}
 
 ANY_LENGTH = {"batches", "defaults", "drop-last", "generator", "single", "kept", "collate"}
 
-ODD = {"odd-tensors", "odd-arrays"}
+ODD = ("odd-tensors", "odd-arrays")
 """Datasets whose samples make no batch."""
 
 
