@@ -214,12 +214,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         if isinstance(self._dispatch, FirstOf):
             opening.direct(self._dispatch)
         stage.begin(opening.source(self, progress, stage.next_seq), self._shared_seed, changes)
-        self._num_yielded = progress.yielded
         plain = self._in_order and self._on_error is None
         self._batches = Counting(stage, progress, plain=plain)
         if self._on_error is not None or self._joins:
             self._fill_batches(progress)
         if opening.resume is not None:
+            self._num_yielded = progress.yielded
             self._discard(opening.resume.discard)
 
     def _discard(self, count: int) -> None:

@@ -49,6 +49,7 @@ from hybridloader import (
     DataLoader,
     Inline,
     SharedMemory,
+    Skip,
     Spawn,
     Threads,
     WorkerDied,
@@ -147,7 +148,15 @@ def test_r02_the_signature_is_torchs_with_ours_keyword_only_at_the_end() -> None
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
     for name in list(ours)[len(theirs) :]:
         assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert ours[name].default is {"backend": None, "threads_per_worker": 1}[name]
+    assert {name: ours[name].default for name in list(ours)[len(theirs) :]} == {
+        "backend": None,
+        "threads_per_worker": 1,
+        "on_error": "raise",
+        "on_worker_death": "raise",
+        "task_timeout": 0,
+        "seeding": "worker",
+        "shard_remainders": "keep",
+    }
 
 
 CONFIGURATIONS: list[dict[str, Any]] = [
@@ -159,6 +168,8 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"num_workers": 1, "multiprocessing_context": "fork", "worker_init_fn": do_nothing},
     {"sampler": [3, 1], "generator": torch.Generator(), "collate_fn": keep},
     {"batch_size": 2, "num_workers": 1, "backend": "threads", "threads_per_worker": 3},
+    {"num_workers": 1, "backend": "threads", "on_error": Skip(3), "on_worker_death": "restart"},
+    {"num_workers": 1, "backend": "threads", "task_timeout": 60, "seeding": "sample"},
 ]
 
 configurations = pytest.mark.parametrize(
@@ -506,7 +517,7 @@ def test_r13_a_subclass_of_a_framework_adopts_us_by_mixin(backend: Any, workers:
         backend = None
     more = {"persistent_workers": True, "backend": backend} if workers else {}
     loader = Mixed(5, batch_size=2, num_workers=workers, **more)
-    assert type(iter(loader).iterator).__module__ == "hybridloader.dataloader"  # type: ignore[attr-defined]
+    assert type(iter(loader).iterator).__module__ == "hybridloader.loader_iterator"  # type: ignore[attr-defined]
     for _ in range(2):
         iterator = iter(loader)
         assert len(iterator) == 3

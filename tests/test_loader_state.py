@@ -5,130 +5,36 @@ The uninterrupted run is the oracle, and torch's loader that of the uninterrupte
 
 from __future__ import annotations
 
-import copy
-import io
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
+from sampled import (
+    BATCH,
+    LENGTH,
+    NUMBERS,
+    PLACES,
+    SAMPLERS,
+    InIter,
+    epochs_of,
+    every_sampler,
+    flat,
+    left_after,
+    make,
+    through_a_file,
 )
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import Dataset
 
 from hybridloader import DataLoader
-from hybridloader.sampling import BucketBatchSampler, DistributedShuffleSampler, ShuffleSampler
-
-LENGTH, BATCH = 23, 4
-BATCHES = 6
+from hybridloader.sampling import ShuffleSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-NUMBERS = TensorDataset(torch.arange(LENGTH))
-
-Made = Callable[[], dict[str, Any]]
-
-
-def seeded(seed: int = 3) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-class InIter(Sampler[int]):
-    """Draws from torch's default generator as soon as ``iter`` is called."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(LENGTH).tolist())
-
-
-SAMPLERS: dict[str, Made] = {
-    "sequential": lambda: {"batch_size": BATCH},
-    "shuffle": lambda: {"batch_size": BATCH, "shuffle": True},
-    "generator": lambda: {"batch_size": BATCH, "shuffle": True, "generator": seeded()},
-    "own generator": lambda: {
-        "batch_size": BATCH,
-        "sampler": RandomSampler(NUMBERS, generator=seeded()),
-    },
-    "replacement": lambda: {
-        "batch_size": BATCH,
-        "sampler": RandomSampler(NUMBERS, replacement=True, generator=seeded()),
-    },
-    "subset": lambda: {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(LENGTH))},
-    "weighted": lambda: {
-        "batch_size": BATCH,
-        "sampler": WeightedRandomSampler([1.0] * LENGTH, LENGTH),
-    },
-    "in iter": lambda: {"batch_size": BATCH, "sampler": InIter()},
-    "dropping": lambda: {"batch_size": BATCH, "shuffle": True, "drop_last": True},
-    "samples": lambda: {"batch_size": None, "sampler": RandomSampler(NUMBERS, num_samples=6)},
-    "ours": lambda: {"batch_size": BATCH, "sampler": ShuffleSampler(LENGTH, seed=1)},
-    "ours, dropping": lambda: {
-        "batch_size": BATCH,
-        "sampler": ShuffleSampler(LENGTH, seed=1),
-        "drop_last": True,
-    },
-    "our batches": lambda: {
-        "batch_sampler": BucketBatchSampler(
-            [n % 7 + 1 for n in range(LENGTH)], BATCH, buckets=3, seed=1
-        )
-    },
-    "batches": lambda: {
-        "batch_sampler": BatchSampler(RandomSampler(NUMBERS, generator=seeded()), BATCH, False)
-    },
-    "distributed": lambda: {
-        "batch_size": BATCH,
-        "sampler": DistributedSampler(NUMBERS, num_replicas=1, rank=0),
-    },
-}
-
-PLACES = [(0, "inline"), (1, "threads"), (3, "threads"), (3, "inline"), (3, "fork")]
-"""Numbers of workers, and where they are."""
-
-every_sampler = pytest.mark.parametrize("sampler", sorted(SAMPLERS))
-
-
-def flat(batches: Any) -> list[Any]:
-    return [numbers[0].tolist() for numbers in batches]
-
-
-def make(sampler: str, workers: int = 0, backend: str = "inline", **more: Any) -> DataLoader:
-    return DataLoader(NUMBERS, num_workers=workers, backend=backend, **SAMPLERS[sampler](), **more)
-
-
-def left_after(loader: DataLoader, count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Some batches, and the state behind them."""
-    iterator = iter(loader)
-    taken = [next(iterator)[0].tolist() for _ in range(count)]
-    return taken, loader.state_dict()
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """As a checkpoint that is loaded as safely as torch can."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
-def epochs_of(loader: Any, count: int, seed: int = 0) -> list[list[Any]]:
-    torch.manual_seed(seed)
-    return [flat(loader) for _ in range(count)]
-
 
 # -- the rest of the epoch comes -------------------------------------------------------------------
 
@@ -267,11 +173,11 @@ def test_it_is_put_back_where_nothing_can_be_gone_on_from(monkeypatch: pytest.Mo
 
 def test_workers_have_the_seed_that_they_had() -> None:
     torch.manual_seed(0)
-    loader = make("shuffle", 1, "threads")
+    loader = make("sequential", 1, "threads")
     first = iter(loader)
     state = loader.state_dict()
     torch.manual_seed(5)
-    other = make("shuffle", 1, "threads")
+    other = make("sequential", 1, "threads")
     other.load_state_dict(state)
     second = iter(other)
     assert isinstance(first, Iterator)
@@ -371,184 +277,3 @@ def test_going_on_in_the_middle_of_many_costs_nothing_by_the_place() -> None:
     other.load_state_dict(state)
     next(iter(other))
     assert asked == 1
-
-
-# -- frameworks ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sampler", ["shuffle", "generator", "ours", "our batches", "sequential"])
-def test_what_accelerate_edits_is_honoured(sampler: str) -> None:
-    (whole,) = epochs_of(make(sampler), 1)
-    torch.manual_seed(0)
-    _, state = left_after(make(sampler, 2, "threads"), 4)
-    factor = 1
-    state["_sampler_iter_yielded"] -= factor
-    state["_num_yielded"] -= factor
-    size = BATCH if sampler != "our batches" else 1
-    state["_index_sampler_state"]["samples_yielded"] -= size * factor
-    state["_iterator_finished"] = False
-    other = make(sampler)
-    other.load_state_dict(state)
-    assert flat(other) == whole[3:]
-
-
-@pytest.mark.parametrize("sampler", ["generator", "ours", "our batches", "own generator"])
-def test_an_iterator_that_was_declared_finished_is_followed_by_the_next(sampler: str) -> None:
-    whole = epochs_of(make(sampler), 3)
-    torch.manual_seed(0)
-    _, state = left_after(make(sampler, 2, "threads"), 3)
-    state["_iterator_finished"] = True
-    other = make(sampler)
-    other.load_state_dict(state)
-    assert [flat(other), flat(other)] == whole[1:]
-
-
-def test_an_end_that_was_declared_none_leaves_an_empty_rest() -> None:
-    loader = make("sequential")
-    list(loader)
-    state = {**loader.state_dict(), "_iterator_finished": False}
-    other = make("sequential")
-    other.load_state_dict(state)
-    assert [len(flat(other)), len(flat(other))] == [0, BATCHES]
-
-
-def test_an_empty_state_is_none() -> None:
-    _, state = left_after(make("sequential"), 3)
-    loader = make("sequential")
-    loader.load_state_dict(state)
-    loader.load_state_dict({})
-    assert len(flat(loader)) == BATCHES
-
-
-# -- several iterators, workers that stay ----------------------------------------------------------
-
-
-def test_a_state_is_taken_of_the_last_iterator_and_loaded_into_the_next() -> None:
-    loader = make("sequential")
-    first, second = iter(loader), iter(loader)
-    for _ in range(3):
-        next(first)
-    next(second)
-    state = loader.state_dict()
-    assert state["_num_yielded"] == 1
-    loader.load_state_dict(state)
-    assert [len(flat(loader)), len(flat(loader))] == [BATCHES - 1, BATCHES]
-
-
-def test_what_was_loaded_last_counts() -> None:
-    (_, one), (_, two) = left_after(make("sequential"), 1), left_after(make("sequential"), 2)
-    loader = make("sequential")
-    loader.load_state_dict(one)
-    loader.load_state_dict(two)
-    assert len(flat(loader)) == BATCHES - 2
-
-
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-@pytest.mark.parametrize("sampler", ["generator", "ours", "replacement"])
-def test_workers_that_stay_go_on_from_a_state(sampler: str, backend: str) -> None:
-    options: dict[str, Any] = {"persistent_workers": True}
-    reference = make(sampler, 2, backend, **options)
-    whole = epochs_of(reference, 4)
-    loader = make(sampler, 2, backend, **options)
-    torch.manual_seed(0)
-    first = flat(loader)
-    taken, state = left_after(loader, 2)
-    flat(loader)
-    loader.load_state_dict(state)
-    assert [first, taken + flat(loader), flat(loader), flat(loader)] == whole
-    for one in (loader, reference):
-        assert one._iterator is not None
-        one._iterator.close()
-
-
-def test_a_copy_and_a_pickled_loader_begin_at_the_beginning() -> None:
-    loader = make("sequential")
-    _, state = left_after(loader, 2)
-    loader.load_state_dict(state)
-    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        assert len(flat(other)) == BATCHES
-    assert len(flat(loader)) == BATCHES - 2
-
-
-# -- epochs ----------------------------------------------------------------------------------------
-
-
-def test_passes_are_counted_and_set_epoch_names_the_next() -> None:
-    loader = make("ours")
-    assert loader.state_dict()["_hybridloader"]["epoch"] == 0
-    list(loader)
-    iter(loader)
-    assert loader.state_dict()["_hybridloader"]["epoch"] == 1
-    loader.set_epoch(7)
-    assert pickle.loads(pickle.dumps(loader))._epoch == 7
-    assert loader.sampler.epoch == 7  # type: ignore[union-attr]
-    iter(loader)
-    assert loader.state_dict()["_hybridloader"]["epoch"] == 7
-    assert not [name for name in vars(loader) if "epoch" in name and not name.startswith("_")]
-
-
-def test_set_epoch_tells_whoever_wants_to_know_once() -> None:
-    class Told(TensorDataset):
-        epochs: list[int]
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epochs.append(epoch)
-
-    data = Told(torch.arange(8))
-    data.epochs = []
-    sampler = DistributedSampler(data, num_replicas=1, rank=0)
-    loader = DataLoader(data, sampler=sampler)
-    loader.set_epoch(4)
-    assert (sampler.epoch, data.epochs) == (4, [4])
-    for wrong in (-1, True, 1.0, "1"):
-        with pytest.raises(ValueError, match="epoch must be a whole number"):
-            loader.set_epoch(wrong)  # type: ignore[arg-type]
-
-
-def test_set_epoch_keeps_a_place_in_that_epoch_and_says_that_it_drops_another() -> None:
-    loader = make("ours")
-    list(loader)
-    whole = flat(loader)
-    loader = make("ours")
-    list(loader)
-    taken, state = left_after(loader, 2)
-    for epoch, kept in ((1, True), (5, False)):
-        other = make("ours")
-        other.load_state_dict(state)
-        if kept:
-            other.set_epoch(epoch)
-            assert taken + flat(other) == whole
-        else:
-            with pytest.warns(UserWarning, match=r"set_epoch\(5\) drops the place.*epoch 1"):
-                other.set_epoch(epoch)
-            assert len(flat(other)) == BATCHES
-
-
-# -- ranks -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4)])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_another_number_of_ranks_loses_and_doubles_nothing(
-    before: int, after: int, steps: int
-) -> None:
-    def ranks(world: int) -> list[DataLoader]:
-        return [
-            DataLoader(
-                range(40),  # type: ignore[arg-type]
-                4,
-                sampler=DistributedShuffleSampler(40, 2, rank=rank, world=world, uneven="exact"),
-            )
-            for rank in range(world)
-        ]
-
-    seen, states = [], []
-    for loader in ranks(before):
-        iterator = iter(loader)
-        for _ in range(steps):
-            seen += next(iterator).tolist()
-        states.append(loader.state_dict())
-    for loader in ranks(after):
-        loader.load_state_dict(states[0])
-        seen += [index for batch in loader for index in batch.tolist()]
-    assert sorted(seen) == list(range(40))

@@ -195,6 +195,23 @@ def test_a_worker_that_dies_goes_on_behind_its_start() -> None:
     assert not LongDying.left
 
 
+def test_a_worker_that_dies_in_a_later_pass_reads_its_part_from_the_beginning() -> None:
+    options: dict[str, Any] = {"num_workers": 2, "backend": "threads", "persistent_workers": True}
+    loader = DataLoader(LongDying(), 2, **options, on_worker_death="restart")
+    LongDying.left = []
+    whole = flat(loader)
+    iterator = iter(loader)
+    for _ in range(6):
+        next(iterator)
+    loader.load_state_dict(loader.state_dict())
+    assert flat(loader) == whole[6:]
+    LongDying.left = [1]
+    assert flat(loader) == whole
+    assert not LongDying.left
+    assert loader._iterator is not None
+    loader._iterator.close()
+
+
 class Long(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         worker, _ = place()
