@@ -112,6 +112,7 @@ def _named(value: Any) -> str:
     return re.sub(" at 0x[0-9a-fA-F]+", "", repr(value))[:60]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # torch's constructor looks first
 @pytest.mark.parametrize("backend", [None, "threads"])
 @pytest.mark.parametrize(("options", "kind", "says"), REFUSED, ids=_named)
 def test_an_argument_that_can_not_be_meant_is_refused_by_the_constructor(
