@@ -40,6 +40,9 @@ def check_fork(name: str) -> None:
 _OURS = "hybridloader"
 """How the names of this package's threads begin; a pipeline forks before it starts them."""
 
+_REMADE = "QueueFeederThread"
+"""Those of multiprocessing's queues, such as torch's loader has: a fork makes their locks anew."""
+
 _warned = threading.Event()
 
 
@@ -53,7 +56,7 @@ def check_threads(name: str) -> None:
     others = [
         thread.name
         for thread in threading.enumerate()
-        if thread is not current and not thread.name.startswith(_OURS)
+        if thread is not current and not thread.name.startswith((_OURS, _REMADE))
     ]
     if current.name.startswith(_OURS):
         others = [name for name in others if name != threading.main_thread().name]

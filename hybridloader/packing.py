@@ -107,8 +107,10 @@ def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     try:
         return pickle.loads(header, buffers=buffers)
     except _NO_PICKLE as error:
-        trace = error.__traceback__
-        if trace is not None and trace.tb_next is not None:  # raised by Python code of an object
+        # In no variable: this frame is in that traceback, and the cycle would keep the buffers.
+        if (
+            getattr(error.__traceback__, "tb_next", None) is not None
+        ):  # raised by an object's own code
             raise
         raise DamagedMessage(f"a pickle of {len(header):,} bytes is damaged: {error!r}") from error
 
