@@ -77,6 +77,7 @@ def _deaths() -> Iterator[tuple[str, str, str]]:
     yield "spawn", "segfault", "other thread"
 
 
+@pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
 @pytest.mark.parametrize(("backend", "death", "where"), list(_deaths()))
 def test_a_dead_worker_is_named_with_what_killed_it_and_what_it_had_to_do(
     backend: str, death: str, where: str
