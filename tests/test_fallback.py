@@ -179,6 +179,7 @@ def test_our_own_threads_are_not_warned_of(backend: Any, fresh_fork_warning: Non
 
 
 @needs_fork
+@pytest.mark.filterwarnings("error")
 def test_on_one_of_our_threads_the_main_thread_is_none_to_warn_of(fresh_fork_warning: None) -> None:
     found: list[Any] = []
 
