@@ -150,7 +150,7 @@ def collect(machine: Machine) -> PipelineStats:
     seconds, waited = machine.seconds, machine.waited
     busy = max(0.0, seconds - waited)
     counted = sum(stage.skipped for stage in found)  # the rest was skipped by whoever asked
-    skipped = machine.register.total - counted
+    skipped = machine.stations.register.total - counted
     loop = StageStats("your loop", "caller", 1, machine.given, busy, waited, 0.0, 0.0, 0, skipped)
     return PipelineStats((*found, loop), seconds)
 
@@ -180,7 +180,7 @@ def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
                 books.blocked,
                 books.other,
                 books.held,
-                machine.register.counts[where],
+                machine.stations.register.counts[where],
             )
             continue
         feeder = machine.feeders[where]
@@ -194,7 +194,7 @@ def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
         blocked, queued = feeder.blocked, feeder.queued
         # The functions that it calls are right before it.
         called = [(*where[:-1], at) for at in range(where[-1] - len(works), where[-1])]
-        skipped = sum(machine.register.counts[place] for place in called)
+        skipped = sum(machine.stations.register.counts[place] for place in called)
         yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
 
 
