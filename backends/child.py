@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -94,9 +94,10 @@ def main(
     _reset_signals()
     side = WorkerSide.open(board) if board is not None and board >= 0 else None
     channel = channel_class(connection)
-    life = _Life(channel, parent)
     writer = None if slots is None else arena.Writer(*slots)
-    desk = _Desk(number, channel, writer, 0 if slots is None else slots[0])
+    share, names = slots or (0, None)
+    desk = _Desk(number, channel, writer, share, None if names is None else arena.task_names(names))
+    life = _Life(channel, parent, desk.sweep)
     fresh = spec is None
     try:
         one_thread_in_this_process(fresh)
@@ -117,8 +118,8 @@ def main(
         set_process_info(worker.info)
         run(worker, desk, desk.report)
         desk.finish()
-    except EOFError:  # the parent has closed the iterator, or is gone
-        pass
+    except EOFError:  # the parent has closed the iterator, or is gone, and reads nothing more
+        desk.sweep()
     finally:
         channel.close()
     if fresh:
@@ -189,14 +190,23 @@ class _Desk:
         The worker's own slots, if it has any.
     share
         Bytes that all slots of this worker may take, both ways.
+    names
+        How the names of the parent's slots begin, if they have any.
     """
 
-    def __init__(self, worker: int, channel: Any, results: arena.Writer | None, share: int) -> None:
+    def __init__(
+        self,
+        worker: int,
+        channel: Any,
+        results: arena.Writer | None,
+        share: int,
+        names: str | None,
+    ) -> None:
         self._worker = worker
         self._channel = channel
         self._results = results
         self._share = share
-        self._tasks = arena.Reader(arena.both_ways(share)[1])
+        self._tasks = arena.Reader(arena.both_ways(share)[1], names)
         self._one_way = True
         self._told = False
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
@@ -270,6 +280,12 @@ class _Desk:
             self._outgoing.put(None)
             self._writer.join()
 
+    def sweep(self) -> None:
+        """Take the names off all that only the parent, which is gone, would have unlinked."""
+        if self._results is not None:
+            self._results.sweep()
+            self._tasks.sweep()
+
     def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
         with self._counting:
             small = len(parts[0]) if len(parts) == 1 else sum(memoryview(p).nbytes for p in parts)
@@ -306,10 +322,16 @@ class _Life:
     When the iterator is closed the rest of a batch is left out; when the parent is gone the process
     ends, whatever it is doing. `multiprocessing.parent_process().sentinel` would not do: it is None
     under loky.
+
+    Parameters
+    ----------
+    sweep
+        Called before that end.
     """
 
-    def __init__(self, channel: Any, parent: int) -> None:
+    def __init__(self, channel: Any, parent: int, sweep: Callable[[], None]) -> None:
         self.flag = Flag()
+        self._sweep = sweep
         self._changing = threading.Lock()
         thread = threading.Thread(
             target=self._watch, args=(channel.fileno(), parent), name="hybridloader-life"
@@ -336,15 +358,16 @@ class _Life:
         while True:
             for fd, _ in poll.poll():
                 if fd == pidfd:
+                    self._sweep()
                     os._exit(1)
                 with self._changing:
                     self.flag.up = True
                 poll.unregister(line)
 
-    @staticmethod
-    def _watch_by_looking(parent: int) -> None:
+    def _watch_by_looking(self, parent: int) -> None:
         while _alive(parent):
             time.sleep(_POLL)
+        self._sweep()
         os._exit(1)
 
 

@@ -160,7 +160,8 @@ class Lane:
     def _writer(self) -> arena.Writer | None:
         if self._tasks is None and self._kind != "stream":
             limit, self.results.limit = arena.both_ways(self._share)
-            self._tasks = arena.Writer(limit, None if self._names is None else f"{self._names}t")
+            names = None if self._names is None else arena.task_names(self._names)
+            self._tasks = arena.Writer(limit, names)
         return self._tasks
 
     def _enclose(self, seq: int, returned: list[int], index: Any) -> tuple[list[Any], list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,6 +32,11 @@ limit (SCM_MAX_FD)."""
 def both_ways(share: int) -> tuple[int, int]:
     """What slots may take where they go both ways, each way; and what each reader may hold of it."""
     return max(1, share // 2), share // 4
+
+
+def task_names(names: str) -> str:
+    """How the names of a worker's slots for tasks begin, given how those of its results do."""
+    return f"{names}t"
 
 
 class Span(NamedTuple):
@@ -75,9 +81,16 @@ class Writer:
 
     def __init__(self, limit: int, names: str | None = None) -> None:
         def make(size: int, number: int) -> Made:
-            return segments.make(size, None if names is None else f"{names}{number}")
+            if names is None:
+                return segments.make(size, None)
+            with self._naming:
+                if self._swept:
+                    raise OSError(errno.ECANCELED, "the reader is gone")
+                return segments.make(size, f"{names}{number}")
 
         self._names = names
+        self._naming = threading.Lock()
+        self._swept = False
         self._pool = Pool(make, limit)
         self.empty = self._pool.empty
 
@@ -116,10 +129,16 @@ class Writer:
         self._pool.close()
 
     def sweep(self) -> None:
-        """Take the names off what a reader, which is gone, has been told of and never opened."""
-        if self._names is not None:
-            for number in range(self._pool.made):
-                segments.unlink(f"{self._names}{number}")
+        """Take the names off what a reader, which is gone, has never opened. From any thread.
+
+        No more are given.
+        """
+        if self._names is None:
+            return
+        with self._naming:
+            self._swept = True
+        for number in range(self._pool.made + 1):  # one may have its name and not be counted yet
+            segments.unlink(f"{self._names}{number}")
 
     def _find(self, buffer: memoryview) -> Span | None:
         """Where `buffer` lies, if that is in a slot."""

@@ -54,15 +54,32 @@ def _descriptors() -> int:
 
 
 def _segments() -> set[str]:
-    """Named shared memory that we could have made, or that whoever made it has left behind.
+    """Named shared memory that this process has made. A name tells which process that was."""
+    return {name for name in _named() if name.startswith(f"hl-{os.getpid()}-")}
 
-    A name tells the process that made it. What belongs to another one that is alive is not ours: tests
-    run in several processes at once.
-    """
+
+def _named() -> list[str]:
     folder = Path("/dev/shm")
     names = os.listdir(folder) if folder.exists() else []
-    found = {name: int(name.split("-")[1]) for name in names if name.startswith("hl-")}
-    return {name for name, pid in found.items() if pid == os.getpid() or not psutil.pid_exists(pid)}
+    return [name for name in names if name.startswith("hl-")]
+
+
+_BEFORE = frozenset(_named())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session if a process that has ended left named shared memory.
+
+    Only here, where no test runs any more: what a killed process leaves goes with its last worker, and
+    tests run in several processes at once.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    left = [name for name in _named() if not psutil.pid_exists(int(name.split("-")[1]))]
+    left = sorted({*left} - _BEFORE)
+    if left:
+        print(f"\nleft segments: {left}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", autouse=True)

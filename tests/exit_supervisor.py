@@ -113,6 +113,7 @@ def follow(given: Trial, script: int, line: int) -> dict[str, Any]:
     reached, code = False, None
     began = ended = gone = 0.0
     left: list[str] = []
+    pids = {script}
     try:
         signal.setitimer(signal.ITIMER_REAL, GET_READY)
         reached = line in select.select([line, os.pidfd_open(script)], [], [])[0]
@@ -125,6 +126,7 @@ def follow(given: Trial, script: int, line: int) -> dict[str, Any]:
         while True:
             pid, status = os.waitpid(-1, 0)
             gone = time.monotonic() - began
+            pids.add(pid)
             if pid == script:
                 code, ended = os.waitstatus_to_exitcode(status), gone
     except ChildProcessError:
@@ -132,7 +134,13 @@ def follow(given: Trial, script: int, line: int) -> dict[str, Any]:
     except Late:
         left = kill_all()
     signal.setitimer(signal.ITIMER_REAL, 0)
+    left += [name for pid in pids for name in segments_of(pid)]
     return {"reached": reached, "code": code, "ended": ended, "gone": gone, "left": left}
+
+
+def segments_of(pid: int) -> list[str]:
+    """Names of shared memory that a process has made: whoever used them has gone."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"hl-{pid}-")]
 
 
 def kill_all() -> list[str]:

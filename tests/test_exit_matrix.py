@@ -138,7 +138,7 @@ def complaints(trial: Trial, outcome: Outcome) -> list[str]:
     if not outcome.reached:
         found.append("it never came to its cause")
     if outcome.left:
-        found.append(f"killed after {outcome.gone:.1f} seconds: {outcome.left}")
+        found.append(f"after {outcome.gone:.1f} seconds there was still: {outcome.left}")
     if outcome.code != CODES.get(trial.cause, 0):
         found.append(f"exit code {outcome.code}")
     last = TRACEBACKS.get(trial.cause)

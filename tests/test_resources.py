@@ -64,12 +64,14 @@ def taken() -> Taken:
     gc.collect()
     me = psutil.Process()
     family = [me, *me.children(recursive=True)]
+    pids = {process.pid for process in family}
+    shared = [name for name in os.listdir("/dev/shm") if name.startswith("hl-")]
     return Taken(
         sum(process.memory_info().rss for process in family),
         threading.active_count(),
         sum(process.num_fds() for process in family),
         len(family),
-        frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset(),
+        frozenset(name for name in shared if int(name.split("-")[1]) in pids),
     )
 
 
@@ -106,14 +108,18 @@ def test_fifty_epochs_of_persistent_workers_take_no_more_than_the_first(
     running = epochs(backend)
     for _ in range(10):  # slots and arenas of threads are made as they are needed
         assert next(running) == [1, 3, 5, 7]
-    before = taken()
-    for _ in range(50):
-        assert next(running) == [1, 3, 5, 7]
-    after = taken()
+    states = [taken()]
+    # One batch that is kept of every epoch would be 50 MB. Allocators come and go by some, also in what
+    # other tests have left here, so of three rounds one must show no growth.
+    for _ in range(3):
+        for _ in range(50):
+            assert next(running) == [1, 3, 5, 7]
+        states.append(taken())
+        if states[-1].memory - states[-2].memory < 16 * BATCH:
+            break
     running.close()
-    # One batch that is kept of every epoch would be 50 MB; allocators come and go by a few.
-    assert after.memory - before.memory < 16 * BATCH
-    assert after[1:] == before[1:]
+    assert states[-1].memory - states[-2].memory < 16 * BATCH
+    assert states[-1][1:] == states[0][1:]
 
 
 @linux
