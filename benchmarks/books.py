@@ -17,11 +17,10 @@ from unittest import mock
 from benchmarks import timing
 from benchmarks.light import nothing
 from benchmarks.remote import least
-from hybridloader import Pipeline
+from hybridloader import Pipeline, stations
 from hybridloader.contract import ByReference
 from hybridloader.feed import items_in
 from hybridloader.ledger import Books
-from hybridloader.machine import Machine
 from hybridloader.messages import Done, Result
 
 ENDLESS = 1 << 40
@@ -145,8 +144,8 @@ def _timed(backend: str, workers: int, batch: int, seconds: float) -> float:
 def _kept_by(make: Callable[[], Books]) -> Iterator[None]:
     """Pipelines that are run meanwhile have such books."""
 
-    def make_books(machine: Machine, node: Any) -> Books:
+    def make_books(node: Any) -> Books:
         return make()
 
-    with mock.patch.object(Machine, "_books", make_books):
+    with mock.patch.object(stations, "_books", make_books):
         yield
