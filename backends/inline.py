@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader.collate import set_slots, teach_torch
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
@@ -26,6 +26,9 @@ from hybridloader.shipping import replicate
 from hybridloader.slots import PrivateSlots
 from hybridloader.worker import Worker
 from hybridloader.worker_info import worker_info_set
+
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ class _InlineCrew(Crew):
         self.workers: dict[int, Worker] = {}
         self._handles: list[_Handle] = []
 
+    def page_lock(self, locks: PageLocks) -> None:
+        self._slots.page_lock(locks)
+
     def start(self, worker: int, spec: WorkerSpec) -> None:
         seeds: Seeds = CallerSeeds()
         if spec.workers > 0:
@@ -98,6 +104,8 @@ class _InlineCrew(Crew):
         if self._slots.refusal is not None and not self._warned:
             self._warned = True
             warn_of_overflow(self._slots.refusal)
+        if self._slots.locks is not None:
+            self._slots.locks.warn()
         while self._todo and not self._events:
             worker, message = self._todo.popleft()
             made = self.workers.get(worker)
@@ -123,6 +131,7 @@ class _InlineCrew(Crew):
         self._todo.clear()
         self._events.clear()
         self.workers.clear()
+        self._slots.close()
 
     def handles(self) -> Sequence[WorkerHandle]:
         return self._handles

@@ -29,17 +29,21 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridloader import arena
-from hybridloader.arena import Parcel, Seen, Span
+from hybridloader.arena import Parcel, Span
 from hybridloader.backends import descriptors
 from hybridloader.backends.letters import encode_message, encode_small, encode_task, into_slots
 from hybridloader.backends.sealed import Hold, Sealed
 from hybridloader.messages import Message, Task
 from hybridloader.packing import pack, reads_the_same_everywhere
+from hybridloader.seen import Seen
 from hybridloader.segments import Ticket
 from hybridloader.slots import OWN
+
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
 
 
 class Lane:
@@ -53,16 +57,20 @@ class Lane:
         ``"nameless"``, ``"named"`` or ``"stream"``.
     forks
         Whether the worker is a fork of this process.
+    locks
+        Locks the pages of results that are opened here.
     """
 
-    def __init__(self, share: int, kind: str, *, forks: bool) -> None:
+    def __init__(
+        self, share: int, kind: str, *, forks: bool, locks: PageLocks | None = None
+    ) -> None:
         self._share, self._kind, self._forks = share, kind, forks
         names = None
         if kind == "named":  # short: macOS allows 31 characters
             names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
         self._names = names
         keep = descriptors.keep if kind == "nameless" else None
-        self.results = arena.Reader(share // 2, names, keep)
+        self.results = arena.Reader(share // 2, names, keep, locks)
         # All the other mutable state:
         self.refusal: str | None = None
         """Why a large task went through the stream, until somebody takes it from here."""

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridloader import segments
 from hybridloader.backends import board, descriptors
@@ -44,6 +44,9 @@ from hybridloader.messages import (
     WorkerSpec,
 )
 from hybridloader.shipping import Shipment, ship
+
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
 
 _GRACE = 1.0
 """Seconds that a worker gets to finish its sample before it is terminated, then killed."""
@@ -214,13 +217,17 @@ class ProcessCrew(Crew):
         self._left: float | None = None  # when the workers were told to leave
         self._warned = False
         self._overflow: str | None = None
+        self._locks: PageLocks | None = None
         self._oom = OomWatch()
         _crews.add(self)
+
+    def page_lock(self, locks: PageLocks) -> None:
+        self._locks = locks
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         shipment = None if self._forks else self._shipment(spec)
         share = max(1, self._limit // max(1, spec.workers))
-        lane = Lane(share, self._kind, forks=self._forks)
+        lane = Lane(share, self._kind, forks=self._forks, locks=self._locks)
         notes = Board.make() if self._sockets else None
         told = None if notes is None else (notes.fd if self._forks else -1)
         ours, theirs = self._context.Pipe(duplex=True)
@@ -276,6 +283,8 @@ class ProcessCrew(Crew):
     def wait(self, timeout: float | None) -> Sequence[Event]:
         if self._overflow is not None:  # before anything is taken in: a warning may be an error
             self._warn()
+        if self._locks is not None:
+            self._locks.warn()
         events: list[Event] = []
         for worker, frame in self._post.wait(timeout):
             if worker in self._gone:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader import fetch
 from hybridloader.collate import set_slots, teach_torch
@@ -29,6 +29,9 @@ from hybridloader.shipping import replicate
 from hybridloader.slots import PrivateSlots
 from hybridloader.worker import Worker, run
 from hybridloader.worker_info import set_worker_info
+
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
 
 _PATIENCE = 1.9
 """Seconds that `close` waits for the threads."""
@@ -139,6 +142,8 @@ def _main(
         worker = Worker(number, spec, seeds, ByReference, flag)
         set_worker_info(worker.info)
         set_slots(slots)
+        if slots.locks is not None:
+            slots.locks.enter()
         one_thread_on_this_thread()
         run(worker, _Noted(messages, flag) if flag.notes else messages, report)
     except BaseException as error:  # whatever ends a worker, its crew must hear of it
@@ -164,6 +169,9 @@ class _ThreadCrew(Crew):
         self._patience = _PATIENCE
         self._left: float | None = None  # when the threads were told to leave
 
+    def page_lock(self, locks: PageLocks) -> None:
+        self._slots.page_lock(locks)
+
     def start(self, worker: int, spec: WorkerSpec) -> None:
         thread = _Thread(worker, spec, self._events, self._slots, self._copy_dataset)
         self._threads[worker : worker + 1] = [thread]
@@ -180,6 +188,8 @@ class _ThreadCrew(Crew):
         if self._slots.refusal is not None and not self._warned:
             self._warned = True
             warn_of_overflow(self._slots.refusal)
+        if self._slots.locks is not None:
+            self._slots.locks.warn()
         if _SLICE is not None:
             timeout = _SLICE if timeout is None else min(timeout, _SLICE)
         found = []
@@ -218,6 +228,9 @@ class _ThreadCrew(Crew):
         deadline, self._patience = self._left + self._patience, 0.0
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        while not self._events.empty():  # results that nobody has asked for hold slots
+            self._events.get()
+        self._slots.close()
 
     def handles(self) -> Sequence[WorkerHandle]:
         return self._threads

@@ -60,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         display.say(results.notes[-1])
     steps = display.steps(todo, rounds)
     titles = {case.name: case.title for case in todo}
+    for note in harness.not_run(todo):
+        results.notes.append(note)
+        display.say(note)
     # A quick run spares itself 10 s a case by going on with the same processes.
     lanes: harness.Lanes | None = {} if options.quick else None
     try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import pipeline_cases, resuming, seeding
+from benchmarks import devices, pipeline_cases, resuming, seeding
 from benchmarks.harness import Case, Variant
 from benchmarks.results import Measurement
 
@@ -28,6 +28,7 @@ NAMES = (
     "P7",
     "P8",
     "P9",
+    "P11",
     "P12",
     "stage",
     "tick",
@@ -302,6 +303,7 @@ _MAKERS = {
     "P7": _p7,
     "P8": _p8,
     "P9": _p9,
+    "P11": devices.p11,
     "P12": _p12,
     "stage": pipeline_cases.stage,
     "tick": pipeline_cases.tick,

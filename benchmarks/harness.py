@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,16 @@ def run_case(
     finally:
         if lanes is None:
             close_all(running)
+    return found
+
+
+def not_run(cases: Sequence[Case]) -> list[str]:
+    """A sentence for each case in which nobody can take part."""
+    found = []
+    for case in cases:
+        reasons = [v.blanks.get(name) for v in case.variants for name in v.loaders]
+        if all(reasons):
+            found.append(f"{case.name} {'; '.join(dict.fromkeys(map(str, reasons)))}")
     return found
 
 

@@ -15,6 +15,7 @@ def main() -> None:
     """Serve until the harness closes the pipe."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not look like an answer
+    from benchmarks.devices import JOBS as devices
     from benchmarks.endurance import JOBS as more
     from benchmarks.jobs import JOBS
     from benchmarks.loaders import CannotDo
@@ -22,7 +23,7 @@ def main() -> None:
     from benchmarks.resuming import JOBS as resuming
     from benchmarks.seeding import JOBS as seeding
 
-    jobs = JOBS | more | overhead | resuming | seeding
+    jobs = JOBS | devices | more | overhead | resuming | seeding
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from benchmarks import devices
 from benchmarks import pipeline_targets as pipes
+from benchmarks.device_targets import detail
 from benchmarks.results import (
     DATALOADERS,
     OURS,
@@ -265,6 +267,10 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "P9", "<= 0.3x torch's CPU seconds", faster_than_torch("P9", 1 / 0.3, _WORKERS), 1 / 0.3
     ),
+    Target("P11", ">= 0.95 of a pinned copy alone", of_the_limit("P11", 0.95, devices.OURS)),
+    Target("P11", ">= 0.9 of the copy behind the step", lambda r: _p11(r, "overlap", 0.9)),
+    Target("P11", "p99 of next() <= 1 ms", lambda r: _p11(r, "next_p99_ms", 1)),
+    Target("P11", "training thread late < 2 ms (p99)", lambda r: _p11(r, "late_p99_ms", 2)),
     Target("P12", "workers: <= 1.5x of 2 workers", flat("workers", 2, 1.5, _THREE)),
     Target("P12", "samples: <= 1.5x of 1e3", flat("samples", 1e3, 1.5, _THREE)),
     Target("P12", "1e8 samples: no list of indices (<= 10 MB)", little_memory(10, _THREE)),
@@ -276,6 +282,10 @@ TARGETS: tuple[Target, ...] = (
     Target("devshm", "no error", all_pass("devshm", _THREE)),
     Target("endurance", "no growth", all_pass("endurance", _THREE)),
 )
+
+
+def _p11(results: Results, key: str, bound: float) -> tuple[str, bool | None]:
+    return detail(results, key, bound, devices.OURS, least=key == "overlap")
 
 
 def shared_memory_of_one(results: Results, bound: float) -> tuple[str, bool | None]:

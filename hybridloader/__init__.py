@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hybridloader.backends.spawn import Spawn
     from hybridloader.backends.threads import Threads
     from hybridloader.contract import Backend, Crew
+    from hybridloader.conversion import from_torch
     from hybridloader.dataloader import DataLoader
     from hybridloader.errors import (
         BackendUnavailable,
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
+    from hybridloader.installation import install, uninstall
     from hybridloader.losses import Skipped
     from hybridloader.memory import Memory
     from hybridloader.on_error import Replace, Retry, Skip
     from hybridloader.operators.base import Operator
+    from hybridloader.pinning import Transfer
     from hybridloader.pipeline import Pipeline
     from hybridloader.registry import backend_names, get_backend
     from hybridloader.restart import RestartPolicy
@@ -89,13 +92,17 @@ _HOMES = {
     "Threads": "backends.threads",
     "TokenBudgetBatchSampler": "sampling",
     "TooManyErrors": "errors",
+    "Transfer": "pinning",
     "WeightedSampler": "sampling",
     "WorkerDied": "errors",
     "WorkerTimeout": "errors",
     "backend_names": "registry",
+    "from_torch": "conversion",
     "get_backend": "registry",
     "get_worker_info": "worker_info",
+    "install": "installation",
     "rng": "sample_generators",
+    "uninstall": "installation",
 }
 
 __all__ = [
@@ -134,14 +141,18 @@ __all__ = [
     "Threads",
     "TokenBudgetBatchSampler",
     "TooManyErrors",
+    "Transfer",
     "WeightedSampler",
     "WorkerDied",
     "WorkerTimeout",
     "__version__",
     "backend_names",
+    "from_torch",
     "get_backend",
     "get_worker_info",
+    "install",
     "rng",
+    "uninstall",
 ]
 
 

@@ -8,7 +8,7 @@ Nothing here knows of batches, slots or threads, and torch is not imported befor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ class Accelerator(Protocol):
         """Make it the current device of this thread, for good."""
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in page-locked memory: itself, if it is there already. Raises `RuntimeError`."""
+        """`tensor` in page-locked memory: itself, if it is there already, or on a device.
+
+        Raises `RuntimeError`, also where the system locks no more pages.
+        """
 
     def page_lock(self, address: int, size: int) -> None:
         """Have the driver lock the pages of `size` bytes. Raises `OSError` if it refuses."""
@@ -49,7 +52,7 @@ class Accelerator(Protocol):
         """Undo that; the pages may be unmapped then. Never raises, also while Python shuts down."""
 
     def side_stream(self) -> Any:
-        """A new stream, which runs beside the others."""
+        """A stream that runs beside those of the user; None if the device has one only."""
 
     def current_stream(self) -> Any:
         """The stream of this thread."""
@@ -58,7 +61,10 @@ class Accelerator(Protocol):
         """What this thread does within is queued on `stream`."""
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, queued on this thread's stream: the host does not wait for it."""
+        """A copy on the device, queued on this thread's stream: the host does not wait for it.
+
+        Itself, if it is there already.
+        """
 
     def mark(self, stream: Any) -> Mark:
         """A mark behind all that has been queued on `stream` so far."""
@@ -81,6 +87,24 @@ class _TorchMark:
 
     def wait(self) -> None:
         self.event.synchronize()
+
+
+_side_streams: dict[torch.device, Any] = {}
+"""One for each device and process: torch's allocator keeps the memory that a stream has used for that
+stream, so another one for every pass would take as much again."""
+
+
+class _Passed:
+    """The mark of a device that has no streams: what was queued is done."""
+
+    def passed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+_PASSED = _Passed()
 
 
 class TorchAccelerator:
@@ -113,53 +137,68 @@ class TorchAccelerator:
         torch.accelerator.set_device_index(self.device.index)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory()
+        return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
     def page_lock(self, address: int, size: int) -> None:
         if self.device.type != "cuda":
             raise OSError(f"{self.device.type} has no call that locks pages which it did not make")
-        import torch
-
+        cudart = _cudart()
         # cudaHostRegisterPortable: locked for the contexts of all devices, not only this one.
-        code = torch.cuda.cudart().cudaHostRegister(address, size, 1)
+        code = cudart.cudaHostRegister(address, size, 1)
         if int(code):
-            reason = torch.cuda.cudart().cudaGetErrorString(code)
+            reason = cudart.cudaGetErrorString(code)
             raise OSError(f"the driver does not lock {size:,} bytes: {reason}")
 
     def page_unlock(self, address: int) -> None:
-        import torch
-
         try:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            _cudart().cudaHostUnregister(address)
         except Exception:  # the driver has been shut down, and all its locks with it
             pass
 
     def side_stream(self) -> Any:
-        import torch
-
-        return torch.Stream(device=self.device)
+        module = self._module
+        if not hasattr(module, "Stream"):
+            return None
+        if self.device not in _side_streams:
+            _side_streams.setdefault(self.device, module.Stream(self.device))
+        return _side_streams[self.device]
 
     def current_stream(self) -> Any:
-        import torch
-
-        return torch.accelerator.current_stream(self.device)
+        module = self._module
+        # The device's own kind, not torch.Stream: objects with a `record_stream` may ask for it.
+        return module.current_stream(self.device) if hasattr(module, "current_stream") else None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = stream
+        context: AbstractContextManager[Any]
+        context = nullcontext() if stream is None else self._module.stream(stream)
         return context
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        # Memory that is not page-locked may be gone before a device without pinning has read it.
+        return tensor.to(self.device, non_blocking=self.pins)
 
     def mark(self, stream: Any) -> Mark:
-        return _TorchMark(stream.record_event())
+        return _PASSED if stream is None else _TorchMark(stream.record_event())
 
     def hold_up(self, stream: Any, mark: Mark) -> None:
-        assert isinstance(mark, _TorchMark)
-        stream.wait_event(mark.event)
+        if isinstance(mark, _TorchMark):
+            stream.wait_event(mark.event)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        tensor.record_stream(stream)
+        if stream is not None:
+            tensor.record_stream(stream)
+
+    @property
+    def _module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.device)
+
+
+def _cudart() -> Any:
+    import torch
+
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 _installed: list[Accelerator] = []
@@ -186,4 +225,78 @@ def current() -> Accelerator | None:
         return None
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
-    return TorchAccelerator(torch.device(kind.type, torch.accelerator.current_device_index()))
+    return TorchAccelerator(torch.device(kind.type, _current_index(kind)))
+
+
+def _current_index(kind: torch.device) -> int:
+    """The index of the current device, without making a context: workers may still have to be forked."""
+    import torch
+
+    is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
+    if is_initialized is not None and not is_initialized():
+        return 0  # whoever chooses another initialises it
+    return torch.accelerator.current_device_index()
+
+
+def find(device: Any) -> Accelerator | None:
+    """The accelerator that `device` names; None if that is the CPU. Makes no context.
+
+    Parameters
+    ----------
+    device
+        A str, a `torch.device` or an `Accelerator`. Without an index, the device that is current on
+        this thread.
+
+    Raises
+    ------
+    TypeError
+        It is something else.
+    ValueError
+        There is no such device, or it is not an accelerator.
+    """
+    if hasattr(device, "side_stream"):
+        found: Accelerator = device
+        return found
+    for accelerator in reversed(_installed):
+        if str(device) in (accelerator.name, accelerator.name.partition(":")[0]):
+            return accelerator
+    named = _parsed(device)
+    if named.type == "cpu":
+        return None
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.accelerator.is_available():
+        raise ValueError(
+            f"device={device!r} is not there: torch {torch.__version__} finds no accelerator on this "
+            "machine. Leave device out, or say device='cpu', and batches stay where they are made"
+        )
+    if named.type != kind.type:
+        raise ValueError(
+            f"device={device!r} is not there: the accelerator that torch {torch.__version__} finds on "
+            f"this machine is {kind.type!r}"
+        )
+    count = torch.accelerator.device_count()
+    if named.index is not None and named.index >= count:
+        raise ValueError(
+            f"device={device!r} is not there: of {kind.type!r} devices this process sees {count}, "
+            f"numbered from 0"
+        )
+    index = _current_index(kind) if named.index is None else named.index
+    return TorchAccelerator(torch.device(kind.type, index))
+
+
+def _parsed(device: Any) -> torch.device:
+    import torch
+
+    if isinstance(device, torch.device):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(
+            f"device must be a str such as 'cuda', a torch.device or an Accelerator, got {device!r}"
+        )
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device={device!r} names no device: {reason}") from None

@@ -4,22 +4,26 @@ What a batch brings into slots travels as a `Parcel`, which tells numbers and pl
 never moves. The reader returns a number when the last array over that slot has died there. Nothing
 here waits: a buffer without a slot goes through the stream, and a reader that holds too much copies
 out. Results go from a worker to its parent, large tasks the other way. What else a third process needs
-in order to map a slot is in `Seen`; who tells it is no matter of this module.
+in order to map a slot is in `Seen` (`seen.py`); who tells it is no matter of this module.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader import segments
-from hybridloader.segments import Mapping, Ticket
+from hybridloader.seen import Keeper, Seen
+from hybridloader.segments import Ticket
 from hybridloader.slots import IDLE, OWN, Made, Pool, Slot
+
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
 
 ALIGN = 64
 """Bytes at which every buffer in a slot begins: a cache line, and what AVX-512 loads like best."""
@@ -193,74 +197,6 @@ class Writer:
         return Parcel(tuple(where), tuple(tickets), retired, refusal), fds
 
 
-class Keeper(Protocol):
-    """A descriptor that is kept, for processes that may have to map its slot later."""
-
-    def close(self) -> None: ...
-
-    def duplicate(self) -> int | None:
-        """Another descriptor of the same slot, for the caller; None if there is none any more."""
-
-
-class Knower(Protocol):
-    """Whoever has told a third process of a slot."""
-
-    def forget(self, alias: int) -> None:
-        """The slot is no more. Called from any thread."""
-
-
-_aliases = itertools.count(-1, -1)
-
-
-class Seen:
-    """A slot as its reader sees it.
-
-    Attributes
-    ----------
-    mapping
-        Its memory, or why it could not be mapped.
-    alias
-        Its number for processes other than reader and writer: below 0, and no other slot of this process
-        has it.
-    kept
-        Its descriptor, if it was kept.
-    knowers
-        Who has told others of it.
-    """
-
-    __slots__ = ("alias", "kept", "knowers", "mapping")
-
-    def __init__(self, mapping: Mapping | OSError, kept: Keeper | None) -> None:
-        self.mapping, self.kept = mapping, kept
-        self.alias = next(_aliases)
-        self.knowers: set[Knower] = set()
-
-    def mapped(self) -> Mapping:
-        if isinstance(self.mapping, OSError):
-            raise MemoryError(f"a slot of shared memory can't be mapped here: {self.mapping}")
-        return self.mapping
-
-    def view(self, start: int, size: int) -> memoryview:
-        """A part of it. Whoever looks must hold the slot some other way."""
-        mapping = self.mapped()
-        holder = mapping.view(start, size)
-        weakref.finalize(holder, id, mapping).atexit = False  # mapped for as long as the view lives
-        return memoryview(holder).cast("B")
-
-    def unkeep(self) -> None:
-        """Let go of the descriptor."""
-        if self.kept is not None:
-            self.kept.close()
-            self.kept = None
-
-    def end(self) -> None:
-        """It is gone, or nobody will send it any more."""
-        self.unkeep()
-        for knower in list(self.knowers):
-            knower.forget(self.alias)
-        self.knowers.clear()
-
-
 class Reader:
     """One process's view of the slots of another.
 
@@ -274,6 +210,8 @@ class Reader:
     keep
         Takes over the descriptor of a new slot, or declines. It is let go again when the first batch
         over that slot is opened, unless `forwards` was set.
+    locks
+        Locks the pages of a slot when the first batch over it is opened here; None: nobody does.
 
     Attributes
     ----------
@@ -290,10 +228,12 @@ class Reader:
         limit: int,
         names: str | None = None,
         keep: Callable[[int], Keeper | None] | None = None,
+        locks: PageLocks | None = None,
     ) -> None:
         self.limit = limit
         self._names = names
         self._keep = keep
+        self._locks = locks
         # All the mutable state:
         self.seen: dict[int, Seen] = {}
         self.overflow: str | None = None
@@ -366,16 +306,24 @@ class Reader:
         self._returned.append((number, 0))
 
     def returned(self) -> list[int]:
-        """Slots whose last array has died since the last call."""
+        """Slots whose last array has died since the last call, and that the device does not read."""
+        if self._locks is not None:
+            self._locks.collect()
         if self._returned:
             self._collect()
         found, self._free = self._free, []
         return found
 
     def close(self) -> None:
-        """The writer is gone. What was not opened yet can be opened still."""
+        """The writer is gone. What was not opened yet can be opened still.
+
+        Pages that nobody looks at are unlocked now, others with the last view of them.
+        """
+        if self._locks is not None:
+            self._locks.collect()
         for seen in list(self.seen.values()):
             seen.end()
+            seen.unlock_soon()
 
     def sweep(self) -> None:
         """Take the names off what the writer, which is gone, had made and we have never opened."""
@@ -409,8 +357,14 @@ class Reader:
             self._returned.append((number, 0))
             return copied
         self._lent += mapping.size
-        # The finalizer also keeps the mapping alive for as long as there is a view of it.
-        done = weakref.finalize(holder, _hand_in, self._returned, number, mapping)
+        if self._locks is not None:
+            seen.lock(self._locks)
+        # It also keeps the mapping alive for as long as there is a view of it.
+        back = partial(_hand_in, self._returned, number, seen, seen.lend())
+        if seen.locks is None:
+            done = weakref.finalize(holder, back)
+        else:
+            done = weakref.finalize(holder, seen.locks.after_device, back)
         done.atexit = False
         return memoryview(holder).cast("B")
 
@@ -420,5 +374,6 @@ def slots_of(parcel: Parcel) -> list[int]:
     return list(dict.fromkeys(span.slot for span in parcel.spans if span is not None))
 
 
-def _hand_in(returned: deque[tuple[int, int]], number: int, mapping: Mapping) -> None:
-    returned.append((number, mapping.size))
+def _hand_in(returned: deque[tuple[int, int]], number: int, seen: Seen, lent: int) -> None:
+    seen.give_back(lent)
+    returned.append((number, seen.mapped().size))

@@ -45,6 +45,16 @@ def check_loader(loader: Any) -> None:
         given = getattr(loader, name)
         if given is not None and not _iterable(given):
             raise TypeError(f"{name} must be an iterable of indices, got {given!r}")
+    if loader.num_workers < 0 or loader.timeout < 0:
+        raise ValueError(
+            "num_workers and timeout must not be negative, "
+            f"got {loader.num_workers} and {loader.timeout}"
+        )
+    if loader.num_workers == 0 and loader.timeout > 0:
+        raise ValueError(
+            f"timeout={loader.timeout} needs num_workers > 0: with 0 the caller itself makes the "
+            "batch and can't stop waiting for it"
+        )
 
 
 def check_backend(backend: _Any) -> _Any:

@@ -1,4 +1,4 @@
-"""The command line: ``hybridloader demo``, ``hybridloader --version``.
+"""The command line: ``hybridloader demo``, ``hybridloader run``, ``hybridloader --version``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hybridloader._version import __version__
 
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code: 0, 2 for bad input, 130 after Ctrl-C.
+        The exit code: 0, 2 for bad input, 130 after Ctrl-C. What ends a script that was run is raised,
+        for Python to end the process by.
     """
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:  # parse_args would complain of them in the name of the whole, not of the subcommand
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         problem: str | None = arguments.run(arguments)
     except KeyboardInterrupt:
+        if arguments.run is _run:
+            raise
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     if problem is not None:
@@ -90,7 +93,40 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="measure all backends after the training (default: yes)",
     )
+    _add_run(commands)
     return parser
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser(
+        "run",
+        usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]\n       %(prog)s [OPTION ...] -m MODULE "
+        "[ARGUMENT ...]",
+        help="run a script whose torch DataLoaders use a backend of ours",
+        description="Run a Python script as `python SCRIPT` would, with every torch DataLoader in it on "
+        "our engine, as after hybridloader.install(). Nothing in the script has to be changed.",
+        epilog="What the options mean is told by hybridloader.DataLoader; a loader that can't have one "
+        "goes without. All behind SCRIPT is the script's.",
+        allow_abbrev=False,
+    )
+    run.set_defaults(run=_run, parser=run)
+    run.add_argument("--backend", metavar="NAME", help="torch's choice if absent")
+    for name, kind, metavar in (
+        ("threads_per_worker", _at_least(1), "N"),
+        ("on_error", str, "raise|skip"),
+        ("on_worker_death", str, "raise|restart"),
+        ("task_timeout", _seconds, "SECONDS"),
+        ("seeding", str, "worker|sample"),
+        ("shard_remainders", str, "keep|join"),
+        ("device", str, "DEVICE"),
+    ):
+        option = f"--{name.replace('_', '-')}"
+        run.add_argument(option, type=kind, metavar=metavar, default=argparse.SUPPRESS)
+    run.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
+    )
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT").required = False
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -104,6 +140,34 @@ def _at_least(least: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+
+
+def _run(arguments: argparse.Namespace) -> str | None:
+    """Run a script; what is wrong with the input, in one line, or None."""
+    from hybridloader import script
+    from hybridloader.installation import install
+    from hybridloader.options import OptionWords
+
+    said: Any = {
+        name: getattr(arguments, name)
+        for name in OptionWords.__annotations__
+        if hasattr(arguments, name)
+    }
+    try:
+        find = script.module if arguments.module else script.script
+        program = find(arguments.script)
+        install(arguments.backend, **said)
+    except (script.NotThere, ValueError, RuntimeError) as error:
+        return str(error)
+    script.run(program, arguments.arguments)
+    return None
 
 
 def _demo(arguments: argparse.Namespace) -> str | None:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from hybridloader.messages import Event, Message, WorkerSpec
+
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
 
 
 class Payload(Protocol):
@@ -87,6 +90,17 @@ class Crew(ABC):
         What can be known to fail is raised here. One exception to not waiting: workers that share
         the caller's random generators run `spec.init_fn` while the caller waits, because they
         must borrow these generators.
+        """
+
+    def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # memory of its own need not be
+        """Have the pages locked in which large results lie, as a device is going to read them.
+
+        Called once, before any worker starts, and only if the consumer of this stage pins. Such
+        memory is filled again when `locks` says that the device is done with it
+        (`PageLocks.after_device`), is unlocked before it is unmapped, and all of it is unlocked by the
+        end of `close`, but for what results lie in that somebody still has. Where a lock is
+        refused, results lie in ordinary memory, and `wait` tells (`PageLocks.warn`). Workers in
+        other processes have no part in this.
         """
 
     @abstractmethod

@@ -8,36 +8,33 @@ under a public name, because frameworks rebuild loaders from ``vars(loader)``.
 
 from __future__ import annotations
 
-import functools
 import types
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hybridloader import epochs
 from hybridloader.arguments import check_loader
+from hybridloader.choice import backend_for, contradiction, warn_idle
 from hybridloader.contract import Backend
-from hybridloader.fallback import usable
 from hybridloader.loader_iterator import LoaderIterator, latest_of, losses_of
-from hybridloader.memory import DEFAULT_MEMORY
-from hybridloader.on_error import parse
+from hybridloader.options import Options
 from hybridloader.registry import get_backend
 from hybridloader.replay import samplers_of
-from hybridloader.restart import RestartPolicy
 from hybridloader.resuming import leave_for_epoch, load, resuming, state_of
-from hybridloader.sample_seeds import parse as parse_seeding
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from torch.utils.data import Dataset, Sampler
 
+    from hybridloader.accelerator import Accelerator
     from hybridloader.losses import Skipped
     from hybridloader.on_error import Replace, Retry, Skip
+    from hybridloader.pinning import Transfer
+    from hybridloader.restart import RestartPolicy
     from hybridloader.sample_seeds import SampleSeeding
 
 
@@ -96,6 +93,12 @@ persistent_workers, pin_memory_device, in_order
         full batch: ``"keep"`` is torch's way, a smaller batch of each worker, with ``drop_last`` none;
         ``"join"`` makes full batches of them, in the order in which the parts end, and only what is left
         of all of them is a smaller batch, or dropped.
+    device
+        Where batches are to be when ``next()`` returns: ``"cuda"``, a `torch.device`, an `Accelerator`,
+        or a `Transfer`, which also says how many may wait there. A thread pins and copies them ahead;
+        the stream of your thread waits for the copies, the host does not. With ``num_workers=0`` the
+        caller copies them. None, or the CPU, leaves them where they are made. See
+        docs/devices.md.
 
     Raises
     ------
@@ -150,6 +153,7 @@ persistent_workers, pin_memory_device, in_order
         task_timeout: float = 0,
         seeding: str | SampleSeeding = "worker",
         shard_remainders: str = "keep",
+        device: str | torch.device | Accelerator | Transfer | None = None,
     ) -> None:
         if backend is not None:
             get_backend(backend)
@@ -165,6 +169,7 @@ persistent_workers, pin_memory_device, in_order
         self.task_timeout = task_timeout
         self.seeding = seeding
         self.shard_remainders = shard_remainders
+        self.device = device
         super().__init__(
             dataset,
             batch_size,
@@ -184,12 +189,13 @@ persistent_workers, pin_memory_device, in_order
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        _check(self)
+        check(self)
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
-        _check(self)
+        check(self)
         self.check_worker_number_rationality()
-        return LoaderIterator(self, _backend_of(self))
+        warn_idle(self, self.backend)
+        return LoaderIterator(self, backend_for(self, self.backend), Options.of(self))
 
     def report(self) -> str:
         """A table of the workers of the last iterator: what each is doing, and has done.
@@ -266,113 +272,10 @@ persistent_workers, pin_memory_device, in_order
             super().check_worker_number_rationality()
 
 
-def _check(loader: DataLoader) -> None:
+def check(loader: DataLoader) -> None:
     """Find what contradicts itself; also what was set after the constructor."""
     check_loader(loader)
-    if loader.num_workers < 0 or loader.timeout < 0:
-        raise ValueError(
-            "num_workers and timeout must not be negative, "
-            f"got {loader.num_workers} and {loader.timeout}"
-        )
-    if loader.num_workers == 0 and loader.timeout > 0:
-        raise ValueError(
-            f"timeout={loader.timeout} needs num_workers > 0: with 0 the caller itself makes the "
-            "batch and can't stop waiting for it"
-        )
-    _check_threads(loader)
-    parse(loader.on_error)
-    parse_seeding(loader.seeding)
-    RestartPolicy.of(loader.on_worker_death)
-    _check_task_timeout(loader)
-    _check_remainders(loader)
-    context, backend = loader.multiprocessing_context, loader.backend
-    if context is None or backend is None:
-        return
-    method, chosen = context.get_start_method(), get_backend(backend)
-    if chosen.in_process:
-        raise ValueError(
-            f"backend={chosen.name!r} starts no process, so it contradicts "
-            f"multiprocessing_context={method!r}; leave one of them out"
-        )
-    own = getattr(chosen, "start_method", chosen.name)
-    if own is not None and own != method:
-        raise ValueError(
-            f"backend {chosen!r} contradicts multiprocessing_context={method!r}; "
-            f"leave one of them out, or say SharedMemory(start_method={method!r})"
-        )
-
-
-def _check_task_timeout(loader: DataLoader) -> None:
-    seconds: Any = loader.task_timeout
-    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not (number and seconds >= 0):  # NaN is neither
-        raise ValueError(f"task_timeout is seconds, 0 or more, not {seconds!r}")
-    if loader.num_workers == 0 and seconds > 0:
-        raise ValueError(
-            f"task_timeout={seconds} needs num_workers > 0: with 0 the caller itself makes the batch "
-            "and can't be stopped"
-        )
-
-
-def _check_remainders(loader: DataLoader) -> None:
-    remainders: Any = loader.shard_remainders
-    if remainders not in ("keep", "join"):
-        raise ValueError(f"shard_remainders must be 'keep' or 'join', got {remainders!r}")
-    if remainders == "keep":
-        return
-    if loader._dataset_kind != _DatasetKind.Iterable or not loader._auto_collation:
-        raise ValueError(
-            "shard_remainders='join' makes batches of what is left of each worker's part of an iterable "
-            "dataset; leave it out for a dataset that is asked by index, and with batch_size=None"
-        )
-
-
-def _check_threads(loader: DataLoader) -> None:
-    threads: Any = loader.threads_per_worker
-    if isinstance(threads, bool) or not isinstance(threads, int):
-        raise TypeError(f"threads_per_worker must be an int, got {threads!r}")
-    if threads < 1:
-        raise ValueError(
-            f"threads_per_worker must be at least 1 (the worker's own thread), got {threads}"
-        )
-    if threads == 1:
-        return
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        raise ValueError(
-            f"threads_per_worker={threads} can't be had for an iterable dataset, which is read by one "
-            "next() after the other; raise num_workers, and let __iter__ read a part for each worker"
-        )
-    if not loader._auto_collation:
-        raise ValueError(
-            f"threads_per_worker={threads} shares out the samples of a batch, and with batch_size=None "
-            "there is one sample at a time; raise num_workers, or give a batch_size"
-        )
-
-
-def _backend_of(loader: DataLoader) -> Backend:
-    """The backend to use now."""
-    from hybridloader.backends.inline import Inline
-    from hybridloader.backends.shared_memory import AsTorch, SharedMemory
-
-    backend = None if loader.backend is None else get_backend(loader.backend)
-    if loader.num_workers == 0:
-        if isinstance(backend, Inline):
-            return backend
-        if backend is not None:
-            _warn_idle(backend.name)
-        return Inline(memory=getattr(backend, "memory", DEFAULT_MEMORY))
-    context = loader.multiprocessing_context
-    if backend is None:
-        backend = AsTorch(None if context is None else context.get_start_method())
-    elif context is not None and isinstance(backend, SharedMemory):
-        backend = replace(backend, start_method=context.get_start_method())
-    return usable(backend)
-
-
-@functools.cache
-def _warn_idle(name: str) -> None:
-    warnings.warn(
-        f"backend={name!r} has no workers with num_workers=0: the caller does the work. "
-        "Give num_workers to use it.",
-        stacklevel=5,
-    )
+    Options.of(loader).check_for(loader)
+    problem = contradiction(loader, loader.backend)
+    if problem is not None:
+        raise ValueError(problem)

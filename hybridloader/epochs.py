@@ -21,7 +21,7 @@ def announce(loader: Any, epoch: int) -> None:
 
 def upcoming(loader: Any) -> int:
     """The epoch of the next pass."""
-    return int(_begun[loader] + 1 if loader in _begun else loader._epoch)
+    return int(_begun[loader] + 1 if loader in _begun else _announced(loader))
 
 
 def begin(loader: Any) -> int:
@@ -32,4 +32,9 @@ def begin(loader: Any) -> int:
 
 def current(loader: Any) -> int:
     """The epoch of the pass that began last; of the next if there is none."""
-    return int(_begun.get(loader, loader._epoch))
+    return int(_begun[loader] if loader in _begun else _announced(loader))
+
+
+def _announced(loader: Any) -> int:
+    """0 for a loader of torch's, which nobody can tell an epoch."""
+    return int(getattr(loader, "_epoch", 0))

@@ -18,6 +18,7 @@ from hybridloader.inline_items import GuardedInlineItems, InlineItems
 from hybridloader.native import one_thread_on_this_thread
 from hybridloader.operators.base import Operator, Source, Upstream
 from hybridloader.operators.order import Repeat
+from hybridloader.operators.pin import Sending, Taking, size_of
 from hybridloader.passes import Pass, Start
 from hybridloader.plan import Handover, Inline, Node, Single, Workers
 from hybridloader.relay import FINAL, Relay
@@ -117,15 +118,19 @@ class Line:
             items = Fragile(items, node.name)
         return run.without(items, first, node.name)
 
-    def _open_relay(self, node: Handover, where: Path, items: Iterator[Any]) -> Relay:
+    def _open_relay(self, node: Handover, where: Path, items: Iterator[Any]) -> Iterator[Any]:
         machine = self._machine
         name = f"hybridloader-{node.what or node.name}"
+        pinner = machine.pinner_of(node)
         # It may collate, and all cores are taken: by the workers.
+        prepare = one_thread_on_this_thread if pinner is None else pinner.prepare
         relay = Relay(
-            items,
+            items if pinner is None else Sending(items, pinner, node.name),
             name,
             depth=node.depth or node.least,
-            prepare=one_thread_on_this_thread,
+            weigh=None if pinner is None else size_of,
+            limit=0 if node.operator is None else node.operator.buffer_bytes,
+            prepare=prepare,
             start=False,
         )
         stage = items.items if isinstance(items, Dropping) else items
@@ -139,7 +144,7 @@ class Line:
                 couple(stage, depth)
         machine.add_relay(node, where, relay)
         self._started.append(relay)
-        return relay
+        return relay if pinner is None else Taking(relay, pinner)
 
     def _upstream(self, operator: Operator, at: int, begins: Start) -> Upstream:
         """What gives `operator`, the one at number `at`, its passes over what is before it."""

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -22,28 +22,29 @@ from torch.utils.data.dataloader import (
     _sharding_worker_init_fn,
 )
 
+from hybridloader.caller import stacklevel
 from hybridloader.carried import is_stateful
 from hybridloader.collate import without_torch
 from hybridloader.contract import Backend, WorkerHandle
-from hybridloader.crews import park_at_exit
+from hybridloader.crews import closed_with, park_at_exit
 from hybridloader.diagnosis import workers_table
-from hybridloader.errors import IteratorClosed, StateError
+from hybridloader.errors import IteratorClosed, StateError, add_note
 from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
 from hybridloader.large import hint_at_large_container
 from hybridloader.losses import Losses, Skipped
 from hybridloader.messages import WorkerSpec
 from hybridloader.on_error import Policy, parse
+from hybridloader.options import Options
 from hybridloader.pass_seeds import PassSeeds
-from hybridloader.progress import Counting, Progress
+from hybridloader.pin_thread import PinThread
+from hybridloader.pinning import pinner_for
+from hybridloader.progress import Counting, Progress, Results
 from hybridloader.refill import FullBatches
 from hybridloader.refresh import Change, Watch
 from hybridloader.restart import RestartPolicy
 from hybridloader.resuming import FirstOf, Opening
 from hybridloader.scheduler import Dispatch, round_robin, round_robin_with_room
 from hybridloader.stage import Stage
-
-if TYPE_CHECKING:
-    from hybridloader.dataloader import DataLoader
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -71,19 +72,30 @@ class _Weakly:
         return method(argument)
 
 
-latest_of: weakref.WeakKeyDictionary[DataLoader, weakref.ref[LoaderIterator]]
+latest_of: weakref.WeakKeyDictionary[Any, weakref.ref[LoaderIterator]]
 latest_of = weakref.WeakKeyDictionary()
 """The last iterator of each loader; not on the loader, which frameworks copy and pickle."""
 
 
 class LoaderIterator(_BaseDataLoaderIter):
-    """One pass over a `DataLoader`, or, with persistent workers, one after the other.
+    """One pass over a loader of torch's, or, with persistent workers, one after the other.
 
     A context manager; leaving it closes the iterator. Closing it, letting it go or exhausting it (if
     the workers are not persistent) ends the workers.
+
+    Parameters
+    ----------
+    loader
+        Any; the attributes that torch's have are all that is asked of it.
+    backend
+        Where its workers live.
+    options
+        What torch's loaders don't have.
     """
 
-    def __init__(self, loader: DataLoader, backend: Backend) -> None:
+    def __init__(
+        self, loader: torch.utils.data.DataLoader[Any], backend: Backend, options: Options
+    ) -> None:
         self._opening = Opening(loader, again=False)
         with self._opening.drawing():
             super().__init__(loader)
@@ -91,11 +103,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._backend = backend
         self._prefetch_factor = loader.prefetch_factor or 2
         self._in_order = loader.in_order
-        self._threads = loader.threads_per_worker
-        self._on_error = parse(loader.on_error)
-        self._joins = loader.shard_remainders == "join"
-        self._on_worker_death = RestartPolicy.of(loader.on_worker_death)
-        self._task_timeout = loader.task_timeout
+        self._options = options
+        self._on_error = parse(options.on_error)
+        self._joins = options.shard_remainders == "join"
+        self._on_worker_death = RestartPolicy.of(options.on_worker_death)
         self._worker_init_fn = loader.worker_init_fn
         self._loader = weakref.ref(loader)
         latest_of[loader] = weakref.ref(self)
@@ -104,7 +115,12 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._watch = None
         else:
             self._watch = Watch(self._dataset) if self._persistent_workers else None
-        self._seeds = PassSeeds(loader, int(self._base_seed))
+        self._seeds = PassSeeds(loader, self._options.seeding, int(self._base_seed))
+        self._pinner = pinner_for(options.device, pin_memory=bool(loader.pin_memory))
+        self._pin_thread: PinThread | None = None
+        if self._pinner is not None and self._num_workers and backend.name != "inline":
+            self._pin_thread = PinThread(self._pinner, self._timeout)
+            closed_with(self, self._pin_thread)
         self._stage = self._start()
         self._batches: Iterator[Any] = self._stage
         self._losses: Losses | None = None
@@ -145,11 +161,12 @@ class LoaderIterator(_BaseDataLoaderIter):
             spec,
             lookahead=self._prefetch_factor * self._num_workers,
             ordered=self._in_order,
-            timeout=self._timeout,
+            timeout=self._timeout if self._pin_thread is None else 0,  # else who waits counts
             persistent=self._persistent_workers,
             dispatch=self._dispatch,
             on_worker_death=self._on_worker_death,
-            task_timeout=self._task_timeout,
+            task_timeout=self._options.task_timeout,
+            locks=None if self._pinner is None else self._pinner.locks,
         )
 
     def _for_workers(self, function: Any) -> Any:
@@ -174,7 +191,8 @@ class LoaderIterator(_BaseDataLoaderIter):
                 join=self._joins,
             )
         private = isinstance(dataset, MapDataPipe)
-        fetch = MapFetch(dataset, collate_fn, batched, private, self._threads, self._on_error)
+        threads = self._options.threads_per_worker
+        fetch = MapFetch(dataset, collate_fn, batched, private, threads, self._on_error)
         if fetch.idle_threads:
             _warn_idle_threads(type(dataset).__name__)
         if self._num_workers and getattr(
@@ -196,6 +214,8 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _reopen(self, loader: Any) -> None:
         """Another pass; from a state that was loaded it goes on with other workers."""
+        if self._pin_thread is not None:
+            self._pin_thread.break_off()
         self._opening = Opening(loader, again=True)
         with self._opening.drawing():
             super()._reset(loader)
@@ -204,7 +224,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._seeds.begin(loader)
         else:
             self._stage.close()
-            self._seeds = PassSeeds(loader, int(self._base_seed))
+            self._seeds = PassSeeds(loader, self._options.seeding, int(self._base_seed))
 
     def _begin(self, changes: tuple[Change, ...] = ()) -> None:
         """A pass begins: nothing is lost, and nothing waits to fill up a batch."""
@@ -213,14 +233,27 @@ class LoaderIterator(_BaseDataLoaderIter):
         progress = self._progress = opening.progress(self)
         if isinstance(self._dispatch, FirstOf):
             opening.direct(self._dispatch)
-        stage.begin(opening.source(self, progress, stage.next_seq), self._shared_seed, changes)
+        results = self._results(opening.source(self, progress, stage.next_seq), progress, changes)
         plain = self._in_order and self._on_error is None
-        self._batches = Counting(stage, progress, plain=plain)
+        self._batches = Counting(results, progress, plain=plain)
         if self._on_error is not None or self._joins:
-            self._fill_batches(progress)
+            self._fill_batches(results, progress)
         if opening.resume is not None:
             self._num_yielded = progress.yielded
             self._discard(opening.resume.discard)
+
+    def _results(
+        self, source: Iterator[Any], progress: Progress, changes: tuple[Change, ...]
+    ) -> Results:
+        """Begin the pass of the stage; what its results come from, on this thread."""
+        stage, thread = self._stage, self._pin_thread
+        if thread is None:
+            stage.begin(source, self._shared_seed, changes)
+            return stage
+        # As many as torch draws before the first batch; of an iterable dataset, indices mean nothing.
+        window = 0 if progress.iterable else self._prefetch_factor * self._num_workers
+        seed, first = self._shared_seed, progress.yielded
+        return thread.begin(stage, source, seed, changes, window=window, first=first)
 
     def _discard(self, count: int) -> None:
         for done in range(count):
@@ -231,15 +264,17 @@ class LoaderIterator(_BaseDataLoaderIter):
                     f"_num_yielded is {count} in the state, and the dataset gave only {done} batches"
                 ) from None
 
-    def _fill_batches(self, progress: Progress) -> None:
+    def _fill_batches(self, results: Results, progress: Progress) -> None:
         if self._on_error is not None:
             self._losses = self._new_losses(self._on_error)
-        stage = self._stage
+        collate_fn = self._seeds.collating(self._collate_fn)
+        if self._pinner is not None and self._pin_thread is not None:
+            collate_fn = _then(collate_fn, self._pinner.here)  # that thread does not see these
         self._batches = FullBatches(
             self._batches,
-            (lambda: stage.last_worker) if self._num_workers or self._joins else (lambda: None),
+            (lambda: results.last_worker) if self._num_workers or self._joins else (lambda: None),
             self._losses,
-            self._seeds.collating(self._collate_fn),
+            collate_fn,
             drop_last=self._drop_last,
             copies=not self._backend.in_process,
             waiting=progress.waiting,
@@ -275,9 +310,13 @@ class LoaderIterator(_BaseDataLoaderIter):
                 self._progress.finished = True
             park_at_exit()
             raise
-        if self._pin_memory:
-            pin: Any = torch.utils.data._utils.pin_memory.pin_memory
-            data = pin(data, self._pin_memory_device)
+        if self._pinner is not None and self._pin_thread is None:
+            try:
+                data = self._pinner.here(data)
+            except Exception as error:
+                place = f"at batch {self._progress.yielded} of this pass"
+                add_note(error, f"In stage {self._pinner.stage!r} of the loader, {place}.")
+                raise
         self._progress.yielded += 1
         return data
 
@@ -295,10 +334,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         return self._stage.handles
 
     def _shutdown_workers(self) -> None:
-        self._stage.close()
+        self.close()
 
     def close(self) -> None:
         """End the workers now. Any number of times, from any thread; at most some 2 seconds."""
+        if self._pin_thread is not None:
+            self._pin_thread.close()
         self._stage.close()
 
     def __enter__(self) -> LoaderIterator:
@@ -310,10 +351,14 @@ class LoaderIterator(_BaseDataLoaderIter):
         self.close()
 
 
+def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda samples: second(first(samples))
+
+
 @functools.cache
 def _warn_idle_threads(dataset: str) -> None:
     warnings.warn(
         f"threads_per_worker has no effect for {dataset}: its __getitems__ is asked for a whole batch "
         "at once. Raise num_workers, or use threads in __getitems__.",
-        stacklevel=7,
+        stacklevel=stacklevel(),
     )

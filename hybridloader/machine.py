@@ -14,9 +14,11 @@ import random
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hybridloader.caller import stacklevel
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.feeder import Feeder
 from hybridloader.fetch import Flag
@@ -27,14 +29,17 @@ from hybridloader.operators.cache import Cache
 from hybridloader.operators.join import Branch
 from hybridloader.operators.sources import Indices
 from hybridloader.passes import Pass, Start
-from hybridloader.plan import Handover, Node, Single, Workers, check, lay_out
+from hybridloader.pinning import Pinner
+from hybridloader.plan import Handover, Node, Single, Workers, lay_out, passes_on
 from hybridloader.relay import Relay
 from hybridloader.resume import Position, descriptions
+from hybridloader.soundness import check
 from hybridloader.stations import Stations
 from hybridloader.trail import Layout, Trail
 from hybridloader.trail import Path as Path
 
 if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
     from hybridloader.pipeline import Pipeline
 
 _PATIENCE = 2.0
@@ -90,6 +95,7 @@ class Machine:
         self._nodes_at: dict[Path, tuple[Node, ...]] = {}  # by the path of the line
         # All the mutable state:
         self.stations = Stations(self.seed, self.closed)
+        self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, Relay] = {}
         self.feeders: dict[Path, Feeder] = {}
         self.depths: dict[Path, Depth] = {}  # of relays
@@ -144,16 +150,38 @@ class Machine:
     def _needed(self, pipeline: Pipeline, path: Path) -> Iterator[tuple[Path, Workers]]:
         """The stages that will run, from the end back to the first thing that is cached."""
         nodes = self._line(pipeline)
+        locks: PageLocks | None = None  # of the device that reads what the node gives as it is
         for at in reversed(range(len(nodes))):
-            node = nodes[at]
+            node, place = nodes[at], (*path, at)
+            if isinstance(node, Handover) and node.operator is not None:
+                pinner = self.pinner_of(node)
+                locks = None if pinner is None else pinner.locks
+            elif locks is not None and not passes_on(node):
+                self.stations.locks[place] = locks
+                locks = None
             if isinstance(node, Workers):
-                yield (*path, at), node
+                yield place, node
             elif isinstance(node, Single):
                 if isinstance(node.operator, Cache) and node.operator.ready():
                     return
                 for number, branch in enumerate(node.operator.branches()):
-                    inner = self.path_of(node.operator, (*path, at), number)
+                    inner = self.path_of(node.operator, place, number)
                     yield from self._needed(branch, inner)
+
+    def pinner_of(self, node: Handover) -> Pinner | None:
+        """What its thread handles items with: made once, for the device that was current then."""
+        if node.operator is None:
+            return None
+        key = id(node.operator)
+        if key not in self._pinners:
+            pinner = self._pinners[key] = node.operator.pinner()
+            if pinner is None:
+                warnings.warn(
+                    f"{node.name} has nothing to do: no accelerator that pins memory was found, so "
+                    "items pass as they are",
+                    stacklevel=stacklevel(),
+                )
+        return self._pinners[key]
 
     def _draw_for(self, pipeline: Pipeline, path: Path, epoch: int) -> None:
         """Draw the seeds of all sources that want one, so that every state knows them.

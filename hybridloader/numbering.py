@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from hybridloader.contract import Backend, Crew, WorkerHandle
 from hybridloader.feed import items_in
 from hybridloader.messages import Begin, Done, Event, Failed, First, Message, Task, WorkerSpec
+
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
 
 
 @dataclass
@@ -75,6 +79,9 @@ class _NumberingCrew(Crew):
         # All the mutable state:
         self._known: dict[int, tuple[int, int]] = {}  # by task: its pass and its first item
         self._told: dict[int, tuple[int, int]] = {}  # by worker: what it would take a task for
+
+    def page_lock(self, locks: PageLocks) -> None:
+        self._crew.page_lock(locks)
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         epoch = self._counter.epoch

@@ -23,13 +23,15 @@ class PassSeeds:
     Parameters
     ----------
     loader
-        Its `seeding` counts as it is now.
+        Whose epochs these are.
+    seeding
+        As the loader's keyword.
     base_seed
         That of its workers.
     """
 
-    def __init__(self, loader: Any, base_seed: int) -> None:
-        self._policy = parse(loader.seeding)
+    def __init__(self, loader: Any, seeding: Any, base_seed: int) -> None:
+        self._policy = parse(seeding)
         given = None if self._policy is None else self._policy.seed
         self._seed = base_seed if given is None else given
         self._counter = Counter(items=False)

@@ -17,6 +17,7 @@ from hybridloader.trail import Path, Trail
 
 if TYPE_CHECKING:
     from hybridloader.machine import Machine
+    from hybridloader.page_locks import PageLocks
     from hybridloader.pipeline import Pipeline
 
 
@@ -106,6 +107,10 @@ class Pass:
     def seed(self) -> int | None:
         machine = self._machine
         return machine.seed if machine.seeded else None
+
+    @property
+    def locks(self) -> PageLocks | None:
+        return self._machine.stations.locks.get(self.path)
 
     @property
     def run_seed(self) -> int:

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.collate import WithoutTorch
 from hybridloader.fetch import MapFetch
-from hybridloader.memory import DEFAULT_MEMORY, Memory
 from hybridloader.operators.base import INFINITE, Length, Operator, Source
-from hybridloader.operators.cache import Cache
-from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
-from hybridloader.operators.join import Branch, Concat, Fork, Interleave, Mix, Zip
-from hybridloader.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.operators.order import Repeat
 from hybridloader.operators.sources import Indices, Items
-from hybridloader.operators.work import Filter, FlatMap, Lookup, Map, Placement, Readers
+from hybridloader.operators.work import Lookup, Placement, Readers
+from hybridloader.steps import Steps
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     from hybridloader.run import Epochs, Run
 
 
-class Pipeline:
+class Pipeline(Steps):
     """Steps from a source to your loop, each with its own backend.
 
     Made by `from_dataset` or `from_iterable`; every method gives a new pipeline and leaves this one as
@@ -154,194 +151,6 @@ class Pipeline:
                 where["backend"], where["workers"] = "inline", 1
             return cls([Readers(items, Placement.of(readers.name, where), name)])
         return cls([Items(items)])
-
-    # -- work ----------------------------------------------------------------------------------------
-
-    def map(
-        self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
-    ) -> Pipeline:
-        """`function` of each item.
-
-        Parameters
-        ----------
-        function
-            Takes an item. An object with a method `setup()` is copied for every worker, and `setup` is
-            called there once before the first item.
-        name
-            What errors and tables call this stage.
-        **where
-            See `Placement`: `backend`, `workers`, `ordered`, `prefetch`, `buffer_bytes`, `timeout`,
-            `worker_init_fn`, `threads_per_worker`, `fuse`, `seeding`, `on_error`, `on_worker_death`,
-            `task_timeout`.
-        """
-        plain = Map(function, label=name)
-        return self._then(Map(function, Placement.of(plain.name, where), name))
-
-    def flat_map(
-        self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
-    ) -> Pipeline:
-        """The items of the iterables that `function` returns. See `map`."""
-        plain = FlatMap(function, label=name)
-        return self._then(FlatMap(function, Placement.of(plain.name, where), name))
-
-    def filter(
-        self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
-    ) -> Pipeline:
-        """The items for which `function` is true. See `map`."""
-        plain = Filter(function, label=name)
-        return self._then(Filter(function, Placement.of(plain.name, where), name))
-
-    # -- groups --------------------------------------------------------------------------------------
-
-    def batch(
-        self,
-        size: int,
-        *,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        memory: Memory = DEFAULT_MEMORY,
-    ) -> Pipeline:
-        """Batches of `size` items; see `Batch`."""
-        return self._then(Batch(size, drop_last, collate_fn, memory))
-
-    def unbatch(
-        self, columns: bool | None = None, *, split: Callable[[Any], Any] | None = None
-    ) -> Pipeline:
-        """The samples of batches; see `Unbatch`."""
-        return self._then(Unbatch(columns, split))
-
-    def padded_batch(
-        self,
-        size: int,
-        *,
-        padding_value: float = 0,
-        drop_last: bool = False,
-        lengths: bool = False,
-        memory: Memory = DEFAULT_MEMORY,
-    ) -> Pipeline:
-        """Batches of samples of different lengths; see `PaddedBatch`."""
-        return self._then(PaddedBatch(size, padding_value, drop_last, lengths, memory))
-
-    def batch_by(
-        self,
-        cost: Callable[[Any], float],
-        limit: float,
-        *,
-        drop_last: bool = False,
-        padded: bool = False,
-        max_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        oversize: str = "raise",
-        memory: Memory = DEFAULT_MEMORY,
-    ) -> Pipeline:
-        """Batches that cost at most `limit` together, such as tokens; see `BatchBy`."""
-        return self._then(
-            BatchBy(cost, limit, drop_last, padded, max_size, collate_fn, oversize, memory)
-        )
-
-    def bucket_by(
-        self,
-        key: Callable[[Any], Any],
-        size: int | Mapping[Any, int] | Callable[[Any], int],
-        *,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        memory: Memory = DEFAULT_MEMORY,
-    ) -> Pipeline:
-        """Batches of items with the same key; see `BucketBy`."""
-        return self._then(BucketBy(key, size, drop_last, collate_fn, memory))
-
-    # -- order ---------------------------------------------------------------------------------------
-
-    def shuffle(self, buffer: int, seed: int | None = None) -> Pipeline:
-        """The items in another order, as far as a buffer allows; see `Shuffle`."""
-        return self._then(Shuffle(buffer, seed))
-
-    def take(self, count: int) -> Pipeline:
-        """The first `count` items."""
-        return self._then(Take(count))
-
-    def skip(self, count: int) -> Pipeline:
-        """All but the first `count` items."""
-        return self._then(Skip(count))
-
-    def enumerate(self, start: int = 0) -> Pipeline:
-        """``(number, item)`` for each item."""
-        return self._then(Enumerate(start))
-
-    def repeat(self, times: int | None = None) -> Pipeline:
-        """All of this `times` times, or for ever; each time is an epoch of its own."""
-        return self._then(Repeat(times))
-
-    def shard(self, rank: int | None = None, world: int | None = None) -> Pipeline:
-        """Every `world`-th item, from number `rank` on.
-
-        None takes what torch.distributed says. It comes before the `map` stages that it follows, so
-        that no work is thrown away.
-        """
-        return self._then(Shard(rank, world))
-
-    def cache(self, path: Any = None) -> Pipeline:
-        """Keep the items of the first whole pass, in memory or in a file; see `Cache`."""
-        return self._then(Cache(path, fingerprint=self._fingerprint()))
-
-    def prefetch(self, count: int) -> Pipeline:
-        """Keep `count` items at hand, made by a thread of their own."""
-        from hybridloader.plan import Prefetch
-
-        return self._then(Prefetch(count))
-
-    # -- several pipelines ---------------------------------------------------------------------------
-
-    def zip(self, *others: Pipeline, strict: bool = True) -> Pipeline:
-        """Tuples of one item from each; also as ``Pipeline.zip(a, b)``."""
-        return Pipeline([Zip(_pipelines("zip", self, others), strict)])
-
-    def concat(self, *others: Pipeline) -> Pipeline:
-        """All items of this, then all of the next."""
-        return Pipeline([Concat(_pipelines("concat", self, others))])
-
-    def mix(
-        self,
-        *others: Pipeline,
-        weights: Sequence[float] | None = None,
-        seed: int | None = None,
-        stop: str = "all",
-    ) -> Pipeline:
-        """Items of all, drawn by weight; see `Mix`."""
-        weights = None if weights is None else tuple(weights)
-        return Pipeline([Mix(_pipelines("mix", self, others), weights, seed, stop)])
-
-    def interleave(self, *others: Pipeline, block: int = 1) -> Pipeline:
-        """`block` items of each in turn, until all have ended."""
-        return Pipeline([Interleave(_pipelines("interleave", self, others), block)])
-
-    def fork(self, count: int = 2) -> tuple[Pipeline, ...]:
-        """`count` pipelines that all give the items of this one, which runs once.
-
-        Join all of them again, as in ``Pipeline.zip(a.map(f), b.map(g))``.
-        """
-        fork = Fork(self, count)
-        return tuple(Pipeline([Branch(fork, number)]) for number in range(count))
-
-    # -- the end -------------------------------------------------------------------------------------
-
-    def pin_memory(self, device: Any = None) -> Pipeline:
-        """Batches in page-locked memory, copied there on a thread of their own; see `PinMemory`."""
-        from hybridloader.operators.pin import PinMemory
-
-        return self._then(PinMemory(device))
-
-    def apply(self, step: Operator | Callable[[Pipeline], Pipeline]) -> Pipeline:
-        """An operator of your own, or what a function makes of this pipeline."""
-        if isinstance(step, Operator):
-            return self._then(step)
-        if not callable(step) or isinstance(step, type):
-            raise TypeError(f"apply takes an Operator or a function of a Pipeline, not {step!r}")
-        made: object = step(self)
-        if not isinstance(made, Pipeline):
-            raise TypeError(f"apply: {step!r} returned {made!r}, which is not a Pipeline")
-        return made
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -489,13 +298,8 @@ class Pipeline:
     def _then(self, operator: Operator) -> Pipeline:
         return Pipeline((*self.operators, operator))
 
-
-def _pipelines(what: str, first: Any, others: Sequence[Any]) -> tuple[Pipeline, ...]:
-    for other in (first, *others):
-        if not isinstance(other, Pipeline):
-            hint = "; make one with Pipeline.from_iterable" if hasattr(other, "__iter__") else ""
-            raise TypeError(f"{what} joins pipelines, not {other!r}{hint}")
-    return (first, *others)
+    def _made(self, operators: Sequence[Operator]) -> Pipeline:
+        return Pipeline(operators)
 
 
 def _check_number(name: str, value: Any, least: int | None = None) -> None:

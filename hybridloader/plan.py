@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hybridloader.errors import BackendUnavailable
 from hybridloader.fallback import usable
 from hybridloader.operators.base import Operator
 from hybridloader.operators.cache import Cache
-from hybridloader.operators.join import Branch
 from hybridloader.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.operators.pin import PinMemory
 from hybridloader.operators.sources import Indices
 from hybridloader.operators.work import Lookup, Map, Placement, Readers, Work
 from hybridloader.scheduler import AT_HAND
@@ -97,15 +96,25 @@ class Handover:
         Items that may wait; None: `least`, or more where items come several at a time.
     least
         As many as the stage before may have ready, so that it is driven until it has them.
+    operator
+        What its thread does with each item.
     """
 
     what: str
     depth: int | None = None
     least: int = AHEAD
+    operator: PinMemory | None = None
 
     @property
     def name(self) -> str:
+        if self.operator is not None:
+            return self.operator.describe()
         return f"prefetch({self.depth})" if self.depth else "relay"
+
+    @property
+    def moves(self) -> bool:
+        """Whether it gives what is for the thread alone that takes it, and for its stream."""
+        return self.operator is not None and self.operator.moves
 
 
 Node = Single | Inline | Workers | Handover
@@ -150,8 +159,12 @@ def lay_out(pipeline: Pipeline) -> tuple[Node, ...]:
         state = _state(nodes)
         if isinstance(node, Workers) and not node.reads and state in ("slow", "stage"):
             nodes.append(_relay_behind(nodes[-1]))
-        if isinstance(node, Handover) and state == "relay":
-            nodes.pop()
+        if isinstance(node, Handover):
+            if node.operator is not None and state == "stage" and _runs_ahead(nodes[-1]):
+                nodes.append(_relay_behind(nodes[-1]))
+            before = nodes[-1]
+            if node.operator is None and isinstance(before, Handover) and before.operator is None:
+                nodes.pop()
         nodes.append(_usable(node) if isinstance(node, Workers) else node)
     if _needs_relay_at_end(nodes):
         nodes.append(_relay_behind(nodes[-1]))
@@ -209,7 +222,12 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
         if group:
             yield _group(group, shared)
             group = []
-        yield Handover("", operator.count) if isinstance(operator, Prefetch) else Single(operator)
+        if isinstance(operator, PinMemory):
+            yield Handover(operator.name, operator.prefetch, operator=operator)
+        elif isinstance(operator, Prefetch):
+            yield Handover("", operator.count)
+        else:
+            yield Single(operator)
     if group:
         yield _group(group, shared)
 
@@ -252,6 +270,13 @@ def _state(nodes: list[Node]) -> str:
     return state
 
 
+def passes_on(node: Node) -> bool:
+    """Whether items come out of a node in the very memory that they had before it."""
+    return isinstance(node, Handover) or (
+        isinstance(node, Single) and isinstance(node.operator, _CHEAP)
+    )
+
+
 def _is_quick(node: Node) -> bool:
     if isinstance(node, Inline):
         first = node.works[0]
@@ -267,18 +292,25 @@ def _is_quick(node: Node) -> bool:
 def _needs_relay_at_end(nodes: list[Node]) -> bool:
     """Whether work would rest while your loop is busy with an item.
 
-    A stage alone has its window to work off; what comes behind a stage has not.
+    A stage alone has its window to work off; what comes behind a stage has not. Not behind what has
+    moved items to a device: they are for the thread that takes them.
     """
     state = _state(nodes)
+    if any(isinstance(node, Handover) and node.moves for node in nodes):
+        return False
     if state == "slow":
         return any(isinstance(node, (Workers, Handover)) for node in nodes) or _has_live_branch(
             nodes[0]
         )
     if state != "stage":
         return False
-    last, before = nodes[-1], _state(nodes[:-1])
-    assert isinstance(last, Workers)
-    return before == "relay" or last.window > AT_HAND * last.placement.workers
+    return _state(nodes[:-1]) == "relay" or _runs_ahead(nodes[-1])
+
+
+def _runs_ahead(stage: Node) -> bool:
+    """Whether a stage was told to keep more at hand than its workers need."""
+    assert isinstance(stage, Workers)
+    return stage.window > AT_HAND * stage.placement.workers
 
 
 def _has_live_branch(node: Node) -> bool:
@@ -296,80 +328,10 @@ def _sealed(nodes: list[Node]) -> Iterator[Node]:
     for node, relay, behind in zip(
         nodes, [*nodes[1:], None], [*nodes[2:], None, None], strict=False
     ):
-        direct = isinstance(relay, Handover) and isinstance(behind, Workers)
+        plain = isinstance(relay, Handover) and relay.operator is None
+        direct = plain and isinstance(behind, Workers)
         if direct and isinstance(node, Workers) and not node.reads:
             assert isinstance(behind, Workers)
             yield replace(node, sealed=not (node.in_process or behind.in_process))
         else:
             yield node
-
-
-# -- checks --------------------------------------------------------------------------------------
-
-
-def check(pipeline: Pipeline) -> None:
-    """Find what can't run, before anything is started.
-
-    Raises
-    ------
-    ValueError
-        A fork of which some branches lead nowhere.
-    BackendUnavailable
-        A backend that can't serve here.
-    """
-    met: dict[int, tuple[Branch, set[int]]] = {}
-    repeated: dict[int, tuple[int, ...]] = {}
-    for branch, repeats in _all_branches(pipeline, ()):
-        met.setdefault(id(branch.fork), (branch, set()))[1].add(branch.number)
-        if repeated.setdefault(id(branch.fork), repeats) != repeats:
-            raise ValueError(
-                "a branch of a fork is repeated apart from the others, which take what it gives; "
-                "repeat() before the fork, or behind where its branches are joined"
-            )
-    for branch, numbers in met.values():
-        missing = sorted(set(range(branch.fork.count)) - numbers)
-        if missing:
-            raise ValueError(
-                f"of the {branch.fork.count} branches of a fork, {_listed(missing)} never joined: what "
-                "goes there would pile up. Join all of them, as in Pipeline.zip(a, b)"
-            )
-    for node in every_stage(pipeline):
-        assert node.placement.backend is not None
-        try:
-            node.placement.backend.check()
-        except BackendUnavailable as error:
-            raise BackendUnavailable(f"stage {node.name!r}: {error}") from error
-
-
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers))
-    return f"number {shown} is" if len(numbers) == 1 else f"numbers {shown} are"
-
-
-def _all_branches(
-    pipeline: Pipeline, repeats: tuple[int, ...]
-) -> Iterator[tuple[Branch, tuple[int, ...]]]:
-    """All branches of forks, each with the repetitions that it is in."""
-    inside = repeats + tuple(id(o) for o in pipeline.operators if isinstance(o, Repeat))
-    source = pipeline.operators[0]
-    if isinstance(source, Branch):
-        yield source, inside
-    for inner in source.branches():
-        yield from _all_branches(inner, inside)
-
-
-def every_stage(pipeline: Pipeline) -> Iterator[Workers]:
-    """All stages with workers, those of branches included; a fork's own pipeline once."""
-    seen: set[int] = set()
-
-    def walk(line: Pipeline) -> Iterator[Workers]:
-        for node in lay_out(line):
-            if isinstance(node, Workers):
-                yield node
-            elif isinstance(node, Single):
-                for inner in node.operator.branches():
-                    if id(inner) not in seen:
-                        seen.add(id(inner))
-                        yield from walk(inner)
-
-    return walk(pipeline)

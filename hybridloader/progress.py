@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridloader.carried import Carried, Start
 from hybridloader.fetch import Apart
 from hybridloader.refill import Waiting
-from hybridloader.stage import Stage
 from hybridloader.tried import Short
 
 if TYPE_CHECKING:
@@ -26,6 +25,21 @@ Draw = tuple[Any, "Snapshot | None"]
 
 UNKNOWN = object()
 """In the place of an item that was drawn before the state that a pass goes on from."""
+
+
+class Results(Protocol):
+    """What the results come from: a stage, or what stands before one, and what it says of the last."""
+
+    @property
+    def last_seq(self) -> int: ...
+
+    @property
+    def last_worker(self) -> int: ...
+
+    @property
+    def last_position(self) -> int: ...
+
+    def __next__(self) -> Any: ...
 
 
 class Progress:
@@ -109,7 +123,7 @@ class Progress:
             self.missing.add(number)
             number += 1
 
-    def passed(self, stage: Stage, found: Any = None) -> None:
+    def passed(self, stage: Results, found: Any = None) -> None:
         """A result was handed out: `found`, or an error (None). Nothing happens if it was none."""
         seq = stage.last_seq
         if seq == self._seq:
@@ -213,7 +227,7 @@ class Drawing(Iterator[Any]):
 class Counting(Iterator[Any]):
     """The results of a stage, of which is noted what was handed out; states that they carry are kept."""
 
-    def __init__(self, stage: Stage, progress: Progress, *, plain: bool) -> None:
+    def __init__(self, stage: Results, progress: Progress, *, plain: bool) -> None:
         self._stage, self._progress = stage, progress
         self._pull: Callable[[], Any] = stage.__next__
         self._plain = plain and not progress.iterable

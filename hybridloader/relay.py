@@ -41,8 +41,9 @@ class _Raised:
 class _Belt:
     """What the thread and the consumer share; the thread holds this and never the relay."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, weigh: Callable[[Any], int] | None, limit: int) -> None:
         self.depth = depth
+        self.weigh, self.limit = weigh, limit
         self.owner = os.getpid()
         # One lock, which a finalizer on the same thread may take again.
         lock = threading.RLock()
@@ -50,6 +51,8 @@ class _Belt:
         self.left = threading.Condition(lock)
         # All the mutable state, under that lock:
         self.items: deque[Any] = deque()
+        self.weights: deque[int] = deque()  # of the items, if there is a `weigh`
+        self.weight = 0  # of all of them
         self.closed = self.ended = False
         self.waiting = 0  # consumers that sleep until something comes
         self.full = False  # the thread sleeps until something leaves
@@ -59,25 +62,46 @@ class _Belt:
         self.waited = 0.0  # seconds that the consumer slept
 
     def put(self, item: Any) -> bool:
+        weight = 0
+        if self.weigh is not None and type(item) is not _Raised:
+            weight = self.weigh(item)
         with self.came:
-            if len(self.items) >= self.depth and not self.closed:
+            if not self._has_room(weight) and not self.closed:
                 began = time.monotonic()
                 self.full = True
-                while len(self.items) >= self.depth and not self.closed:
+                while not self._has_room(weight) and not self.closed:
                     self.left.wait()
                 self.full = False
                 self.blocked += time.monotonic() - began
             if self.closed:
                 return False
             self.items.append(item)
+            if self.weigh is not None:
+                self.weights.append(weight)
+                self.weight += weight
             self._tell()
             return True
+
+    def _has_room(self, weight: int) -> bool:
+        waiting = len(self.items)
+        return waiting < self.depth and (not waiting or self.weight + weight <= self.limit)
+
+    def get(self) -> Any:
+        """The first item, under the lock."""
+        item = self.items.popleft()
+        if self.weigh is not None:
+            self.weight -= self.weights.popleft()
+        self.count += 1
+        if self.full:
+            self.left.notify()
+        return item
 
     def end(self, error: BaseException | None) -> None:
         """Nothing more will come, after `error` if there is one; there is always room for that."""
         with self.came:
             if error is not None and not self.closed:
                 self.items.append(_Raised(error))
+                self.weights.append(0)
             self.ended = True
             self._tell()
 
@@ -87,6 +111,8 @@ class _Belt:
         with self.came:
             self.closed = True
             self.items.clear()
+            self.weights.clear()
+            self.weight = 0
             self.left.notify_all()
             self._tell()
 
@@ -112,9 +138,10 @@ def _pull(belt: _Belt, source: Iterator[Any], prepare: Callable[[], None] | None
                 raise
             except Exception as caught:
                 item = _Raised(caught)
-            if not belt.put(item):
+            wanted = belt.put(item)
+            del item  # an error in it has this very frame in its traceback
+            if not wanted:
                 break
-            del item
     except BaseException as caught:  # whatever it is, it is the consumer's to hear of
         error = caught
     finally:
@@ -137,6 +164,10 @@ class Relay(Iterator[Any]):
         The thread's name.
     depth
         How many items may wait, at least 1.
+    weigh
+        The weight of an item, such as its bytes.
+    limit
+        How much the items that wait may weigh together; one alone may weigh more.
     prepare
         Called first on the thread, for instance to choose a device.
     start
@@ -149,12 +180,14 @@ class Relay(Iterator[Any]):
         name: str,
         *,
         depth: int = 2,
+        weigh: Callable[[Any], int] | None = None,
+        limit: int = 0,
         prepare: Callable[[], None] | None = None,
         start: bool = True,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
-        self._belt = _Belt(depth)
+        self._belt = _Belt(depth, weigh, limit)
         self._thread = threading.Thread(
             target=_pull, args=(self._belt, source, prepare), name=name, daemon=True
         )
@@ -167,10 +200,25 @@ class Relay(Iterator[Any]):
         self._thread.start()
 
     def __next__(self) -> Any:
+        return self.get()
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The next item, waited for.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait at most; None: for ever.
+
+        Raises
+        ------
+        NotReady
+            None came in that time.
+        """
         belt = self._belt
         with belt.came:
             if not belt.items:
-                self._sleep()
+                self._sleep(timeout)
             return self._get()
 
     def next_nowait(self) -> Any:
@@ -216,6 +264,11 @@ class Relay(Iterator[Any]):
         return self._thread.name
 
     @property
+    def here(self) -> bool:
+        """Whether this is its thread."""
+        return self._thread is threading.current_thread()
+
+    @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
@@ -249,13 +302,18 @@ class Relay(Iterator[Any]):
         """Seconds that the consumer has waited for the thread."""
         return self._belt.waited
 
-    def _sleep(self) -> None:
+    def _sleep(self, timeout: float | None) -> None:
         belt, began = self._belt, time.monotonic()
         belt.waiting += 1
         try:
             while not belt.items:
                 self._check()
-                belt.came.wait(_SLICE)
+                left = None if timeout is None else began + timeout - time.monotonic()
+                if left is not None and left <= 0:
+                    raise NotReady(
+                        f"nothing has come through {self._thread.name!r} in {timeout:g} s"
+                    )
+                belt.came.wait(min(filter(None, (left, _SLICE)), default=None))
         finally:
             belt.waiting -= 1
             belt.waited += time.monotonic() - began
@@ -268,11 +326,7 @@ class Relay(Iterator[Any]):
             raise StopIteration
 
     def _get(self) -> Any:
-        belt = self._belt
-        item = belt.items.popleft()
-        belt.count += 1
-        if belt.full:
-            belt.left.notify()
+        item = self._belt.get()
         if type(item) is _Raised:
             try:
                 raise item.error

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 DEFAULT = "default"
 """The name of torch's default generator."""
 
+SAMPLERS = "sampler"
+"""That of the generator which the sampler has of its own."""
+
 FIRST_WITHOUT_WORKERS = ("iter", "seed")
 FIRST = ("iter", "seed", "iter")
 AGAIN = ("iter",)
@@ -73,10 +76,31 @@ class Making(NamedTuple):
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """The sampler of batches, if there is one, and that of samples."""
-    outer = loader._index_sampler
-    inner = getattr(outer, "sampler", None)
-    return [outer] if inner is None else [outer, inner]
+    """The sampler of batches, if there is one, and what it draws from, down to that of samples.
+
+    accelerate puts one sampler of batches around another, as its `batch_sampler`.
+    """
+    found = [loader._index_sampler]
+    while True:
+        last = found[-1]
+        inner = getattr(last, "batch_sampler", None)
+        if inner is None:
+            inner = getattr(last, "sampler", None)
+        if inner is None or any(inner is one for one in found):
+            return found
+        found.append(inner)
+
+
+def share_of(loader: Any) -> list[int] | None:
+    """Which rank of how many a sampler without a state draws for, if it tells: torch's, accelerate's."""
+    if stateful_of(loader) is not None:
+        return None
+    for sampler in samplers_of(loader):
+        for names in (("rank", "num_replicas"), ("process_index", "num_processes")):
+            share: list[Any] = [getattr(sampler, name, None) for name in names]
+            if all(type(number) is int for number in share):
+                return share
+    return None
 
 
 def stateful_of(loader: Any) -> Any:
@@ -104,7 +128,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
     own = getattr(inner, "generator", None)
     if isinstance(own, torch.Generator):
         if own is not loader.generator:
-            found["sampler"] = own
+            found[SAMPLERS] = own
         return found
     known = type(samplers[0]) is BatchSampler or len(samplers) == 1
     fixed = type(inner) is SequentialSampler or stateful_of(loader) is not None
@@ -150,6 +174,8 @@ def set_generators(loader: Any, making: Making) -> None:
     own = generators_of(loader)
     for name, state in making.generators.items():
         if name not in own:
+            if making.epoch is not None and name in (DEFAULT, SAMPLERS):
+                continue  # a sampler that makes its generator when it is first asked, and seeds it then
             raise StateError(
                 f"the state holds that of the generator {name!r}, and this loader draws from "
                 f"{', '.join(own) or 'none'}; give it the same sampler and generator as when the state "

@@ -155,7 +155,7 @@ class Roster:
 
     def lateness(self, timeout: float) -> str:
         """What to say when no result has come for `timeout` seconds."""
-        sent = self.scheduler.sent
+        sent = dict(self.scheduler.sent)  # another thread may be pulling
         late_ones = sorted(sent)[:1] if self.scheduler.ordered else sorted(sent)
         workers = [self.name(sent[seq]) for seq in late_ones]
         indices = [self.indices.get(seq) for seq in late_ones]

@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -37,10 +38,21 @@ class Mapping:
         In bytes.
     """
 
-    __slots__ = ("__weakref__", "_owner", "address", "size")
+    __slots__ = ("__weakref__", "_ends", "_owner", "address", "size")
 
     def __init__(self, address: int, size: int, owner: Any = None) -> None:
         self.address, self.size, self._owner = address, size, owner
+        self._ends: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+
+    def at_end(self, function: Callable[..., object], *args: Any) -> None:
+        """Call ``function(*args)`` when it is given back; what was asked for last comes first.
+
+        The memory is there until all have been called. From any thread; nothing is called while Python
+        shuts down, which gives all memory back.
+        """
+        if not self._ends:
+            weakref.finalize(self, _end, self._ends).atexit = False
+        self._ends.append((function, args))
 
     def view(self, start: int = 0, size: int | None = None) -> Any:
         """`size` bytes from `start`: an object with the buffer protocol and weak references.
@@ -49,6 +61,12 @@ class Mapping:
         """
         length = self.size - start if size is None else size
         return (ctypes.c_ubyte * length).from_address(self.address + start)
+
+
+def _end(ends: list[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
+    while ends:
+        function, args = ends.pop()
+        function(*args)
 
 
 def nameless_available() -> bool:
@@ -87,11 +105,18 @@ def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
         raise
 
 
-def make_private(size: int) -> Mapping:
-    """`size` bytes of this process alone. Raises `OSError` when there is no memory for them."""
-    if sys.platform == "win32":
+def make_private(size: int, *, forks_share: bool = False) -> Mapping:
+    """`size` bytes of this process alone. Raises `OSError` when there is no memory for them.
+
+    Parameters
+    ----------
+    forks_share
+        A fork sees these pages, where else it gets a copy. A copy on write gives the parent new
+        pages while a device goes on reading the old ones.
+    """
+    if forks_share or sys.platform == "win32":
         pages = mmap.mmap(-1, size)
-    else:  # private, so that a fork gets a copy; Python's default would share the pages with it
+    else:  # Python's default would share the pages with a fork
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # one fault for 2 MB instead of 512
             try:
@@ -163,7 +188,7 @@ def map_descriptor(fd: int, size: int, *, private: bool = False) -> Mapping:
         code = ctypes.get_errno()
         raise OSError(code, f"could not map {size} bytes: {os.strerror(code)}")
     mapping = Mapping(address, size)
-    weakref.finalize(mapping, _libc().munmap, address, size).atexit = False
+    mapping.at_end(_libc().munmap, address, size)
     return mapping
 
 

@@ -9,6 +9,9 @@ one for every batch in which the other side has it. The count goes down only by 
 finalizers may write to from any thread. At zero the slot is free; nobody ever writes to one that
 is not. So a collated tensor that a user's function keeps is safe, in the worker as in the parent.
 
+Where a device reads the batches, the pages of a slot may be locked for it; the end of a holder counts
+once the device has read them, then (`page_locks.py`).
+
 No call here waits. Without a free slot, without room below the limit, or without memory, the answer
 is None, and the batch is made in ordinary memory.
 """
@@ -21,10 +24,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from hybridloader import segments
 from hybridloader.segments import Mapping, Ticket
+
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
 
 OWN = 256 * 1024
 """Bytes from which a buffer gets a slot of its own. Smaller ones of a batch share one: copying them
@@ -35,9 +42,9 @@ IDLE = 64
 
 
 class Slot:
-    """One piece of memory, and how many hold it."""
+    """One piece of memory, and how many hold it; what its pages are locked by, if they are."""
 
-    __slots__ = ("fd", "holders", "last", "mapping", "number", "ticket")
+    __slots__ = ("fd", "holders", "last", "locks", "mapping", "number", "ticket")
 
     def __init__(
         self, number: int, mapping: Mapping, ticket: Ticket | None, fd: int | None
@@ -45,6 +52,7 @@ class Slot:
         self.number, self.mapping, self.ticket, self.fd = number, mapping, ticket, fd
         self.holders = 0
         self.last = 0
+        self.locks: PageLocks | None = None
 
     def close(self) -> None:
         """Nobody will be told of it any more."""
@@ -73,6 +81,8 @@ class Pool:
         Makes the memory of a new slot, given its size and number, or raises `OSError`.
     limit
         In bytes.
+    locks
+        Locks the pages of new slots; None: nobody does.
 
     Attributes
     ----------
@@ -80,16 +90,19 @@ class Pool:
         Why the last slot that was wanted could not be had; None as long as all could.
     """
 
-    def __init__(self, make: Callable[[int, int], Made], limit: int) -> None:
+    def __init__(
+        self, make: Callable[[int, int], Made], limit: int, locks: PageLocks | None = None
+    ) -> None:
         self._make = make
         self._limit = limit
+        self.locks = locks
         # All the mutable state:
         self.slots: dict[int, Slot] = {}
         self.size = 0  # bytes of all slots
         self.retired: list[int] = []
         self.refusal: str | None = None
         self._free: list[Slot] = []  # the one that was freed last at the end
-        self._left: deque[Slot] = deque()  # holders that went; filled from any thread
+        self._left: deque[int] = deque()  # slots whose holder went; filled from any thread
         self.made = 0  # slots, ever
         self._takes = 0
 
@@ -102,12 +115,19 @@ class Pool:
         """A buffer over a part of `slot`, which is held until the last view of the buffer dies."""
         buffer = slot.mapping.view(start, size)
         slot.holders += 1
-        # The finalizer also keeps the mapping alive for as long as there is a view of it.
-        weakref.finalize(buffer, self._left.append, slot).atexit = False
+        # It also keeps the mapping alive for as long as there is a view of it.
+        gone = partial(_leave, self._left, slot.number, slot.mapping)
+        if slot.locks is None:
+            done = weakref.finalize(buffer, gone)
+        else:
+            done = weakref.finalize(buffer, slot.locks.after_device, gone)
+        done.atexit = False
         return buffer
 
     def take(self, size: int) -> Slot | None:
         """A free slot of at least `size` bytes, not yet held; None if there can be none."""
+        if self.locks is not None and not self.locks.here:
+            self._abandon()
         self._collect()
         self._takes += 1
         best: Slot | None = None
@@ -127,7 +147,7 @@ class Pool:
 
     def drop(self, slot: Slot) -> None:
         """One holder less."""
-        self._left.append(slot)
+        self._left.append(slot.number)
 
     def give_up(self, slot: Slot) -> None:
         """What was taken is not wanted after all."""
@@ -139,18 +159,33 @@ class Pool:
         self._limit = min(self._limit, limit)
 
     def close(self) -> None:
-        """Forget all slots; their memory goes with the last view of each."""
+        """Forget all slots; their memory goes with the last view of each. There are no more then."""
+        self._limit = 0
+        self._collect()
         for slot in self.slots.values():
             slot.close()
         self.slots.clear()
         self._free.clear()
+        self.size = 0
+
+    def _abandon(self) -> None:
+        """In a fork: these slots are the parent's, which would see what is written to them."""
+        self.locks = None
+        self.slots.clear()
+        self._free.clear()
+        self._left.clear()
+        self.size = 0
 
     def _collect(self) -> None:
+        if self.locks is not None:
+            self.locks.collect()
         left = self._left
         while left:
-            slot = left.popleft()
+            slot = self.slots.get(left.popleft())
+            if slot is None:  # closed meanwhile
+                continue
             slot.holders -= 1
-            if slot.holders == 0 and slot.number in self.slots:
+            if slot.holders == 0:
                 self._free.append(slot)
         while self.size > self._limit and self._free:  # the limit was lowered
             self._retire(self._free[0])
@@ -172,6 +207,8 @@ class Pool:
             self.refusal = f"there is no memory for a slot of {capacity:,} bytes ({error})"
             return None
         slot = Slot(self.made, mapping, ticket, fd)
+        if self.locks is not None and self.locks.lock(mapping):
+            slot.locks = self.locks
         self.made += 1
         self.size += mapping.size
         self.slots[slot.number] = slot
@@ -186,17 +223,36 @@ class Pool:
         slot.close()
 
 
+def _leave(left: deque[int], number: int, mapping: Mapping) -> None:
+    left.append(number)
+
+
 class PrivateSlots:
     """Slots for workers of this very process; any of its threads may take one."""
 
     def __init__(self, limit: int) -> None:
-        self._pool = Pool(lambda size, number: (segments.make_private(size), None, None), limit)
+        self._limit = limit
+        self._pool = Pool(_make_private, limit)
         self._taking = threading.Lock()
+
+    def page_lock(self, locks: PageLocks) -> None:
+        """Lock the pages of all slots, for a consumer that pins. Before the first is taken."""
+        self._pool = Pool(_make_lockable, self._limit, locks)
 
     def empty(self, size: int) -> Any | None:
         """A buffer of `size` bytes, with anything in it; None if there can be none."""
         with self._taking:
             return self._pool.empty(size)
+
+    def close(self) -> None:
+        """There are no more; those that are free are given back now, others with their last view."""
+        with self._taking:
+            self._pool.close()
+
+    @property
+    def locks(self) -> PageLocks | None:
+        """What locks their pages; None: nothing."""
+        return self._pool.locks
 
     @property
     def refusal(self) -> str | None:
@@ -206,3 +262,11 @@ class PrivateSlots:
     def size(self) -> int:
         """Bytes of all slots."""
         return self._pool.size
+
+
+def _make_private(size: int, number: int) -> Made:
+    return segments.make_private(size), None, None
+
+
+def _make_lockable(size: int, number: int) -> Made:
+    return segments.make_private(size, forks_share=True), None, None

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridloader.contract import Backend, ByReference, WorkerHandle
 from hybridloader.crews import ended_with
@@ -57,6 +57,9 @@ from hybridloader.restart import RestartPolicy
 from hybridloader.roster import Roster
 from hybridloader.scheduler import ACTIVE, Dispatch, Run, Scheduler, Work, round_robin
 
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
+
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread that pulls."""
 
@@ -89,6 +92,8 @@ class Stage(Iterator[Any]):
         When another worker takes the place of one that died; None: its death is raised.
     task_timeout
         Seconds that a worker may take for one task; 0: any time.
+    locks
+        Lock the pages in which results lie, because a device is going to read them; None: they are not.
     clock
         Seconds, monotonic.
 
@@ -112,6 +117,7 @@ class Stage(Iterator[Any]):
         sealed: bool = False,
         on_worker_death: RestartPolicy | None = None,
         task_timeout: float = 0,
+        locks: PageLocks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         backend.check()
@@ -140,6 +146,8 @@ class Stage(Iterator[Any]):
         self._pulling = threading.RLock()
         self._crew = backend.open()
         self._finalizer = ended_with(self, self._crew)
+        if locks is not None:
+            self._crew.page_lock(locks)
         roster = self._roster = Roster(self.spec, self._scheduler, self._crew, clock)
         self._indices = roster.indices
         self._recovery = None if on_worker_death is None else Recovery(on_worker_death, roster)
@@ -185,6 +193,10 @@ class Stage(Iterator[Any]):
     def report(self) -> list[WorkerReport]:
         """What each worker is doing; from any thread."""
         return self._roster.report()
+
+    def lateness(self, timeout: float) -> str:
+        """What to say when no result has come for `timeout` seconds; from any thread."""
+        return self._roster.lateness(timeout)
 
     def begin(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 from hybridloader.carried import Start, frozen, is_stateful, pickled
 from hybridloader.errors import StateError
 from hybridloader.progress import UNKNOWN, Progress
-from hybridloader.replay import Making, Snapshot, check_of, samplers_of
+from hybridloader.replay import Making, Snapshot, check_of, samplers_of, share_of
 
 VERSION = 1
 """Of what is under `OWN`; it changes with the meaning of a field."""
@@ -124,20 +124,21 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
     size = loader.batch_size or 1
     # Nothing in the dict may be ours to go on with; a copy of all, tensors too, would take 100 us more.
     own_state = None if snapshot is None else copy.deepcopy(snapshot.sampler)
+    index_state = {"samples_yielded": count * size, "sampler_state": own_state}
+    if loader.batch_size is None:  # accelerate multiplies it with batch_size if it is there
+        del index_state["samples_yielded"]
     return {
         "_sampler_iter_yielded": count,
         "_num_yielded": progress.yielded,
-        "_index_sampler_state": None
-        if iterable
-        else {"samples_yielded": count * size, "sampler_state": own_state},
+        "_index_sampler_state": None if iterable else index_state,
         "_sampler_iter_state": None if snapshot is None else copy.deepcopy(snapshot.iterator),
         "_IterableDataset_len_called": loader._IterableDataset_len_called,
         "_shared_seed": progress.shared_seed,
         "_base_seed": progress.base_seed,
         "_num_workers": loader.num_workers,
         "_last_yielded_worker_id": progress.last_worker,
-        "_dataset_state": dataset,
-        "_fetcher_state": None,
+        "dataset_state": dataset,
+        "fetcher_state": None,
         "_worker_snapshots": None if over else _snapshots(progress, loader),
         "_iterator_finished": where == END,
         OWN: {
@@ -152,6 +153,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
             "sampler_epoch": making.epoch,
             "generators": {name: each.clone() for name, each in making.generators.items()},
             "check": None if at is None or at[0] is UNKNOWN else check_of(at[0]),
+            "share": None if iterable else share_of(loader),
             "apart": copy.deepcopy(apart),
             "whole": copy.deepcopy(whole),
             "first": [] if over else _first(progress),
@@ -247,7 +249,7 @@ def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resu
     if own["at"] not in (START, WITHIN, END):
         raise StateError(f"at is {own['at']!r} in the state, which says nothing")
     resume = Resume(making, epoch, base_seed=seed, shared_seed=state["_shared_seed"])
-    resume.dataset = state["_dataset_state"]
+    resume.dataset = state["dataset_state"]
     if not within:
         resume.empty = own["at"] == END and not finished
         resume.fresh, resume.shared_seed = not resume.empty, None
@@ -257,7 +259,7 @@ def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resu
     resume.count = count
     resume.yielded = count if edited else _whole("_num_yielded", state["_num_yielded"])
     if not edited:
-        resume.check = own["check"]
+        resume.check = own["check"] if _is_of_this_rank(loader, own) else None
         resume.apart, resume.whole = list(own["apart"]), list(own["whole"])
         resume.snapshot = _snapshot(state)
     _read_workers(loader, state, own, resume, edited)
@@ -270,6 +272,21 @@ def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resu
                 "state is of another one"
             )
     return resume
+
+
+def _is_of_this_rank(loader: Any, own: Mapping[str, Any]) -> bool:
+    """Whether the rank that took the state drew what this one draws; all have come equally far."""
+    share = own.get("share")
+    here = None if own["kind"] == "iterable" else share_of(loader)
+    if share is None or here is None or share == here:
+        return True
+    if share[1] != here[1]:
+        raise StateError(
+            f"the state is of rank {share[0]} of {share[1]}, and this is rank {here[0]} of {here[1]}: "
+            "their samplers draw other parts; take hybridloader's DistributedShuffleSampler to change "
+            "the number of ranks"
+        )
+    return False
 
 
 def _snapshot(state: Mapping[str, Any]) -> Snapshot | None:
@@ -362,7 +379,7 @@ _KEYS = {
     "_base_seed",
     "_num_workers",
     "_last_yielded_worker_id",
-    "_dataset_state",
+    "dataset_state",
     "_worker_snapshots",
     "_iterator_finished",
 }

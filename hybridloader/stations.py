@@ -29,6 +29,7 @@ from hybridloader.work import WorkFetch
 
 if TYPE_CHECKING:
     from hybridloader.draws import Draws
+    from hybridloader.page_locks import PageLocks
 
 
 class Station:
@@ -59,6 +60,7 @@ class Stations(dict[Path, Station]):
         self._seed, self._closed = seed, closed
         # All the other mutable state:
         self.register = Register()  # of what was skipped
+        self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
         self._numbers: dict[int, int] = {}  # of functions in their line, by their identity
 
     def number(self, nodes: Sequence[Node]) -> None:
@@ -100,6 +102,7 @@ class Stations(dict[Path, Station]):
                 sealed=node.sealed,
                 on_worker_death=placement.on_worker_death,
                 task_timeout=placement.task_timeout,
+                locks=self.locks.get(path),
             )
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error

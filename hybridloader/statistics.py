@@ -185,11 +185,14 @@ def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
             continue
         feeder = machine.feeders[where]
         works = list(_pulled(machine.nodes_before(where)))
-        if not works:
+        names = [_label(node) for node in works]
+        if feeder.node.operator is not None:
+            names.append(feeder.node.name)
+        if not names:
             continue
         waited = machine.waited_before(where)
         busy = max(0.0, feeder.elapsed - feeder.blocked - waited)
-        name = " + ".join(_label(node) for node in works)
+        name = " + ".join(names)
         items = feeder.items
         blocked, queued = feeder.blocked, feeder.queued
         # The functions that it calls are right before it.

@@ -9,6 +9,16 @@ function object, wherever it is held, looks at the thread first and then does wh
 There is one caller that must not see a worker: torch's `collate_tensor_fn` asks in order to put
 the batch into shared memory of its own. Our batches travel another way, so that would be a copy
 too many (and a thread's batch would come out ``is_shared()``). That one caller is told None.
+
+Where that ends:
+
+- In a worker that is a thread the answer belongs to that thread and to those of `threads_per_worker`.
+  A thread or an executor that a dataset starts by itself is told None, as in the training script; hand
+  it the `WorkerInfo`. In a worker process every thread has the answer, as with torch.
+- Code that reads ``torch.utils.data._utils.worker._worker_info`` finds torch's global, which stays None
+  in threads. So does a function that was made out of torch's code before the first worker started.
+- The first worker of a process changes torch's function, and it stays so; without a worker it answers
+  what it always did, a look at a thread-local later.
 """
 
 from __future__ import annotations

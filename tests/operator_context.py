@@ -69,7 +69,7 @@ class Stand:
         self.epoch, self.seed = epoch, seed
         self.shared: dict[Any, Any] = {}
         self.opened: list[Script] = []
-        self.start, self.saved, self.run_seed = 0, None, 0
+        self.start, self.saved, self.run_seed, self.locks = 0, None, 0, None
 
     def draw(self) -> int:
         import torch

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bare_platform
 import pytest
 
+import hybridloader
 from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads
 from hybridloader.backends import sockets
+from hybridloader.messages import Done, Task
 from hybridloader.testing import BackendContract
+
+ROOT = Path(__file__).parent.parent
+BACKENDS = Path(sockets.__file__).parent
 
 
 class TestInline(BackendContract):
@@ -57,14 +69,39 @@ class TestSharedMemoryWithoutMemfd(BackendContract):
         monkeypatch.delattr("os.memfd_create")
 
 
-class TestPortableTransport(BackendContract):
+@pytest.fixture
+def _nothing_of_posix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on Windows: connections instead of polled sockets, no descriptors, slots with names."""
 
+    def put(owner: Any, name: str, value: Any) -> None:
+        (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(
+            owner, name, value
+        )
+
+    monkeypatch.setenv("PYTHONPATH", bare_platform.child_environment(tmp_path))
+    monkeypatch.setattr(sockets, "available", lambda: False)
+    bare_platform.switch_off(monkeypatch.delattr, put)
+
+
+@pytest.mark.usefixtures("_nothing_of_posix")
+class TestSpawnWithNothingOfPosix(BackendContract):
     backend = Spawn()
 
-    @pytest.fixture(autouse=True)
-    def _no_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sockets, "available", lambda: False)
+    def test_it_is_all_gone_in_workers_too(self) -> None:
+        assert bare_platform.there() == []
+        with self.crew(self.spec(_what_is_there)) as crew:
+            crew.send(0, Task(0, None))
+            (payload,) = [event.payload for event in crew.collect(1) if isinstance(event, Done)]
+            assert payload.open() == []
+
+
+@pytest.mark.usefixtures("_nothing_of_posix")
+class TestThreadsWithNothingOfPosix(BackendContract):
+    backend = Threads()
+
+
+def _what_is_there(index: None) -> list[str]:
+    return bare_platform.there()
 
 
 class TestNamedSlots(BackendContract):
@@ -77,3 +114,33 @@ class TestStream(BackendContract):
     """No slots at all."""
 
     backend = Fork(memory=Memory(kind="stream"))
+
+
+def test_every_module_can_be_imported_with_nothing_of_posix(tmp_path: Path) -> None:
+    """Also what only an ``if`` or a class body at the top of a module would touch."""
+    core = Path(hybridloader.__file__).parent
+    names = [
+        ".".join(("hybridloader", *path.relative_to(core).with_suffix("").parts))
+        for path in sorted(core.rglob("*.py"))
+        if path.stem not in ("__main__", "__init__") and "demo" not in path.parts
+    ]
+    names += [f"hybridloader.backends.{path.stem}" for path in sorted(BACKENDS.glob("*.py"))]
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import bare_platform; assert not bare_platform.there()\n{code}",
+            *names,
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": _path(tmp_path)},
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def _path(folder: Path) -> str:
+    return os.pathsep.join(
+        [bare_platform.child_environment(folder), str(ROOT), str(ROOT / "tests")]
+    )

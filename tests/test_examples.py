@@ -19,6 +19,7 @@ import hybridloader
 from hybridloader import Operator, Pipeline
 from hybridloader.demo.photographs import PHOTOGRAPHS, prepare
 from hybridloader.operators.work import Where
+from hybridloader.steps import Steps
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "pipelines.md"
@@ -96,7 +97,8 @@ def _run_blocks(names: dict[str, Any]) -> None:
 
 
 def test_the_page_names_every_public_method() -> None:
-    public = {name for name in vars(Pipeline) if not name.startswith("_")} - {"operators"}
+    names = {*vars(Steps), *vars(Pipeline)} - {"operators"}
+    public = {name for name in names if not name.startswith("_")}
     text = PAGE.read_text()
     heads = "\n".join(line.split(" | ")[0] for line in text.splitlines() if line.startswith("| "))
     missing = {name for name in public if not re.search(rf"\.{name}[(`]", heads)}
@@ -109,7 +111,7 @@ def test_the_table_of_operators_names_nothing_else() -> None:
     named = re.findall(r"^\| `\.(\w+)\(", table, re.MULTILINE)
     assert len(named) == len(set(named)) > 20
     for name in named:
-        assert isinstance(vars(Pipeline)[name], FunctionType), name
+        assert isinstance(getattr(Pipeline, name), FunctionType), name
 
 
 LENGTHS = {
@@ -134,6 +136,8 @@ LENGTHS = {
     ".interleave(other, ...)": lambda pipe: pipe.interleave(pipe),
     ".mix(other, ...)": lambda pipe: pipe.mix(pipe),
     ".fork(count)": lambda pipe: pipe.fork(2)[0],
+    ".pin_memory()": lambda pipe: pipe.pin_memory(),
+    ".to(device)": lambda pipe: pipe.to("cuda"),
 }
 WORDS = {
     "n": 10,

@@ -20,7 +20,7 @@ from sampled import (
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hybridloader import DataLoader
+from hybridloader import DataLoader, StateError
 from hybridloader.sampling import DistributedShuffleSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -36,8 +36,12 @@ def test_what_accelerate_edits_is_honoured(sampler: str) -> None:
     factor = 1
     state["_sampler_iter_yielded"] -= factor
     state["_num_yielded"] -= factor
-    size = BATCH if sampler != "our batches" else 1
-    state["_index_sampler_state"]["samples_yielded"] -= size * factor
+    batch_size = make(sampler).batch_size
+    assert ("samples_yielded" in state["_index_sampler_state"]) is (batch_size is not None)
+    if (
+        batch_size is not None
+    ):  # behind a batch sampler there is none for accelerate to multiply with
+        state["_index_sampler_state"]["samples_yielded"] -= batch_size * factor
     state["_iterator_finished"] = False
     other = make(sampler)
     other.load_state_dict(state)
@@ -229,3 +233,19 @@ def test_another_number_of_ranks_loses_and_doubles_nothing(
         loader.load_state_dict(states[0])
         seen += [index for batch in loader for index in batch.tolist()]
     assert sorted(seen) == list(range(40))
+
+
+def test_the_state_of_one_rank_serves_all_with_torchs_sampler_and_no_other_number_of_them() -> None:
+    """Lightning and accelerate save one state for all ranks."""
+
+    def ranked(rank: int, world: int) -> DataLoader:
+        sampler = DistributedSampler(NUMBERS, world, rank, seed=3)
+        return DataLoader(NUMBERS, BATCH, sampler=sampler)
+
+    _, state = left_after(ranked(0, 2), 1)
+    for rank in range(2):
+        whole, other = flat(ranked(rank, 2)), ranked(rank, 2)
+        other.load_state_dict(state)
+        assert flat(other) == whole[1:]
+    with pytest.raises(StateError, match="of rank 0 of 2, and this is rank 0 of 3"):
+        ranked(0, 3).load_state_dict(state)

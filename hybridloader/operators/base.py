@@ -18,6 +18,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
     from hybridloader.pipeline import Pipeline
 
 Length = int | float | None
@@ -89,6 +90,10 @@ class Context(Protocol):
     @property
     def saved(self) -> Mark | None:
         """What this operator marked in the run that this one goes on from."""
+
+    @property
+    def locks(self) -> PageLocks | None:
+        """For memory that this operator makes, if a device is going to read it there; else None."""
 
     @property
     def run_seed(self) -> int:

@@ -77,7 +77,7 @@ class BatchBy(Operator):
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return BatchByIterator(items, self, Collating(self.collate_fn, self.memory))
+        return BatchByIterator(items, self, Collating(self.collate_fn, self.memory, context.locks))
 
     def length(self, upstream: Length) -> Length:
         return upstream if upstream in (0, INFINITE) else None

@@ -7,13 +7,16 @@ The same collation and the same slots as in workers; see `hybridloader.collate` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridloader.collate import is_default_collate, set_slots, teach_torch
 from hybridloader.memory import Memory, warn_of_overflow
 from hybridloader.operators.base import Operator
 from hybridloader.operators.parameters import function, leak, short
 from hybridloader.slots import PrivateSlots
+
+if TYPE_CHECKING:
+    from hybridloader.page_locks import PageLocks
 
 CollateFn = Callable[[list[Any]], Any]
 
@@ -30,9 +33,13 @@ class Collating:
         None for torch's `default_collate`.
     memory
         What the slots may take.
+    locks
+        Lock their pages, because a device is going to read them; None: they are not.
     """
 
-    def __init__(self, collate_fn: CollateFn | None, memory: Memory) -> None:
+    def __init__(
+        self, collate_fn: CollateFn | None, memory: Memory, locks: PageLocks | None = None
+    ) -> None:
         if collate_fn is None:
             from torch.utils.data import default_collate
 
@@ -41,6 +48,8 @@ class Collating:
             teach_torch()
         self._function = collate_fn
         self._slots = PrivateSlots(memory.bytes())
+        if locks is not None:
+            self._slots.page_lock(locks)
         # All the mutable state, besides the slots:
         self._warned = False
 

@@ -61,7 +61,7 @@ class Batch(Operator):
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(self.collate_fn, self.memory)
+        collate = Collating(self.collate_fn, self.memory, context.locks)
         return BatchIterator(items, self.size, self.drop_last, collate)
 
     def seek(self, n: int) -> int:
@@ -107,7 +107,7 @@ class PaddedBatch(Operator):
             raise TypeError(f"{self.name}: {error}") from None
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        collate = Collating(Pad(self.padding_value, self.lengths), self.memory)
+        collate = Collating(Pad(self.padding_value, self.lengths), self.memory, context.locks)
         return BatchIterator(items, self.size, self.drop_last, collate)
 
     def seek(self, n: int) -> int:

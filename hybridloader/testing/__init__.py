@@ -3,9 +3,10 @@
 `BackendContract` is the executable form of `hybridloader.contract`: subclass it in a test module, set
 `backend`, and pytest runs the suite. `Gate` lets a test decide when a worker goes on, wherever that
 worker lives; `FakeClock` and `ScriptedBackend` let it decide what happens and when, with no worker at
-all. Nothing here is imported by the rest of the package.
+all; `FakeAccelerator` is a device without a GPU. Nothing here is imported by the rest of the package.
 """
 
+from hybridloader.testing.fake_accelerator import FakeAccelerator
 from hybridloader.testing.suite import BackendContract, Call, Count
 from hybridloader.testing.tools import FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
@@ -13,6 +14,7 @@ __all__ = [
     "BackendContract",
     "Call",
     "Count",
+    "FakeAccelerator",
     "FakeClock",
     "Gate",
     "ScriptedBackend",

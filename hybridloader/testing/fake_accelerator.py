@@ -1,12 +1,16 @@
 """A device that a test moves on: no GPU needed to test what waits for one.
 
-What is queued on its streams happens when the test says so, and a copy reads its source only then. So
-memory that was used again too early shows as a wrong batch, as on a real device.
+What is queued on its streams happens when the test says so, and a copy reads its source only then.
+Memory of the device is used again as a caching allocator does it: at once for what is queued on the
+stream that it was made for, with other streams heeded only if `keep_for` was told of them. So memory
+that was used again too early, on either side, shows as a wrong batch, as on a real device.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,15 +46,28 @@ class FakeStream:
         return f"FakeStream({self.name!r}, {len(self.queue)} queued)"
 
 
+class _Block:
+    """Memory of the device, and what must have happened before it is used again."""
+
+    __slots__ = ("keepers", "marks", "memory", "stream")
+
+    def __init__(self, memory: Any, stream: FakeStream) -> None:
+        self.memory, self.stream = memory, stream
+        self.keepers: list[FakeStream] = []
+        self.marks: list[FakeMark] = []
+
+
 class FakeAccelerator:
-    """An accelerator in this process's memory; its tensors are ordinary ones.
+    """An accelerator in this process's memory; its tensors are ordinary ones, and never empty.
 
     Parameters
     ----------
     name
         Of the device.
     lockable
-        Bytes that may be page-locked at once; None: any number.
+        Bytes that may be page-locked at once by `page_lock`; None: any number.
+    pinnable
+        Bytes that `pin` may have made and that are alive at once; None: any number.
     manual
         Whether the streams stand still until `run` is called; else all happens at once.
 
@@ -58,39 +75,60 @@ class FakeAccelerator:
     ----------
     locked
         Bytes that are page-locked now, by address.
+    pinned
+        Addresses of what `pin` has made and that is alive.
     entered
         Identities of the threads that chose the device.
     kept
-        What `keep_for` was told: streams, by the identity of the tensor's memory.
+        What `keep_for` was told: streams, by the address of the tensor's memory.
     """
 
     pins = True
 
     def __init__(
-        self, name: str = "fake:0", *, lockable: int | None = None, manual: bool = True
+        self,
+        name: str = "fake:0",
+        *,
+        lockable: int | None = None,
+        pinnable: int | None = None,
+        manual: bool = True,
     ) -> None:
         self.name = name
-        self.lockable = lockable
+        self.lockable, self.pinnable = lockable, pinnable
         self.manual = manual
         self.moved = threading.Condition(threading.RLock())  # finalizers take it too
         self.default = FakeStream("default")
         # All the other mutable state:
         self.streams = [self.default]
         self.locked: dict[int, int] = {}
-        self.pinned: set[int] = set()
+        self.pinned: dict[int, int] = {}  # bytes, by address
         self.entered: list[int] = []
         self.kept: list[tuple[int, FakeStream]] = []
+        self._blocks: dict[int, _Block] = {}  # that are in use, by address
+        self._free: list[_Block] = []
         self._here = threading.local()
+
+    def __repr__(self) -> str:
+        return f"FakeAccelerator({self.name!r})"
 
     def enter(self) -> None:
         self.entered.append(threading.get_ident())
 
+    # -- memory of the host ----------------------------------------------------------------------------
+
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.is_pinned(tensor):
+        if self.is_pinned(tensor) or self.holds(tensor):
             return tensor
-        copy = tensor.clone()
         with self.moved:
-            self.pinned.add(copy.untyped_storage().data_ptr())
+            most = self.pinnable
+            if most is not None and sum(self.pinned.values()) + tensor.nbytes > most:
+                raise RuntimeError(f"the fake device pins at most {most:,} bytes")
+            memory = (ctypes.c_char * tensor.nbytes)()
+            address = ctypes.addressof(memory)
+            self.pinned[address] = tensor.nbytes
+            weakref.finalize(memory, self.pinned.pop, address).atexit = False
+        copy = _over(memory, tensor)
+        copy.copy_(tensor)
         return copy
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -113,6 +151,8 @@ class FakeAccelerator:
         with self.moved:
             del self.locked[address]
 
+    # -- streams ---------------------------------------------------------------------------------------
+
     def side_stream(self) -> FakeStream:
         with self.moved:
             self.streams.append(FakeStream(f"side {len(self.streams)}"))
@@ -131,19 +171,6 @@ class FakeAccelerator:
         finally:
             self._here.stream = before
 
-    def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        copy = torch.zeros_like(tensor)
-
-        def happen() -> bool:
-            copy.copy_(tensor)
-            return True
-
-        # Only pinned memory is read later: of other memory the driver makes a copy first.
-        self._queue(self.current_stream(), happen, at_once=not self.is_pinned(tensor))
-        return copy
-
     def mark(self, stream: Any) -> FakeMark:
         mark = FakeMark(self)
 
@@ -157,8 +184,66 @@ class FakeAccelerator:
     def hold_up(self, stream: Any, mark: Any) -> None:
         self._queue(stream, mark.passed)
 
+    # -- memory of the device --------------------------------------------------------------------------
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it was made by `move`."""
+        with self.moved:
+            return tensor.untyped_storage().data_ptr() in self._blocks
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.holds(tensor):
+            return tensor
+        stream = self.current_stream()
+        copy = _over(self._allocate(tensor.nbytes, stream), tensor)
+        source = self._source(tensor)
+
+        def happen() -> bool:
+            copy.copy_(source())
+            return True
+
+        self._queue(stream, happen)
+        return copy
+
+    def _source(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """What a copy reads once it happens: in pages that somebody else locked, whatever is there."""
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self.pinned:
+            return lambda: tensor  # torch's allocator keeps what it has pinned until it was read
+        if not self.is_pinned(tensor):
+            staged = tensor.clone()  # the driver does so before it returns
+            return lambda: staged
+        dtype, shape = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        def read() -> torch.Tensor:
+            import torch
+
+            if not any(start <= address < start + own for start, own in self.locked.items()):
+                raise RuntimeError("a copy reads pages that were unlocked too early")
+            there = (ctypes.c_char * size).from_address(address)
+            whole = torch.frombuffer(there, dtype=dtype, count=size // dtype.itemsize)
+            return whole.as_strided(*shape)
+
+        return read
+
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        self.kept.append((tensor.untyped_storage().data_ptr(), stream))
+        address = tensor.untyped_storage().data_ptr()
+        with self.moved:
+            self.kept.append((address, stream))
+            if address in self._blocks:
+                self._blocks[address].keepers.append(stream)
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Have `kernel` called when this thread's stream comes to it."""
+
+        def happen() -> bool:
+            kernel()
+            return True
+
+        self._queue(self.current_stream(), happen)
+
+    # -- what the test does ----------------------------------------------------------------------------
 
     def run(self, *streams: FakeStream) -> None:
         """Move on `streams` (all, if none is given) as far as they come."""
@@ -178,13 +263,36 @@ class FakeAccelerator:
         with self.moved:
             return sum(len(stream.queue) for stream in self.streams)
 
-    def _queue(
-        self, stream: FakeStream, happen: Callable[[], bool], *, at_once: bool = False
-    ) -> None:
+    def _queue(self, stream: FakeStream, happen: Callable[[], bool]) -> None:
         with self.moved:
-            if at_once:
-                happen()
-                return
             stream.queue.append(happen)
             if not self.manual:
                 self.run()
+
+    def _allocate(self, size: int, stream: FakeStream) -> Any:
+        with self.moved:
+            for block in self._free:
+                fits = block.stream is stream and ctypes.sizeof(block.memory) == size
+                if fits and all(mark.reached for mark in block.marks):
+                    self._free.remove(block)
+                    break
+            else:
+                block = _Block((ctypes.c_char * size)(), stream)
+            block.keepers.clear()
+            address = ctypes.addressof(block.memory)
+            self._blocks[address] = block
+            view = (ctypes.c_char * size).from_buffer(block.memory)
+            weakref.finalize(view, self._release, address).atexit = False
+        return view
+
+    def _release(self, address: int) -> None:
+        with self.moved:
+            block = self._blocks.pop(address)
+            block.marks = [self.mark(stream) for stream in block.keepers]
+            self._free.append(block)
+
+
+def _over(memory: Any, like: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)

@@ -6,12 +6,14 @@ import os
 import pickle
 import tempfile
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hybridloader.collate import WithoutTorch
 from hybridloader.contract import Backend, Crew
 from hybridloader.fetch import EndOfShard, Fetcher, Flag
 from hybridloader.messages import (
@@ -27,6 +29,8 @@ from hybridloader.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.page_locks import PageLocks
+from hybridloader.testing.fake_accelerator import FakeAccelerator
 from hybridloader.testing.tools import DEADLINE, Gate
 from hybridloader.worker_info import get_worker_info
 
@@ -83,10 +87,13 @@ class BackendContract:
 
     # -- tools -----------------------------------------------------------------------------------
 
-    def crew(self, spec: WorkerSpec) -> _Running:
+    def crew(self, spec: WorkerSpec, locks: PageLocks | None = None) -> _Running:
         """A crew of ``spec.workers`` started workers; a context manager that closes it."""
         self.backend.check()
-        return _Running(self.backend.open(), spec)
+        crew = self.backend.open()
+        if locks is not None:
+            crew.page_lock(locks)
+        return _Running(crew, spec)
 
     @staticmethod
     def spec(function: Callable[[Any], Any], workers: int = 1, **more: Any) -> WorkerSpec:
@@ -171,6 +178,43 @@ class BackendContract:
         with self.crew(self.spec(lambda x: x + offset)) as crew:
             crew.send(0, Task(0, 1))
             assert crew.open(crew.collect(1)[0]) == 42
+
+    # -- results that a device reads ---------------------------------------------------------------
+
+    def test_what_a_device_reads_is_not_written_to_before_it_has_and_no_lock_is_left(self) -> None:
+        """A crew that does not lock pages passes as well: the device then reads at once."""
+        import torch
+
+        device = FakeAccelerator()
+        locks = PageLocks(device)
+        copies = []
+        with self.crew(self.spec(_collated, workers=2), locks) as crew:
+            for seq in range(8):
+                crew.send(seq % 2, Task(seq, seq))
+                [result] = crew.collect(1)
+                copies.append(device.move(torch.as_tensor(crew.open(result))))
+                del result
+                if seq == 5:
+                    device.run()
+            crew.events.clear()
+        device.run()
+        for seq, copy in enumerate(copies):
+            assert copy.shape == (1, 1 << 19)
+            assert copy.min() == copy.max() == seq
+        locks.collect()
+        assert device.locked == {}
+
+    def test_pages_that_can_not_be_locked_are_told_of_once_and_results_come(self) -> None:
+        device = FakeAccelerator(lockable=0)
+        with self.crew(self.spec(_collated), PageLocks(device)) as crew:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for seq in range(4):
+                    crew.send(0, Task(seq, seq))
+                    [result] = crew.collect(1)
+                    assert int(crew.open(result)[0][-1]) == seq
+            assert len([w for w in caught if "not page-locked" in str(w.message)]) <= 1
+        assert device.locked == {}
 
     # -- errors ----------------------------------------------------------------------------------
 
@@ -398,6 +442,14 @@ def _filled(index: int) -> Any:
     import numpy as np
 
     return np.full(1 << 20, index, dtype=np.int16)
+
+
+def _collated(index: int) -> Any:
+    """A batch made as the default collation makes it; a worker without torch needs none for it."""
+    import numpy as np
+
+    sample = np.full(1 << 19, index, dtype=np.uint8)
+    return WithoutTorch("default_collate")([sample])
 
 
 def _fail_on_odd(index: int) -> int:

@@ -1,0 +1,347 @@
+"""P11: batches on their way to a device, beside the copy alone from page-locked memory.
+
+Each round has two parts. First the loader's batches are taken as fast as they come: that is the value.
+Then a step of matrix products runs on the device for each batch, somewhat longer than a batch takes, so
+that the next one could always be ready; the training thread goes round a loop meanwhile and notes
+how late it is. Without a CUDA device nothing of this is run, and it says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from benchmarks.harness import Case, Variant
+from benchmarks.timing import Clock, Meter, NoMeter
+
+if TYPE_CHECKING:
+    from benchmarks.cases import Options
+    from benchmarks.jobs import Answer
+
+IMAGE = 3 * 224 * 224
+NEEDED = "needs a CUDA device, and there is none here: not run, and no figures are claimed"
+OURS = ("threads", "shared-memory")
+"""Not ``fork``: the device is in use when workers start, as in training, and it refuses then."""
+
+TICK = 1e-4
+"""Seconds of one turn of the loop in which the training thread notes how late it is."""
+
+AHEAD = 4
+"""Batches that may be on their way when nothing else is done: as in training, not any number."""
+
+LONGER = 1.25
+"""A step takes so many times as long as a batch: the loader has time to spare."""
+
+
+def device_in_sight() -> bool:
+    """Whether it is worth while to ask torch: importing it takes the harness two seconds."""
+    if not sys.platform.startswith("linux"):
+        return sys.platform == "win32"
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()  # the latter in WSL
+
+
+def p11(options: Options) -> Case:
+    """10, 38 and 150 MB. More workers than elsewhere: a link takes 25 to 55 GB/s."""
+    sizes = [("10 MB", 66), ("38 MB", 256), ("150 MB", 1000)]
+    loaders = ("limit", "torch", *OURS, *options.others("SPDL threads"))
+    blanks = {} if device_in_sight() else dict.fromkeys(loaders, NEEDED)
+    workers = max(options.workers, min(8, len(os.sched_getaffinity(0)) // 2))
+    variants = []
+    for label, batch in sizes[1:2] if options.quick else sizes:
+        spec = {
+            "dataset": "images",
+            "arguments": {"dtype": "uint8"},
+            "batch": batch,
+            "batch_bytes": batch * IMAGE,
+            "workers": workers,
+            "seconds": 0.5 if options.quick else 2.0,
+            "steps": 100 if options.quick else 400,
+        }
+        variants.append(Variant(label, spec, loaders, blanks))
+    title = "to the device, beside a pinned copy"
+    return Case("P11", title, "ms / batch", "to_device", tuple(variants), scale=1e3, check=False)
+
+
+# -- what a device is to the measurement ---------------------------------------------------------------
+
+
+class Done(Protocol):
+    """A point in a stream, as torch's events are."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Gpu(Protocol):
+    """What is asked of a device. A test brings one that is none."""
+
+    def synchronize(self) -> None: ...
+
+    def step(self, batch: Any, products: int) -> Done:
+        """Begin to use `batch`, and then `products` matrix products; the point where they are done."""
+
+
+class Cuda:
+    """The current CUDA device."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        self._torch = torch
+
+    def synchronize(self) -> None:
+        self._torch.cuda.synchronize()
+
+    def step(self, batch: Any, products: int) -> Done:
+        if batch is not None:
+            batch.view(-1)[::65536].sum()
+        for _ in range(products):
+            self._matrix @ self._matrix
+        done: Done = self._torch.cuda.current_stream().record_event()
+        return done
+
+
+# -- the parts of a round ------------------------------------------------------------------------------
+
+
+def each(
+    batches: Iterator[Any],
+    gpu: Gpu,
+    seconds: float,
+    warmup: int,
+    clock: Clock,
+    meter: Meter | None = None,
+) -> tuple[float, float]:
+    """Seconds a batch, until the device has them all, when nothing else is done; and CPU seconds."""
+    meter = meter or NoMeter()
+    for _ in range(warmup):
+        gpu.step(next(batches), 0)
+    gpu.synchronize()
+    meter.start()
+    start = clock()
+    count = 0
+    under_way: deque[Done] = deque()
+    while count < 4 or clock() - start < seconds:
+        under_way.append(gpu.step(next(batches), 0))
+        count += 1
+        if len(under_way) > AHEAD:
+            under_way.popleft().synchronize()
+    gpu.synchronize()
+    return (clock() - start) / count, meter.stop() / count
+
+
+def stepping(
+    batches: Iterator[Any], gpu: Gpu, products: int, steps: int, clock: Clock
+) -> tuple[float, list[float], list[float]]:
+    """Steps, each on a batch of its own, while the training thread watches the clock.
+
+    Returns
+    -------
+    seconds, waits, late
+        Seconds a step; of each ``next()``; and how late each turn of the waiting loop came.
+    """
+    gpu.synchronize()
+    waits: list[float] = []
+    late: list[float] = []
+    start = clock()
+    for _ in range(steps):
+        began = clock()
+        batch = next(batches)
+        waits.append(clock() - began)
+        done = gpu.step(batch, products)
+        del batch
+        now = clock()
+        while not done.query():
+            due = now + TICK
+            while (now := clock()) < due:
+                pass
+            late.append(now - due)
+    gpu.synchronize()
+    return (clock() - start) / steps, waits, late
+
+
+def overlap(step: float, alone: float, copy: float) -> float:
+    """Which part of a copy is hidden behind the step: 1 if the copy costs nothing, 0 if all of it."""
+    return min(1.0, max(0.0, 1.0 - (step - alone) / copy))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of them do not pass; 0 if there are none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def measure(
+    batches: Iterator[Any],
+    gpu: Gpu,
+    spec: dict[str, Any],
+    copy: float,
+    clock: Clock = time.perf_counter,
+) -> Answer:
+    """One round.
+
+    Parameters
+    ----------
+    copy
+        Seconds of a batch's copy alone.
+    """
+    from benchmarks.cost import CpuMeter
+
+    warmup = 2 * spec["workers"] + 4
+    seconds, cpu = each(batches, gpu, spec["seconds"], warmup, clock, CpuMeter())
+    nothing = itertools.repeat(None)
+    product, _, _ = stepping(nothing, gpu, 50, 4, clock)
+    products = max(1, round(LONGER * max(seconds, copy) / (product / 50)))
+    alone, _, _ = stepping(nothing, gpu, products, max(10, spec["steps"] // 4), clock)
+    step, waits, late = stepping(batches, gpu, products, spec["steps"], clock)
+    return {
+        "value": seconds,
+        "cpu": cpu,
+        "details": {
+            "overlap": overlap(step, alone, copy),
+            "next_p99_ms": 1e3 * percentile(waits, 0.99),
+            "late_p99_ms": 1e3 * percentile(late, 0.99),
+            "pinned_mb": pinned_bytes() / 1e6,
+        },
+    }
+
+
+def pinned_bytes() -> int:
+    """Page-locked bytes of this process: those of torch's allocator, and of our slots."""
+    import torch
+
+    from hybridloader.page_locks import locked_bytes
+
+    stats = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
+    return int(stats.get("allocated_bytes.current", 0)) + locked_bytes()
+
+
+# -- who takes part ------------------------------------------------------------------------------------
+
+
+def to_device(loader: str, spec: dict[str, Any]) -> Answer:
+    """A round of `loader`; needs a CUDA device."""
+    import torch
+
+    from benchmarks.jobs import work_of
+    from benchmarks.loaders import CannotDo
+
+    if not torch.cuda.is_available():
+        raise CannotDo(NEEDED)
+    work, gpu = work_of(spec), Cuda()
+    with _pinned(work) as batches:
+        copy, _ = each(batches, gpu, 0.2, 4, time.perf_counter)
+    with _OPENERS[loader](work) as batches:
+        first = next(batches).cpu()
+        expected = torch.stack([work.dataset[index] for index in range(spec["batch"])])
+        if not torch.equal(first, expected):
+            raise RuntimeError("the batch on the device is not the one that was loaded")
+        return measure(batches, gpu, spec, copy)
+
+
+@contextlib.contextmanager
+def _pinned(work: Any) -> Iterator[Iterator[Any]]:
+    """The limit: batches that are made already, in torch's page-locked memory."""
+    import torch
+
+    batch = torch.stack([work.dataset[index] for index in range(work.batch)])
+    made = [batch.pin_memory() for _ in range(4)]
+    yield (host.to("cuda", non_blocking=True) for host in itertools.cycle(made))
+
+
+@contextlib.contextmanager
+def _torch(work: Any) -> Iterator[Iterator[Any]]:
+    """As torch's documentation has it: pinned by its thread, copied on the training stream."""
+    import torch
+
+    from benchmarks.loaders import PREFETCH, Loader
+
+    running = Loader(
+        torch.utils.data.DataLoader(
+            work.dataset,
+            work.batch,
+            sampler=work.sampler(),
+            num_workers=work.workers,
+            prefetch_factor=PREFETCH,
+            multiprocessing_context="fork",
+            pin_memory=True,
+        )
+    )
+    try:
+        yield (batch.to("cuda", non_blocking=True) for batch in running.epoch())
+    finally:
+        running.close()
+
+
+def _ours(name: str) -> Callable[[Any], contextlib.AbstractContextManager[Iterator[Any]]]:
+    @contextlib.contextmanager
+    def open_ours(work: Any) -> Iterator[Iterator[Any]]:
+        import hybridloader
+        from benchmarks.loaders import PREFETCH, Loader
+
+        running = Loader(
+            hybridloader.DataLoader(
+                work.dataset,
+                work.batch,
+                sampler=work.sampler(),
+                num_workers=work.workers,
+                prefetch_factor=PREFETCH,
+                backend=name,
+                device="cuda",
+            )
+        )
+        try:
+            yield running.epoch()
+        finally:
+            running.close()
+
+    return open_ours
+
+
+@contextlib.contextmanager
+def _spdl(work: Any) -> Iterator[Iterator[Any]]:
+    """Its pipeline of threads, and its transfer on one thread behind, as its documentation has it."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from benchmarks.loaders import PREFETCH, CannotDo
+
+    try:
+        from spdl.io import transfer_tensor_h2d
+        from spdl.pipeline import PipelineBuilder
+    except ImportError as error:
+        raise CannotDo(f"not installed: spdl-core and spdl-io ({error})") from None
+    import torch
+
+    from benchmarks.rivals import Fetch
+
+    with ThreadPoolExecutor(1) as alone:
+        pipeline = (
+            PipelineBuilder()
+            .add_source(torch.utils.data.BatchSampler(work.sampler(), work.batch, False))
+            .pipe(Fetch(work.dataset), concurrency=work.workers, output_order="input")
+            .pipe(transfer_tensor_h2d, executor=alone)
+            .add_sink(PREFETCH)
+            .build(num_threads=work.workers)
+        )
+        with pipeline.auto_stop():
+            yield iter(pipeline.get_iterator())
+
+
+_OPENERS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Iterator[Any]]]] = {
+    "limit": _pinned,
+    "torch": _torch,
+    "SPDL threads": _spdl,
+    **{name: _ours(name) for name in OURS},
+}
+
+JOBS: dict[str, Callable[[str, dict[str, Any]], Answer]] = {"to_device": to_device}

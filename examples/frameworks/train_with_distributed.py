@@ -1,0 +1,68 @@
+"""torch.distributed: every rank its own loader and its own part. Started by torchrun, or by itself."""
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybridloader import DataLoader
+from hybridloader.sampling import DistributedShuffleSampler
+
+EPOCHS = 3
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 101
+
+    def __getitem__(self, index):
+        x = torch.tensor([index / 100])
+        return index, x, 2 * x - 1
+
+
+def train():
+    """What each rank does; the group has been made."""
+    data = Points()
+    # Or torch's DistributedSampler(data). Ours needs no list of indices, and can be resumed.
+    sampler = DistributedShuffleSampler(data, seed=0, uneven="drop")
+    loader = DataLoader(data, 10, sampler=sampler, num_workers=2, backend="threads")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
+        seen = []
+        for index, x, y in loader:
+            seen += index.tolist()
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, seen)
+        if dist.get_rank() == 0:
+            both = {index for part in parts for index in part}
+            sizes = " + ".join(str(len(part)) for part in parts)
+            print(f"epoch {epoch}: {sizes} samples, {len(both)} different, loss {loss.item():.3f}")
+
+
+def rank_of_two(rank, meeting):
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    train()
+    dist.destroy_process_group()
+
+
+def main():
+    if "RANK" in os.environ:  # torchrun --nproc-per-node 2 train_with_distributed.py
+        dist.init_process_group("gloo")
+        train()
+        dist.destroy_process_group()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_of_two, (os.path.join(folder, "meeting"),), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""What is in a batch, as far as pinning and moving it to a device are concerned.
+
+Containers are taken apart and rebuilt by the rules of torch's `pin_memory`, and dataclasses besides.
+Nothing here pins or moves anything, and torch is not imported before a batch is looked at.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+    """`data` with its parts changed; containers are rebuilt as torch's `pin_memory` does it.
+
+    A dataclass is copied, without a call of its constructor, if a field of it is another object then.
+    """
+    if is_part(data):
+        return change(data)
+    if isinstance(data, (str, bytes)):
+        return data
+    if isinstance(data, abc.Mapping):
+        changed = {key: mapped(value, is_part, change) for key, value in data.items()}
+        try:
+            if isinstance(data, abc.MutableMapping):
+                clone: Any = copy.copy(data)  # it may have more than its items
+                clone.update(changed)
+                return clone
+            return type(data)(changed)  # type: ignore[call-arg]
+        except TypeError:  # it can't be copied, updated or made of a dict
+            return changed
+    if isinstance(data, tuple):
+        parts = [mapped(value, is_part, change) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    if isinstance(data, abc.Sequence):
+        parts = [mapped(value, is_part, change) for value in data]
+        try:
+            if isinstance(data, abc.MutableSequence):
+                clone = copy.copy(data)
+                for i, value in enumerate(parts):
+                    clone[i] = value
+                return clone
+            return type(data)(parts)  # type: ignore[call-arg]
+        except TypeError:  # as of a range
+            return parts
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return _with_fields(data, is_part, change)
+    return data
+
+
+def _with_fields(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+    clone = None
+    for field in dataclasses.fields(data):
+        if not hasattr(data, field.name):
+            continue
+        before = getattr(data, field.name)
+        after = mapped(before, is_part, change)
+        if after is not before:
+            clone = copy.copy(data) if clone is None else clone
+            object.__setattr__(clone, field.name, after)  # also of a frozen one
+    return data if clone is None else clone
+
+
+def tensors_in(data: Any) -> list[torch.Tensor] | None:
+    """The tensors in a container; None if it is none, so that nobody knows what it holds."""
+    if is_tensor(data):
+        return [data]
+    if isinstance(data, (str, bytes)):
+        return []
+    if not isinstance(data, (abc.Mapping, abc.Sequence)) and not dataclasses.is_dataclass(data):
+        return None
+    return list(_tensors(data))
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    if is_tensor(data):
+        yield data
+    elif isinstance(data, abc.Mapping):
+        for value in data.values():
+            yield from _tensors(value)
+    elif isinstance(data, abc.Sequence) and not isinstance(data, (str, bytes)):
+        for value in data:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(data):
+        for field in dataclasses.fields(data):
+            yield from _tensors(getattr(data, field.name, None))
+
+
+def is_tensor(part: Any) -> bool:
+    """Whether it is one of torch's, of any kind."""
+    import torch
+
+    return isinstance(part, torch.Tensor)
+
+
+def pins_itself(part: Any) -> bool:
+    """Whether it is pinned as a whole: a tensor, or what has a `pin_memory()`."""
+    return is_tensor(part) or hasattr(part, "pin_memory")
+
+
+def moves_itself(part: Any) -> bool:
+    """Whether it is pinned or moved as a whole."""
+    return pins_itself(part) or takes_device(type(part))
+
+
+def is_tensor_or_movable(part: Any) -> bool:
+    """Whether it is moved as a whole."""
+    return is_tensor(part) or takes_device(type(part))
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters_of_to(kind: type) -> tuple[inspect.Parameter, ...]:
+    to = getattr(kind, "to", None)
+    if not callable(to):
+        return ()
+    try:
+        return tuple(inspect.signature(to).parameters.values())[1:]
+    except (TypeError, ValueError):  # of a class without a signature, such as some in C
+        return ()
+
+
+def takes_device(kind: type) -> bool:
+    """Whether its `to()` takes a device: there are others, for units and time zones."""
+    first = _parameters_of_to(kind)[:1]
+    return any(p.name == "device" or p.kind is inspect.Parameter.VAR_POSITIONAL for p in first)
+
+
+def takes_non_blocking(kind: type) -> bool:
+    """Whether its `to()` can be told not to wait."""
+    return any(
+        p.name == "non_blocking" or p.kind is inspect.Parameter.VAR_KEYWORD
+        for p in _parameters_of_to(kind)
+    )
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Its size; 0 for one that is not dense."""
+    import torch
+
+    if tensor.layout is not torch.strided:
+        return 0
+    return tensor.nbytes
+
+
+def can_be_pinned(tensor: torch.Tensor) -> bool:
+    """Whether there is a way to pin it: it is dense, and of the CPU."""
+    import torch
+
+    return tensor.layout is torch.strided and tensor.device.type == "cpu"

@@ -1,0 +1,139 @@
+"""What our loader has beyond torch's: the keywords, what they are where nobody said, and what can't be.
+
+The iterator asks for these and never for attributes of the loader, so that it runs any loader of
+torch's. Reads no dataset, and knows nothing of backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from hybridloader.on_error import Replace, Retry, Skip
+from hybridloader.on_error import parse as parse_on_error
+from hybridloader.pinning import check as check_device
+from hybridloader.restart import RestartPolicy
+from hybridloader.sample_seeds import SampleSeeding
+from hybridloader.sample_seeds import parse as parse_seeding
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class OptionWords(TypedDict, total=False):
+    """The keywords that `DataLoader` has beyond torch's and `backend`; it says what they mean."""
+
+    threads_per_worker: int
+    on_error: str | Skip | Retry | Replace
+    on_worker_death: str | RestartPolicy
+    task_timeout: float
+    seeding: str | SampleSeeding
+    shard_remainders: str
+    device: Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """The values of those keywords; what they mean is told by `hybridloader.DataLoader`."""
+
+    threads_per_worker: int = 1
+    on_error: str | Skip | Retry | Replace = "raise"
+    on_worker_death: str | RestartPolicy = "raise"
+    task_timeout: float = 0
+    seeding: str | SampleSeeding = "worker"
+    shard_remainders: str = "keep"
+    device: Any = None
+
+    @classmethod
+    def said(cls, caller: str, words: Mapping[str, Any]) -> Self:
+        """Those that somebody gave to `caller`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            There is no such keyword, or it has a value that no loader could take.
+        """
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(words) - set(names))
+        if unknown:
+            raise TypeError(
+                f"{caller} got an unexpected keyword {unknown[0]!r}; there are: "
+                f"backend, {', '.join(names)}"
+            )
+        options = cls(**words)
+        options.check()
+        return options
+
+    @classmethod
+    def of(cls, loader: Any) -> Self:
+        """Those of one of our loaders, as they are now."""
+        values: dict[str, Any] = {f.name: getattr(loader, f.name, f.default) for f in fields(cls)}
+        return cls(**values)
+
+    def check(self) -> None:
+        """Refuse what no loader could take. Raises `TypeError` or `ValueError`."""
+        threads: Any = self.threads_per_worker
+        if isinstance(threads, bool) or not isinstance(threads, int):
+            raise TypeError(f"threads_per_worker must be an int, got {threads!r}")
+        if threads < 1:
+            raise ValueError(
+                f"threads_per_worker must be at least 1 (the worker's own thread), got {threads}"
+            )
+        parse_on_error(self.on_error)
+        parse_seeding(self.seeding)
+        RestartPolicy.of(self.on_worker_death)
+        seconds: Any = self.task_timeout
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not (number and seconds >= 0):  # NaN is neither
+            raise ValueError(f"task_timeout is seconds, 0 or more, not {seconds!r}")
+        remainders: Any = self.shard_remainders
+        if remainders not in ("keep", "join"):
+            raise ValueError(f"shard_remainders must be 'keep' or 'join', got {remainders!r}")
+        check_device(self.device)
+
+    def check_for(self, loader: Any) -> None:
+        """Refuse also what `loader` can't have. Raises `TypeError` or `ValueError`."""
+        self.check()
+        for problem in self._problems(loader).values():
+            raise ValueError(problem)
+
+    def for_any(self, loader: Any) -> Self:
+        """Without those that `loader` can't have: what was said of all loaders is not of this one."""
+        default = type(self)()
+        return replace(self, **{name: getattr(default, name) for name in self._problems(loader)})
+
+    def _problems(self, loader: Any) -> dict[str, str]:
+        """What is wrong with an option for `loader`, by its name."""
+        found = {}
+        iterable, batched = _is_iterable(loader), loader._auto_collation
+        threads, seconds = self.threads_per_worker, self.task_timeout
+        if threads > 1 and iterable:
+            found["threads_per_worker"] = (
+                f"threads_per_worker={threads} can't be had for an iterable dataset, which is read by "
+                "one next() after the other; raise num_workers, and let __iter__ read a part for each "
+                "worker"
+            )
+        elif threads > 1 and not batched:
+            found["threads_per_worker"] = (
+                f"threads_per_worker={threads} shares out the samples of a batch, and with "
+                "batch_size=None there is one sample at a time; raise num_workers, or give a batch_size"
+            )
+        if seconds > 0 and loader.num_workers == 0:
+            found["task_timeout"] = (
+                f"task_timeout={seconds} needs num_workers > 0: with 0 the caller itself makes the "
+                "batch and can't be stopped"
+            )
+        if self.shard_remainders == "join" and not (iterable and batched):
+            found["shard_remainders"] = (
+                "shard_remainders='join' makes batches of what is left of each worker's part of an "
+                "iterable dataset; leave it out for a dataset that is asked by index, and with "
+                "batch_size=None"
+            )
+        return found
+
+
+def _is_iterable(loader: Any) -> bool:
+    from torch.utils.data.dataloader import _DatasetKind
+
+    return bool(loader._dataset_kind == _DatasetKind.Iterable)

@@ -1,0 +1,569 @@
+"""accelerate: rebuilds every loader; `keep_loaders` has it rebuild ours as ours."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, Regression, losses, torchs
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset, get_worker_info
+
+import hybridloader
+from hybridloader import DataLoader, SampleSeeding, Skip, Threads
+
+pytest.importorskip("accelerate")
+import accelerate
+from accelerate import Accelerator, skip_first_batches
+from accelerate import data_loader as accelerates
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
+
+from hybridloader.integrations import accelerate as integration
+from hybridloader.integrations.accelerate import KEY, keep_loaders
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'set_vital' is deprecated",  # torchdata's StatefulDataLoader calls it
+)
+
+BATCH = 4
+BATCHES = 5
+OWN = {
+    "backend": Threads(copy_dataset=True),
+    "threads_per_worker": 2,
+    "on_error": Skip(budget=3),
+    "on_worker_death": "raise",
+    "task_timeout": 30.0,
+    "seeding": SampleSeeding(3),
+}
+
+
+class Counted(IterableDataset[int]):
+    """Samples 0 to 19; each worker reads its part."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, BATCH * BATCHES, step))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """accelerate keeps its state per process; each test begins and ends without any."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture
+def kept() -> Iterator[Any]:
+    with keep_loaders() as holder:
+        yield holder
+
+
+def accelerator(**options: Any) -> Any:
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+
+
+def flat(loader: Any) -> list[Any]:
+    return [item for batch in loader for item in batch.tolist()]
+
+
+def numbers(batch_size: int | None = BATCH, **options: Any) -> DataLoader:
+    data: Any = range(BATCH * BATCHES)
+    return DataLoader(data, batch_size, **{"num_workers": WORKERS, "backend": "threads", **options})
+
+
+def everything() -> dict[str, Any]:
+    """All that could be changed in accelerate's module and in our class, as it is now."""
+    found: dict[str, Any] = {"ours": dict(vars(DataLoader))}
+    for name, value in vars(accelerates).items():
+        if isinstance(value, type) and value.__module__ == accelerates.__name__:
+            found[name] = value, dict(vars(value))
+        else:
+            found[name] = dict(value) if name == "_PYTORCH_DATALOADER_KWARGS" else value
+    return found
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+def test_without_the_call_accelerate_makes_a_loader_of_torchs() -> None:
+    prepared = accelerator().prepare(numbers())
+    assert type(prepared.base_dataloader) is TorchLoader
+
+
+def made(how: str, loader: Any) -> Any:
+    """`loader` as accelerate hands it out."""
+    if how.startswith("unprepared"):
+        return skip_first_batches(loader, 2)
+    prepared = accelerator(dispatch_batches=how.startswith("dispatch")).prepare(loader)
+    return skip_first_batches(prepared, 2) if how.endswith("skip") else prepared
+
+
+every_way = pytest.mark.parametrize(
+    ("how", "skipped"),
+    [
+        ("prepare", 0),
+        ("dispatch", 0),
+        ("prepare, skip", 2),
+        ("dispatch, skip", 2),
+        ("unprepared, skip", 2),
+    ],
+)
+
+
+@pytest.mark.usefixtures("kept")
+@every_way
+def test_class_backend_and_every_option_are_kept(how: str, skipped: int) -> None:
+    data: Any = range(BATCH * BATCHES)
+    loader = DataLoader(data, BATCH, num_workers=WORKERS, **OWN)
+    assert OWN.keys() | {"shard_remainders"} >= set(integration._own_parameters()) - {"device"}
+    prepared = made(how, loader)
+    base = getattr(prepared, "base_dataloader", prepared)
+    assert isinstance(prepared, DataLoader)
+    assert type(base) is DataLoader
+    assert base is not loader
+    for name, value in OWN.items():
+        assert getattr(prepared, name) is value, name
+    assert (prepared.num_workers, prepared.prefetch_factor) == (WORKERS, loader.prefetch_factor)
+    assert flat(prepared) == list(data)[skipped * BATCH :]
+
+
+@pytest.mark.usefixtures("kept")
+@every_way
+def test_an_iterable_dataset_is_kept_too(how: str, skipped: int) -> None:
+    def loader() -> DataLoader:
+        return DataLoader(
+            Counted(), 3, num_workers=WORKERS, backend="threads", shard_remainders="join"
+        )
+
+    whole = [batch.tolist() for batch in loader()]
+    assert [len(batch) for batch in whole] == [3] * 6 + [2]
+    prepared = made(how, loader())
+    base = prepared.base_dataloader
+    assert (type(base), base.backend, base.shard_remainders) == (DataLoader, "threads", "join")
+    assert [batch.tolist() for batch in prepared] == whole[skipped:]
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_loaders_of_torchs_are_rebuilt_as_ever(stateful: bool, dispatch: bool) -> None:
+    if stateful:
+        pytest.importorskip("torchdata")
+    prepared = accelerator(use_stateful_dataloader=stateful, dispatch_batches=dispatch).prepare(
+        TorchLoader(torch.arange(8), 4)  # type: ignore[arg-type]
+    )
+    kind = type(prepared.base_dataloader)
+    assert kind.__name__ == ("StatefulDataLoader" if stateful else "DataLoader")
+    assert kind.__module__.startswith("torchdata." if stateful else "torch.")
+    skipping = skip_first_batches(prepared, 1)
+    assert type(skipping.base_dataloader) is TorchLoader
+    assert [flat(prepared), flat(skipping)] == [list(range(8)), list(range(4, 8))]
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_prepared_loader_is_prepared_again_pickled_and_copied() -> None:
+    prepared = accelerator().prepare(numbers(on_error="skip"))
+    for other in (
+        accelerates.prepare_data_loader(prepared),
+        pickle.loads(pickle.dumps(prepared)),
+        copy.copy(prepared),
+    ):
+        assert (other.backend, other.on_error) == ("threads", "skip")
+        assert flat(other) == list(range(20))
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_subclass_becomes_a_plain_loader_of_ours_with_its_options() -> None:
+    class Named(DataLoader):
+        def __init__(self, name: str) -> None:
+            super().__init__(range(8), 4, num_workers=1, backend="threads")  # type: ignore[arg-type]
+
+    prepared = accelerator().prepare(Named("train"))
+    assert type(prepared.base_dataloader) is DataLoader
+    assert prepared.backend == "threads"
+
+
+# -- the same data ---------------------------------------------------------------------------------
+
+
+def run(kind: Any, data: Any, epochs: int = 2, **options: Any) -> list[float]:
+    """The losses of a loop as accelerate's users write it."""
+    torch.manual_seed(5)
+    regression = Regression()
+    helper = accelerator(use_seedable_sampler=options.pop("seedable", False))
+    model, optimizer, loader = helper.prepare(
+        regression.model,
+        regression.optimizer,
+        kind(data, BATCH, shuffle=True, num_workers=WORKERS, **options),
+    )
+
+    def step(batch: Any) -> float:
+        features, target = batch
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(features).squeeze(1), target)
+        helper.backward(loss)
+        optimizer.step()
+        return loss.item()
+
+    return losses(loader, epochs, step)
+
+
+@pytest.fixture(scope="module")
+def torchs_losses() -> dict[bool, list[float]]:
+    return {seedable: run(torchs, Augmented(), seedable=seedable) for seedable in (False, True)}
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
+def test_losses_equal_those_of_torchs_loader(
+    backend: str | None, seedable: bool, torchs_losses: dict[bool, list[float]]
+) -> None:
+    ours = run(DataLoader, Augmented(), seedable=seedable, backend=backend)
+    assert ours == torchs_losses[seedable]
+
+
+@pytest.mark.usefixtures("kept")
+def test_threads_give_the_same_losses_where_samples_draw_nothing() -> None:
+    data = Augmented(noise=0)
+    assert run(DataLoader, data, backend="threads") == run(torchs, data)
+
+
+# -- epochs ----------------------------------------------------------------------------------------
+
+
+def drawn(loader: Any) -> list[float]:
+    return [float(value) for features, _ in loader for value in features[:, 0]]
+
+
+def noisy(**options: Any) -> DataLoader:
+    return DataLoader(
+        Augmented(),
+        BATCH,
+        num_workers=WORKERS,
+        backend="threads",
+        seeding=SampleSeeding(1),
+        **options,
+    )
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_samples_draw_by_accelerates_epoch_also_behind_a_skip(dispatch: bool) -> None:
+    plain = noisy()
+    whole = [drawn(plain) for _ in range(4)]
+    assert whole[0] != whole[1]
+    prepared = accelerator(dispatch_batches=dispatch).prepare(noisy())
+    assert [drawn(prepared), drawn(prepared)] == whole[:2]
+    prepared.set_epoch(3)
+    assert drawn(skip_first_batches(prepared, 2)) == whole[3][2 * BATCH :]
+    resumed = skip_first_batches(accelerator(dispatch_batches=dispatch).prepare(noisy()), 2)
+    resumed.set_epoch(2)
+    assert drawn(resumed) == whole[2][2 * BATCH :]
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_loader_that_was_never_prepared_keeps_its_epoch_behind_a_skip() -> None:
+    plain, other = noisy(), noisy()
+    plain.set_epoch(4)
+    other.set_epoch(4)
+    assert drawn(skip_first_batches(plain, 2)) == drawn(other)[2 * BATCH :]
+
+
+# -- state (R35 to R37) ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("taken", [0, 1, 3, BATCHES])
+def test_r35_a_prepared_loader_goes_on_with_the_rest(taken: int, stateful: bool) -> None:
+    if stateful:
+        pytest.importorskip("torchdata")  # accelerate asks for it
+    prepared = accelerator(use_stateful_dataloader=stateful).prepare(numbers())
+    assert type(prepared.base_dataloader) is DataLoader
+    assert prepared.use_stateful_dataloader is stateful
+    iterator = iter(prepared)
+    seen = [item for _ in range(taken) for item in next(iterator).tolist()]
+    state = pickle.loads(pickle.dumps(prepared.state_dict()))
+    assert state["_num_yielded"] == taken
+    assert state["_iterator_finished"] is (taken == BATCHES)
+    other = accelerator(use_stateful_dataloader=stateful).prepare(numbers(backend="fork"))
+    other.load_state_dict(state)
+    rest = flat(other)
+    assert seen + rest == list(range(20)) if taken < BATCHES else rest == list(range(20))
+    assert flat(other) == list(range(20))
+    del iterator
+    gc.collect()
+
+
+@pytest.mark.usefixtures("kept")
+def test_r36_the_state_that_accelerate_asks_for_at_each_batch_starts_no_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    state_dict = DataLoader.state_dict
+
+    def counting(self: DataLoader) -> dict[str, Any]:
+        asked.append(len(asked))
+        return state_dict(self)
+
+    monkeypatch.setattr(DataLoader, "state_dict", counting)
+    prepared = accelerator().prepare(numbers())
+    assert asked == [0]
+    assert prepared.report() == ""
+    assert len(flat(prepared)) == 20
+    assert BATCHES < len(asked) <= 2 * BATCHES
+    first, second = prepared.base_dataloader.state_dict(), prepared.base_dataloader.state_dict()
+    first["_num_yielded"] = 99
+    assert second["_num_yielded"] == BATCHES
+
+
+@pytest.mark.usefixtures("kept")
+def test_r37_a_state_that_accelerate_has_edited_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on the second of two ranks, whose states dispatch moves back by one batch."""
+    prepared = accelerator(dispatch_batches=True).prepare(numbers())
+    iterator = iter(prepared)
+    next(iterator), next(iterator)
+    before = prepared.base_dataloader.state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialState(), "distributed_type", accelerates.DistributedType.MULTI_CPU)
+        patch.setattr(PartialState(), "num_processes", 2)
+        prepared._update_state_dict()
+    edited = prepared.state_dict()
+    del iterator
+    gc.collect()
+    assert edited["_num_yielded"] == before["_num_yielded"] - 1
+    assert edited["_sampler_iter_yielded"] == before["_sampler_iter_yielded"] - 1
+    other = accelerator(dispatch_batches=True).prepare(numbers())
+    other.load_state_dict(edited)
+    assert flat(other) == list(range(20))[(before["_num_yielded"] - 1) * BATCH :]
+
+
+@pytest.mark.usefixtures("kept")
+def test_save_state_and_load_state_go_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+
+    def start() -> tuple[Any, Any]:
+        torch.manual_seed(2)
+        helper = accelerator(use_stateful_dataloader=True)
+        return helper, helper.prepare(numbers(shuffle=True))
+
+    _, reference = start()
+    whole = [flat(reference), flat(reference)]
+    helper, loader = start()
+    seen = []
+    for batch in loader:
+        seen += batch.tolist()
+        if len(seen) == 3 * BATCH:
+            helper.save_state(str(tmp_path))
+            break
+    helper, loader = start()
+    helper.load_state(str(tmp_path))
+    assert [seen + flat(loader), flat(loader)] == whole
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_seedable_sampler_goes_on_though_its_generator_is_not_there_yet(passes: int) -> None:
+    def start() -> Any:
+        torch.manual_seed(2)
+        return accelerator(use_seedable_sampler=True).prepare(numbers(shuffle=True))
+
+    loader = start()
+    for _ in range(passes):
+        flat(loader)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    rest = flat(iterator)
+    for other in (start(), loader):
+        other.load_state_dict(state)
+        assert flat(other) == rest
+
+
+# -- nothing by halves -----------------------------------------------------------------------------
+
+
+def test_it_is_undone_without_a_trace_and_what_was_prepared_stays_ours() -> None:
+    before = everything()
+    kept = keep_loaders()
+    assert everything() != before
+    prepared = accelerator().prepare(numbers())
+    kept.undo()
+    kept.undo()
+    assert everything() == before
+    assert flat(prepared) == list(range(20))
+    assert type(accelerator().prepare(numbers()).base_dataloader) is TorchLoader
+
+
+def test_twice_is_harmless_and_the_last_one_undoes_it() -> None:
+    before = everything()
+    with keep_loaders() as outer:
+        changed = everything()
+        inner = keep_loaders()
+        assert everything() == changed
+        outer.undo()
+        assert everything() == changed
+    assert everything() == changed
+    inner.undo()
+    assert everything() == before
+
+
+def test_an_error_within_undoes_it() -> None:
+    before = everything()
+    with pytest.raises(KeyError), keep_loaders():
+        raise KeyError
+    assert everything() == before
+
+
+def _no_table(patch: pytest.MonkeyPatch) -> str:
+    patch.delattr(accelerates, "_PYTORCH_DATALOADER_KWARGS")
+    return r"_PYTORCH_DATALOADER_KWARGS is not a dict"
+
+
+def _own_table(patch: pytest.MonkeyPatch) -> str:
+    patch.setitem(accelerates._PYTORCH_DATALOADER_KWARGS, KEY, None)
+    return rf"has '{KEY}' already"
+
+
+def _other_name(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(accelerates, "DataLoader", object())
+    return r"data_loader\.DataLoader is not torch\.utils\.data\.DataLoader"
+
+
+def _no_adapter(patch: pytest.MonkeyPatch) -> str:
+    patch.delattr(accelerates, "DataLoaderAdapter")
+    return r"DataLoaderAdapter\.__init__ is not there"
+
+
+def _other_function(patch: pytest.MonkeyPatch) -> str:
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        return dataloader
+
+    patch.setattr(accelerates, "skip_first_batches", skip_first_batches)
+    return r"skip_first_batches does not use DataLoader, _PYTORCH_DATALOADER_KWARGS"
+
+
+def _other_parameters(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(accelerates.DataLoaderShard, "set_epoch", lambda self: None)
+    return r"DataLoaderShard\.set_epoch takes \('self',\), not \('self', 'epoch'\)"
+
+
+def _no_effect(patch: pytest.MonkeyPatch) -> str:
+    def init(
+        self: Any,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.base_dataloader = TorchLoader(dataset)
+        self.other = lambda: accelerates.DataLoader  # uses the name, to no effect
+
+    patch.setattr(accelerates.DataLoaderAdapter, "__init__", init)
+    return r"DataLoaderAdapter made a torch\.utils\.data\.dataloader\.DataLoader"
+
+
+def _raises(patch: pytest.MonkeyPatch) -> str:
+    def init(
+        self: Any,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.base_dataloader = lambda: accelerates.DataLoader
+        raise TypeError("nothing")
+
+    patch.setattr(accelerates.DataLoaderAdapter, "__init__", init)
+    return r"DataLoaderAdapter raised TypeError: nothing"
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        _no_table,
+        _own_table,
+        _other_name,
+        _no_adapter,
+        _other_function,
+        _other_parameters,
+        _no_effect,
+        _raises,
+    ],
+    ids=lambda function: function.__name__.strip("_"),
+)
+def test_another_shape_is_refused_and_nothing_is_changed(
+    otherwise: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = otherwise(monkeypatch)
+    before = everything()
+    release = accelerate.__version__.replace(".", r"\.")
+    with pytest.raises(RuntimeError, match=rf"accelerate {release} is not built as.*{told}"):
+        keep_loaders()
+    assert everything() == before
+    assert KEY not in vars(DataLoader)
+    assert not integration._holders
+    assert not integration._changes
+
+
+def test_what_somebody_else_changed_since_is_not_overwritten() -> None:
+    kept = keep_loaders()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerates, "DataLoader", TorchLoader)
+        changed = everything()
+        with pytest.raises(
+            RuntimeError, match=r"accelerate\.data_loader\.DataLoader was changed by"
+        ):
+            kept.undo()
+        assert everything() == changed
+    kept.undo()
+    assert KEY not in vars(DataLoader)
+
+
+@pytest.mark.parametrize("release", ["0.34.2", "99.0.dev0", "unknown"])
+def test_an_untested_release_is_warned_of_once_and_both_are_named(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    integration._warn_if_untested.cache_clear()
+    monkeypatch.setattr(accelerate, "__version__", release)
+    tested = "-".join(integration.TESTED)
+    told = rf"{hybridloader.__version__} was tested with accelerate {tested}, .* {release}"
+    with pytest.warns(UserWarning, match=told) as warned:
+        keep_loaders().undo()
+    assert warned[0].filename == __file__
+    keep_loaders().undo()
+    integration._warn_if_untested.cache_clear()
+
+
+def test_the_installed_release_is_a_tested_one() -> None:
+    integration._warn_if_untested.cache_clear()
+    keep_loaders().undo()
+
+
+def test_without_accelerate_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    class Missing:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name.split(".")[0] == "accelerate":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(ImportError, match=r'pip install "accelerate>='):
+        keep_loaders()
+    assert not integration._holders

@@ -1,0 +1,123 @@
+"""Fabric: re-creates loaders, replays what was set on them, and moves their batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, Regression, losses, torchs
+from torch.utils.data.distributed import DistributedSampler
+
+from hybridloader import DataLoader, SampleSeeding, SharedMemory, Skip, Threads
+
+pytest.importorskip("lightning")
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.data import _replace_dunder_methods
+from lightning.fabric.wrappers import _FabricDataLoader
+
+BATCH = 4
+OPTIONS: list[dict[str, Any]] = [
+    {"backend": Threads(copy_dataset=True), "threads_per_worker": 2, "on_error": Skip(budget=3)},
+    {"backend": SharedMemory(start_method="fork"), "seeding": SampleSeeding(3)},
+    {"multiprocessing_context": "fork", "timeout": 60.0, "on_worker_death": "restart"},
+]
+NAMES = ("backend", "threads_per_worker", "on_error", "on_worker_death", "task_timeout", "seeding")
+
+
+def fabric() -> Fabric:
+    return Fabric(accelerator="cpu", devices=1)
+
+
+def set_up(loader: Any, world: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`loader` from `setup_dataloaders`, as on the last of so many ranks."""
+    one = fabric()
+    if world > 1:
+        monkeypatch.setattr(one, "_requires_distributed_sampler", lambda loader: True)
+        monkeypatch.setattr(
+            type(one._strategy),
+            "distributed_sampler_kwargs",
+            {"num_replicas": world, "rank": world - 1},
+            raising=False,
+        )
+    wrapped = one.setup_dataloaders(loader)
+    assert isinstance(wrapped, _FabricDataLoader)
+    return wrapped._dataloader
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
+def test_r04_class_and_options_are_kept(
+    options: dict[str, Any], world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = DataLoader(Augmented(), BATCH, shuffle=True, num_workers=WORKERS, **options)
+    again = set_up(loader, world, monkeypatch)
+    assert type(again) is DataLoader
+    assert (again is loader) is (world == 1)
+    for name in NAMES:
+        assert getattr(again, name) is getattr(loader, name), name
+    assert again.multiprocessing_context is loader.multiprocessing_context
+    assert again.timeout == loader.timeout
+    if world > 1:
+        assert isinstance(again.sampler, DistributedSampler)
+    again.sampler.set_epoch(1) if world > 1 else None
+    assert sum(len(features) for features, _ in again) == 20 / world
+
+
+def test_r10_what_was_set_in_a_hook_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _replace_dunder_methods(DataLoader, "dataset"):
+        loader = DataLoader(Augmented(), BATCH, num_workers=WORKERS, backend="threads")
+        loader.on_error = "skip"
+        loader.prefetch_factor = 5
+    again = set_up(loader, 2, monkeypatch)
+    assert again is not loader
+    assert (again.backend, again.on_error, again.prefetch_factor) == ("threads", "skip", 5)
+
+
+def run(kind: Any, data: Any, **options: Any) -> list[float]:
+    torch.manual_seed(3)
+    one, regression = fabric(), Regression()
+    model, optimizer = one.setup(regression.model, regression.optimizer)
+    loader = one.setup_dataloaders(kind(data, BATCH, shuffle=True, num_workers=WORKERS, **options))
+
+    def step(batch: Any) -> float:
+        features, target = batch
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(features).squeeze(1), target)
+        one.backward(loss)
+        optimizer.step()
+        return loss.item()
+
+    return losses(loader, 2, step)
+
+
+@pytest.fixture(scope="module")
+def torchs_losses() -> list[float]:
+    return run(torchs, Augmented())
+
+
+@pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
+def test_losses_equal_those_of_torchs_loader(
+    backend: str | None, torchs_losses: list[float]
+) -> None:
+    assert run(DataLoader, Augmented(), backend=backend) == torchs_losses
+
+
+def test_threads_give_the_same_losses_where_samples_draw_nothing() -> None:
+    data = Augmented(noise=0)
+    assert run(DataLoader, data, backend="threads") == run(torchs, data)
+
+
+def test_the_state_is_that_of_the_loader_that_was_given() -> None:
+    """Fabric's wrapper has no such methods; on one rank the loader within is the very one."""
+
+    def loader() -> DataLoader:
+        return DataLoader(range(20), BATCH, num_workers=WORKERS, backend="threads")  # type: ignore[arg-type]
+
+    one, other = loader(), loader()
+    iterator = iter(fabric().setup_dataloaders(one))
+    seen = next(iterator).tolist() + next(iterator).tolist()
+    other.load_state_dict(one.state_dict())
+    iterator.close()
+    rest = fabric().setup_dataloaders(other)
+    assert seen + [item for batch in rest for item in batch.tolist()] == list(range(20))

@@ -1,0 +1,190 @@
+"""ignite: rebuilds a loader from its public attributes (R3), and resumes in the middle of an epoch."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, Regression, torchs
+from torch.utils.data import BatchSampler
+
+from hybridloader import DataLoader, install
+from hybridloader.backends.shared_memory import SharedMemory
+from hybridloader.loader_iterator import LoaderIterator
+
+pytest.importorskip("ignite")
+from ignite.distributed import auto_dataloader
+from ignite.engine import Engine, Events
+from ignite.engine.deterministic import (
+    DeterministicEngine,
+    ReproducibleBatchSampler,
+    update_dataloader,
+)
+from ignite.handlers.param_scheduler import BatchSizeScheduler
+
+EPOCHS = 3
+BATCHES = 5
+SETTINGS: list[dict[str, Any]] = [
+    {"backend": "threads"},
+    {"backend": SharedMemory(start_method="forkserver"), "persistent_workers": True},
+    {"backend": "fork", "on_error": "skip", "task_timeout": 9.0, "seeding": "sample"},
+    {"multiprocessing_context": "fork", "prefetch_factor": 3, "timeout": 60},
+]
+
+
+def engine_of(kind: type[Engine], told: list[float]) -> tuple[Engine, Regression]:
+    regression = Regression()
+
+    def update(engine: Engine, batch: Any) -> None:
+        told.append(regression.step(batch))
+
+    return kind(update), regression
+
+
+def run(kind: type[Engine], loader: Any, **options: Any) -> list[float]:
+    torch.manual_seed(7)
+    told: list[float] = []
+    engine, _ = engine_of(kind, told)
+    engine.run(loader, max_epochs=EPOCHS, **options)
+    return told
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=range(len(SETTINGS)))
+def test_r03_update_dataloader_keeps_class_backend_and_every_option(options: Any) -> None:
+    loader = DataLoader(Augmented(), 4, shuffle=True, num_workers=WORKERS, **options)
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    sampler = ReproducibleBatchSampler(loader.batch_sampler)
+    rebuilt = update_dataloader(loader, sampler)
+    assert type(rebuilt) is DataLoader
+    assert rebuilt.batch_sampler is sampler
+    changed = {"batch_size", "sampler", "drop_last", "batch_sampler"}
+    assert list(vars(rebuilt)) == list(vars(loader))
+    for name, value in vars(loader).items():
+        if not name.startswith("_") and name not in changed:
+            assert getattr(rebuilt, name) is value, name
+    for name, value in options.items():
+        kept = getattr(rebuilt, name)
+        assert getattr(kept, "get_start_method", lambda kept=kept: kept)() == value, name
+
+
+def test_r03_update_dataloader_gives_the_batches_of_the_sampler() -> None:
+    loader = DataLoader(Augmented(noise=0), 4, num_workers=WORKERS, backend="threads")
+    backwards = BatchSampler(range(19, -1, -1), 5, drop_last=False)
+    told = [features[:, 1] * 20 for features, _ in update_dataloader(loader, backwards)]
+    assert torch.cat(told).round().tolist() == list(range(19, -1, -1))
+    assert [len(batch) for batch in told] == [5] * 4
+
+
+@functools.cache
+def torchs_losses(kind: type[Engine], noise: float = 0.1) -> list[float]:
+    return run(kind, torchs(Augmented(noise=noise), 4, shuffle=True, num_workers=WORKERS))
+
+
+@pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
+@pytest.mark.parametrize("kind", [Engine, DeterministicEngine])
+def test_losses_are_those_of_torchs_loader(kind: type[Engine], backend: str | None) -> None:
+    loader = DataLoader(Augmented(), 4, shuffle=True, num_workers=WORKERS, backend=backend)
+    assert run(kind, loader) == torchs_losses(kind)
+    assert len(set(torchs_losses(kind))) == EPOCHS * BATCHES
+
+
+def test_losses_of_fresh_processes_that_stay_are_those_of_torchs_loader() -> None:
+    common = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
+    told = [
+        run(DeterministicEngine, make(Augmented(), 4, **common, **options))
+        for make, options in ((torchs, {}), (DataLoader, {"backend": "spawn"}))
+    ]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("kind", [Engine, DeterministicEngine])
+def test_losses_on_threads_are_those_of_torchs_loader_where_nothing_is_drawn(
+    kind: type[Engine],
+) -> None:
+    loader = DataLoader(Augmented(noise=0), 4, shuffle=True, num_workers=WORKERS, backend="threads")
+    assert run(kind, loader) == torchs_losses(kind, noise=0)
+
+
+def test_an_epoch_of_the_engine_may_end_within_one_of_the_loader() -> None:
+    """ignite then keeps the loader's iterator for its next epoch, and asks for another at its end."""
+    told = [
+        run(Engine, make(Augmented(), 4, num_workers=WORKERS, **options), epoch_length=3)
+        for make, options in ((torchs, {}), (DataLoader, {"backend": "fork"}))
+    ]
+    assert told[0] == told[1]
+    assert len(told[1]) == 3 * EPOCHS
+
+
+@pytest.mark.parametrize("backend", ["fork", "threads", "inline"])
+@pytest.mark.parametrize("stop_at", [3, BATCHES, 7])
+def test_a_deterministic_engine_resumes_within_an_epoch(stop_at: int, backend: str) -> None:
+    """ignite leaves the batches out that were seen, by a batch sampler of its own."""
+
+    def loader() -> DataLoader:
+        dataset = Augmented(noise=0)
+        return DataLoader(dataset, 4, shuffle=True, num_workers=WORKERS, backend=backend)
+
+    whole = run(DeterministicEngine, loader())
+
+    torch.manual_seed(7)
+    told: list[float] = []
+    engine, regression = engine_of(DeterministicEngine, told)
+    saved: dict[str, Any] = {}
+
+    def save_and_stop(engine: Engine) -> None:
+        saved.update(engine.state_dict())
+        engine.terminate()
+
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), save_and_stop)
+    engine.run(loader(), max_epochs=EPOCHS)
+    assert told == whole[:stop_at]
+
+    torch.manual_seed(7)
+    resumed, other = engine_of(DeterministicEngine, told)
+    other.model.load_state_dict(regression.model.state_dict())
+    resumed.load_state_dict(saved)
+    resumed.run(loader())
+    assert told == whole
+
+
+def test_a_run_that_ends_in_the_middle_leaves_no_persistent_worker_once_it_is_let_go() -> None:
+    loader = DataLoader(
+        Augmented(), 4, num_workers=WORKERS, backend="fork", persistent_workers=True
+    )
+    engine, _ = engine_of(Engine, [])
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.terminate())
+    engine.run(loader, max_epochs=EPOCHS)
+    assert loader._iterator is not None
+    workers = list(loader._iterator._workers)
+    assert all(worker.is_alive() for worker in workers)
+    del loader, engine
+    gc.collect()  # an engine and its handlers hold each other
+    for worker in workers:
+        worker.join(5)
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_the_batch_size_can_be_scheduled() -> None:
+    told = []
+    for make, options in ((torchs, {}), (DataLoader, {"backend": "threads"})):
+        loader = make(Augmented(), 4, num_workers=WORKERS, **options)
+        sizes: list[int] = []
+        engine = Engine(lambda engine, batch, sizes=sizes: sizes.append(len(batch[0])))
+        BatchSizeScheduler(loader, lambda epoch: 4 + 6 * epoch).attach(engine)
+        engine.run(loader, max_epochs=2, epoch_length=5)
+        told.append(sizes)
+    assert told[0] == told[1]
+    assert 10 in told[1]
+
+
+def test_the_loader_that_ignite_makes_itself_runs_on_ours_within_install() -> None:
+    data = Augmented(noise=0)
+    options = {"batch_size": 4, "shuffle": True, "num_workers": WORKERS}
+    wanted = run(Engine, torchs(data, **options))
+    with install(backend="threads"):
+        loader = auto_dataloader(data, **options)
+        assert isinstance(iter(loader), LoaderIterator)
+        assert run(Engine, loader) == wanted

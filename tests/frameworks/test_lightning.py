@@ -1,0 +1,381 @@
+"""Lightning: re-creates loaders from their arguments, wraps their samplers, and saves their states."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, Regression, torchs
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from hybridloader import DataLoader, SampleSeeding, SharedMemory, Skip, Threads
+
+pytest.importorskip("lightning")
+import lightning
+from lightning.fabric.utilities.data import _replace_dunder_methods
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*`isinstance\\(treespec, LeafSpec\\)` is deprecated"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it
+    pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:.*isn't allowed to serialize"),
+]
+
+BATCH = 4
+BATCHES = 5
+OPTIONS: list[dict[str, Any]] = [
+    {
+        "backend": Threads(copy_dataset=True),
+        "threads_per_worker": 2,
+        "on_error": Skip(budget=3),
+        "seeding": SampleSeeding(3),
+    },
+    {
+        "backend": SharedMemory(start_method="fork"),
+        "persistent_workers": True,
+        "task_timeout": 60.0,
+    },
+    {"backend": "fork", "on_worker_death": "restart", "prefetch_factor": 3, "in_order": False},
+    {"multiprocessing_context": "fork", "timeout": 60.0},
+]
+NAMES = ("backend", "threads_per_worker", "on_error", "on_worker_death", "task_timeout", "seeding")
+NAMES += ("shard_remainders", "prefetch_factor", "persistent_workers", "in_order", "timeout")
+
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
+
+
+class Model(lightning.LightningModule):
+    """The regression of `seeded`, and what it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regression = Regression()
+        self.model = self.regression.model
+        self.seen: list[list[float]] = []
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        features, target = batch
+        self.seen.append(features[:, 1].tolist())
+        loss = torch.nn.functional.mse_loss(self.model(features).squeeze(1), target)
+        self.losses.append(loss.item())
+        return loss
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return batch[0][:, 1]
+
+    def configure_optimizers(self) -> Any:
+        return self.regression.optimizer
+
+
+def trainer(**options: Any) -> lightning.Trainer:
+    return lightning.Trainer(
+        **{
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "max_epochs": 2,
+            **options,
+        }
+    )
+
+
+def alive() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith("hybridloader")]
+
+
+@pytest.fixture(autouse=True)
+def _rng() -> Iterator[None]:
+    """seed_everything sets global generators and variables of the environment."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PL_GLOBAL_SEED", raising=False)
+        patch.delenv("PL_SEED_WORKERS", raising=False)
+        yield
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            patch.setenv(name, "0")
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    gc.collect()
+
+
+# -- re-creation (R2 to R4, R10) -------------------------------------------------------------------
+
+
+def injected(loader: Any) -> Any:
+    """`loader` as Lightning makes it anew on the second of two ranks."""
+    one = trainer()
+    connector = one._data_connector
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connector, "_requires_distributed_sampler", lambda loader: True)
+        patch.setattr(
+            type(one), "distributed_sampler_kwargs", {"num_replicas": 2, "rank": 1}, raising=False
+        )
+        return connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING)
+
+
+@every_option
+@pytest.mark.parametrize("hook", [False, True])
+def test_r04_a_distributed_sampler_is_injected_and_all_options_stay(
+    options: dict[str, Any], hook: bool
+) -> None:
+    with _replace_dunder_methods(DataLoader, "dataset") if hook else warnings.catch_warnings():
+        loader = DataLoader(Augmented(noise=0), BATCH, shuffle=True, num_workers=WORKERS, **options)
+        loader.worker_init_fn = print  # set afterwards, in a hook it is replayed (R10)
+    again = injected(loader)
+    assert type(again) is DataLoader
+    assert again is not loader
+    assert isinstance(again.sampler, DistributedSampler)
+    for name in NAMES:
+        assert getattr(again, name) is getattr(loader, name), name
+    assert again.multiprocessing_context is loader.multiprocessing_context or hook
+    assert (again.batch_size, again.num_workers, again.worker_init_fn) == (BATCH, WORKERS, print)
+    again.worker_init_fn = None
+    again.sampler.set_epoch(1)
+    seen = sorted(float(x) for features, _ in again for x in features[:, 1])
+    assert len(seen) == 10
+    if again._iterator is not None:
+        again._iterator.close()
+
+
+@every_option
+def test_predict_wraps_the_batch_sampler_and_all_options_stay(options: dict[str, Any]) -> None:
+    loader = DataLoader(Augmented(noise=0), BATCH, num_workers=WORKERS, **options)
+    one = trainer()
+    told = one.predict(Model(), loader)
+    (again,) = one.predict_loop._combined_loader.flattened
+    assert type(again) is DataLoader
+    assert isinstance(again.batch_sampler, _IndexBatchSamplerWrapper)
+    for name in NAMES:
+        assert getattr(again, name) is getattr(loader, name), name
+    found = sorted(float(x) for batch in told for x in batch)
+    assert found == [float(torch.tensor(k / 20)) for k in range(20)]
+    if again._iterator is not None:
+        again._iterator.close()
+
+
+def test_r19_predict_knows_the_indices_of_each_batch() -> None:
+    told: list[Any] = []
+
+    class Writing(BasePredictionWriter):
+        def write_on_batch_end(
+            self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, *rest: Any
+        ) -> None:
+            told.append(batch_indices)
+
+    loader = DataLoader(Augmented(noise=0), BATCH, num_workers=WORKERS, backend="threads")
+    trainer(callbacks=[Writing("batch")]).predict(Model(), loader)
+    assert told == [list(range(k, k + BATCH)) for k in range(0, 20, BATCH)]
+
+
+# -- the same data ---------------------------------------------------------------------------------
+
+
+def fitted(kind: Any, data: Any, epochs: int = 2, **options: Any) -> list[float]:
+    lightning.seed_everything(11, workers=True, verbose=False)
+    model = Model()
+    loader = kind(data, BATCH, shuffle=True, num_workers=WORKERS, **options)
+    trainer(max_epochs=epochs).fit(model, loader)
+    return model.losses
+
+
+@pytest.fixture(scope="module")
+def torchs_losses() -> list[float]:
+    return fitted(torchs, Augmented())
+
+
+@pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
+def test_losses_equal_those_of_torchs_loader(
+    backend: str | None, torchs_losses: list[float]
+) -> None:
+    assert fitted(DataLoader, Augmented(), backend=backend) == torchs_losses
+    assert len(torchs_losses) == 2 * BATCHES
+
+
+def test_threads_give_the_same_losses_where_samples_draw_nothing() -> None:
+    data = Augmented(noise=0)
+    assert fitted(DataLoader, data, backend="threads") == fitted(torchs, data)
+
+
+def test_r27_seed_everything_seeds_thread_workers_and_leaves_the_main_thread_alone() -> None:
+    told: list[Any] = []
+
+    def rngs() -> Any:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+
+    class Watching(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            told.append(rngs())
+
+    lightning.seed_everything(3, workers=True, verbose=False)
+    loader = DataLoader(Augmented(noise=0), BATCH, num_workers=WORKERS, backend="threads")
+    python, arrays, _ = rngs()
+    trainer(callbacks=[Watching()], max_epochs=1).fit(Model(), loader)
+    assert loader.worker_init_fn is not None  # Lightning's, which seeds all the global generators
+    assert len(told) == BATCHES
+    assert {repr(each[0]) for each in told} == {repr(python)}
+    assert all(each[1] == arrays for each in told)
+    assert all(each[2] == told[0][2] for each in told)
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size", "sequential"])
+def test_a_combined_loader_of_ours_gives_what_one_of_torchs_gives(mode: str) -> None:
+    def combined(kind: Any, **options: Any) -> CombinedLoader:
+        made = [
+            kind(range(length), 2, num_workers=1, persistent_workers=persistent, **options)
+            for length, persistent in ((4, True), (7, False))
+        ]
+        return CombinedLoader(made, mode)
+
+    def batches(loader: CombinedLoader) -> list[Any]:
+        return [[repr(batch) for batch in loader] for _ in range(2)]
+
+    ours = combined(DataLoader, backend="threads")
+    assert batches(ours) == batches(combined(torchs))
+    ours.reset()
+    gc.collect()
+    assert all(loader._iterator is None for loader in ours.flattened)
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+class Born(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Tells with each sample in which process it was read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import os
+
+        return torch.tensor([0.0, float(os.getpid()), 0.0]), torch.tensor(0.0)
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_persistent_workers_serve_all_epochs_and_end_with_the_loader(backend: str) -> None:
+    loader = DataLoader(Born(), 2, num_workers=2, backend=backend, persistent_workers=True)
+    model, told = Model(), []
+
+    class Watching(Callback):
+        def on_train_epoch_end(self, *args: Any) -> None:
+            told.append(loader._iterator)
+
+    trainer(callbacks=[Watching()], max_epochs=3).fit(model, loader)
+    assert len({id(iterator) for iterator in told}) == 1
+    assert len({pid for batch in model.seen for pid in batch}) == (2 if backend == "fork" else 1)
+    assert loader._iterator is None  # Lightning lets it go behind fit
+    told.clear()
+    gc.collect()
+    assert not alive()
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_fit_that_fails_in_the_middle_leaves_nothing(backend: str) -> None:
+    class Failing(Model):
+        def training_step(self, batch: Any, index: int) -> Any:
+            if index == 2:
+                raise KeyError("step")
+            return super().training_step(batch, index)
+
+    loader = DataLoader(Augmented(), BATCH, num_workers=2, backend=backend)
+    with pytest.raises(KeyError, match="step"):
+        trainer().fit(Failing(), loader)
+    gc.collect()
+    assert not alive()
+
+
+# -- state (R35) -----------------------------------------------------------------------------------
+
+
+def started(backend: str, **options: Any) -> tuple[Model, Any, DataLoader]:
+    torch.manual_seed(6)
+    loader = DataLoader(
+        Augmented(noise=0), BATCH, shuffle=True, num_workers=WORKERS, backend=backend
+    )
+    return Model(), trainer(max_epochs=3, **options), loader
+
+
+def stopped(folder: Path, backend: str, step: int, **when: int) -> Path:
+    """The checkpoint of a run that stopped behind so many steps."""
+    saving = ModelCheckpoint(folder, save_top_k=-1, filename="{step}", **when)
+    model, one, loader = started(
+        backend, callbacks=[saving], enable_checkpointing=True, max_steps=step
+    )
+    one.fit(model, loader)
+    return folder / f"step={step}.ckpt"
+
+
+def gone_on(checkpoint: Path, backend: str) -> list[list[float]]:
+    model, one, loader = started(backend)
+    one.fit(model, loader, ckpt_path=checkpoint, weights_only=False)
+    return model.seen
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[list[float]]:
+    model, one, loader = started("threads")
+    one.fit(model, loader)
+    return model.seen
+
+
+def samples(batches: list[list[float]]) -> list[float]:
+    return sorted(sample for batch in batches for sample in batch)
+
+
+@pytest.mark.parametrize(("before", "after"), [("threads", "fork"), ("fork", "threads")])
+@pytest.mark.parametrize("step", [2, BATCHES + 3])
+def test_r35_fit_goes_on_behind_a_checkpoint_in_the_middle_of_an_epoch(
+    tmp_path: Path, before: str, after: str, step: int, whole: list[list[float]]
+) -> None:
+    seen = gone_on(stopped(tmp_path, before, step, every_n_train_steps=step), after)
+    left = BATCHES - step % BATCHES
+    assert seen[:left] == whole[step : step + left]
+    assert len(seen) == len(whole) - step
+    for first in range(left, len(seen), BATCHES):  # Lightning does not save torch's generator
+        assert samples(seen[first : first + BATCHES]) == samples(whole[:BATCHES])
+
+
+def test_r35_fit_goes_on_behind_a_checkpoint_of_an_epochs_end(
+    tmp_path: Path, whole: list[list[float]]
+) -> None:
+    seen = gone_on(stopped(tmp_path, "threads", BATCHES, every_n_epochs=1), "threads")
+    assert len(seen) == len(whole) - BATCHES
+    assert samples(seen[:BATCHES]) == samples(whole[:BATCHES])
+
+
+def test_a_checkpoint_at_the_last_step_of_an_epoch_is_as_with_torchdata(tmp_path: Path) -> None:
+    """Lightning runs the empty rest of the epoch as if it were the next one, with any such loader."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    ours = gone_on(stopped(tmp_path, "threads", BATCHES, every_n_train_steps=BATCHES), "threads")
+
+    def fit(checkpoint: Path | None, **options: Any) -> Model:
+        model = Model()
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=BATCHES, filename="theirs-{step}")
+        one = trainer(max_epochs=3, callbacks=[saving], enable_checkpointing=True, **options)
+        loader = stateful(Augmented(noise=0), BATCH)
+        one.fit(model, loader, ckpt_path=checkpoint, weights_only=False)
+        return model
+
+    fit(None, max_steps=BATCHES)
+    theirs = fit(tmp_path / f"theirs-step={BATCHES}.ckpt").seen
+    assert len(ours) == len(theirs) == BATCHES

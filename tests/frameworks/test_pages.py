@@ -1,0 +1,111 @@
+"""The pages about frameworks: each shows the file that runs here, and the versions are those pinned."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = ROOT / "docs" / "frameworks"
+EXAMPLES = ROOT / "examples" / "frameworks"
+
+FRAMEWORKS = {
+    "accelerate": "accelerate",
+    "datasets": "datasets",
+    "distributed": "torch",
+    "ignite": "ignite",
+    "lightning": "lightning",
+    "monai": "monai",
+    "pyg": "torch_geometric",
+    "torchdata": "torchdata",
+    "trainer": "transformers",
+}
+"""The page, and the module without which its example can't run."""
+
+NAMES = sorted(page.stem for page in PAGES.glob("*.md") if page.name != "README.md")
+
+
+def example_of(page: str) -> Path:
+    return EXAMPLES / f"train_with_{page}.py"
+
+
+def test_every_page_has_its_example_and_every_example_its_page() -> None:
+    assert {example_of(name).name for name in NAMES} == {
+        path.name for path in EXAMPLES.glob("*.py")
+    }
+    assert set(NAMES) <= set(FRAMEWORKS)
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_the_first_block_of_the_page_is_the_example(page: str) -> None:
+    text = (PAGES / f"{page}.md").read_text()
+    block = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert block is not None, "the page shows no code"
+    assert block[1] == example_of(page).read_text()
+    assert f"examples/frameworks/{example_of(page).name}" in text
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_the_example_runs_as_a_script(page: str, tmp_path: Path) -> None:
+    """From an empty folder, without a network; neither it nor we cause a warning."""
+    module = FRAMEWORKS[page]
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"needs {module}: pip install -c constraints.txt -e '.[frameworks]'")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(example_of(page))],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "Traceback" not in done.stderr, done.stderr
+    ours = rf"(hybridloader/\S+|{example_of(page).name}):\d+: \w*Warning"
+    assert not re.search(ours, done.stderr), done.stderr
+
+
+# -- versions --------------------------------------------------------------------------------------
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_versions_of_the_table_are_those_pinned() -> None:
+    pins = {
+        _normal(name): version
+        for name, _, version in (
+            line.partition("==") for line in (ROOT / "constraints.txt").read_text().splitlines()
+        )
+        if version
+    }
+    lines = (PAGES / "README.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \[", line)]
+    named = []
+    for row in rows:
+        for package, version in re.findall(r"`([\w.-]+)` ([\d.]+)", row[1]):
+            assert pins.get(_normal(package)) == version, package
+            named.append(_normal(package))
+    pages = {page for row in rows for page in re.findall(r"\]\((\w+)\.md\)", row[0])}
+    assert pages == set(NAMES)
+    assert len(named) == len(set(named)) >= len(pages)
+
+
+def test_all_frameworks_of_the_extra_are_in_the_table() -> None:
+    setup = configparser.RawConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    wanted = setup["options.extras_require"]["frameworks"].split()
+    table = (PAGES / "README.md").read_text()
+    for package in wanted:
+        if package not in ("%(test)s", "ipykernel", "nbclient"):  # the last two run notebooks
+            assert f"`{package}` " in table, package

@@ -1,0 +1,265 @@
+"""PyG: its loaders adopt ours by mixin, wherever the features are gathered.
+
+Its own neighbour samplers need pyg-lib or torch-sparse, which have no wheels for every torch; the
+sampler here is a plain one with PyG's interface, so what runs is PyG's loaders, not its samplers.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from alike import same
+from seeded import LIKE_TORCHS_PROCESSES, WORKERS
+from torch import Tensor
+
+import hybridloader
+from hybridloader.loader_iterator import LoaderIterator
+
+pytest.importorskip("torch_geometric")
+from torch_geometric.data import Data
+from torch_geometric.loader import (
+    DataLoader,
+    DynamicBatchSampler,
+    LinkNeighborLoader,
+    NeighborLoader,
+    NodeLoader,
+    PrefetchLoader,
+    RandomNodeLoader,
+)
+from torch_geometric.sampler import BaseSampler, SamplerOutput
+
+
+class Nodes(NodeLoader, hybridloader.DataLoader):  # type: ignore[misc]
+    """As the page says it."""
+
+
+class Neighbors(NeighborLoader, hybridloader.DataLoader):  # type: ignore[misc]
+    pass
+
+
+class Links(LinkNeighborLoader, hybridloader.DataLoader):  # type: ignore[misc]
+    pass
+
+
+class Graphs(DataLoader, hybridloader.DataLoader):  # type: ignore[misc]
+    pass
+
+
+class Parts(RandomNodeLoader, hybridloader.DataLoader):  # type: ignore[misc]
+    pass
+
+
+NODES, EDGES = 24, 96
+FEATURES = 40_000
+"""Of a node, in the test of large batches: 160 kB, which come back through a slot."""
+
+
+def graph(features: int = 3) -> Data:
+    drawn = torch.Generator().manual_seed(0)
+    return Data(
+        x=torch.rand(NODES, features, generator=drawn),
+        y=torch.arange(NODES),
+        edge_index=torch.randint(NODES, (2, EDGES), generator=drawn),
+        edge_attr=torch.rand(EDGES, 2, generator=drawn),
+    )
+
+
+class OneHop(BaseSampler):  # type: ignore[misc]
+    """Three of the edges that end in a node, drawn from torch's generator of the worker."""
+
+    def __init__(self, data: Data) -> None:
+        self.source, self.target = data.edge_index
+
+    def sample_from_nodes(self, index: Any, **options: Any) -> SamplerOutput:
+        return self._around(index.node, (index.input_id, index.time))
+
+    def sample_from_edges(self, index: Any, neg_sampling: Any = None) -> SamplerOutput:
+        ends = torch.cat([index.row, index.col])
+        pairs = torch.arange(len(ends)).view(2, -1)
+        return self._around(ends, (index.input_id, pairs, index.label, index.time))
+
+    def _around(self, seeds: Tensor, metadata: Any) -> SamplerOutput:
+        edges = []
+        for seed in seeds:
+            mine = (self.target == seed).nonzero().view(-1)
+            edges.append(mine[torch.randperm(len(mine))[:3]])
+        edge = torch.cat(edges)
+        extra = self.source[edge].unique()
+        node = torch.cat([seeds, extra[~torch.isin(extra, seeds)]])
+        place = torch.zeros(NODES, dtype=torch.long)
+        place[node.flip(0)] = torch.arange(len(node)).flip(0)
+        row, col = place[self.source[edge]], place[self.target[edge]]
+        return SamplerOutput(node=node, row=row, col=col, edge=edge, metadata=metadata)
+
+
+def batches(kind: Any, *args: Any, epochs: int = 2, **options: Any) -> list[Any]:
+    torch.manual_seed(5)
+    loader = kind(*args, **options)
+    try:
+        return [batch.to_dict() for _ in range(epochs) for batch in loader]
+    finally:
+        loader._iterator = None
+
+
+def sampled(kind: Any, data: Data, **options: Any) -> list[Any]:
+    return batches(kind, data, OneHop(data), batch_size=5, shuffle=True, **options)
+
+
+@pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
+@pytest.mark.parametrize("filter_per_worker", [True, False])
+def test_r13_batches_of_nodes_are_those_of_pygs_loader(
+    filter_per_worker: bool, backend: str | None
+) -> None:
+    options = {"num_workers": WORKERS, "filter_per_worker": filter_per_worker}
+    wanted = sampled(NodeLoader, graph(), **options)
+    same(sampled(Nodes, graph(), backend=backend, **options), wanted)
+    assert [len(batch["input_id"]) for batch in wanted] == [5, 5, 5, 5, 4] * 2
+
+
+@pytest.mark.parametrize("filter_per_worker", [True, False])
+def test_workers_that_stay_give_the_batches_of_pygs_loader(filter_per_worker: bool) -> None:
+    """PyG calls `_reset` of the iterator that it wraps."""
+    options = {
+        "num_workers": WORKERS,
+        "filter_per_worker": filter_per_worker,
+        "persistent_workers": True,
+        "epochs": 3,
+    }
+    wanted = sampled(NodeLoader, graph(), **options)
+    gc.collect()
+    same(sampled(Nodes, graph(), backend="fork", **options), wanted)
+
+
+@pytest.mark.slow  # the worker imports PyG
+def test_a_fresh_process_is_sent_the_loader_whose_method_collates() -> None:
+    options = {"num_workers": 1, "filter_per_worker": True, "epochs": 1}
+    wanted = sampled(NodeLoader, graph(), **options)
+    same(sampled(Nodes, graph(), backend="spawn", **options), wanted)
+
+
+@pytest.mark.parametrize("filter_per_worker", [True, False])
+def test_threads_sample_every_node_once(filter_per_worker: bool) -> None:
+    """They draw from one generator, so which edges they get depends on timing."""
+    data = graph()
+    found = sampled(
+        Nodes, data, num_workers=WORKERS, backend="threads", filter_per_worker=filter_per_worker
+    )
+    for epoch in (found[:5], found[5:]):
+        assert sorted(torch.cat([batch["input_id"] for batch in epoch]).tolist()) == [*range(NODES)]
+    for batch in found:
+        assert torch.equal(batch["x"], data.x[batch["n_id"]])
+        ends = batch["n_id"][batch["edge_index"]]
+        assert data.edge_index is not None
+        assert torch.equal(ends, data.edge_index[:, batch["e_id"]])
+
+
+def test_large_features_come_through_slots() -> None:
+    data = graph(FEATURES)
+    for batch in sampled(Nodes, data, num_workers=1, backend="shared-memory", epochs=1):
+        assert torch.equal(batch["x"], data.x[batch["n_id"]])
+
+
+@pytest.mark.parametrize("backend", ["fork", "inline"])
+def test_batches_of_the_neighbor_loader_are_pygs(backend: str) -> None:
+    data = graph()
+    options = {
+        "num_neighbors": [3],
+        "neighbor_sampler": OneHop(data),
+        "batch_size": 6,
+        "shuffle": True,
+        "num_workers": WORKERS,
+    }
+    wanted = batches(NeighborLoader, data, **options)
+    same(batches(Neighbors, data, backend=backend, **options), wanted)
+
+
+@pytest.mark.parametrize("backend", ["fork", "inline"])
+def test_batches_of_links_are_pygs(backend: str) -> None:
+    data = graph()
+    options = {
+        "num_neighbors": [3],
+        "neighbor_sampler": OneHop(data),
+        "edge_label_index": data.edge_index,
+        "batch_size": 20,
+        "shuffle": True,
+        "num_workers": WORKERS,
+    }
+    wanted = batches(LinkNeighborLoader, data, **options)
+    same(batches(Links, data, backend=backend, **options), wanted)
+
+
+def graphs() -> list[Data]:
+    return [
+        Data(x=torch.full((k, 2), float(k)), edge_index=torch.arange(k).expand(2, -1).contiguous())
+        for k in range(1, 10)
+    ]
+
+
+@pytest.mark.parametrize("backend", [*LIKE_TORCHS_PROCESSES, "threads"])
+def test_batches_of_graphs_are_pygs(backend: str | None) -> None:
+    options = {"batch_size": 4, "shuffle": True, "num_workers": WORKERS}
+    wanted = batches(DataLoader, graphs(), **options)
+    same(batches(Graphs, graphs(), backend=backend, **options), wanted)
+
+
+def test_a_batch_sampler_of_pyg_is_the_loaders() -> None:
+    def sampler(data: Any) -> Any:
+        return DynamicBatchSampler(data, max_num=12, mode="node", shuffle=True)
+
+    data = graphs()
+    wanted = batches(DataLoader, data, batch_sampler=sampler(data), num_workers=WORKERS)
+    got = batches(Graphs, data, batch_sampler=sampler(data), num_workers=WORKERS, backend="threads")
+    same(got, wanted)
+
+
+def test_parts_of_a_graph_are_pygs() -> None:
+    options = {"num_parts": 4, "shuffle": True, "num_workers": WORKERS}
+    same(
+        batches(Parts, graph(), backend="fork", **options),
+        batches(RandomNodeLoader, graph(), **options),
+    )
+
+
+def test_the_prefetch_loader_wraps_ours() -> None:
+    data = graph()
+    loader = Nodes(data, OneHop(data), batch_size=5, num_workers=WORKERS, backend="threads")
+    got = [batch.input_id.tolist() for batch in PrefetchLoader(loader, device=torch.device("cpu"))]
+    assert list(itertools.chain(*got)) == [*range(NODES)]
+
+
+@pytest.mark.parametrize("around", ["enable_memory_log", "enable_cpu_affinity"])
+def test_init_functions_that_pyg_sets_for_a_while_run_in_workers(
+    around: str, tmp_path: Path
+) -> None:
+    def note(worker: int) -> None:
+        (tmp_path / f"worker {worker}").touch()
+
+    data = graph()
+    loader = Nodes(
+        data, OneHop(data), batch_size=5, num_workers=1, backend="fork", worker_init_fn=note
+    )
+    options = {"loader_cores": [min(os.sched_getaffinity(0))]} if "cpu" in around else {}
+    with getattr(loader, around)(**options):
+        inside = loader.worker_init_fn
+        assert inside is not note
+        assert len(list(loader)) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["worker 0"]
+    assert loader.worker_init_fn is not inside
+
+
+@pytest.mark.parametrize("filter_per_worker", [True, False])
+def test_pygs_own_class_runs_on_ours_within_install(filter_per_worker: bool) -> None:
+    options = {"num_workers": WORKERS, "filter_per_worker": filter_per_worker}
+    wanted = sampled(NodeLoader, graph(), **options)
+    with hybridloader.install(backend="inline"):
+        same(sampled(NodeLoader, graph(), **options), wanted)
+        loader = NodeLoader(graph(), OneHop(graph()), **options)
+        iterator = iter(loader)
+        inner = iterator if filter_per_worker else iterator.iterator
+        assert isinstance(inner, LoaderIterator)

@@ -1,0 +1,105 @@
+"""What the tests of pinning and devices share: datasets, and a device that counts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from hybridloader import DataLoader
+from hybridloader.loader_iterator import LoaderIterator
+from hybridloader.testing import FakeAccelerator
+
+BACKENDS = ("threads", "fork")
+on_backends = pytest.mark.parametrize("backend", BACKENDS)
+
+NO_ACCELERATOR = "ignore:'pin_memory' argument is set as true but no accelerator is found"
+"""torch's iterator looks for one of its own."""
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Sample `k` is `size` numbers `k`."""
+
+    def __init__(self, length: int = 12, size: int = 4) -> None:
+        self.length, self.size = length, size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.size,), index, dtype=torch.int32)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """The same, read by one after the other, each its part."""
+
+    def __init__(self, length: int = 12) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for k in range(first, self.length, step):
+            yield torch.full((4,), k, dtype=torch.int32)
+
+
+class Counting(FakeAccelerator):
+    """Notes which threads used it for what, and how many tensors were handled."""
+
+    def __init__(self, name: str = "fake:0", **options: Any) -> None:
+        super().__init__(name, **options)
+        self.entries: list[str] = []
+        self.pinners: list[str] = []
+        self.movers: list[str] = []
+        self.takers: list[str] = []
+        self.many = threading.Event()
+        self.enough = 1 << 40
+
+    def enter(self) -> None:
+        super().enter()
+        self.entries.append(threading.current_thread().name)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.pinners.append(threading.current_thread().name)
+        return self._count(super().pin(tensor))
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.movers.append(threading.current_thread().name)
+        return super().move(tensor)
+
+    def hold_up(self, stream: Any, mark: Any) -> None:
+        self.takers.append(threading.current_thread().name)
+        super().hold_up(stream, mark)
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        if len(self.pinners) >= self.enough:
+            self.many.set()
+        return tensor
+
+
+class Pinnable:
+    """What a collate_fn may make: it pins itself, or fails at it."""
+
+    def __init__(self, number: int, failure: BaseException | None = None) -> None:
+        self.number, self.failure, self.pinned = number, failure, False
+
+    def pin_memory(self) -> Pinnable:
+        if self.failure is not None:
+            raise self.failure
+        self.pinned = True
+        return self
+
+
+def start(loader: DataLoader) -> LoaderIterator:
+    iterator: Any = iter(loader)
+    return iterator  # type: ignore[no-any-return]
+
+
+def first_of(batch: torch.Tensor) -> list[int]:
+    """The samples of a batch of `Rows`, each of which must be whole."""
+    assert all((row == row[0]).all() for row in batch)
+    return [int(row[0]) for row in batch]

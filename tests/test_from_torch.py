@@ -1,0 +1,308 @@
+"""``hybridloader.from_torch``: all that a loader of torch's has, on a backend; or why that can't be."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from hybridloader import BackendUnavailable, DataLoader, Pipeline, Threads, from_torch, install
+from hybridloader.options import Options
+
+PARAMETERS = set(inspect.signature(DataLoader).parameters)
+
+
+class Squares(Dataset[int]):
+    def __init__(self, size: int = 7) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from range(5) if info is None else range(info.id, 9, info.num_workers)
+
+
+def first_of(samples: list[int]) -> int:
+    return samples[0]
+
+
+def passes(loader: Any, count: int = 2) -> list[Any]:
+    return [[torch.as_tensor(batch).tolist() for batch in loader] for _ in range(count)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    workers=st.integers(0, 2),
+    batch=st.sampled_from([None, 1, 3]),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    own=st.booleans(),
+    iterable=st.booleans(),
+    in_order=st.booleans(),
+)
+def test_it_gives_what_the_loader_would_give(
+    workers: int,
+    batch: int | None,
+    shuffle: bool,
+    drop_last: bool,
+    own: bool,
+    iterable: bool,
+    in_order: bool,
+) -> None:
+    def make() -> Any:
+        return TorchLoader(
+            Stream() if iterable else Squares(),
+            batch,
+            None if iterable else shuffle,
+            num_workers=workers,
+            drop_last=drop_last and batch is not None,
+            generator=torch.Generator().manual_seed(3) if own else None,
+            in_order=in_order,
+        )
+
+    torch.manual_seed(1)
+    theirs = make()
+    theirs.num_workers = 0 if not iterable else workers  # the order does not depend on it
+    wanted = passes(theirs) if not workers or not iterable else None
+    torch.manual_seed(1)
+    ours = from_torch(make(), "inline")
+    if not iterable:
+        ours.num_workers = 0
+    found = passes(ours)
+    if wanted is not None:
+        assert found == wanted
+    assert (ours.num_workers, ours.in_order) == (theirs.num_workers, in_order)
+
+
+def test_workers_are_on_the_backend_and_the_given_loader_is_as_it_was() -> None:
+    theirs = TorchLoader(Squares(), 2, num_workers=2, persistent_workers=True)
+    before = dict(vars(theirs))
+    ours = from_torch(theirs, backend="threads", on_error="skip")
+    assert type(ours) is DataLoader
+    assert passes(ours, 1) == [[[0, 1], [4, 9], [16, 25], [36]]]
+    assert ours._iterator is not None
+    assert dict(vars(theirs)) == before
+    assert theirs._iterator is None
+    ours._iterator = None
+
+
+def test_persistent_workers_that_run_stay_with_the_given_loader() -> None:
+    theirs: Any = TorchLoader(Squares(), 2, num_workers=1, persistent_workers=True)
+    with install("threads"):  # torch's would be processes
+        running = iter(theirs)
+        assert len(list(running)) == 4
+    ours = from_torch(theirs, "threads")
+    assert theirs._iterator is running
+    assert iter(ours) is not running
+    theirs._iterator = ours._iterator = None
+
+
+def test_samplers_generator_and_functions_are_the_same_objects() -> None:
+    generator = torch.Generator()
+    theirs = TorchLoader(
+        Squares(), 2, shuffle=True, generator=generator, collate_fn=first_of, num_workers=1
+    )
+    ours = from_torch(theirs)
+    for name in ("dataset", "sampler", "batch_sampler", "generator", "collate_fn"):
+        assert getattr(ours, name) is getattr(theirs, name)
+    sampler: Any = ours.sampler
+    assert isinstance(sampler, RandomSampler)
+    assert sampler.generator is generator
+
+
+def test_epochs_go_on_in_the_generators_that_both_draw_from() -> None:
+    def make() -> Any:
+        return TorchLoader(Squares(), 2, shuffle=True, generator=torch.Generator().manual_seed(8))
+
+    wanted = passes(make(), 3)
+    theirs = make()
+    found = passes(theirs, 1) + passes(from_torch(theirs), 1) + passes(theirs, 1)
+    assert found == wanted
+
+
+def test_what_was_set_after_the_constructor_comes_along() -> None:
+    theirs: Any = TorchLoader(Squares(), 3, num_workers=2)
+    theirs.collate_fn = first_of
+    theirs.num_workers = 1
+    theirs.prefetch_factor = 5
+    theirs.mark = ["of a framework"]
+    ours: Any = from_torch(theirs, "threads")
+    assert passes(ours, 1) == [[0, 9, 36]]
+    assert (ours.num_workers, ours.prefetch_factor) == (1, 5)
+    assert ours.mark is theirs.mark
+    assert set(vars(from_torch(TorchLoader(Squares())))) == set(vars(DataLoader(Squares())))
+
+
+def test_it_is_made_for_frameworks_as_any_of_ours() -> None:
+    """Its keywords are attributes as passed, under their names; it pickles; guarded ones are guarded."""
+    backend = Threads()
+    options: Any = {"threads_per_worker": 2, "task_timeout": 3.0, "on_worker_death": "restart"}
+    ours = from_torch(TorchLoader(Squares(), 2, num_workers=1), backend, **options)
+    assert {name: vars(ours)[name] for name in options} == options
+    assert vars(ours)["backend"] is backend
+    assert {name for name in vars(ours) if not name.startswith("_")} <= PARAMETERS
+    assert passes(pickle.loads(pickle.dumps(ours)), 1) == passes(ours, 1)
+    with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+        ours.batch_size = 3
+    ours.load_state_dict(ours.state_dict())
+
+
+def test_a_batch_sampler_of_ones_own_stays() -> None:
+    batches = [[3, 1], [0]]
+    ours = from_torch(TorchLoader(Squares(), batch_sampler=batches))
+    assert ours.batch_sampler is batches
+    assert passes(ours, 1) == [[[9, 1], [0]]]
+
+
+def test_a_data_pipe_is_not_wrapped_again() -> None:
+    theirs: Any = TorchLoader(IterableWrapper(range(4)), 2)
+    ours = from_torch(theirs, "inline")
+    assert ours.dataset is theirs.dataset
+    assert passes(ours, 1) == [[[0, 1], [2, 3]]]
+
+
+class Prepared(TorchLoader):  # type: ignore[type-arg]
+    """As MONAI's, and PyG's for graphs: a constructor, and nothing else."""
+
+    limit: int
+
+    def __init__(self, size: int) -> None:
+        super().__init__(Squares(size), 2, collate_fn=first_of)
+
+
+class Filters(TorchLoader):  # type: ignore[type-arg]
+    def filter_fn(self, batch: Any) -> Any:
+        return batch
+
+    def __call__(self) -> None: ...
+
+
+class Stateful(TorchLoader):  # type: ignore[type-arg]
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Fastais:
+    """What matters of fastai's: no subclass of torch's, and workers that share its attributes."""
+
+    def __init__(self) -> None:
+        self.fake_l = self.it = None
+
+    def create_batches(self, samps: Any) -> Any: ...
+
+
+class Both(Filters, DataLoader):  # type: ignore[misc]
+    """As the message says."""
+
+
+def test_a_subclass_that_only_constructs_loses_nothing() -> None:
+    ours = from_torch(Prepared(5), "inline")
+    assert type(ours) is DataLoader
+    assert passes(ours, 1) == passes(Prepared(5), 1) == [[0, 4, 16]]
+
+
+def test_the_way_that_is_told_for_a_subclass_works() -> None:
+    with pytest.raises(
+        TypeError, match=r"class Mine\(.*test_from_torch\.Filters, hybridloader\.DataL"
+    ):
+        from_torch(Filters(Squares()))
+    both = Both(Squares(), 7, num_workers=1, backend="threads")
+    assert passes(both, 1) == [[[n * n for n in range(7)]]]
+    assert both.filter_fn(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda: DataLoader(Squares()), "is a hybridloader.DataLoader already; set its attributes"),
+        (lambda: Both(Squares()), "this Both is a hybridloader.DataLoader already"),
+        (lambda: Filters(Squares()), "DataLoader with __call__, filter_fn of its own, which a plain"),
+        (lambda: Stateful(Squares()), "has a state_dict() and a load_state_dict() itself"),
+        (Fastais, "this is fastai's kind of loader, whose workers keep their place on the loader"),
+        (Squares, "not a Squares; of a dataset make a hybridloader.DataLoader(dataset"),
+        (lambda: [1, 2], "not a list; of a dataset make a hybridloader.DataLoader(dataset"),
+        (lambda: iter(TorchLoader(Squares())), "give the loader, not an iterator over it"),
+        (lambda: Pipeline.from_dataset([1]), "a pipeline has a backend for each step"),
+        (lambda: TorchLoader, "not the class DataLoader; give a loader: make one first"),
+        (lambda: None, "from_torch takes a torch.utils.data.DataLoader, not a NoneType"),
+        (lambda: 3, "from_torch takes a torch.utils.data.DataLoader, not a int"),
+    ],
+    ids=[
+        "ours", "both", "subclass", "stateful", "fastai", "dataset", "list", "iterator", "pipeline",
+        "class", "none", "number",
+    ],
+)  # fmt: skip
+def test_what_can_not_be_had_is_refused_with_what_to_do(given: Any, says: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        from_torch(given())
+    assert says in str(caught.value)
+
+
+def test_accelerates_loaders_are_pointed_to_their_page() -> None:
+    kind = type("DataLoaderShard", (Filters,), {"__module__": "accelerate.data_loader"})
+    with pytest.raises(TypeError, match=r"hybridloader\.integrations\.accelerate.*base_dataloader"):
+        from_torch(kind(Squares()))
+
+
+def test_a_class_of_fastais_is_known_by_where_it_is_from() -> None:
+    kind = type("TfmdDL", (), {"__module__": "fastai.data.core"})
+    for one in (kind, kind()):
+        with pytest.raises(TypeError, match="fastai's kind of loader"):
+            from_torch(one)
+
+
+@pytest.mark.parametrize(
+    ("make", "more", "error", "says"),
+    [
+        ({}, {"backend": "thread"}, BackendUnavailable, "unknown backend"),
+        ({}, {"workers": 3}, TypeError, "from_torch() got an unexpected keyword 'workers'"),
+        ({}, {"task_timeout": 1}, ValueError, "task_timeout=1 needs num_workers > 0"),
+        ({"batch_size": None}, {"threads_per_worker": 2}, ValueError, "one sample at a time"),
+        (
+            {},
+            {"shard_remainders": "join"},
+            ValueError,
+            "leave it out for a dataset that is asked by index",
+        ),
+        ({}, {"on_error": "ignore"}, ValueError, "on_error must be"),
+        (
+            {"num_workers": 1, "multiprocessing_context": "fork"},
+            {"backend": "threads"},
+            ValueError,
+            "contradicts multiprocessing_context='fork'",
+        ),
+    ],
+    ids=["backend", "keyword", "timeout", "threads", "remainders", "errors", "context"],
+)
+def test_options_that_the_loader_can_not_have_are_refused(
+    make: Any, more: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error) as caught:
+        from_torch(TorchLoader(Squares(), **make), **more)
+    assert says in str(caught.value)
+
+
+def test_the_options_are_the_keywords_of_the_loader() -> None:
+    """Added in one place and forgotten in the other, an option would be lost without a word."""
+    torchs = set(inspect.signature(TorchLoader).parameters)
+    assert set(vars(Options())) | {"backend"} == PARAMETERS - torchs
+    defaults = {p.name: p.default for p in inspect.signature(DataLoader).parameters.values()}
+    assert all(defaults[name] == value for name, value in vars(Options()).items())

@@ -1,0 +1,33 @@
+"""Loaders of torch's that tell where their samples are made."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import get_worker_info
+
+
+class Where:
+    """Where each sample is made."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        info: Any = get_worker_info()
+        return (info.worker_method if info else "caller"), os.getpid()
+
+
+def places(loader: Any) -> set[tuple[str, bool]]:
+    """How workers were made, and whether they were in this process."""
+    return {(how, pid == os.getpid()) for how, pid in loader}
+
+
+def where(workers: int = 2, **more: Any) -> Any:
+    return TorchLoader(Where(), batch_size=None, num_workers=workers, **more)  # type: ignore[arg-type]
+
+
+THREAD = {("thread", True)}
+PROCESS = {("multiprocessing", False)}
