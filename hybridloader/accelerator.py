@@ -143,15 +143,17 @@ class TorchAccelerator:
         if self.device.type != "cuda":
             raise OSError(f"{self.device.type} has no call that locks pages which it did not make")
         cudart = _cudart()
-        # cudaHostRegisterPortable: locked for the contexts of all devices, not only this one.
-        code = cudart.cudaHostRegister(address, size, 1)
+        with self._chosen():
+            # cudaHostRegisterPortable: locked for the contexts of all devices, not only this one.
+            code = cudart.cudaHostRegister(address, size, 1)
         if int(code):
             reason = cudart.cudaGetErrorString(code)
             raise OSError(f"the driver does not lock {size:,} bytes: {reason}")
 
     def page_unlock(self, address: int) -> None:
         try:
-            _cudart().cudaHostUnregister(address)
+            with self._chosen():
+                _cudart().cudaHostUnregister(address)
         except Exception:  # the driver has been shut down, and all its locks with it
             pass
 
@@ -178,7 +180,12 @@ class TorchAccelerator:
         return tensor.to(self.device, non_blocking=self.pins)
 
     def mark(self, stream: Any) -> Mark:
-        return _PASSED if stream is None else _TorchMark(stream.record_event())
+        if stream is None:
+            return _PASSED
+        capturing = getattr(stream, "is_capturing", None)
+        if capturing is not None and capturing():
+            raise RuntimeError(f"{stream} is captured into a graph: no event of it can be asked for")
+        return _TorchMark(stream.record_event())
 
     def hold_up(self, stream: Any, mark: Mark) -> None:
         if isinstance(mark, _TorchMark):
@@ -187,6 +194,11 @@ class TorchAccelerator:
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
         if stream is not None:
             tensor.record_stream(stream)
+
+    def _chosen(self) -> AbstractContextManager[Any]:
+        """This device, for a call from any thread: on another one it would open a context there."""
+        context: AbstractContextManager[Any] = self._module.device(self.device)
+        return context
 
     @property
     def _module(self) -> Any:

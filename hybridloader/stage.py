@@ -25,29 +25,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.contract import Backend, ByReference, WorkerHandle
+from hybridloader.contract import Backend, WorkerHandle
 from hybridloader.crews import ended_with
 from hybridloader.diagnosis import WorkerReport
 from hybridloader.errors import (
-    Failure,
     IteratorClosed,
     NotReady,
     TaskTimeout,
     WorkerDied,
     WorkerTimeout,
-    add_note,
 )
 from hybridloader.feed import UNWATCHED, Feed, Ledger
+from hybridloader.handing_out import hand_out
 from hybridloader.messages import (
     Begin,
     Done,
     Event,
     Exhausted,
     Exited,
-    Failed,
     Result,
     Stop,
-    Task,
     WorkerSpec,
 )
 from hybridloader.overruns import Overruns
@@ -56,6 +53,7 @@ from hybridloader.refresh import Change
 from hybridloader.restart import RestartPolicy
 from hybridloader.roster import Roster
 from hybridloader.scheduler import ACTIVE, Dispatch, Run, Scheduler, Work, round_robin
+from hybridloader.supply import Supply
 
 if TYPE_CHECKING:
     from hybridloader.page_locks import PageLocks
@@ -133,10 +131,6 @@ class Stage(Iterator[Any]):
         self._scheduler = Scheduler(workers, max(1, lookahead), ordered=ordered, dispatch=dispatch)
         # All the mutable state, besides the scheduler and the crew:
         self.epoch = -1  # the number of the one that runs
-        self._source: Iterator[Any] = iter(())
-        self._feed: Feed | None = None
-        self._hungry = False  # the feed had nothing when it was asked last
-        self._source_error: Exception | None = None
         self._last_exit: Exited | None = None
         self._obituary = ""
         self._closing = self._leaving = self._ended = self._interrupted = False
@@ -149,7 +143,7 @@ class Stage(Iterator[Any]):
         if locks is not None:
             self._crew.page_lock(locks)
         roster = self._roster = Roster(self.spec, self._scheduler, self._crew, clock)
-        self._indices = roster.indices
+        self._supply = Supply(self._scheduler, self._crew, roster, ledger, clock)
         self._recovery = None if on_worker_death is None else Recovery(on_worker_death, roster)
         self._overruns: Overruns | None = None
         if task_timeout > 0:
@@ -215,7 +209,7 @@ class Stage(Iterator[Any]):
             self._ended = self._interrupted = False
             absent = [i for i, w in enumerate(self._scheduler.workers) if w is Work.ABSENT]
             self._discard(self._scheduler.begin())
-            self._forget()
+            self._supply.forget()
             self.epoch += 1
             self._roster.begin()
             if self.epoch > 0:
@@ -227,13 +221,9 @@ class Stage(Iterator[Any]):
                 self._recovery.begin(shared_seed)
                 for worker in absent:
                     self._recovery.start(worker)
-            if isinstance(source, Iterator):
-                self._source, self._feed = source, None
-            else:
-                self._source, self._feed = iter(()), source
-            self._source_error = None
+            self._supply.begin(source)
             if self._eager:
-                self._fill()
+                self._supply.fill()
             self._crew.flush()
 
     def __next__(self) -> Any:
@@ -263,7 +253,7 @@ class Stage(Iterator[Any]):
                 raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
             result = self._scheduler.pop()
             if result is None:
-                self._fill()
+                self._supply.fill()
                 try:
                     result = self._wait() if wait else self._look()
                 except Exception:
@@ -274,9 +264,11 @@ class Stage(Iterator[Any]):
             self._ledger.left(result.seq)
             # Refill before the result is opened: the workers should not wait for the consumer.
             if self._eager:
-                self._fill()
+                self._supply.fill()
                 self._crew.flush()
-            return self._open(result)
+            self.last_worker, self.last_seq = result.worker, result.seq
+            self.last_position = result.position
+            return hand_out(result, self._roster, sealed=self._sealed)
 
     def interrupt(self, epoch: int | None = None) -> None:
         """Nobody wants more of this epoch: whoever waits for a result gets `IteratorClosed`.
@@ -324,8 +316,8 @@ class Stage(Iterator[Any]):
         try:
             if self._scheduler.run not in (Run.CLOSING, Run.CLOSED):
                 self._discard(self._scheduler.close())
-            self._forget()
-            self._source, self._feed = iter(()), None
+            self._supply.forget()
+            self._supply.end()
             self._finalizer()
         finally:
             self._pulling.release()
@@ -340,46 +332,6 @@ class Stage(Iterator[Any]):
             raise StopIteration
         raise IteratorClosed(f"the iterator of stage {self.spec.stage!r} is closed")
 
-    def _fill(self) -> None:
-        """Send tasks while there is room and the source has indices."""
-        scheduler, ledger = self._scheduler, self._ledger
-        starved = self._hungry = False
-        while scheduler.candidate is not None:
-            most = ledger.room()
-            if most == 0:
-                break
-            try:
-                index = next(self._source) if self._feed is None else self._feed.draw(most)
-            except StopIteration:
-                scheduler.source_ended()
-                starved = True
-                break
-            except NotReady:
-                starved = self._hungry = True
-                break
-            except Exception as error:
-                if self._feed is not None and not isinstance(error, self._feed.final):
-                    seq, worker = scheduler.assign()  # it comes out in its turn
-                    scheduler.handle(Failed(worker, seq, Failure(error)))
-                    continue
-                self._source_error = error  # kept until what came before it has been handed out
-                scheduler.source_ended()
-                return
-            seq, worker = scheduler.assign()
-            self._indices[seq] = index
-            if scheduler.busy[worker] == 1:
-                self._roster.since[worker] = self._clock()
-            ledger.sent(seq, index)
-            try:
-                self._crew.send(worker, Task(seq, index))
-            except Exception as error:  # an index that can't be pickled
-                if self._feed is not None and self._feed.take_apart(index):
-                    self._take_in(Done(worker, seq, ByReference([])))
-                else:
-                    self._take_in(Failed(worker, seq, Failure(error)))
-        if ledger is not UNWATCHED:
-            ledger.idle(scheduler.busy.count(0), starved=starved)
-
     def _wait(self) -> Result:
         """Wait for the next result in turn."""
         scheduler = self._scheduler
@@ -393,8 +345,7 @@ class Stage(Iterator[Any]):
                 remaining = deadline - self._clock()
                 if remaining <= 0:
                     raise WorkerTimeout(self._roster.lateness(self._timeout))
-            if self._feed is not None and self._hungry:
-                self._feed.when_ready(self._crew.wake)
+            self._supply.when_ready(self._crew.wake)
             waits_for_source = not scheduler.sent
             if self._overruns is not None:
                 remaining = self._overruns.sooner(remaining)
@@ -444,8 +395,8 @@ class Stage(Iterator[Any]):
             self._refuse()
         if self._interrupted:
             raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
-        if self._feed is not None:
-            self._fill()
+        if self._supply.fed:
+            self._supply.fill()
             self._crew.flush()
 
     def _hear(self, event: Event) -> None:
@@ -458,19 +409,13 @@ class Stage(Iterator[Any]):
                 self._crew.flush()
                 return
             self._last_exit = event
-        wanted = self._take_in(event)
+        wanted = self._supply.take_in(event)
         self._roster.heard(event, wanted)
         if not wanted:
             self._discard([event])
         elif isinstance(event, Exhausted):
-            self._forget_skipped()
+            self._supply.forget_skipped()
             self._retire(event.worker)
-
-    def _take_in(self, event: Event) -> bool:
-        wanted = self._scheduler.handle(event)
-        if wanted and isinstance(event, (Done, Failed)):
-            self._ledger.came(event)
-        return wanted
 
     def _retire(self, worker: int) -> None:
         """The worker's shard has ended: its place in the window goes to the others."""
@@ -478,10 +423,10 @@ class Stage(Iterator[Any]):
             self._scheduler.stop(worker)
             self._crew.send(worker, Stop())
         if self._eager:
-            self._fill()
+            self._supply.fill()
 
     def _end_epoch(self) -> None:
-        error, self._source_error = self._source_error, None
+        error = self._supply.take_error()
         self._ended = True
         if not self._persistent:
             self.close()
@@ -489,49 +434,7 @@ class Stage(Iterator[Any]):
             raise error
         raise StopIteration
 
-    def _open(self, result: Result) -> Any:
-        self.last_worker, self.last_seq = result.worker, result.seq
-        self.last_position = result.position
-        passed_on = result.seq not in self._indices  # an error of the feed's: it says where it was
-        index = self._indices.pop(result.seq, None)
-        if isinstance(result, Done):
-            payload = result.payload
-            if self._sealed and getattr(payload, "count", None) is not None:
-                return payload
-            try:
-                return payload.open()
-            except Exception as error:
-                add_note(error, self._roster.place(result.worker, index, "loading the result of"))
-                raise
-        if passed_on:
-            exception = result.failure.exception
-            del result.failure.exception
-        else:
-            exception = result.failure.to_exception(
-                self._roster.place(result.worker, index, "fetching")
-            )
-        del result
-        try:
-            raise exception
-        finally:
-            del exception  # a traceback whose frame holds its own exception is a cycle
-
     def _discard(self, events: Sequence[Any]) -> None:
         for event in events:
             if isinstance(event, Done):
                 event.payload.discard()
-
-    def _forget_skipped(self) -> None:
-        """What a worker was asked for after the end of its shard will not come."""
-        scheduler = self._scheduler
-        for seq in [
-            s for s in self._indices if s not in scheduler.sent and s not in scheduler.done
-        ]:
-            del self._indices[seq]
-            self._ledger.left(seq)
-
-    def _forget(self) -> None:
-        """What was asked for will not be handed out."""
-        for seq in self._indices:
-            self._ledger.left(seq)
-        self._indices.clear()

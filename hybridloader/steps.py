@@ -187,11 +187,13 @@ class Steps:
 
     def zip(self, *others: Pipeline, strict: bool = True) -> Pipeline:
         """Tuples of one item from each; also as ``Pipeline.zip(a, b)``."""
-        return self._made([Zip(_pipelines("zip", self, others), strict)])
+        parts = _pipelines("zip", self, others)
+        return parts[0]._made([Zip(parts, strict)])
 
     def concat(self, *others: Pipeline) -> Pipeline:
         """All items of this, then all of the next."""
-        return self._made([Concat(_pipelines("concat", self, others))])
+        parts = _pipelines("concat", self, others)
+        return parts[0]._made([Concat(parts)])
 
     def mix(
         self,
@@ -202,11 +204,13 @@ class Steps:
     ) -> Pipeline:
         """Items of all, drawn by weight; see `Mix`."""
         weights = None if weights is None else tuple(weights)
-        return self._made([Mix(_pipelines("mix", self, others), weights, seed, stop)])
+        parts = _pipelines("mix", self, others)
+        return parts[0]._made([Mix(parts, weights, seed, stop)])
 
     def interleave(self, *others: Pipeline, block: int = 1) -> Pipeline:
         """`block` items of each in turn, until all have ended."""
-        return self._made([Interleave(_pipelines("interleave", self, others), block)])
+        parts = _pipelines("interleave", self, others)
+        return parts[0]._made([Interleave(parts, block)])
 
     def fork(self, count: int = 2) -> tuple[Pipeline, ...]:
         """`count` pipelines that all give the items of this one, which runs once.

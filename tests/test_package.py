@@ -76,6 +76,7 @@ LAYERS = {
         "diagnosis",
         "errors",
         "feed",
+        "handing_out",
         "messages",
         "overruns",
         "recovery",
@@ -83,6 +84,7 @@ LAYERS = {
         "restart",
         "roster",
         "scheduler",
+        "supply",
     },
     "work": {"careful", "fetch", "guard", "on_error", "outcomes"},
     "flow": {
@@ -272,6 +274,8 @@ LAYERS = {
     "seen": {"segments"},
     "soundness": {"errors", "operators", "plan"},
     "steps": {"memory", "operators"},
+    "handing_out": {"errors", "messages", "roster"},
+    "supply": {"contract", "errors", "feed", "messages", "roster", "scheduler"},
 }
 BACKENDS_MAY_USE = {
     "arena", "backends", "caller", "collate", "contract", "errors", "fetch", "late", "memory",
