@@ -184,7 +184,9 @@ class TorchAccelerator:
             return _PASSED
         capturing = getattr(stream, "is_capturing", None)
         if capturing is not None and capturing():
-            raise RuntimeError(f"{stream} is captured into a graph: no event of it can be asked for")
+            raise RuntimeError(
+                f"{stream} is captured into a graph: no event of it can be asked for"
+            )
         return _TorchMark(stream.record_event())
 
     def hold_up(self, stream: Any, mark: Mark) -> None:
