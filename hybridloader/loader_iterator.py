@@ -156,12 +156,14 @@ class LoaderIterator(_BaseDataLoaderIter):
             seeding=self._seeds.origin,
             starts=self._opening.starts,
         )
+        # With a pinning thread, whoever waits for that counts; an inline worker is the caller itself.
+        waits = self._pin_thread is None and self._backend.name != "inline"
         return Stage(
             self._seeds.backend(self._backend),
             spec,
             lookahead=self._prefetch_factor * self._num_workers,
             ordered=self._in_order,
-            timeout=self._timeout if self._pin_thread is None else 0,  # else who waits counts
+            timeout=self._timeout if waits else 0,
             persistent=self._persistent_workers,
             dispatch=self._dispatch,
             on_worker_death=self._on_worker_death,
