@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridloader.backends import stacks
+from hybridloader.buffers.segments import map_descriptor
 from hybridloader.fetch import Flag
-from hybridloader.segments import map_descriptor
 
 _NUMBERS = struct.Struct("=5q")
 _SIGNAL, _PID, _HOME, _TASK, _AT = range(5)

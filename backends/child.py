@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from hybridloader import arena
 from hybridloader.backends.board import WorkerSide
 from hybridloader.backends.frames import Frame
 from hybridloader.backends.letters import (
@@ -25,14 +24,15 @@ from hybridloader.backends.letters import (
     encode_failed,
     encode_ready,
 )
-from hybridloader.collate import set_slots, teach_torch
+from hybridloader.buffers import arena
+from hybridloader.buffers.collate import set_slots, teach_torch
+from hybridloader.buffers.packing import Packed, pack, unpack
 from hybridloader.errors import Failure, ShippingError
 from hybridloader.fetch import Fetcher, Flag
 from hybridloader.late import when_imported
 from hybridloader.messages import Done, Event, Exhausted, Failed, Message, Task, WorkerSpec
 from hybridloader.native import one_thread_in_this_process
-from hybridloader.packing import Packed, pack, unpack
-from hybridloader.seeding import ProcessSeeds
+from hybridloader.seeds.seeding import ProcessSeeds
 from hybridloader.shipping import receive
 from hybridloader.worker import Worker, run
 from hybridloader.worker_info import set_process_info

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.caller import stacklevel
 from hybridloader.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable
-from hybridloader.memory import DEFAULT_MEMORY, Memory
 
 
 def cuda_initialised() -> bool:

@@ -15,20 +15,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hybridloader.collate import set_slots, teach_torch
+from hybridloader.buffers.collate import set_slots, teach_torch
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
+from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.errors import ShippingError
 from hybridloader.fetch import Flag
-from hybridloader.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.messages import Begin, Event, Exited, First, Message, Stop, Task, WorkerSpec
-from hybridloader.seeding import CallerSeeds, InlineSeeds, Seeds
+from hybridloader.seeds.seeding import CallerSeeds, InlineSeeds, Seeds
 from hybridloader.shipping import replicate
-from hybridloader.slots import PrivateSlots
 from hybridloader.worker import Worker
 from hybridloader.worker_info import worker_info_set
 
 if TYPE_CHECKING:
-    from hybridloader.page_locks import PageLocks
+    from hybridloader.buffers.page_locks import PageLocks
 
 
 @dataclass(frozen=True)

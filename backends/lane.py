@@ -31,19 +31,19 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from hybridloader import arena
-from hybridloader.arena import Parcel, Span
 from hybridloader.backends import descriptors
 from hybridloader.backends.letters import encode_message, encode_small, encode_task, into_slots
 from hybridloader.backends.sealed import Hold, Sealed
+from hybridloader.buffers import arena
+from hybridloader.buffers.arena import Parcel, Span
+from hybridloader.buffers.packing import pack, reads_the_same_everywhere
+from hybridloader.buffers.seen import Seen
+from hybridloader.buffers.segments import Ticket
+from hybridloader.buffers.slots import OWN
 from hybridloader.messages import Message, Task
-from hybridloader.packing import pack, reads_the_same_everywhere
-from hybridloader.seen import Seen
-from hybridloader.segments import Ticket
-from hybridloader.slots import OWN
 
 if TYPE_CHECKING:
-    from hybridloader.page_locks import PageLocks
+    from hybridloader.buffers.page_locks import PageLocks
 
 
 class Lane:

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
-from hybridloader.arena import Parcel, Reader, Writer
+from hybridloader.buffers.arena import Parcel, Reader, Writer
+from hybridloader.buffers.packing import IN_BAND, Packed, pack, unpack
+from hybridloader.buffers.slots import OWN
 from hybridloader.errors import DamagedMessage, Failure, ResultNotSendable
 from hybridloader.messages import Begin, Failed, First, Message, Stop, Task
-from hybridloader.packing import IN_BAND, Packed, pack, unpack
-from hybridloader.slots import OWN
 
 READY, DONE, FAILED, EXHAUSTED = range(4)
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hybridloader import segments
 from hybridloader.backends import board, descriptors
 from hybridloader.backends.board import Board
 from hybridloader.backends.child import main
@@ -27,10 +26,11 @@ from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event,
 from hybridloader.backends.portable import PortableChannel, PortablePost
 from hybridloader.backends.sealed import Sealed
 from hybridloader.backends.sockets import SocketChannel, SocketPost, parent_ends
+from hybridloader.buffers import segments
+from hybridloader.buffers.memory import Memory, warn_of_overflow
 from hybridloader.contract import Crew, WorkerHandle
 from hybridloader.errors import BackendUnavailable, DamagedMessage
-from hybridloader.memory import Memory, warn_of_overflow
-from hybridloader.memory_state import OomWatch
+from hybridloader.faults.memory_state import OomWatch
 from hybridloader.messages import (
     Done,
     Event,
@@ -46,7 +46,7 @@ from hybridloader.messages import (
 from hybridloader.shipping import Shipment, ship
 
 if TYPE_CHECKING:
-    from hybridloader.page_locks import PageLocks
+    from hybridloader.buffers.page_locks import PageLocks
 
 _GRACE = 1.0
 """Seconds that a worker gets to finish its sample before it is terminated, then killed."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridloader import arena
 from hybridloader.backends.letters import open_packed
-from hybridloader.packing import unpack
+from hybridloader.buffers import arena
+from hybridloader.buffers.packing import unpack
 
 _NOTHING = memoryview(b"")
 

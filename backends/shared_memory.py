@@ -10,9 +10,9 @@ from hybridloader.backends import sockets
 from hybridloader.backends.fork import check_fork, check_threads, cuda_initialised
 from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
 from hybridloader.backends.spawn import loky_context
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable
-from hybridloader.memory import DEFAULT_MEMORY, Memory
 
 _METHODS = ("fork", "spawn", "forkserver", "loky")
 

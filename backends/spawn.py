@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from hybridloader.backends import sockets
 from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.contract import Backend, Crew
-from hybridloader.memory import DEFAULT_MEMORY, Memory
 
 
 def loky_context() -> Any:

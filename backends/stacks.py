@@ -32,7 +32,8 @@ _FATAL = "Fatal Python error: "
 
 _BACKENDS = os.path.dirname(os.path.abspath(__file__))
 _CORE = os.path.dirname(os.path.abspath(hybridloader.__file__))
-_OUR_FOLDERS = (_BACKENDS, _CORE, os.path.join(_CORE, "operators"))
+_PACKAGES = ("buffers", "devices", "faults", "operators", "running", "seeds", "states")
+_OUR_FOLDERS = (_BACKENDS, _CORE, *(os.path.join(_CORE, package) for package in _PACKAGES))
 _WAITING = (threading.__file__, queue.__file__)
 """Where a thread of ours begins, and where it waits when it has nothing to do."""
 

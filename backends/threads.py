@@ -18,20 +18,20 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader import fetch
-from hybridloader.collate import set_slots, teach_torch
+from hybridloader.buffers.collate import set_slots, teach_torch
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
+from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.fetch import Flag, NotingFlag
-from hybridloader.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.messages import Event, Exited, Message, Stop, Task, WorkerSpec
 from hybridloader.native import one_thread_on_this_thread
-from hybridloader.seeding import ThreadSeeds
+from hybridloader.seeds.seeding import ThreadSeeds
 from hybridloader.shipping import replicate
-from hybridloader.slots import PrivateSlots
 from hybridloader.worker import Worker, run
 from hybridloader.worker_info import set_worker_info
 
 if TYPE_CHECKING:
-    from hybridloader.page_locks import PageLocks
+    from hybridloader.buffers.page_locks import PageLocks
 
 _PATIENCE = 1.9
 """Seconds that `close` waits for the threads."""

@@ -17,11 +17,12 @@ from unittest import mock
 from benchmarks import timing
 from benchmarks.light import nothing
 from benchmarks.remote import least
-from hybridloader import Pipeline, stations
+from hybridloader import Pipeline
 from hybridloader.contract import ByReference
 from hybridloader.feed import items_in
-from hybridloader.ledger import Books
 from hybridloader.messages import Done, Result
+from hybridloader.running import stations
+from hybridloader.running.ledger import Books
 
 ENDLESS = 1 << 40
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.fetch import Flag
 from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
-from hybridloader.seeding import ThreadSeeds
+from hybridloader.seeds.seeding import ThreadSeeds
 from hybridloader.shipping import replicate
 from hybridloader.worker import Worker
 from hybridloader.worker_info import set_worker_info

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from hybridloader.backends.shared_memory import SharedMemory
     from hybridloader.backends.spawn import Spawn
     from hybridloader.backends.threads import Threads
+    from hybridloader.buffers.memory import Memory
     from hybridloader.contract import Backend, Crew
     from hybridloader.conversion import from_torch
     from hybridloader.dataloader import DataLoader
+    from hybridloader.devices.pinning import Transfer
     from hybridloader.errors import (
         BackendUnavailable,
         CacheError,
@@ -34,17 +36,15 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerTimeout,
     )
+    from hybridloader.faults.losses import Skipped
+    from hybridloader.faults.on_error import Replace, Retry, Skip
+    from hybridloader.faults.restart import RestartPolicy
     from hybridloader.installation import install, uninstall
-    from hybridloader.losses import Skipped
-    from hybridloader.memory import Memory
-    from hybridloader.on_error import Replace, Retry, Skip
     from hybridloader.operators.base import Operator
-    from hybridloader.pinning import Transfer
     from hybridloader.pipeline import Pipeline
+    from hybridloader.records.shared_dict import SharedDict
+    from hybridloader.records.shared_list import SharedList
     from hybridloader.registry import backend_names, get_backend
-    from hybridloader.restart import RestartPolicy
-    from hybridloader.sample_generators import rng
-    from hybridloader.sample_seeds import SampleSeeding
     from hybridloader.sampling import (
         BucketBatchSampler,
         DistributedShuffleSampler,
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
         TokenBudgetBatchSampler,
         WeightedSampler,
     )
-    from hybridloader.shared_dict import SharedDict
-    from hybridloader.shared_list import SharedList
+    from hybridloader.seeds.sample_generators import rng
+    from hybridloader.seeds.sample_seeds import SampleSeeding
     from hybridloader.worker_info import get_worker_info
 
 _HOMES = {
@@ -69,30 +69,30 @@ _HOMES = {
     "HybridLoaderError": "errors",
     "Inline": "backends.inline",
     "IteratorClosed": "errors",
-    "Memory": "memory",
+    "Memory": "buffers.memory",
     "NotReady": "errors",
     "Operator": "operators.base",
     "Pipeline": "pipeline",
-    "Replace": "on_error",
-    "RestartPolicy": "restart",
+    "Replace": "faults.on_error",
+    "RestartPolicy": "faults.restart",
     "ResultNotSendable": "errors",
-    "SampleSeeding": "sample_seeds",
-    "Retry": "on_error",
+    "SampleSeeding": "seeds.sample_seeds",
+    "Retry": "faults.on_error",
     "ShardLost": "errors",
-    "SharedDict": "shared_dict",
-    "SharedList": "shared_list",
+    "SharedDict": "records.shared_dict",
+    "SharedList": "records.shared_list",
     "SharedMemory": "backends.shared_memory",
     "ShippingError": "errors",
     "ShuffleSampler": "sampling",
-    "Skip": "on_error",
-    "Skipped": "losses",
+    "Skip": "faults.on_error",
+    "Skipped": "faults.losses",
     "Spawn": "backends.spawn",
     "StateError": "errors",
     "TaskTimeout": "errors",
     "Threads": "backends.threads",
     "TokenBudgetBatchSampler": "sampling",
     "TooManyErrors": "errors",
-    "Transfer": "pinning",
+    "Transfer": "devices.pinning",
     "WeightedSampler": "sampling",
     "WorkerDied": "errors",
     "WorkerTimeout": "errors",
@@ -101,7 +101,7 @@ _HOMES = {
     "get_backend": "registry",
     "get_worker_info": "worker_info",
     "install": "installation",
-    "rng": "sample_generators",
+    "rng": "seeds.sample_generators",
     "uninstall": "installation",
 }
 

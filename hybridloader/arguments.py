@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from hybridloader.memory import Memory
+from hybridloader.buffers.memory import Memory
 
 _Any = TypeVar("_Any")
 

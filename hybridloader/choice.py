@@ -10,10 +10,10 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+from hybridloader.buffers.memory import DEFAULT_MEMORY
 from hybridloader.caller import stacklevel
 from hybridloader.contract import Backend
 from hybridloader.fallback import usable
-from hybridloader.memory import DEFAULT_MEMORY
 from hybridloader.registry import get_backend
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from hybridloader.messages import Event, Message, WorkerSpec
 
 if TYPE_CHECKING:
-    from hybridloader.page_locks import PageLocks
+    from hybridloader.buffers.page_locks import PageLocks
 
 
 class Payload(Protocol):

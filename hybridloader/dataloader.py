@@ -22,20 +22,20 @@ from hybridloader.contract import Backend
 from hybridloader.loader_iterator import LoaderIterator, latest_of, losses_of
 from hybridloader.options import Options
 from hybridloader.registry import get_backend
-from hybridloader.replay import samplers_of
-from hybridloader.resuming import leave_for_epoch, load, resuming, state_of
+from hybridloader.states.replay import samplers_of
+from hybridloader.states.resuming import leave_for_epoch, load, resuming, state_of
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from torch.utils.data import Dataset, Sampler
 
-    from hybridloader.accelerator import Accelerator
-    from hybridloader.losses import Skipped
-    from hybridloader.on_error import Replace, Retry, Skip
-    from hybridloader.pinning import Transfer
-    from hybridloader.restart import RestartPolicy
-    from hybridloader.sample_seeds import SampleSeeding
+    from hybridloader.devices.accelerator import Accelerator
+    from hybridloader.devices.pinning import Transfer
+    from hybridloader.faults.losses import Skipped
+    from hybridloader.faults.on_error import Replace, Retry, Skip
+    from hybridloader.faults.restart import RestartPolicy
+    from hybridloader.seeds.sample_seeds import SampleSeeding
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Lightning needs the bare class

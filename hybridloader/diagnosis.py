@@ -221,7 +221,7 @@ def given_up(stage: str, worker: str, deaths: int, cause: str, *, at: int | None
 
 def workers_table(rows: Sequence[WorkerReport]) -> str:
     """One line for each worker, under a heading; empty without rows."""
-    from hybridloader.statistics import table  # which brings in all that makes a pipeline
+    from hybridloader.running.statistics import table  # which brings in all that makes a pipeline
 
     if not rows:
         return ""

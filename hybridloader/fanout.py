@@ -28,7 +28,7 @@ from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hybridloader.collate import Slots, set_slots
+from hybridloader.buffers.collate import Slots, set_slots
 from hybridloader.errors import add_note
 from hybridloader.fetch import Abandoned, Flag
 from hybridloader.native import one_thread_on_this_thread

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from hybridloader.carried import carrying
+from hybridloader.buffers.gather import Odd, gatherer
 from hybridloader.errors import WorkerDied
-from hybridloader.gather import Odd, gatherer
-from hybridloader.on_error import Policy
-from hybridloader.sample_seeds import key_of
+from hybridloader.faults.on_error import Policy
+from hybridloader.seeds.sample_seeds import key_of
+from hybridloader.states.carried import carrying
 
 if TYPE_CHECKING:
-    from hybridloader.draws import Draws
+    from hybridloader.seeds.draws import Draws
 
 
 class EndOfShard(Exception):
@@ -174,7 +174,7 @@ class MapFetch:
         dataset, collate_fn = self.dataset, self.collate_fn
         spread = self._spread(cancelled) if self.batched and self.threads > 1 else None
         if self.on_error is not None:
-            from hybridloader.guarded import GuardedMap
+            from hybridloader.faults.guarded import GuardedMap
 
             return noting_the_end(GuardedMap(self, self.on_error, cancelled, spread), cancelled)
         gather = gatherer(dataset, collate_fn) if self.batched else None
@@ -332,7 +332,7 @@ class IterableFetch:
         from hybridloader.shard import Shard
 
         if self.on_error is not None:
-            from hybridloader.guarded_shard import GuardedShard
+            from hybridloader.faults.guarded_shard import GuardedShard
 
             shard: Shard = GuardedShard(self, self.on_error, read, cancelled)
         else:

@@ -22,29 +22,29 @@ from torch.utils.data.dataloader import (
     _sharding_worker_init_fn,
 )
 
+from hybridloader.buffers.collate import without_torch
 from hybridloader.caller import stacklevel
-from hybridloader.carried import is_stateful
-from hybridloader.collate import without_torch
 from hybridloader.contract import Backend, WorkerHandle
 from hybridloader.crews import closed_with, park_at_exit
+from hybridloader.devices.pin_thread import PinThread
+from hybridloader.devices.pinning import pinner_for
 from hybridloader.diagnosis import workers_table
 from hybridloader.errors import IteratorClosed, StateError, add_note
+from hybridloader.faults.losses import Losses, Skipped
+from hybridloader.faults.on_error import Policy, parse
+from hybridloader.faults.refill import FullBatches
+from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
-from hybridloader.large import hint_at_large_container
-from hybridloader.losses import Losses, Skipped
 from hybridloader.messages import WorkerSpec
-from hybridloader.on_error import Policy, parse
 from hybridloader.options import Options
-from hybridloader.pass_seeds import PassSeeds
-from hybridloader.pin_thread import PinThread
-from hybridloader.pinning import pinner_for
-from hybridloader.progress import Counting, Progress, Results
-from hybridloader.refill import FullBatches
+from hybridloader.records.large import hint_at_large_container
 from hybridloader.refresh import Change, Watch
-from hybridloader.restart import RestartPolicy
-from hybridloader.resuming import FirstOf, Opening
 from hybridloader.scheduler import Dispatch, round_robin, round_robin_with_room
+from hybridloader.seeds.pass_seeds import PassSeeds
 from hybridloader.stage import Stage
+from hybridloader.states.carried import is_stateful
+from hybridloader.states.progress import Counting, Progress, Results
+from hybridloader.states.resuming import FirstOf, Opening
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridloader.carried import Start
     from hybridloader.contract import Payload
     from hybridloader.errors import Failure
     from hybridloader.fetch import Fetch
     from hybridloader.refresh import Change
-    from hybridloader.sample_seeds import Origin
+    from hybridloader.seeds.sample_seeds import Origin
+    from hybridloader.states.carried import Start
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from hybridloader.on_error import Replace, Retry, Skip
-from hybridloader.on_error import parse as parse_on_error
-from hybridloader.pinning import check as check_device
-from hybridloader.restart import RestartPolicy
-from hybridloader.sample_seeds import SampleSeeding
-from hybridloader.sample_seeds import parse as parse_seeding
+from hybridloader.devices.pinning import check as check_device
+from hybridloader.faults.on_error import Replace, Retry, Skip
+from hybridloader.faults.on_error import parse as parse_on_error
+from hybridloader.faults.restart import RestartPolicy
+from hybridloader.seeds.sample_seeds import SampleSeeding
+from hybridloader.seeds.sample_seeds import parse as parse_seeding
 
 if TYPE_CHECKING:
     from typing_extensions import Self

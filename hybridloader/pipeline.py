@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.collate import WithoutTorch
+from hybridloader.buffers.collate import WithoutTorch
 from hybridloader.fetch import MapFetch
 from hybridloader.operators.base import INFINITE, Length, Operator, Source
 from hybridloader.operators.order import Repeat
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hybridloader.operators.work import Where
-    from hybridloader.run import Epochs, Run
+    from hybridloader.running.run import Epochs, Run
 
 
 class Pipeline(Steps):
@@ -191,9 +191,9 @@ class Pipeline(Steps):
         StateError
             It can't go on from `state`.
         """
-        from hybridloader.machine import Machine
-        from hybridloader.resume import checked
-        from hybridloader.run import Run
+        from hybridloader.running.machine import Machine
+        from hybridloader.running.run import Run
+        from hybridloader.states.resume import checked
 
         _check_number("epoch", epoch, 0)
         _check_number("seed", seed)
@@ -226,8 +226,8 @@ class Pipeline(Steps):
             As for `run`: begin in its epoch, or with the next if it is at the end of one. Those before
             count among `count`.
         """
-        from hybridloader.resume import checked
-        from hybridloader.run import Epochs
+        from hybridloader.running.run import Epochs
+        from hybridloader.states.resume import checked
 
         _check_number("count", count, 0)
         _check_number("first", first, 0)
@@ -277,13 +277,13 @@ class Pipeline(Steps):
         return f"<Pipeline {' -> '.join(operator.describe() for operator in self.operators)}>"
 
     def __str__(self) -> str:
-        from hybridloader.drawing import as_table
+        from hybridloader.running.drawing import as_table
 
         return as_table(self)
 
     def to_mermaid(self) -> str:
         """A picture of it, in the language of https://mermaid.js.org (which GitHub draws)."""
-        from hybridloader.drawing import as_mermaid
+        from hybridloader.running.drawing import as_mermaid
 
         return as_mermaid(self)
 

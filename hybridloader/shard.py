@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hybridloader.carried import Start, load_iterator
+from hybridloader.faults.tried import Short
 from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch, skip
-from hybridloader.tried import Short
+from hybridloader.states.carried import Start, load_iterator
 
 
 class Shard:

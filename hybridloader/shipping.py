@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
-from hybridloader.arena import ALIGN
+from hybridloader.buffers.arena import ALIGN
+from hybridloader.buffers.packing import Tensors, keep_small
+from hybridloader.buffers.segments import anonymous_file, map_descriptor
 from hybridloader.errors import DamagedMessage, ShippingError
-from hybridloader.packing import Tensors, keep_small
-from hybridloader.segments import anonymous_file, map_descriptor
 
 _local = threading.local()
 

@@ -35,6 +35,9 @@ from hybridloader.errors import (
     WorkerDied,
     WorkerTimeout,
 )
+from hybridloader.faults.overruns import Overruns
+from hybridloader.faults.recovery import Recovery
+from hybridloader.faults.restart import RestartPolicy
 from hybridloader.feed import UNWATCHED, Feed, Ledger
 from hybridloader.handing_out import hand_out
 from hybridloader.messages import (
@@ -47,16 +50,13 @@ from hybridloader.messages import (
     Stop,
     WorkerSpec,
 )
-from hybridloader.overruns import Overruns
-from hybridloader.recovery import Recovery
 from hybridloader.refresh import Change
-from hybridloader.restart import RestartPolicy
 from hybridloader.roster import Roster
 from hybridloader.scheduler import ACTIVE, Dispatch, Run, Scheduler, Work, round_robin
 from hybridloader.supply import Supply
 
 if TYPE_CHECKING:
-    from hybridloader.page_locks import PageLocks
+    from hybridloader.buffers.page_locks import PageLocks
 
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread that pulls."""

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hybridloader.memory import DEFAULT_MEMORY, Memory
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.operators.base import Operator
 from hybridloader.operators.cache import Cache
 from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
@@ -179,7 +179,7 @@ class Steps:
 
     def prefetch(self, count: int) -> Pipeline:
         """Keep `count` items at hand, made by a thread of their own."""
-        from hybridloader.plan import Prefetch
+        from hybridloader.running.plan import Prefetch
 
         return self._then(Prefetch(count))
 

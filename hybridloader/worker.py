@@ -12,9 +12,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol
 
-from hybridloader.carried import resumed
 from hybridloader.contract import Payload
-from hybridloader.draws import Draws
 from hybridloader.errors import Failure, ResultNotSendable, no_stop, twin
 from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, seed_datapipe
 from hybridloader.messages import (
@@ -31,7 +29,9 @@ from hybridloader.messages import (
     WorkerSpec,
 )
 from hybridloader.refresh import apply
-from hybridloader.seeding import ProcessSeeds, Seeds, lent
+from hybridloader.seeds.draws import Draws
+from hybridloader.seeds.seeding import ProcessSeeds, Seeds, lent
+from hybridloader.states.carried import resumed
 from hybridloader.worker_info import describe
 
 
@@ -199,7 +199,7 @@ def _draws_of(spec: WorkerSpec, worker: int, seeds: Seeds) -> Draws | None:
     shared = seeds.method == "thread" or (origin.any_thread and not isinstance(seeds, ProcessSeeds))
     if not (shared or getattr(spec.fetch, "threads", 1) > 1):
         return Draws(origin, worker)
-    from hybridloader.thread_draws import ThreadDraws
+    from hybridloader.seeds.thread_draws import ThreadDraws
 
     return ThreadDraws(origin, worker, stage=spec.stage)
 

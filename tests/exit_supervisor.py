@@ -159,7 +159,7 @@ def kill_all() -> list[str]:
 
 def warm_up(*, torch: bool) -> None:
     """Import what trials need, once for all; nothing here starts a thread."""
-    needed = ["loky.backend", "psutil", "hybridloader.machine", "hybridloader.run"]
+    needed = ["loky.backend", "psutil", "hybridloader.running.machine", "hybridloader.running.run"]
     needed += [f"hybridloader.backends.{name}" for name in ("fork", "spawn", "shared_memory")]
     if torch:
         needed += ["torch.utils.data", "hybridloader.dataloader", "hybridloader.backends.threads"]

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from hybridloader import arena, segments, slots
-from hybridloader.arena import Parcel, Reader, Writer
-from hybridloader.packing import tensor_over
-from hybridloader.slots import OWN, PrivateSlots, capacity_for
+from hybridloader.buffers import arena, segments, slots
+from hybridloader.buffers.arena import Parcel, Reader, Writer
+from hybridloader.buffers.packing import tensor_over
+from hybridloader.buffers.slots import OWN, PrivateSlots, capacity_for
 
 LARGE = 1 << 40
 

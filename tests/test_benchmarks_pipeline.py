@@ -31,7 +31,7 @@ from benchmarks.loaders import CannotDo
 from benchmarks.pipeline_cases import ALONE
 from benchmarks.remote import POOL, SIDE, Remote, Server, close_servers, files
 from benchmarks.results import HYBRIDS, Measurement, Results, relate
-from hybridloader.plan import Workers, lay_out
+from hybridloader.running.plan import Workers, lay_out
 
 ROOT = Path(__file__).parent.parent
 

@@ -30,15 +30,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridloader import key_table, large, shared_buffer, shared_dict
-from hybridloader.columns import Column
-from hybridloader.containers import (
+from hybridloader.records import key_table, large, shared_buffer, shared_dict
+from hybridloader.records.columns import Column
+from hybridloader.records.containers import (
     SharedDict,
     SharedList,
     hint_at_large_container,
     largest_container,
 )
-from hybridloader.shared_buffer import BufferGone
+from hybridloader.records.shared_buffer import BufferGone
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -590,9 +590,8 @@ def test_reading_imports_neither_torch_nor_numpy(memory: str) -> None:
     heavy = "print(sorted({'torch', 'numpy', 'loky', 'cloudpickle'} & set(sys.modules)))"
     code = READ + "l, d, i, f = shared; l[0], d['a'], 5 in d, list(i), f[0], d == {}\n" + heavy
     assert output(code, pickle.dumps(things)) == "[]"
-    make = (
-        "import sys\nfrom hybridloader.containers import *\nSharedList('ab'); SharedDict({1: 2})\n"
-    )
+    make = "import sys\nfrom hybridloader.records.containers import *\n"
+    make += "SharedList('ab'); SharedDict({1: 2})\n"
     assert output(make + heavy) == "[]"
 
 
@@ -693,9 +692,9 @@ def test_a_forked_child_reads_and_pickles_it_and_takes_nothing_along(memory: str
 
 MAKE = """
 import pickle, sys
-from hybridloader import shared_buffer
+from hybridloader.records import shared_buffer
 shared_buffer.nameless_usable = lambda: {nameless}
-from hybridloader.containers import SharedDict, SharedList
+from hybridloader.records.containers import SharedDict, SharedList
 shared = SharedList(['a', 'b', 'c'])
 sys.stdout.buffer.write(pickle.dumps(shared))
 sys.stdout.flush()
@@ -849,9 +848,9 @@ def test_who_attaches_does_not_take_the_name_away() -> None:
 
 LIMITED = """
 import resource, sys
-from hybridloader import shared_buffer
+from hybridloader.records import shared_buffer
 shared_buffer.nameless_usable = lambda: {nameless}
-from hybridloader.containers import SharedList
+from hybridloader.records.containers import SharedList
 from pathlib import Path
 pages = int(Path('/proc/self/statm').read_text().split()[0])
 most = pages * resource.getpagesize() + (64 << 20)

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hybridloader.arena import Parcel, Span
 from hybridloader.backends import frames, letters
 from hybridloader.backends.frames import MOST_BYTES, Decoder, encode
 from hybridloader.backends.letters import (
@@ -33,9 +32,10 @@ from hybridloader.backends.letters import (
     encode_message,
     encode_ready,
 )
+from hybridloader.buffers.arena import Parcel, Span
+from hybridloader.buffers.packing import pack, unpack
 from hybridloader.errors import DamagedMessage, Failure, HybridLoaderError
 from hybridloader.messages import Begin, Failed, Stop, Task
-from hybridloader.packing import pack, unpack
 
 thorough = settings(max_examples=300, deadline=None)
 

@@ -24,8 +24,8 @@ from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
 from hybridloader import fanout
-from hybridloader.collate import _current as current_slots
-from hybridloader.collate import set_slots
+from hybridloader.buffers.collate import _current as current_slots
+from hybridloader.buffers.collate import set_slots
 from hybridloader.fanout import Fanout
 from hybridloader.fetch import Abandoned, Flag
 from hybridloader.worker_info import worker_info_set

@@ -24,9 +24,9 @@ from driven import (
 )
 
 from hybridloader import Fork, Memory, Spawn, Threads
+from hybridloader.buffers.slots import OWN
 from hybridloader.contract import Backend
 from hybridloader.messages import Failed
-from hybridloader.slots import OWN
 from hybridloader.testing.tools import Gate
 
 STREAM, NAMED = Memory(kind="stream"), Memory(kind="named")
@@ -82,7 +82,7 @@ def test_between_forks_nothing_is_opened_or_copied_here(monkeypatch: pytest.Monk
     with Driven(Fork(), make) as a, Driven(Fork(), digest) as b:
         payloads = [a.payload(a.send(k)) for k in range(6)]
         monkeypatch.setattr("hybridloader.backends.sealed.unpack", None)
-        monkeypatch.setattr("hybridloader.arena.Seen.view", None)
+        monkeypatch.setattr("hybridloader.buffers.arena.Seen.view", None)
         sent = [b.send(payload) for payload in payloads]
         monkeypatch.undo()
         assert [b.payload(seq).open() for seq in sent] == [digest(make(k)) for k in range(6)]

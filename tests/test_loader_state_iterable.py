@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hybridloader import DataLoader
-from hybridloader.resuming import _tell_of_reading
+from hybridloader.states.resuming import _tell_of_reading
 
 SIZES = (7, 3, 10)
 """Samples of three workers: one ends long before the others, and no two end on a full batch together."""

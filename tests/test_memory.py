@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from hybridloader import DataLoader, Fork, Inline, Memory, SharedMemory, Spawn, Threads, memory
+from hybridloader import DataLoader, Fork, Inline, Memory, SharedMemory, Spawn, Threads
 from hybridloader.backends import sockets
 from hybridloader.backends.process import slot_kind
+from hybridloader.buffers import memory
+from hybridloader.buffers.memory import SHARE, process_limit
 from hybridloader.errors import BackendUnavailable
-from hybridloader.memory import SHARE, process_limit
 
 V1_NO_LIMIT = 9_223_372_036_854_771_712
 """What cgroup v1 says when there is no limit: the largest multiple of a page."""

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridloader import memory_state
-from hybridloader.memory_state import MemoryState, OomWatch, read
+from hybridloader.faults import memory_state
+from hybridloader.faults.memory_state import MemoryState, OomWatch, read
 
 GIB = 1 << 30
 

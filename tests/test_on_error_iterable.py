@@ -14,8 +14,8 @@ from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, get_worker_
 from hybridloader.errors import ShardLost
 from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch
 from hybridloader.messages import Task, WorkerSpec
-from hybridloader.readers import ReadersFetch
-from hybridloader.seeding import CallerSeeds
+from hybridloader.running.readers import ReadersFetch
+from hybridloader.seeds.seeding import CallerSeeds
 from hybridloader.worker import Worker
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
 from hybridloader.errors import IteratorClosed, WorkerDied
+from hybridloader.faults.outcomes import Bad, Noted
+from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import Flag, GivenUp, MapFetch, NotingFlag, Spared
 from hybridloader.operators.work import Placement
-from hybridloader.outcomes import Bad, Noted
-from hybridloader.plan import Inline, Workers, lay_out
-from hybridloader.restart import RestartPolicy
-from hybridloader.work import Step, WorkFetch
+from hybridloader.running.plan import Inline, Workers, lay_out
+from hybridloader.running.work import Step, WorkFetch
 
 WHERE: list[dict[str, Any]] = [
     {},

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
 from hybridloader.errors import Failure, ShardLost, WorkerDied
+from hybridloader.faults.guard import Guard, Swapped
+from hybridloader.faults.losses import Losses, Register, bare
+from hybridloader.faults.on_error import final, parse
+from hybridloader.faults.refill import FullBatches, Refill
+from hybridloader.faults.tried import Miss, Short, Tried
 from hybridloader.fetch import Abandoned, Flag, GivenUp, Spared
-from hybridloader.guard import Guard, Swapped
-from hybridloader.losses import Losses, Register, bare
-from hybridloader.on_error import final, parse
-from hybridloader.refill import FullBatches, Refill
-from hybridloader.tried import Miss, Short, Tried
 
 # -- policies --------------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ def test_an_exception_that_can_not_be_copied_is_told_by_name() -> None:
 
 
 def test_only_so_many_tracebacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridloader.losses._TRACEBACKS", 2)
+    monkeypatch.setattr("hybridloader.faults.losses._TRACEBACKS", 2)
     losses = Losses(Skip(None), "stage")
     losses.take(3, [miss(n) for n in range(3)], 0)
     assert [bool(record.traceback) for record in losses.records] == [True, True, False]

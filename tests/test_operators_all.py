@@ -25,7 +25,7 @@ from operator_context import (
     run,
 )
 
-from hybridloader.memory import Memory
+from hybridloader.buffers.memory import Memory
 from hybridloader.operators.base import INFINITE, Operator
 from hybridloader.operators.cache import Cache
 from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from operator_context import Oops, Script, context, errors_in, items_in, no_deadline, outcome, run
 from torch.utils.data import default_collate
 
-from hybridloader.collate import set_slots
-from hybridloader.memory import Memory
+from hybridloader.buffers.collate import set_slots
+from hybridloader.buffers.memory import Memory
 from hybridloader.operators.base import Operator
 from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch
 from hybridloader.operators.padding import Pad

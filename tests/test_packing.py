@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hybridloader.arena import Reader, Writer
 from hybridloader.backends.frames import Decoder, encode
 from hybridloader.backends.letters import decode_event, decode_message, encode_done, encode_message
+from hybridloader.buffers.arena import Reader, Writer
+from hybridloader.buffers.packing import IN_BAND, pack, unpack
+from hybridloader.buffers.slots import OWN
 from hybridloader.errors import ResultNotSendable
 from hybridloader.messages import Begin, Stop, Task
-from hybridloader.packing import IN_BAND, pack, unpack
-from hybridloader.slots import OWN
 
 _DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from hybridloader import DataLoader, Fork, Inline, Memory, Threads
-from hybridloader.accelerator import taken_for_current
+from hybridloader.buffers.page_locks import PageLocks
+from hybridloader.buffers.slots import OWN
+from hybridloader.devices.accelerator import taken_for_current
+from hybridloader.faults.restart import RestartPolicy
 from hybridloader.messages import Stop, Task, WorkerSpec
-from hybridloader.page_locks import PageLocks
-from hybridloader.restart import RestartPolicy
-from hybridloader.slots import OWN
 from hybridloader.stage import Stage
 from hybridloader.testing import Call, FakeAccelerator
 

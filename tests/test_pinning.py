@@ -19,9 +19,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data._utils.pin_memory import pin_memory as torchs_pin_memory
 
 from hybridloader import Transfer
-from hybridloader.accelerator import TorchAccelerator, current, find, taken_for_current
-from hybridloader.batch_parts import mapped, pins_itself, tensors_in
-from hybridloader.pinning import BUFFER_BYTES, Mover, Pinner, check, pinner_for
+from hybridloader.devices.accelerator import TorchAccelerator, current, find, taken_for_current
+from hybridloader.devices.batch_parts import mapped, pins_itself, tensors_in
+from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner, check, pinner_for
 from hybridloader.relay import Relay
 from hybridloader.testing import FakeAccelerator
 

@@ -12,7 +12,7 @@ import torch
 from pinned import Rows
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.accelerator import taken_for_current
+from hybridloader.devices.accelerator import taken_for_current
 from hybridloader.testing import FakeAccelerator
 
 PAGE = Path(__file__).parent.parent / "docs" / "devices.md"

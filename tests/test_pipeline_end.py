@@ -13,7 +13,7 @@ import pytest
 
 from hybridloader import IteratorClosed, Pipeline, Threads
 from hybridloader.contract import Crew
-from hybridloader.run import Epochs
+from hybridloader.running.run import Epochs
 from hybridloader.testing import Gate
 
 WORKERS = ("threads", "fork", "shared-memory")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hybridloader import NotReady, Pipeline, Threads, WorkerTimeout
 from hybridloader.contract import ByReference, Crew
 from hybridloader.feed import Portions
-from hybridloader.ledger import Books
 from hybridloader.messages import Done, Event, Ready, Task, WorkerSpec
+from hybridloader.running.ledger import Books
 from hybridloader.stage import Stage
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 

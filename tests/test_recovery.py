@@ -10,6 +10,7 @@ import pytest
 
 from hybridloader.contract import ByReference
 from hybridloader.errors import ShippingError, TaskTimeout, WorkerDied, WorkerTimeout
+from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import GivenUp, MapFetch, Spared
 from hybridloader.messages import (
     Begin,
@@ -21,7 +22,6 @@ from hybridloader.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.restart import RestartPolicy
 from hybridloader.roster import START
 from hybridloader.stage import Stage
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew

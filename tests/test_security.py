@@ -24,11 +24,12 @@ import pytest
 import torch
 from operator_context import Script, context, drain
 
-from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, segments
+from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
 from hybridloader.backends import sockets
 from hybridloader.backends.frames import encode
 from hybridloader.backends.lane import Lane
 from hybridloader.backends.sockets import SocketChannel
+from hybridloader.buffers import segments
 from hybridloader.errors import CacheError
 from hybridloader.operators import cache_file
 from hybridloader.operators.cache import Cache

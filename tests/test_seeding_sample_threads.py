@@ -19,10 +19,10 @@ from numpy.random import rand as taken_rand
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
-from hybridloader.draws import Draws, now
-from hybridloader.sample_seeds import Origin
-from hybridloader.stand_ins import installation
-from hybridloader.thread_draws import ThreadDraws
+from hybridloader.seeds.draws import Draws, now
+from hybridloader.seeds.sample_seeds import Origin
+from hybridloader.seeds.stand_ins import installation
+from hybridloader.seeds.thread_draws import ThreadDraws
 from tests.drawing import Drawing, add, collate, states
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from hybridloader import Fork, Memory, SharedMemory, Spawn
 from hybridloader.backends import sockets
+from hybridloader.buffers.slots import OWN
 from hybridloader.messages import Failed
-from hybridloader.slots import OWN
 
 LARGE = 2 * OWN
 

@@ -18,7 +18,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from hybridloader.page_locks import PageLocks
+    from hybridloader.buffers.page_locks import PageLocks
     from hybridloader.pipeline import Pipeline
 
 Length = int | float | None

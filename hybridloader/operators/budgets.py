@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hybridloader.memory import DEFAULT_MEMORY, Memory
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.operators import parameters
 from hybridloader.operators.base import INFINITE, Context, Length, Operator
 from hybridloader.operators.collating import SIZE, CollateFn, Collating, check_collation

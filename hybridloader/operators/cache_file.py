@@ -30,8 +30,8 @@ from array import array
 from contextlib import suppress
 from typing import Any
 
+from hybridloader.buffers.packing import pack, unpack
 from hybridloader.errors import CacheError, add_note
-from hybridloader.packing import pack, unpack
 
 _MAGIC = b"HLcache\n"
 _END = b"HLwhole\n"

@@ -1,7 +1,7 @@
 """Collation in the thread that pulls: samples become a batch, large ones in recycled slots.
 
-The same collation and the same slots as in workers; see `hybridloader.collate` and
-`hybridloader.slots`. torch is imported only if its `default_collate` is what collates.
+The same collation and the same slots as in workers; see `hybridloader.buffers.collate` and
+`hybridloader.buffers.slots`. torch is imported only if its `default_collate` is what collates.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.collate import is_default_collate, set_slots, teach_torch
-from hybridloader.memory import Memory, warn_of_overflow
+from hybridloader.buffers.collate import is_default_collate, set_slots, teach_torch
+from hybridloader.buffers.memory import Memory, warn_of_overflow
+from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.operators.base import Operator
 from hybridloader.operators.parameters import function, leak, short
-from hybridloader.slots import PrivateSlots
 
 if TYPE_CHECKING:
-    from hybridloader.page_locks import PageLocks
+    from hybridloader.buffers.page_locks import PageLocks
 
 CollateFn = Callable[[list[Any]], Any]
 

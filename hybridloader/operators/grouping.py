@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from hybridloader.memory import DEFAULT_MEMORY, Memory
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.operators import parameters
 from hybridloader.operators.base import INFINITE, Context, Length, Operator
 from hybridloader.operators.buckets import BucketBy

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.collate import slot_for
+from hybridloader.buffers.collate import slot_for
 from hybridloader.operators.fields import is_named, like
 from hybridloader.operators.parameters import is_number, short
 

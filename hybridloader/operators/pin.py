@@ -1,7 +1,7 @@
 """Batches in page-locked memory, or on a device: made ready by a thread of their own.
 
-What is pinned and how it is copied is `hybridloader.pinning`'s; here is how a pipeline runs it: one
-iterator for the thread, one for whoever takes what that has made ready.
+What is pinned and how it is copied is told in `hybridloader.devices.pinning`. Here is how a pipeline
+runs it: one iterator for the thread, one for whoever takes what that has made ready.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict
 
-from hybridloader.accelerator import current, find
-from hybridloader.errors import add_note
-from hybridloader.operators.base import Context, Length, Operator
-from hybridloader.pinning import (
+from hybridloader.devices.accelerator import current, find
+from hybridloader.devices.pinning import (
     AHEAD,
     BUFFER_BYTES,
     Pinner,
@@ -22,6 +20,8 @@ from hybridloader.pinning import (
     check,
     pinner_for,
 )
+from hybridloader.errors import add_note
+from hybridloader.operators.base import Context, Length, Operator
 from hybridloader.relay import FINAL, Relay
 
 

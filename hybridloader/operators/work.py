@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from hybridloader.contract import Backend
+from hybridloader.faults.on_error import Policy, Replace, Retry, Skip, parse
+from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import MapFetch
-from hybridloader.on_error import Policy, Replace, Retry, Skip, parse
 from hybridloader.operators.base import INFINITE, Context, Length, Operator, Source
 from hybridloader.registry import get_backend
-from hybridloader.restart import RestartPolicy
-from hybridloader.sample_seeds import SampleSeeding
-from hybridloader.sample_seeds import parse as parse_seeding
-from hybridloader.work import Step
+from hybridloader.running.work import Step
+from hybridloader.seeds.sample_seeds import SampleSeeding
+from hybridloader.seeds.sample_seeds import parse as parse_seeding
 
 
 class Where(TypedDict, total=False):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridloader.collate import WithoutTorch
+from hybridloader.buffers.collate import WithoutTorch
+from hybridloader.buffers.page_locks import PageLocks
 from hybridloader.contract import Backend, Crew
 from hybridloader.fetch import EndOfShard, Fetcher, Flag
 from hybridloader.messages import (
@@ -29,7 +30,6 @@ from hybridloader.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.page_locks import PageLocks
 from hybridloader.testing.fake_accelerator import FakeAccelerator
 from hybridloader.testing.tools import DEADLINE, Gate
 from hybridloader.worker_info import get_worker_info

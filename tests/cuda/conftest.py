@@ -25,7 +25,7 @@ def _context() -> None:
     """What the driver and torch open once, so that no single test seems to have left it."""
     if not torch.cuda.is_available():
         return
-    from hybridloader.accelerator import find
+    from hybridloader.devices.accelerator import find
 
     device = find("cuda")
     assert device is not None

@@ -13,7 +13,7 @@ import torch
 from digests import Noise, busy, digest, wanted, with_digest
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Threads, Transfer
-from hybridloader.accelerator import TorchAccelerator, current, find
+from hybridloader.devices.accelerator import TorchAccelerator, current, find
 
 LIMIT = 24 << 20
 """Of the slots: some forty batches of half a MiB, so that each is filled again and again."""

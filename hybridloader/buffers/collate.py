@@ -1,0 +1,225 @@
+"""Collation: torch's own, made to write large batches into slots; and one for workers without torch.
+
+torch's `default_collate` looks up how to stack tensors in `default_collate_fn_map`. The entry for
+tensors is replaced by one that stacks into a slot of the worker that runs it, and does what the old
+entry did on any thread that has no slots. So a user's own collate function that calls
+`default_collate`, or passes that map on, gains as well.
+
+A worker process that has not imported torch collates what is plainly a number or an array with numpy,
+to arrive as the tensor that torch would have made. Anything else makes it import torch after all, so
+that odd cases, and errors, are torch's by construction.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hybridloader.buffers.packing import AsTensor, tensor_over
+from hybridloader.buffers.slots import OWN
+
+
+class Slots(Protocol):
+    """Where a worker gets memory for its batches."""
+
+    def empty(self, size: int) -> Any | None:
+        """A buffer of `size` bytes, with anything in it; None if there can be none."""
+
+
+class _Current(threading.local):
+    slots: Slots | None = None
+
+
+_current = _Current()
+
+
+def set_slots(slots: Slots | None) -> Slots | None:
+    """Collate into `slots` on this thread from now on; gives those that were set before."""
+    before, _current.slots = _current.slots, slots
+    return before
+
+
+def slot_for(shape: tuple[int, ...], dtype: Any) -> Any | None:
+    """A tensor over a slot of this thread, with anything in it; None if it is not worth one."""
+    slots = _current.slots
+    if slots is None:
+        return None
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    if size < OWN:
+        return None
+    buffer = slots.empty(size)
+    return None if buffer is None else tensor_over(buffer, dtype, shape)
+
+
+def teach_torch() -> None:
+    """Give torch's map our entry for tensors, unless somebody else has changed it. Idempotent."""
+    import torch
+    from torch.utils.data._utils import collate
+
+    if collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn:
+        collate.default_collate_fn_map[torch.Tensor] = _stack
+
+
+def _stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """As torch's `collate_tensor_fn`, into a slot where there is one."""
+    import torch
+    from torch.utils.data._utils.collate import collate_tensor_fn
+
+    if _current.slots is not None:
+        elem = batch[0]
+        plain = type(elem) is torch.Tensor and not elem.is_nested
+        if (
+            plain
+            and elem.layout is torch.strided
+            and elem.nbytes * len(batch) >= OWN
+            and elem.device.type == "cpu"
+            and not elem.is_quantized
+            and {*map(type, batch)} == {torch.Tensor}
+            and {t.dtype for t in batch} == {elem.dtype}
+        ):
+            out = slot_for((len(batch), *elem.shape), elem.dtype)
+            if out is not None:
+                try:
+                    return torch.stack(batch, 0, out=out)
+                except RuntimeError:
+                    pass  # of different shapes, say, or one requires grad: as torch has it
+    return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+
+
+# -- without torch -------------------------------------------------------------------------------
+
+
+class WithoutTorch:
+    """Stands in for `default_collate` or `default_convert` on the way to a worker process.
+
+    Parameters
+    ----------
+    name
+        Of torch's function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._function: Callable[[Any], Any] | None = None
+
+    def __call__(self, data: Any) -> Any:
+        if self._function is None and "torch" not in sys.modules:
+            try:
+                return _collate(data) if self.name == "default_collate" else _convert(data)
+            except _NeedsTorch:
+                pass
+        if self._function is None:
+            import torch.utils.data
+
+            self._function = getattr(torch.utils.data, self.name)
+        return self._function(data)
+
+    def __reduce__(self) -> Any:
+        return WithoutTorch, (self.name,)
+
+
+def without_torch(function: Any) -> Any:
+    """What to send to a worker process instead of `function`."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        for name in ("default_collate", "default_convert"):
+            if function is getattr(torch.utils.data, name):
+                return WithoutTorch(name)
+    return function
+
+
+def is_default_collate(function: Any) -> bool:
+    """Whether `function` is torch's `default_collate`, or what stands in for it."""
+    if isinstance(function, WithoutTorch):
+        return function.name == "default_collate"
+    torch = sys.modules.get("torch")
+    return torch is not None and function is torch.utils.data.default_collate
+
+
+class _NeedsTorch(Exception):
+    pass
+
+
+_DTYPES = frozenset(
+    ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+)
+
+
+def _collate(batch: Any) -> Any:
+    """`default_collate` of samples that are all of one plain kind."""
+    kind = type(batch[0])
+    if kind is dict:
+        keys = batch[0].keys()
+        if all(type(sample) is dict for sample in batch):
+            return {key: _collate([sample[key] for sample in batch]) for key in keys}
+        raise _NeedsTorch
+    if any(type(sample) is not kind for sample in batch):
+        raise _NeedsTorch
+    if kind in (str, bytes):
+        return batch
+    if kind in (list, tuple):
+        if any(len(sample) != len(batch[0]) for sample in batch):
+            raise _NeedsTorch
+        columns = zip(*batch, strict=True)
+        return [_collate(column) for column in columns]
+    return _numbers(batch, kind)
+
+
+def _numbers(batch: Sequence[Any], kind: type) -> Any:
+    """Numbers and arrays of one type as one array that arrives as a tensor."""
+    if kind.__module__ not in ("builtins", "numpy"):
+        raise _NeedsTorch
+    import numpy as np
+
+    if kind is float:
+        return AsTensor(np.array(batch, np.float64))
+    if kind is bool:
+        return AsTensor(np.array(batch, np.bool_))
+    if kind is int:
+        try:
+            return AsTensor(np.array(batch, np.int64))
+        except OverflowError:
+            raise _NeedsTorch from None
+    if kind is np.ndarray:
+        first = batch[0]
+        if any(a.dtype != first.dtype or a.shape != first.shape for a in batch):
+            raise _NeedsTorch
+        if first.dtype.name not in _DTYPES or not first.dtype.isnative:
+            raise _NeedsTorch
+        if any(min(a.strides, default=0) < 0 for a in batch):
+            raise _NeedsTorch
+        return AsTensor(np.stack(batch, out=_array(np, (len(batch), *first.shape), first.dtype)))
+    if issubclass(kind, (np.bool_, np.number)) and np.dtype(kind).name in _DTYPES:
+        return AsTensor(np.array(batch))
+    raise _NeedsTorch
+
+
+def _array(np: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array over a slot of this thread, or in memory of its own."""
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    buffer = None
+    if _current.slots is not None and size >= OWN:
+        buffer = _current.slots.empty(size)
+    return np.empty(shape, dtype) if buffer is None else np.frombuffer(buffer, dtype).reshape(shape)
+
+
+def _convert(data: Any) -> Any:
+    """`default_convert` of one plain sample."""
+    kind = type(data)
+    if kind in (str, bytes, int, float, bool, type(None)):
+        return data
+    if kind is dict:
+        return {key: _convert(value) for key, value in data.items()}
+    if kind in (list, tuple):
+        return [_convert(value) for value in data]
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        plain = data.dtype.name in _DTYPES and data.dtype.isnative
+        if plain and data.flags.c_contiguous and data.flags.writeable:
+            return AsTensor(data)
+    raise _NeedsTorch

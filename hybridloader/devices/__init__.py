@@ -1,0 +1,1 @@
+"""The way to a device: pinning, copying, and the thread that does both."""

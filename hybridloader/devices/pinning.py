@@ -1,0 +1,338 @@
+"""How batches get into page-locked memory and to a device: on a thread of ours, or on the caller's.
+
+Copies to a device are queued on one stream beside the others. Whoever takes a batch has its own current
+stream wait for them; the host never waits. Nothing here starts a thread, or knows where batches come
+from; what is pinned is told in `hybridloader.devices.batch_parts`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from hybridloader.buffers.page_locks import PageLocks
+from hybridloader.caller import stacklevel
+from hybridloader.devices.accelerator import Accelerator, Mark, current, find
+from hybridloader.devices.batch_parts import (
+    bytes_of,
+    can_be_pinned,
+    is_tensor,
+    is_tensor_or_movable,
+    mapped,
+    moves_itself,
+    pins_itself,
+    takes_device,
+    takes_non_blocking,
+    tensors_in,
+)
+from hybridloader.native import one_thread_on_this_thread
+
+AHEAD = 2
+"""Batches that wait if nothing else is said: one to take, one that is copied meanwhile."""
+
+BUFFER_BYTES = 1 << 30
+"""Bytes that wait if nothing else is said: several batches of vision or language, and little beside what
+a model takes."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Where batches are to be when they come, and how many may be there before they are asked for.
+
+    ``DataLoader(device="cuda")`` says ``Transfer("cuda")``. See docs/devices.md.
+
+    Parameters
+    ----------
+    device
+        A str such as ``"cuda"`` or ``"cuda:1"``, a `torch.device` or an `Accelerator`. Without an index,
+        the device that is current where the iterator is made. ``"cpu"`` changes nothing.
+    prefetch
+        Batches that may wait on the device, at least 1. One more is being copied meanwhile.
+    buffer_bytes
+        Bytes that these may have together. A batch that is larger than that waits alone.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number is out of range. What devices there are is looked at later.
+    """
+
+    device: Any
+    prefetch: int = AHEAD
+    buffer_bytes: int = BUFFER_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch", "buffer_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, not {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @classmethod
+    def of(cls, device: Any) -> Transfer:
+        """What `DataLoader(device=...)` was given, as a `Transfer`."""
+        return device if isinstance(device, cls) else cls(device)
+
+
+def check(device: Any) -> None:
+    """Refuse a device that can't be had, before anything is started: None, or as for `Transfer`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The message says what there is.
+    """
+    if device is not None:
+        find(Transfer.of(device).device)
+
+
+def pinner_for(device: Any, *, pin_memory: bool) -> Pinner | None:
+    """What handles the batches of one iterator; None if nothing is to be done.
+
+    Parameters
+    ----------
+    device
+        None, or as for `Transfer`, or one of these.
+    pin_memory
+        Whether batches that go nowhere are pinned.
+
+    Notes
+    -----
+    The device that is current on this thread counts. Makes no context on it, so that workers may be
+    forked after this.
+    """
+    transfer = None if device is None else Transfer.of(device)
+    accelerator = None if transfer is None else find(transfer.device)
+    if transfer is not None and accelerator is not None:
+        return Mover(accelerator, transfer.prefetch, transfer.buffer_bytes)
+    accelerator = current() if pin_memory else None
+    if accelerator is None or not accelerator.pins:
+        return None
+    return Pinner(accelerator)
+
+
+class Sent:
+    """A batch on its way from the thread that pins to whoever takes it.
+
+    Attributes
+    ----------
+    data
+        The batch, on the device unless it says otherwise.
+    size
+        Bytes of its tensors, as far as they can be found.
+    mark
+        Behind the copies; None if there are none.
+    used
+        What the stream of whoever takes it is to be named to: tensors, and objects with a
+        `record_stream()`.
+    late
+        Whether something in it has yet to be moved, by its own `to()`.
+    """
+
+    __slots__ = ("data", "late", "mark", "size", "used")
+
+    def __init__(self) -> None:
+        self.data: Any = None
+        self.size = 0
+        self.mark: Mark | None = None
+        self.used: list[Any] = []
+        self.late = False
+
+
+class Pinner:
+    """Puts batches into page-locked memory.
+
+    One thread calls `prepare` and `send`, another one `take`; `here` does both, on any.
+
+    Parameters
+    ----------
+    accelerator
+        For which memory is locked.
+    prefetch, buffer_bytes
+        What may wait behind `send`.
+
+    Attributes
+    ----------
+    locks
+        For slots of the workers: told which streams read them. None if the device locks no pages.
+    refusal
+        Why the last tensor that was to be pinned is not; None as long as all were.
+    """
+
+    stage = "pin_memory"
+    """What errors call it."""
+
+    def __init__(
+        self, accelerator: Accelerator, prefetch: int = AHEAD, buffer_bytes: int = BUFFER_BYTES
+    ) -> None:
+        self.accelerator = accelerator
+        self.prefetch, self.buffer_bytes = prefetch, buffer_bytes
+        self.locks = PageLocks(accelerator) if accelerator.pins else None
+        # All the mutable state:
+        self.refusal: str | None = None
+        self._warned = False
+
+    def prepare(self) -> None:
+        """For a thread of ours, first of all: it uses this device, and no more than one core."""
+        self.accelerator.enter()
+        one_thread_on_this_thread()
+
+    def send(self, batch: list[Any]) -> Sent:
+        """Pin what is in `batch`, which is emptied: so no reference to the memory before is left."""
+        sent = Sent()
+        sent.data = self._pinned(batch.pop(), sent)
+        return sent
+
+    def take(self, sent: Sent) -> Any:
+        """The batch, for this thread and its current stream."""
+        self._read_by_this_stream()
+        self.warn()
+        return sent.data
+
+    def here(self, batch: Any) -> Any:
+        """The batch, pinned by this thread."""
+        self._read_by_this_stream()
+        data = self._pinned(batch, Sent())
+        self.warn()
+        return data
+
+    def warn(self) -> None:
+        """Tell, once, that memory could not be pinned. On the thread of whoever asks for batches."""
+        if self.locks is not None:
+            self.locks.warn()
+        if self.refusal is None or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"a tensor could not be put into page-locked memory, so its copy waits: {self.refusal}. "
+            "Raise the system's limit (ulimit -l), or keep fewer batches. Batches come all the same",
+            stacklevel=stacklevel(),
+        )
+
+    def _read_by_this_stream(self) -> None:
+        """Slots that die from now on wait for this thread's stream, wherever they die."""
+        if self.locks is not None:
+            self.locks.wait_for(self.accelerator.current_stream())
+
+    def _pinned(self, batch: Any, sent: Sent) -> Any:
+        return mapped(batch, pins_itself, functools.partial(self._pin, sent))
+
+    def _pin(self, sent: Sent, part: Any) -> Any:
+        """A tensor, or an object that can pin itself."""
+        if not is_tensor(part):
+            part = part.pin_memory()
+            sent.size += sum(tensor.nbytes for tensor in tensors_in(part) or ())
+            return part
+        sent.size += bytes_of(part)
+        try:
+            return self.accelerator.pin(part)
+        except RuntimeError as error:
+            if not can_be_pinned(part):
+                raise
+            self.refusal = str(error).partition("\n")[0]
+            return part
+
+
+class Mover(Pinner):
+    """Copies batches to a device, from page-locked memory.
+
+    All copies are queued on one stream. Whoever takes a batch has its current stream wait for them, and
+    that stream is named to the allocator, so that the memory is not used again before it is done.
+    """
+
+    stage = "to"
+
+    def __init__(self, accelerator: Accelerator, prefetch: int, buffer_bytes: int) -> None:
+        super().__init__(accelerator, prefetch, buffer_bytes)
+        self._stream: Any = None
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._stream = self.accelerator.side_stream()
+        if self.locks is not None:
+            self.locks.wait_for(self._stream)
+
+    def send(self, batch: list[Any]) -> Sent:
+        accelerator, sent = self.accelerator, Sent()
+        with accelerator.on(self._stream):
+            # The last reference to what is copied goes in here: slots look at the current stream then.
+            sent.data = self._moved(batch.pop(), sent, later=True)
+            sent.mark = accelerator.mark(self._stream)
+        return sent
+
+    def take(self, sent: Sent) -> Any:
+        self.warn()
+        accelerator, mark = self.accelerator, sent.mark
+        stream = accelerator.current_stream()
+        if mark is not None and stream is not None:
+            accelerator.hold_up(stream, mark)
+            for part in sent.used:
+                if is_tensor(part):
+                    accelerator.keep_for(part, stream)
+                else:
+                    part.record_stream(stream)
+        if not sent.late:
+            return sent.data
+        return mapped(sent.data, _is_late, lambda late: self._ask(late.part))
+
+    def here(self, batch: Any) -> Any:
+        self._read_by_this_stream()
+        data = self._moved(batch, Sent(), later=False)
+        self.warn()
+        return data
+
+    @property
+    def stream(self) -> Any:
+        """The stream that copies are queued on; None before `prepare`."""
+        return self._stream
+
+    def _moved(self, batch: Any, sent: Sent, *, later: bool) -> Any:
+        return mapped(batch, moves_itself, functools.partial(self._move, sent, later))
+
+    def _move(self, sent: Sent, later: bool, part: Any) -> Any:
+        if is_tensor(part):
+            pinned = self._pin(sent, part) if self.accelerator.pins else part
+            moved = self.accelerator.move(pinned)
+            if moved is not part:
+                sent.used.append(moved)
+            return moved
+        if self.accelerator.pins and pins_itself(part):
+            part = part.pin_memory()
+        if not takes_device(type(part)):
+            # It is what its pin_memory() gave, and perhaps something to be looked into.
+            return mapped(part, is_tensor_or_movable, functools.partial(self._move, sent, later))
+        if later and not hasattr(part, "record_stream") and tensors_in(part) is None:
+            # Nobody could tell the allocator what it uses, so it is moved by whoever takes it.
+            sent.late = True
+            return _Late(part)
+        part = self._ask(part)
+        tensors = tensors_in(part)
+        if hasattr(part, "record_stream"):
+            sent.used.append(part)
+        else:
+            sent.used.extend(tensors or ())
+        sent.size += sum(bytes_of(tensor) for tensor in tensors or ())
+        return part
+
+    def _ask(self, part: Any) -> Any:
+        """Have an object move itself."""
+        name = self.accelerator.name
+        if self.accelerator.pins and takes_non_blocking(type(part)):
+            return part.to(name, non_blocking=True)
+        return part.to(name)
+
+
+class _Late:
+    """Something that is moved by whoever takes it."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+def _is_late(part: Any) -> bool:
+    return type(part) is _Late

@@ -1,0 +1,1 @@
+"""What fails, and what becomes of it: samples, workers, tasks that take too long."""

@@ -1,0 +1,189 @@
+"""What reads iterable sources under a policy of `on_error`, in the worker: of datasets and of pipelines.
+
+An iterator may raise and go on. A generator does not, and that is never taken for the end of its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import GeneratorType
+from typing import Any, NoReturn
+
+from hybridloader.errors import ShardLost, no_stop
+from hybridloader.faults.guard import Guard, Swapped, miss_of, why
+from hybridloader.faults.on_error import Policy
+from hybridloader.faults.tried import Miss, Short, Tried
+from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch
+from hybridloader.seeds.draws import innermost
+from hybridloader.shard import Shard
+
+
+class GuardedShard(Shard):
+    """The fetcher of an `IterableFetch` under a policy. A sample is known by its number."""
+
+    def __init__(
+        self, fetch: IterableFetch, policy: Policy, samples: Iterator[Any], cancelled: Flag
+    ) -> None:
+        super().__init__(fetch, samples, cancelled)
+        if cancelled.draws is not None:
+            policy = cancelled.draws.policy(policy)
+        self._source = GuardedIterator(samples, policy, cancelled, self)
+        # All the mutable state: what the last task gave, and why there will be no more.
+        self._numbers: list[int] = []
+        self._lost: ShardLost | None = None
+
+    def __call__(self, indices: Any) -> Tried | Short:
+        if self._lost is not None:
+            error, self._lost = self._lost, None
+            raise error
+        if self.ended:
+            raise EndOfShard
+        wanted = len(indices) if self._batched else 1
+        numbers: list[int] = []
+        samples: list[Any] = []
+        misses: list[Miss] = []
+        self._numbers = numbers
+        before = self.position
+        while len(samples) < wanted and not self.ended:
+            if self._cancelled.up:
+                raise Abandoned
+            number = self.position
+            try:
+                sample = self._source.draw()
+            except StopIteration:
+                self.ended = True
+                break
+            except ShardLost as error:  # comes out behind the samples before it
+                self.ended, self._lost = True, error
+                break
+            except Exception as error:
+                if not self._source.guard.skips:
+                    raise
+                misses.append(miss_of(number, len(samples), error))
+                continue
+            if type(sample) is Swapped:
+                misses.append(miss_of(number, len(samples), sample.error, replaced=True))
+                sample = sample.value
+            numbers.append(number)
+            samples.append(sample)
+        if not samples or (self._drop_last and len(samples) < wanted):
+            return self._nothing(misses)
+        if self._join and self._batched and len(samples) < wanted:
+            return Short(numbers, samples, misses, wanted)
+        tried = self.position - before
+        try:
+            data = self._collate_fn(samples if self._batched else samples[0])
+        except Exception as error:
+            if not self._source.guard.skips:
+                raise
+            return self._all_lost(no_stop(error), misses)
+        return Tried(data, tried, misses)
+
+    def _nothing(self, misses: list[Miss]) -> Short:
+        if misses:
+            return Short([], [], misses, 0)
+        if self._lost is not None:
+            error, self._lost = self._lost, None
+            raise error
+        raise EndOfShard
+
+    def mend(self, result: Tried | Short, check: Callable[[Any], Any]) -> Short:
+        """What can be sent of a result that can't, which `check` tells by raising."""
+        if isinstance(result, Short):
+            check(result)  # there is nothing of the user's in it
+            return result
+        if not self._source.guard.skips:
+            check(result.data)
+        return self._all_lost(why(result.data, check), result.misses)
+
+    def _all_lost(self, error: Exception, misses: Sequence[Miss]) -> Short:
+        batch = [miss_of(number, n, error) for n, number in enumerate(self._numbers)]
+        return Short([], [], [*misses, *batch], 0)
+
+
+class GuardedIterator:
+    """Draws from an iterator that may raise and go on, which a generator does not.
+
+    Parameters
+    ----------
+    samples
+        The iterator.
+    policy
+        Of whoever draws.
+    cancelled
+        Ends a wait.
+    place
+        Its `position` is counted up with every call of ``next()`` that was not the end: who comes after
+        makes as many.
+    """
+
+    def __init__(
+        self, samples: Iterator[Any], policy: Policy | None, cancelled: Flag, place: Any
+    ) -> None:
+        self._samples, self._place = samples, place
+        self.guard = Guard(policy, cancelled)
+        self._is_over = False
+
+    def draw(self) -> Any:
+        """The next sample, or something `Swapped`.
+
+        Raises
+        ------
+        StopIteration
+            There is none.
+        ShardLost
+            The iterator was a generator.
+        Exception
+            What can't be helped; it can be asked again.
+        """
+        if self._is_over:
+            raise StopIteration
+        number = self._place.position
+        try:
+            return self._again(None)
+        except StopIteration:
+            raise
+        except Exception as raised:
+            error = raised
+        try:
+            if isinstance(innermost(self._samples), GeneratorType):
+                _raise_shard_lost(number, error)
+            found = self.guard.rescue(self._or_end, None, number, error)
+            if found is not _END:
+                return found
+            self._is_over = True  # tried again, and it had ended behind what failed
+            return self.guard.give_up(number, error)
+        finally:
+            del error
+
+    def _again(self, _: None) -> Any:
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise
+        except Exception:
+            self._place.position += 1
+            raise
+        self._place.position += 1
+        return sample
+
+    def _or_end(self, _: None) -> Any:
+        try:
+            return self._again(None)
+        except StopIteration:
+            return _END
+
+
+_END = object()
+
+
+def _raise_shard_lost(number: int, error: Exception) -> NoReturn:
+    try:
+        raise ShardLost(
+            f"sample {number} of this worker's shard raised {type(error).__name__}: {error}. The "
+            "iterator is a generator, which is over after an error, so the rest of the shard is lost. "
+            "Catch the error inside the generator, or write an iterator class with __next__, which "
+            "can go on"
+        ) from error
+    finally:
+        del error

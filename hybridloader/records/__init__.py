@@ -1,0 +1,1 @@
+"""Read-only containers of millions of records, once for all processes."""

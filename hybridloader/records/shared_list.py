@@ -1,0 +1,263 @@
+"""`SharedList`: what a dataset holds in millions, once for all worker processes.
+
+A Python list of a million paths is copied by every worker: under fork because counting references
+writes to its pages, under spawn because it is pickled. This one keeps its elements as bytes in a
+buffer that all processes map, and makes an element's object when it is asked for. It is read-only,
+and a pickle of it is a reference to its buffer, never its contents. Neither torch nor numpy is
+imported here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import operator
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, overload
+
+from hybridloader.records.columns import Column, Layout, decoder, elements, opened
+from hybridloader.records.shared_buffer import (
+    TOKEN,
+    SharedBuffer,
+    Stage,
+    Ticket,
+    open_ticket,
+    stage,
+)
+
+T = TypeVar("T")
+
+SHOWN = 3
+"""Elements in a repr."""
+
+short = reprlib.Repr()
+short.maxstring = short.maxother = 60
+
+
+class ReadOnly(AttributeError, TypeError):
+    """The method is one of list's or dict's that change it; for `hasattr` it is not there."""
+
+
+def read_only(what: str, plain: str) -> str:
+    return (
+        f"a {what} can't be changed: it is memory that all processes share. {plain}(shared) makes a "
+        f"{plain} that can, in this process"
+    )
+
+
+class SharedList(Sequence[T]):
+    """A read-only list whose elements lie once in shared memory, whatever the number of processes.
+
+    Made once, in the process that has the data; workers of every kind get a reference. Elements that
+    are all int (of 64 bits), all float, all str or all bytes are kept as such, others as a pickle
+    each; an access makes a new object of the same type and value. A class or function that pickle
+    finds by its name must be importable in the workers; others go by cloudpickle.
+
+    Parameters
+    ----------
+    iterable
+        Taken a few elements at a time, so a generator never becomes a Python list.
+
+    Raises
+    ------
+    MemoryError
+        There is no shared memory for so many bytes.
+
+    Notes
+    -----
+    A slice is a `SharedList` over the same memory, which goes when the last container over it does,
+    in every process. A pickle can be read on this machine only, and for as long as a process that
+    pickled it or made the list keeps it; to save a list to disk, save ``list(shared)``. Lists of
+    equal elements are equal, also to a list or tuple; like a list, it has no hash. Reading is safe
+    from any thread.
+
+    Examples
+    --------
+    >>> paths = SharedList(f"/data/{i}.jpg" for i in range(1000))
+    >>> paths[-1], len(paths)
+    ('/data/999.jpg', 1000)
+    >>> paths[::500]
+    SharedList(['/data/0.jpg', '/data/500.jpg'])
+    >>> paths
+    SharedList(['/data/0.jpg', '/data/1.jpg', '/data/2.jpg', ... 1,000 in all])
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_buffer",
+        "_data",
+        "_decode",
+        "_ends",
+        "_layout",
+        "_span",
+        "_starts",
+    )
+
+    def __init__(self, iterable: Iterable[T] = ()) -> None:
+        column = Column(staged("SharedList"))
+        try:
+            column.extend(iterable)
+            layout = column.seal(column.stage)
+            buffer = share(column.stage)
+        finally:
+            column.stage.close()
+        self._attach(buffer, layout, None)
+
+    def _attach(self, buffer: SharedBuffer, layout: Layout, span: range | None) -> None:
+        self._buffer, self._layout = buffer, layout
+        self._data: mmap.mmap = buffer.data
+        self._decode = decoder(layout.kind)
+        starts, ends = opened(layout, buffer.data)
+        self._span = range(layout.length) if span is None else span
+        if span is not None:
+            where = _slice_of(span)
+            starts, ends = starts[where], ends[where]
+        self._starts, self._ends = starts, ends
+
+    @classmethod
+    def _over(cls, buffer: SharedBuffer, layout: Layout, span: range | None = None) -> Any:
+        self = cls.__new__(cls)
+        self._attach(buffer, layout, span)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SharedList[T]: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        if index.__class__ is not int:
+            if isinstance(index, slice):
+                return self._over(self._buffer, self._layout, self._span[index])
+            index = _as_index(index)
+        try:
+            start = self._starts[index]
+            decode = self._decode
+            if decode is None:
+                return start  # the element itself
+            raw = self._data[start : self._ends[index]]
+        except IndexError:
+            raise IndexError(
+                f"index {index} is out of range: the SharedList has {len(self):,} elements"
+            ) from None
+        return decode(raw)
+
+    def __iter__(self) -> Iterator[T]:
+        return elements(self._layout.kind, self._data, self._starts, self._ends)
+
+    def __reversed__(self) -> Iterator[T]:
+        return iter(self[::-1])
+
+    def __contains__(self, value: object) -> bool:
+        return operator.contains(iter(self), value)  # type: ignore[arg-type]
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """The first place of `value`, as of a list.
+
+        Raises
+        ------
+        ValueError
+            It is not there.
+        """
+        first = range(len(self))[start:stop].start
+        try:
+            return first + operator.indexOf(iter(self[start:stop]), value)
+        except ValueError:
+            raise ValueError(f"{value!r} is not in the SharedList") from None
+
+    def count(self, value: Any) -> int:
+        """How many elements are equal to `value`."""
+        return operator.countOf(iter(self), value)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, SharedList):
+            if self._place() == other._place():
+                return True
+        elif not isinstance(other, (list, tuple)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
+
+    def _place(self) -> Any:
+        return id(self._buffer), self._layout, self._span
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(short.repr, self[:SHOWN]))
+        more = f", ... {len(self):,} in all" if len(self) > SHOWN else ""
+        return f"SharedList([{shown}{more}])"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shared memory, all that its elements take; of a slice, that of the whole."""
+        return len(self._data)
+
+    def __copy__(self) -> SharedList[T]:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SharedList[T]:
+        return self  # an element is a new object at every access anyway
+
+    def __reduce__(self) -> Any:
+        whole = self._span == range(self._layout.length)
+        span = None if whole else self._span
+        return _open_list, (tuple(self._buffer.ticket()), tuple(self._layout), span)
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise TypeError(read_only("SharedList", "list"))
+
+    def __delitem__(self, index: Any) -> NoReturn:
+        raise TypeError(read_only("SharedList", "list"))
+
+    if not TYPE_CHECKING:  # to a type checker these methods are just not there
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _CHANGE_A_LIST:
+                raise ReadOnly(read_only("SharedList", "list"))
+            raise AttributeError(f"a SharedList has no attribute {name!r}")
+
+
+_CHANGE_A_LIST = frozenset(
+    ["append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"]
+)
+
+
+def staged(what: str, make: Callable[[str], Stage] = stage) -> Callable[[], Stage]:
+    """Makes stages for a buffer, which begin with its token."""
+
+    def new() -> Stage:
+        made = make(what)
+        made.write(os.urandom(TOKEN))
+        return made
+
+    return new
+
+
+def share(made: Stage) -> SharedBuffer:
+    """Make the buffer of what was written."""
+    return made.share(bytes(made.read()[:TOKEN]))
+
+
+def _slice_of(span: range) -> slice:
+    """The slice that takes `span` out of a whole."""
+    stop = span.stop if span.stop >= 0 else None  # down to and with 0
+    return slice(span.start, stop, span.step) if span else slice(0, 0)
+
+
+def _as_index(index: Any) -> int:
+    try:
+        return operator.index(index)
+    except TypeError:
+        raise TypeError(
+            f"SharedList indices are integers or slices, not {type(index).__name__}"
+        ) from None
+
+
+def _open_list(ticket: Any, layout: Any, span: range | None) -> SharedList[Any]:
+    found: SharedList[Any] = SharedList._over(open_ticket(Ticket(*ticket)), Layout(*layout), span)
+    return found

@@ -1,0 +1,117 @@
+"""What a worker does that reads an iterable source of a pipeline: the next items of its own iterator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from hybridloader.faults.guard import Swapped
+from hybridloader.faults.guarded_shard import GuardedIterator
+from hybridloader.faults.on_error import Policy
+from hybridloader.faults.outcomes import Damaged, Noted, bad, whole_or_damaged
+from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, skip
+from hybridloader.running.work import WorkFetch
+
+_READING = 0.01
+"""Seconds after which a reader gives what it has, if that is less than it was asked for."""
+
+
+class ReadersFetch:
+    """The work of a reader: the next items of its own iterator, as many as it is asked for.
+
+    Parameters
+    ----------
+    source
+        An iterable, of which every worker has a copy of its own; or a function that makes one, called in
+        the worker.
+    on_error
+        Repeats and replaces here; what is to be skipped is `Bad`, as without a policy.
+    """
+
+    in_turn: ClassVar[bool] = True
+    batched: ClassVar[bool] = False
+
+    def __init__(self, source: Any, on_error: Policy | None = None) -> None:
+        self._source, self._on_error = source, on_error
+
+    mend = WorkFetch.mend
+
+    @property
+    def dataset(self) -> Any:
+        return self._source
+
+    @property
+    def private(self) -> bool:
+        return hasattr(type(self._source), "__iter__")  # a class has it too, and is called
+
+    def with_dataset(self, dataset: Any) -> ReadersFetch:
+        return ReadersFetch(dataset, self._on_error)
+
+    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
+        def make() -> Iterator[Any]:
+            return iter(self._source if self.private else self._source())
+
+        if cancelled.draws is None:
+            return Reader(make(), self._on_error, cancelled)
+        policy = cancelled.draws.policy(self._on_error)
+        reader = Reader(cancelled.draws.later(make), policy, cancelled)
+        return cancelled.draws.task(reader, lambda most: b"")
+
+
+class Reader:
+    """One pass of one reader over its part.
+
+    Attributes
+    ----------
+    position
+        How often the iterator was asked for an item and had not ended; also where it has raised.
+    """
+
+    def __init__(self, items: Iterator[Any], on_error: Policy | None, cancelled: Flag) -> None:
+        self._items, self._cancelled = items, cancelled
+        self._draw: Callable[[], Any] = items.__next__
+        self._plain = on_error is None  # else the source counts
+        if on_error is not None:
+            self._draw = GuardedIterator(items, on_error, cancelled, self).draw
+        # All the mutable state:
+        self.position = 0
+        self._ended = False
+
+    def __call__(self, most: int) -> Any:
+        if self._ended:
+            raise EndOfShard
+        results: list[Any] = []
+        try:
+            return self._read(most, results)
+        finally:
+            if self._plain:
+                self.position += len(results)
+
+    def _read(self, most: int, results: list[Any]) -> Any:
+        until = time.monotonic() + _READING
+        while len(results) < most and not (results and time.monotonic() > until):
+            number = self.position
+            try:
+                item = self._draw()
+            except StopIteration:
+                self._ended = True
+                break
+            except Exception as error:
+                number += len(results) if self._plain else 0
+                results.append(bad(error, "the next item", number))
+                return Damaged(results)
+            if type(item) is Swapped:
+                miss = bad(item.error, "the next item", number).miss()
+                results.append(Noted(0, [miss._replace(replaced=True)]))
+                item = item.value
+            results.append(item)
+            if self._cancelled.up:
+                raise Abandoned
+        if not results:
+            raise EndOfShard
+        return results if self._plain else whole_or_damaged(results)
+
+    def skip(self, count: int) -> None:
+        """Go on behind `count` items, which another worker has delivered. What they raise is known."""
+        self.position, self._ended = skip(self._items, count, self._cancelled)

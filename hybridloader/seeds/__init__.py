@@ -1,0 +1,1 @@
+"""Random numbers: as torch seeds them, and by sample."""

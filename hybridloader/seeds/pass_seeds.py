@@ -1,0 +1,69 @@
+"""``seeding="sample"`` as a `DataLoader` has it: which seed, which pass, and who is told.
+
+Draws nothing: without a seed of its own it takes the one that torch has drawn for its workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from hybridloader.contract import Backend
+from hybridloader.epochs import current
+from hybridloader.seeds.draws import COLLATE, Draws
+from hybridloader.seeds.numbering import Counter, Numbering
+from hybridloader.seeds.sample_seeds import Origin, parse
+from hybridloader.seeds.seeding import kept
+
+
+class PassSeeds:
+    """Of one iterator over a loader, which may pass over it several times.
+
+    Parameters
+    ----------
+    loader
+        Whose epochs these are.
+    seeding
+        As the loader's keyword.
+    base_seed
+        That of its workers.
+    """
+
+    def __init__(self, loader: Any, seeding: Any, base_seed: int) -> None:
+        self._policy = parse(seeding)
+        given = None if self._policy is None else self._policy.seed
+        self._seed = base_seed if given is None else given
+        self._counter = Counter(items=False)
+        self.begin(loader)
+
+    def begin(self, loader: Any) -> None:
+        """A pass begins: it has the number that `set_epoch` gave, or the next one."""
+        self._counter.begin(current(loader))
+
+    @property
+    def origin(self) -> Origin | None:
+        """What workers are told; None: nothing is seeded by sample."""
+        if self._policy is None:
+            return None
+        return Origin(self._seed, self._counter.epoch)
+
+    def backend(self, backend: Backend) -> Backend:
+        """`backend`, whose workers hear of each pass."""
+        return backend if self._policy is None else Numbering(backend, self._counter)
+
+    def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`collate_fn` for batches that are put together here, of what was left of others.
+
+        Each is seeded by its number among them, and leaves the caller's generators as they were.
+        """
+        origin = self.origin
+        if origin is None:
+            return collate_fn
+        numbers, draws = itertools.count(), Draws(origin, 0)
+
+        def collate(samples: Any) -> Any:
+            with kept():
+                return draws.call(COLLATE, b"refilled/%d" % next(numbers), collate_fn, samples)
+
+        return collate

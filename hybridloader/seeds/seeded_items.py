@@ -1,0 +1,84 @@
+"""The work of a stage under ``seeding="sample"``: each item known by its number in the stage's input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+from hybridloader.fanout import fanout_of_this_thread
+from hybridloader.faults.careful import Careful
+from hybridloader.faults.outcomes import whole_or_damaged
+from hybridloader.fetch import Abandoned, Flag
+from hybridloader.seeds.draws import SAMPLE, Draws, SeededIterator, now
+
+
+class SeededItems:
+    """The fetcher of such a stage.
+
+    Parameters
+    ----------
+    careful
+        Takes an item through the steps, whose functions are `seeded_by_item`.
+    cancelled
+        Looked at after every item.
+    draws
+        Of the stage.
+    threads
+        That share the items of a task.
+    """
+
+    def __init__(self, careful: Careful, cancelled: Flag, draws: Draws, threads: int) -> None:
+        self._careful, self._cancelled, self._draws = careful, cancelled, draws
+        self._fanout = fanout_of_this_thread(threads) if threads > 1 else None
+
+    def __call__(self, items: list[Any]) -> Any:
+        first = self._draws.take(len(items))
+        found = self._several(items, first)
+        return whole_or_damaged(list(chain.from_iterable(found)))
+
+    def _several(self, items: list[Any], first: int) -> list[list[Any]]:
+        cancelled = self._cancelled
+        pairs = enumerate(items, first)
+        outer = now.digest, now.own, now.item
+        try:
+            if self._fanout is not None:
+                return self._fanout.map(self._one, list(pairs), cancelled)
+            found = []
+            for pair in pairs:
+                if cancelled.notes:
+                    cancelled.at = pair[0] - first
+                found.append(self._one(pair))
+                if cancelled.up:
+                    raise Abandoned
+            return found
+        finally:
+            now.digest, now.own, now.item = outer
+            if cancelled.notes:
+                cancelled.at = -1
+
+    def _one(self, pair: tuple[int, Any]) -> list[Any]:
+        number, item = pair
+        now.item = b"%d" % number
+        return self._careful.alone(item)
+
+
+def of_item(_: Any) -> bytes:
+    """By what replacements are seeded: the item that is worked on."""
+    return now.item
+
+
+def seeded_by_item(draws: Draws, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`function` of an item, seeded by the number of the item that is worked on (`Now.item`).
+
+    The items that a ``"flat_map"`` gives for one are seeded each, as they are asked for.
+    """
+    call = draws.call
+    if kind != "flat_map":
+        return lambda item: call(SAMPLE, now.item, function, item)
+
+    def several(item: Any) -> Iterator[Any]:
+        key = now.item
+        return SeededIterator(draws, key + b"/", iter(call(SAMPLE, key, function, item)))
+
+    return several

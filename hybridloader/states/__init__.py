@@ -1,0 +1,1 @@
+"""Where a pass has come to, and how one begins there: of loaders and of pipelines."""

@@ -1,0 +1,304 @@
+"""The iterator over a loader's sampler, made as it was made before, and its first items left out.
+
+A sampler without a state repeats itself if the generators that it draws from stand as they stood when
+its iterator was made. The loader's own generator, and the sampler's, are then left where they get by
+that, since they will be drawn from again; torch's default generator is the training code's, and whoever
+calls puts it back. Nothing is fetched here, and nothing is drawn for a loader that loads no state.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hybridloader.errors import StateError
+from hybridloader.states.carried import is_stateful
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT = "default"
+"""The name of torch's default generator."""
+
+SAMPLERS = "sampler"
+"""That of the generator which the sampler has of its own."""
+
+FIRST_WITHOUT_WORKERS = ("iter", "seed")
+FIRST = ("iter", "seed", "iter")
+AGAIN = ("iter",)
+"""What is done to the sampler and the generators for a pass, in torch's order: where the caller does the
+work; for new workers, where the first iterator is thrown away; and for workers who stay."""
+
+
+class Snapshot(NamedTuple):
+    """The state of a sampler, and that of the iterator over it; None for what has none."""
+
+    sampler: Any
+    iterator: Any
+
+
+class Making(NamedTuple):
+    """How the sampler's iterator of one pass was made.
+
+    Attributes
+    ----------
+    steps
+        What was done, in order.
+    generators
+        The states of the generators before that, by name.
+    start
+        The sampler's state before that, if it has one.
+    epoch
+        The sampler's own epoch, where it has one and no state.
+    """
+
+    steps: tuple[str, ...]
+    generators: dict[str, torch.Tensor]
+    start: Snapshot | None
+    epoch: int | None
+
+    @staticmethod
+    def of(loader: Any, steps: tuple[str, ...]) -> Making:
+        """What is so now. Draws nothing."""
+        stateful = stateful_of(loader)
+        start = None
+        if stateful is not None:
+            upcoming = getattr(stateful, "upcoming_state_dict", stateful.state_dict)
+            start = Snapshot(copy.deepcopy(upcoming()), None)
+        states = {name: generator.get_state() for name, generator in generators_of(loader).items()}
+        epoch = None if stateful is not None else getattr(_seeded(loader), "epoch", None)
+        return Making(steps, states, start, epoch if type(epoch) is int else None)
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """The sampler of batches, if there is one, and what it draws from, down to that of samples.
+
+    accelerate puts one sampler of batches around another, as its `batch_sampler`.
+    """
+    found = [loader._index_sampler]
+    while True:
+        last = found[-1]
+        inner = getattr(last, "batch_sampler", None)
+        if inner is None:
+            inner = getattr(last, "sampler", None)
+        if inner is None or any(inner is one for one in found):
+            return found
+        found.append(inner)
+
+
+def share_of(loader: Any) -> list[int] | None:
+    """Which rank of how many a sampler without a state draws for, if it tells: torch's, accelerate's."""
+    if stateful_of(loader) is not None:
+        return None
+    for sampler in samplers_of(loader):
+        for names in (("rank", "num_replicas"), ("process_index", "num_processes")):
+            share: list[Any] = [getattr(sampler, name, None) for name in names]
+            if all(type(number) is int for number in share):
+                return share
+    return None
+
+
+def stateful_of(loader: Any) -> Any:
+    """The sampler that has a state which follows what is drawn, if there is one."""
+    from torch.utils.data import BatchSampler
+
+    outer = loader._index_sampler
+    if is_stateful(outer):
+        return outer
+    # What another class than torch's has drawn ahead of its batches, nobody knows.
+    inner = outer.sampler if type(outer) is BatchSampler else None
+    return inner if is_stateful(inner) else None
+
+
+def generators_of(loader: Any) -> dict[str, Any]:
+    """The generators that the loader and its samplers draw from, as far as one can tell."""
+    import torch
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    found: dict[str, Any] = {}
+    if loader.generator is not None:
+        found["loader"] = loader.generator
+    samplers = samplers_of(loader)
+    inner = samplers[-1]
+    own = getattr(inner, "generator", None)
+    if isinstance(own, torch.Generator):
+        if own is not loader.generator:
+            found[SAMPLERS] = own
+        return found
+    known = type(samplers[0]) is BatchSampler or len(samplers) == 1
+    fixed = type(inner) is SequentialSampler or stateful_of(loader) is not None
+    iterable = type(inner).__name__ == "_InfiniteConstantSampler" and loader.generator is not None
+    if not (known and fixed) and not iterable:
+        found[DEFAULT] = torch.default_generator
+    return found
+
+
+def _seeded(loader: Any) -> Any:
+    """The sampler whose order follows from an epoch that it is told."""
+    for sampler in samplers_of(loader):
+        if callable(getattr(sampler, "set_epoch", None)):
+            return sampler
+    return None
+
+
+def snapshots(loader: Any, indices: Iterator[Any]) -> Callable[[], Snapshot] | None:
+    """What gives the sampler's state, as it is behind what `indices` gave last; None: it has none."""
+    stateful = stateful_of(loader)
+    iterator: Any = indices if is_stateful(indices) else None
+    if stateful is None and iterator is None:
+        return None
+    ours = type(stateful).__module__.startswith("hybridloader.")  # makes a new dict each time
+
+    def snapshot() -> Snapshot:
+        own = None if stateful is None else stateful.state_dict()
+        within = None if iterator is None else copy.deepcopy(iterator.state_dict())
+        return Snapshot(own if ours else copy.deepcopy(own), within)
+
+    return snapshot
+
+
+def check_of(index: Any) -> int:
+    """A number by which one item of a sampler is known again."""
+    if isinstance(index, (list, tuple)):
+        index = (len(index), list(index[:8]), list(index[-8:]))
+    return zlib.crc32(repr(index).encode())
+
+
+def set_generators(loader: Any, making: Making) -> None:
+    """Set the generators as they were."""
+    own = generators_of(loader)
+    for name, state in making.generators.items():
+        if name not in own:
+            if making.epoch is not None and name in (DEFAULT, SAMPLERS):
+                continue  # a sampler that makes its generator when it is first asked, and seeds it then
+            raise StateError(
+                f"the state holds that of the generator {name!r}, and this loader draws from "
+                f"{', '.join(own) or 'none'}; give it the same sampler and generator as when the state "
+                "was taken"
+            )
+        try:
+            own[name].set_state(state)
+        except (RuntimeError, TypeError) as error:
+            raise StateError(
+                f"the state of the generator {name!r} can't be loaded: {error}"
+            ) from error
+
+
+class Replayed(NamedTuple):
+    """An iterator over the rest of what a sampler gives; the seed that was drawn on the way, if any."""
+
+    indices: Iterator[Any]
+    seed: int | None
+
+
+def load_sampler(loader: Any, snapshot: Snapshot) -> Replayed:
+    """Go on from a sampler's own state: at no cost by how far it had come."""
+    stateful = stateful_of(loader)
+    try:
+        if snapshot.sampler is not None:
+            if stateful is None:
+                raise ValueError(
+                    f"{type(samplers_of(loader)[-1]).__name__} has no load_state_dict()"
+                )
+            stateful.load_state_dict(copy.deepcopy(snapshot.sampler))
+        indices = iter(loader._index_sampler)
+        if snapshot.iterator is not None:
+            indices.load_state_dict(copy.deepcopy(snapshot.iterator))
+    except StateError:
+        raise
+    except Exception as error:  # whatever a foreign sampler raises
+        raise StateError(f"the sampler did not take its state: {error}") from error
+    return Replayed(indices, None)
+
+
+def replay(
+    loader: Any,
+    making: Making,
+    count: int,
+    check: int | None,
+    *,
+    eager: bool,
+) -> Replayed:
+    """Make the sampler's iterator as it was made, and leave out its first `count` items.
+
+    Parameters
+    ----------
+    check
+        What `check_of` said of the last of them; None: not known.
+    eager
+        Whether what the sampler draws when it is first asked is drawn now.
+    """
+    sampler = loader._index_sampler
+    if making.start is not None and making.start.sampler is not None:
+        load_sampler(loader, making.start)
+    seeded = _seeded(loader)
+    if making.epoch is not None and getattr(seeded, "epoch", None) != making.epoch:
+        seeded.set_epoch(making.epoch)
+    set_generators(loader, making)
+    seed = None
+    indices: Iterator[Any] = iter(())
+    for step in making.steps:
+        if step == "iter":
+            indices = iter(sampler)
+        else:
+            seed = draw_seed(loader)
+    if not count:
+        return Replayed(chain(list(islice(indices, 1)), indices) if eager else indices, seed)
+    short, done = _shortcut(loader, indices, count - 1)
+    done += _drop(short, count - 1 - done)
+    try:
+        last = next(short)
+    except StopIteration:
+        raise _too_few(sampler, done, count) from None
+    if check is not None and check_of(last) != check:
+        raise StateError(
+            f"item {count - 1} of {type(sampler).__name__} is not what it was when the state was taken: "
+            "the sampler changed, or draws from a generator that is not torch's nor the loader's. Give "
+            "it a `generator`, or state_dict() and load_state_dict()"
+        )
+    return Replayed(short, seed)
+
+
+def draw_seed(loader: Any) -> int:
+    """The seed of the workers, as torch draws it."""
+    import torch
+
+    return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+
+
+def _shortcut(loader: Any, indices: Iterator[Any], count: int) -> tuple[Iterator[Any], int]:
+    """`indices` without its first `count` items, if that can be had cheaply: how many were left out."""
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    outer = loader._index_sampler
+    inner: Any = getattr(outer, "sampler", None)
+    if type(outer) is SequentialSampler:
+        return iter(range(count, len(outer.data_source))), count
+    if type(outer) is not BatchSampler or not count:
+        return indices, 0
+    size = outer.batch_size
+    if type(inner) is SequentialSampler:
+        rest: Any = iter(range(min(count * size, len(inner)), len(inner)))
+        return iter(BatchSampler(rest, size, outer.drop_last)), count
+    samples = iter(inner)
+    gone = _drop(samples, count * size)
+    return iter(BatchSampler(samples, size, outer.drop_last)), gone // size
+
+
+def _drop(items: Iterator[Any], most: int) -> int:
+    """Leave out up to `most` items, without a step of Python for each: how many there were."""
+    numbers = itertools.count()
+    deque(zip(islice(items, most), numbers, strict=False), maxlen=0)
+    return next(numbers)
+
+
+def _too_few(sampler: Any, there: int, count: int) -> StateError:
+    return StateError(
+        f"_sampler_iter_yielded is {count} in the state, and {type(sampler).__name__} has given only "
+        f"{there} items: it has shrunk, or the state is of another one"
+    )

@@ -1,0 +1,331 @@
+"""How a pass of a loader begins, from its beginning or from a state that was loaded.
+
+What a loaded state moves is moved here, in one order: the generators, the sampler, the dataset, and only
+then workers start. A pass of a loader that has loaded nothing does nothing here but note how it began.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from hybridloader import epochs
+from hybridloader.caller import stacklevel
+from hybridloader.errors import StateError
+from hybridloader.fetch import Apart, seed_datapipe
+from hybridloader.scheduler import ACTIVE, Dispatch, Scheduler
+from hybridloader.states.carried import Start, is_stateful
+from hybridloader.states.progress import UNKNOWN, Drawing, Progress, progress_of
+from hybridloader.states.replay import (
+    AGAIN,
+    DEFAULT,
+    FIRST,
+    FIRST_WITHOUT_WORKERS,
+    Making,
+    Replayed,
+    load_sampler,
+    replay,
+    set_generators,
+    snapshots,
+    stateful_of,
+)
+from hybridloader.states.state import END, START, WITHIN, Resume, is_iterable, read, written
+
+loaded: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+"""What was loaded into each loader, until its next pass begins."""
+
+
+class FirstOf:
+    """A rule for dispatch, but for the first tasks of a pass.
+
+    Attributes
+    ----------
+    first
+        Who gets these, in order.
+    last
+        Behind whom it is the turn of the next; None: as the rule says.
+    """
+
+    def __init__(self, rule: Dispatch) -> None:
+        self._rule = rule
+        self.first: tuple[int, ...] = ()
+        self.last: int | None = None
+
+    def __call__(self, scheduler: Scheduler) -> int | None:
+        if self.last is not None:
+            given, states = scheduler.next_in - scheduler.first, scheduler.workers
+            if given < len(self.first) and states[self.first[given]] in ACTIVE:
+                return self.first[given]
+            if given == len(self.first):
+                count = len(states)
+                for step in range(1, count + 1):
+                    worker = (self.last + step) % count
+                    if states[worker] in ACTIVE:
+                        return worker
+        return self._rule(scheduler)
+
+
+class Opening:
+    """The beginning of one pass.
+
+    Parameters
+    ----------
+    loader
+        The loader.
+    again
+        Whether workers of the pass before stay.
+
+    Attributes
+    ----------
+    resume
+        What it goes on from; None: it begins at the beginning.
+    """
+
+    def __init__(self, loader: Any, *, again: bool) -> None:
+        self._loader = loader
+        state = loaded.get(loader)
+        self.resume: Resume | None = None if state is None else read(loader, state)
+        self.making = Making.of(loader, steps_of(loader, again=again))
+        self.epoch = 0
+        self._eager = False
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """While the sampler's iterator is made, the generators stand as the state says."""
+        if self.resume is None:
+            yield
+            return
+        import torch
+
+        before = torch.get_rng_state()
+        saved = self.resume.making.generators.get(DEFAULT)
+        # Where the training code has restored it, a new pass draws from it as if nothing had happened.
+        keeps = self.resume.fresh and saved is not None and torch.equal(saved, before)
+        self._eager = not keeps
+        try:
+            set_generators(self._loader, self.resume.making)
+            yield
+        except BaseException:
+            torch.set_rng_state(before)
+            raise
+        if not keeps:
+            torch.set_rng_state(before)
+
+    def move(self, iterator: Any) -> None:
+        """Bring the iterator, the sampler and the dataset to the place of the state."""
+        resume, loader = self.resume, self._loader
+        if resume is None:
+            self.epoch = epochs.begin(loader)
+            return
+        epochs.announce(loader, resume.epoch + (1 if resume.over else 0))
+        self.epoch = epochs.begin(loader)
+        if resume.base_seed is not None:
+            iterator._base_seed = resume.base_seed
+        if resume.shared_seed is not None:
+            iterator._shared_seed = resume.shared_seed
+            iterator._dataset = seed_datapipe(iterator._dataset, resume.shared_seed)
+        if resume.dataset is not None:
+            _load_dataset(loader.dataset, resume.dataset)
+        if is_iterable(loader):
+            return
+        replayed = self._replayed(resume)
+        iterator._sampler_iter = replayed.indices
+        if resume.base_seed is None and replayed.seed is not None:
+            iterator._base_seed = replayed.seed
+
+    def _replayed(self, resume: Resume) -> Replayed:
+        loader = self._loader
+        if resume.empty:
+            return Replayed(iter(()), None)
+        if resume.over:
+            return self._behind_the_end(resume)
+        if resume.snapshot is not None:
+            replayed = load_sampler(loader, resume.snapshot)
+            return Replayed(iter(()), None) if self._is_through(resume) else replayed
+        eager = self._eager and DEFAULT in resume.making.generators
+        return replay(loader, resume.making, resume.count, resume.check, eager=eager)
+
+    def _is_through(self, resume: Resume) -> bool:
+        """Whether the sampler's state is that of its next epoch, as ours tell the end of one."""
+        if not hasattr(stateful_of(self._loader), "upcoming_state_dict"):
+            return False
+        start, now = resume.making.start, resume.snapshot
+        if start is None or now is None or start.sampler is None or now.sampler is None:
+            return False
+        return bool(now.sampler["epoch"] > start.sampler["epoch"])
+
+    def _behind_the_end(self, resume: Resume) -> Replayed:
+        """The pass after one that somebody has declared over."""
+        loader, making = self._loader, resume.making
+        if resume.snapshot is not None:
+            load_sampler(loader, resume.snapshot)
+            stateful = stateful_of(loader)
+            where = (
+                stateful.upcoming_state_dict() if hasattr(stateful, "upcoming_state_dict") else {}
+            )
+            if where.get("position"):
+                stateful.set_epoch(where["epoch"] + 1)
+        else:
+            replayed = replay(loader, making, 0, None, eager=False)
+            # To the end: RandomSampler draws a permutation more there, of which it uses nothing.
+            deque(replayed.indices, maxlen=0)
+        self.making = Making.of(loader, making.steps)
+        return replay(loader, self.making, 0, None, eager=True)
+
+    def progress(self, iterator: Any) -> Progress:
+        """The counts of this pass, which are the loader's from now on."""
+        loader, resume = self._loader, self.resume
+        workers, iterable = max(1, loader.num_workers), is_iterable(loader)
+        made = Progress(self.making, self.epoch, workers, iterable=iterable)
+        made.base_seed, made.shared_seed = int(iterator._base_seed), iterator._shared_seed
+        if resume is not None and not resume.over:
+            made.making, made.finished = resume.making, resume.empty
+            _go_on(made, resume)
+        progress_of[loader] = made
+        loaded.pop(loader, None)
+        return made
+
+    def source(self, iterator: Any, progress: Progress, first: int) -> Iterator[Any]:
+        """What the stage is fed with, whose first task has this number."""
+        if progress.iterable:
+            progress.begin(first)
+            source: Iterator[Any] = iterator._sampler_iter
+            return source
+        leads = self._leads()
+        progress.begin(first, leads)
+        indices = iterator._sampler_iter
+        snapshot = snapshots(self._loader, indices)
+        rest = chain(leads, indices) if leads else indices
+        return Drawing(rest, progress, snapshot, progress.behind - len(leads))
+
+    def _leads(self) -> list[Any]:
+        resume = self.resume
+        if resume is None:
+            return []
+        leads: list[Any] = []
+        if resume.apart:
+            apart = Apart(resume.apart)
+            size = self._loader.batch_size or 0
+            apart.wanted = size if 0 < size <= len(apart) else 0
+            leads.append(apart)
+        return [*leads, *resume.whole]
+
+    def direct(self, dispatch: FirstOf) -> None:
+        """Say whose turn it is."""
+        dispatch.first, dispatch.last = (), None
+        resume, workers = self.resume, max(1, self._loader.num_workers)
+        if resume is None or resume.fresh or resume.over:
+            return
+        if is_iterable(self._loader):
+            dispatch.first, dispatch.last = resume.first, resume.last
+        else:
+            dispatch.last = (resume.count - len(self._leads()) - 1) % workers
+
+    @property
+    def starts(self) -> tuple[Start, ...]:
+        """Where the workers go on."""
+        resume = self.resume
+        if resume is None or resume.over or not resume.starts:
+            return ()
+        if any(s.skip > s.position for s in resume.starts) and is_iterable(self._loader):
+            _tell_of_reading(type(self._loader.dataset).__name__)
+        return resume.starts
+
+
+def _go_on(progress: Progress, resume: Resume) -> None:
+    progress.yielded = resume.yielded
+    if resume.discard:
+        progress.yielded = 0
+        return
+    progress.behind = 0 if progress.iterable else resume.count
+    progress.results = resume.count if progress.iterable else 0
+    if resume.count and not progress.iterable:
+        progress.at = UNKNOWN, resume.snapshot
+    if resume.starts:
+        progress.places = list(resume.starts)
+        progress.again = [max(0, start.skip - start.position) for start in resume.starts]
+    progress.of = sum(progress.again)
+    progress.first, progress.last_worker = resume.first, resume.last
+
+
+def steps_of(loader: Any, *, again: bool) -> tuple[str, ...]:
+    if again:
+        return AGAIN
+    return FIRST if loader.num_workers else FIRST_WITHOUT_WORKERS
+
+
+def state_of(loader: Any, *, stays: bool) -> dict[str, Any]:
+    """The state of `loader`, whose workers may stay for another pass."""
+    import copy
+
+    waiting = loaded.get(loader)
+    if waiting is not None:
+        return copy.deepcopy(dict(waiting))
+    progress = progress_of.get(loader)
+    if progress is not None and not progress.finished:
+        return written(loader, progress, WITHIN)
+    again = stays and progress is not None
+    making = Making.of(loader, steps_of(loader, again=again))
+    next_one = Progress(
+        making, epochs.upcoming(loader), max(1, loader.num_workers), iterable=is_iterable(loader)
+    )
+    if progress is not None:
+        next_one.base_seed, next_one.yielded = progress.base_seed, progress.yielded
+        next_one.behind, next_one.results = progress.behind, progress.results
+    return written(loader, next_one, START if progress is None else END)
+
+
+def load(loader: Any, state: Any) -> None:
+    """Have the next pass of `loader` go on from `state`."""
+    import copy
+
+    if isinstance(state, Mapping) and not state:
+        loaded.pop(loader, None)  # torchdata's way to say that there is none
+        return
+    resume = read(loader, state)
+    loaded[loader] = copy.deepcopy(dict(state))
+    epochs.announce(loader, resume.epoch)
+
+
+def leave_for_epoch(loader: Any, epoch: int) -> None:
+    """Another epoch is wanted than that of the state that was loaded."""
+    state = loaded.get(loader)
+    if state is None or read(loader, state).epoch == epoch:
+        return
+    del loaded[loader]
+    warnings.warn(
+        f"set_epoch({epoch}) drops the place that was loaded, which is in epoch "
+        f"{read(loader, state).epoch}; load the state after set_epoch(), or start with that epoch",
+        stacklevel=stacklevel(),
+    )
+
+
+def resuming(loader: Any) -> tuple[int, int] | None:
+    """Samples read again, and how many are to be; None if there are none left."""
+    progress = progress_of.get(loader)
+    if progress is None or not any(progress.again):
+        return None
+    return progress.of - sum(progress.again), progress.of
+
+
+def _load_dataset(dataset: Any, state: Any) -> None:
+    if not is_stateful(dataset):
+        raise StateError(
+            f"the state holds that of the dataset, and {type(dataset).__name__} has no load_state_dict()"
+        )
+    dataset.load_state_dict(state)
+
+
+@functools.cache
+def _tell_of_reading(dataset: str) -> None:
+    warnings.warn(
+        f"{dataset} has no state_dict() and load_state_dict(), nor has its iterator, so each worker "
+        "reads its part of it again up to where it had come. `loader.resuming` tells how far that is",
+        stacklevel=stacklevel(),
+    )

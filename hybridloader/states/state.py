@@ -1,0 +1,390 @@
+"""The state of a loader as a dict: how it is written, and how it is read and checked.
+
+The keys are torchdata's where it has such, because frameworks edit these; what else is needed is under
+one key of ours. Nothing is moved here: no sampler, generator or worker is touched by either.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridloader.errors import StateError
+from hybridloader.states.carried import Start, frozen, is_stateful, pickled
+from hybridloader.states.progress import UNKNOWN, Progress
+from hybridloader.states.replay import Making, Snapshot, check_of, samplers_of, share_of
+
+VERSION = 1
+"""Of what is under `OWN`; it changes with the meaning of a field."""
+
+OWN = "_hybridloader"
+
+COUNTS = ("_sampler_iter_yielded", "_num_yielded")
+
+
+@dataclass
+class Resume:
+    """What a pass that goes on from a state begins with.
+
+    Attributes
+    ----------
+    fresh
+        Whether it is a pass from its beginning, because that before it was over, or none had begun.
+    empty
+        Whether nothing is left of it.
+    count
+        Items of the sampler that are behind.
+    snapshot
+        The sampler's state there, if that is known.
+    apart, whole
+        What comes again before the sampler goes on: indices of waiting samples, and items.
+    starts
+        Of workers that read an iterable dataset, or have a state of their own.
+    first
+        Workers that are asked first, in this order.
+    last
+        The worker whose turn was last.
+    discard
+        Batches to be made and dropped, where nobody knows how to come by the place otherwise.
+    """
+
+    making: Making
+    epoch: int
+    fresh: bool = False
+    empty: bool = False
+    over: bool = False
+    count: int = 0
+    yielded: int = 0
+    check: int | None = None
+    snapshot: Snapshot | None = None
+    base_seed: int | None = None
+    shared_seed: int | None = None
+    dataset: Any = None
+    apart: list[Any] = field(default_factory=list)
+    whole: list[Any] = field(default_factory=list)
+    starts: tuple[Start, ...] = ()
+    first: tuple[int, ...] = ()
+    last: int = -1
+    discard: int = 0
+
+
+def agreement(loader: Any) -> dict[str, Any]:
+    """What the loader that loads a state must have in common with the one that it was taken of."""
+    iterable = is_iterable(loader)
+    own = {
+        "kind": "iterable" if iterable else "map",
+        "length": None if iterable else length_of(loader.dataset),
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "samplers": [] if iterable else [type(s).__name__ for s in samplers_of(loader)],
+    }
+    if iterable:
+        own["shard_remainders"] = loader.shard_remainders
+    return own
+
+
+def is_iterable(loader: Any) -> bool:
+    from torch.utils.data.dataloader import _DatasetKind
+
+    return bool(loader._dataset_kind == _DatasetKind.Iterable)
+
+
+def length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+START, WITHIN, END = "start", "within", "end"
+"""Where a state was taken: before any pass, in one, or behind its end."""
+
+
+def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
+    """The state of a pass; of none, or behind the end, that from which the next one is made.
+
+    Raises
+    ------
+    StateError
+        The dataset's part can't be had.
+    """
+    over, iterable, making = where != WITHIN, progress.iterable, progress.making
+    if progress.fault and not over:
+        raise StateError(f"this state can't be taken: {progress.fault}")
+    dataset = None
+    if (over or not iterable) and is_stateful(loader.dataset):
+        dataset = _thawed(frozen(loader.dataset, "the dataset"))
+    apart, whole = ([], []) if iterable or over else progress.indices_left
+    at = None if over else progress.at
+    snapshot = None if at is None else at[1]
+    count = progress.results if iterable else progress.behind
+    size = loader.batch_size or 1
+    # Nothing in the dict may be ours to go on with; a copy of all, tensors too, would take 100 us more.
+    own_state = None if snapshot is None else copy.deepcopy(snapshot.sampler)
+    index_state = {"samples_yielded": count * size, "sampler_state": own_state}
+    if loader.batch_size is None:  # accelerate multiplies it with batch_size if it is there
+        del index_state["samples_yielded"]
+    return {
+        "_sampler_iter_yielded": count,
+        "_num_yielded": progress.yielded,
+        "_index_sampler_state": None if iterable else index_state,
+        "_sampler_iter_state": None if snapshot is None else copy.deepcopy(snapshot.iterator),
+        "_IterableDataset_len_called": loader._IterableDataset_len_called,
+        "_shared_seed": progress.shared_seed,
+        "_base_seed": progress.base_seed,
+        "_num_workers": loader.num_workers,
+        "_last_yielded_worker_id": progress.last_worker,
+        "dataset_state": dataset,
+        "fetcher_state": None,
+        "_worker_snapshots": None if over else _snapshots(progress, loader),
+        "_iterator_finished": where == END,
+        OWN: {
+            "version": VERSION,
+            **agreement(loader),
+            "epoch": progress.epoch,
+            "at": where,
+            "counts": [count, progress.yielded],
+            "samples": count * size,
+            "steps": list(making.steps),
+            "start": None if making.start is None else copy.deepcopy(making.start.sampler),
+            "sampler_epoch": making.epoch,
+            "generators": {name: each.clone() for name, each in making.generators.items()},
+            "check": None if at is None or at[0] is UNKNOWN else check_of(at[0]),
+            "share": None if iterable else share_of(loader),
+            "apart": copy.deepcopy(apart),
+            "whole": copy.deepcopy(whole),
+            "first": [] if over else _first(progress),
+        },
+    }
+
+
+def _first(progress: Progress) -> list[int]:
+    """Workers whose last samples wait to be joined, in that order."""
+    waiting = [w for w, _ in progress.waiting.samples if w is not None and w in progress.remainders]
+    return list(dict.fromkeys([*waiting, *progress.first]))
+
+
+def _snapshots(progress: Progress, loader: Any) -> dict[str, Any] | None:
+    carried = any(start.dataset is not None for start in progress.places)
+    if not progress.iterable and not carried:
+        return None
+    return {
+        f"worker_{number}": {
+            "worker_id": number,
+            "position": start.position,
+            "skip": start.skip,
+            "dataset_state": _thawed(start.dataset),
+            "fetcher_state": {
+                "dataset_iter_state": _thawed(start.iterator),
+                "fetcher_ended": start.ended,
+            },
+        }
+        for number, start in enumerate(progress.starts())
+    }
+
+
+def _thawed(state: bytes | None) -> Any:
+    return None if state is None else pickle.loads(state)
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+def read(loader: Any, state: Any) -> Resume:
+    """What `state` says, checked as far as that can be done without moving anything.
+
+    Raises
+    ------
+    StateError
+        It is not of a loader like this one; the message names the field.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(f"the state of a loader is a dict, got {type(state).__name__}")
+    own = state.get(OWN)
+    if not isinstance(own, Mapping):
+        more = ", as torchdata's loaders do" if "_snapshot" in state or COUNTS[0] in state else ""
+        raise StateError(
+            f"this is not the state of a hybridloader.DataLoader: it has no {OWN!r}, but "
+            f"{sorted(map(str, state))}{more}"
+        )
+    if own.get("version") != VERSION:
+        raise StateError(
+            f"version is {own.get('version')!r} in the state, and this hybridloader reads {VERSION}; "
+            "load it with the hybridloader that saved it"
+        )
+    missing = sorted(_KEYS - set(state)) + sorted(_OWN_KEYS - set(own))
+    if missing:
+        raise StateError(f"the state lacks {', '.join(missing)}: was it cut off?")
+    for name, here in agreement(loader).items():
+        if own.get(name) != here:
+            raise StateError(
+                f"{name} is {own.get(name)!r} in the state and {here!r} in this loader; make the loader "
+                "as it was made when the state was taken"
+            )
+    try:
+        return _read(loader, state, own)
+    except StateError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the state is damaged ({type(error).__name__}: {error}); load another one"
+        ) from error
+
+
+def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resume:
+    start = None if own["start"] is None else Snapshot(own["start"], None)
+    making = Making(tuple(own["steps"]), dict(own["generators"]), start, own["sampler_epoch"])
+    unknown = [step for step in making.steps if step not in ("iter", "seed")]
+    if unknown or not making.steps:
+        raise StateError(f"steps is {list(making.steps)!r} in the state, which says nothing")
+    epoch = _whole("epoch", own["epoch"])
+    within = own["at"] == WITHIN
+    seed = state["_base_seed"] if within or "seed" not in making.steps else None
+    finished = state["_iterator_finished"]
+    if not isinstance(finished, bool):
+        raise StateError(f"_iterator_finished is {finished!r} in the state, not True or False")
+    if own["at"] not in (START, WITHIN, END):
+        raise StateError(f"at is {own['at']!r} in the state, which says nothing")
+    resume = Resume(making, epoch, base_seed=seed, shared_seed=state["_shared_seed"])
+    resume.dataset = state["dataset_state"]
+    if not within:
+        resume.empty = own["at"] == END and not finished
+        resume.fresh, resume.shared_seed = not resume.empty, None
+        return resume
+    resume.over = finished
+    count, edited = _count_of(loader, state, own)
+    resume.count = count
+    resume.yielded = count if edited else _whole("_num_yielded", state["_num_yielded"])
+    if not edited:
+        resume.check = own["check"] if _is_of_this_rank(loader, own) else None
+        resume.apart, resume.whole = list(own["apart"]), list(own["whole"])
+        resume.snapshot = _snapshot(state)
+    _read_workers(loader, state, own, resume, edited)
+    if own["kind"] == "map":
+        length = length_of(loader._index_sampler)
+        if resume.snapshot is None and length is not None and count > length:
+            raise StateError(
+                f"_sampler_iter_yielded is {count} in the state, and "
+                f"{type(loader._index_sampler).__name__} has only {length} items: it has shrunk, or the "
+                "state is of another one"
+            )
+    return resume
+
+
+def _is_of_this_rank(loader: Any, own: Mapping[str, Any]) -> bool:
+    """Whether the rank that took the state drew what this one draws; all have come equally far."""
+    share = own.get("share")
+    here = None if own["kind"] == "iterable" else share_of(loader)
+    if share is None or here is None or share == here:
+        return True
+    if share[1] != here[1]:
+        raise StateError(
+            f"the state is of rank {share[0]} of {share[1]}, and this is rank {here[0]} of {here[1]}: "
+            "their samplers draw other parts; take hybridloader's DistributedShuffleSampler to change "
+            "the number of ranks"
+        )
+    return False
+
+
+def _snapshot(state: Mapping[str, Any]) -> Snapshot | None:
+    within = state["_index_sampler_state"]
+    sampler = within.get("sampler_state") if isinstance(within, Mapping) else None
+    iterator = state["_sampler_iter_state"]
+    return None if sampler is None and iterator is None else Snapshot(sampler, iterator)
+
+
+def _count_of(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, bool]:
+    """Items of the sampler that are behind, and whether somebody has edited that."""
+    count = _whole(COUNTS[0], state[COUNTS[0]])
+    yielded = _whole(COUNTS[1], state[COUNTS[1]])
+    within = state["_index_sampler_state"]
+    samples = own["samples"]
+    if isinstance(within, Mapping):
+        samples = _whole("samples_yielded", within.get("samples_yielded", samples))
+    saved, saved_yielded = own["counts"]
+    said = set()
+    if count != saved:
+        said.add(count)
+    if yielded != saved_yielded:
+        said.add(saved + yielded - saved_yielded)
+    if samples != own["samples"]:
+        said.add(samples // (loader.batch_size or 1))
+    if len(said) > 1:
+        raise StateError(
+            f"_sampler_iter_yielded is {count}, _num_yielded {yielded} and samples_yielded {samples} "
+            f"in the state, which was taken with {saved}, {saved_yielded} and {own['samples']}: these "
+            "edits contradict each other"
+        )
+    return (said.pop(), True) if said else (count, False)
+
+
+def _read_workers(
+    loader: Any, state: Mapping[str, Any], own: Mapping[str, Any], resume: Resume, edited: bool
+) -> None:
+    places, workers = state["_worker_snapshots"], max(1, loader.num_workers)
+    resume.last = state["_last_yielded_worker_id"]
+    if places is None:
+        return
+    if state["_num_workers"] != loader.num_workers:
+        raise StateError(
+            f"_num_workers is {state['_num_workers']} in the state and {loader.num_workers} in this "
+            "loader: each worker goes on in the part of the dataset that it reads, so their number must "
+            "be the same"
+        )
+    resume.first = tuple(own["first"])
+    if edited and own["kind"] == "iterable":
+        resume.first, resume.last, resume.discard = (), -1, resume.count
+        return
+    starts = []
+    for number in range(workers):
+        place = places.get(f"worker_{number}")
+        if not isinstance(place, Mapping):
+            raise StateError(f"the state lacks worker_{number}: was it cut off?")
+        within = place["fetcher_state"]
+        starts.append(
+            Start(
+                _whole("position", place["position"]),
+                _whole("skip", place["skip"]),
+                _frozen(place["dataset_state"]),
+                _frozen(within["dataset_iter_state"]),
+                within["fetcher_ended"],
+            )
+        )
+    resume.starts = tuple(starts)
+    if any(start.dataset is not None for start in starts) and not is_stateful(loader.dataset):
+        raise StateError(
+            f"the state holds that of the dataset, and {type(loader.dataset).__name__} has no "
+            "load_state_dict()"
+        )
+
+
+def _frozen(state: Any) -> bytes | None:
+    return None if state is None else pickled(state, "the dataset's part of the state")
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StateError(f"{name} is {value!r} in the state, and must be a whole number, 0 or more")
+    return value
+
+
+_KEYS = {
+    *COUNTS,
+    "_index_sampler_state",
+    "_sampler_iter_state",
+    "_shared_seed",
+    "_base_seed",
+    "_num_workers",
+    "_last_yielded_worker_id",
+    "dataset_state",
+    "_worker_snapshots",
+    "_iterator_finished",
+}
+
+_OWN_KEYS = {
+    "kind", "epoch", "at", "counts", "samples", "steps", "start", "sampler_epoch", "generators",
+    "check", "apart", "whole", "first",
+}  # fmt: skip
