@@ -228,8 +228,11 @@ class _ThreadCrew(Crew):
         deadline, self._patience = self._left + self._patience, 0.0
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        while not self._events.empty():  # results that nobody has asked for hold slots
-            self._events.get()
+        try:
+            while True:  # results that nobody has asked for hold slots
+                self._events.get_nowait()
+        except Empty:
+            pass
         self._slots.close()
 
     def handles(self) -> Sequence[WorkerHandle]:

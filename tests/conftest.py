@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,12 +114,17 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         and _segments() <= segments
     ):
         return
+    deadline = time.monotonic() + _PATIENCE
+    while _children() - children or set(threading.enumerate()) - threads:
+        gc.collect()  # does nothing while another thread is collecting, hence again
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(0.05)
+        psutil.wait_procs(list(_children() - children), timeout=0.05)
+        if time.monotonic() > deadline:
+            break
     gc.collect()
-    _, alive = psutil.wait_procs(list(_children() - children), timeout=_PATIENCE)
-    assert not alive, f"left child processes: {alive}"
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(_PATIENCE)
-        assert not thread.is_alive(), f"left thread: {thread}"
+    left = [*(_children() - children), *(set(threading.enumerate()) - threads)]
+    assert not left, f"left child processes or threads: {left}"
     assert _segments() <= segments, f"left segments: {_segments() - segments}"
     if not keeps:
         gc.collect()

@@ -12,12 +12,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from exit_supervisor import SIGNALS, Trial
 from exit_trial import CAUSES, PROCESSES
+
+TOGETHER = 20
+"""Trials that are made by one set of interpreters."""
 
 EVERYTHING = os.environ.get("HYBRIDLOADER_EXITS") == "all"
 BACKENDS = ("inline", "threads", "fork", "spawn", "shared-memory")
@@ -107,17 +111,28 @@ TRIALS = matrix() if EVERYTHING else part(matrix())
 
 
 @pytest.fixture(scope="module")
-def outcomes(
+def outcome_of(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Trial, Outcome]:
-    """The outcomes of all trials that were chosen."""
+) -> Callable[[Trial], Outcome]:
+    """Makes a trial, and those near it: in the same interpreters, which take seconds to get ready.
+
+    Not all of them, because tests may be divided among several processes.
+    """
     chosen: list[Any] = [
         item.callspec.params["trial"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == Path(__file__)
         if item.originalname == test_a_program_ends_with_all_its_processes_and_no_noise.__name__
     ]
-    return run(chosen, tmp_path_factory.mktemp("exits"))
+    found: dict[Trial, Outcome] = {}
+
+    def make(trial: Trial) -> Outcome:
+        if trial not in found:
+            first = chosen.index(trial) // TOGETHER * TOGETHER
+            found.update(run(chosen[first : first + TOGETHER], tmp_path_factory.mktemp("exits")))
+        return found[trial]
+
+    return make
 
 
 def run(trials: list[Trial], root: Path) -> dict[Trial, Outcome]:
@@ -157,9 +172,9 @@ def complaints(trial: Trial, outcome: Outcome) -> list[str]:
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 def test_a_program_ends_with_all_its_processes_and_no_noise(
-    trial: Trial, outcomes: dict[Trial, Outcome]
+    trial: Trial, outcome_of: Callable[[Trial], Outcome]
 ) -> None:
-    outcome = outcomes[trial]
+    outcome = outcome_of(trial)
     assert not complaints(trial, outcome), outcome.stderr
 
 

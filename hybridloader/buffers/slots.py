@@ -245,9 +245,16 @@ class PrivateSlots:
             return self._pool.empty(size)
 
     def close(self) -> None:
-        """There are no more; those that are free are given back now, others with their last view."""
-        with self._taking:
-            self._pool.close()
+        """There are no more; those that are free are given back now, others with their last view.
+
+        Never waits: a finalizer may come here on a thread that is taking one. Then all go with their
+        last view.
+        """
+        if self._taking.acquire(blocking=False):
+            try:
+                self._pool.close()
+            finally:
+                self._taking.release()
 
     @property
     def locks(self) -> PageLocks | None:
