@@ -404,6 +404,18 @@ def test_an_object_that_only_pins_is_pinned_and_what_a_named_one_holds_is_moved(
     assert data[1] == Leaf(1, 1)
 
 
+def test_a_device_that_locks_no_pages_pins_by_a_copy() -> None:
+    class ByCopy(FakeAccelerator):
+        locks_pages = False
+
+    device = ByCopy()
+    pinning = Pinner(device)
+    assert pinning.locks is None
+    batch = pinning.here([torch.arange(3)])
+    assert device.is_pinned(batch[0])
+    assert torch.equal(batch[0], torch.arange(3))
+
+
 def test_a_device_that_has_neither_streams_nor_pinning_gets_its_copies_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

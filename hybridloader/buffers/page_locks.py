@@ -7,7 +7,7 @@ here knows of slots or batches.
 
 How it is asked for, once for each iterator that pins::
 
-    locks = PageLocks(accelerator)  # only if accelerator.pins
+    locks = PageLocks(accelerator)  # only if accelerator.locks_pages
     stage = Stage(backend, spec, ..., locks=locks)  # before any worker starts
 
 and then, on the thread of whoever uses the batches, each time before it is handed one::

@@ -36,6 +36,10 @@ class Accelerator(Protocol):
     def pins(self) -> bool:
         """Whether it knows page-locked memory."""
 
+    @property
+    def locks_pages(self) -> bool:
+        """Whether `page_lock` can be had at all."""
+
     def enter(self) -> None:
         """Make it the current device of this thread, for good."""
 
@@ -131,6 +135,10 @@ class TorchAccelerator:
         # torch's loader excepts it as well: https://github.com/pytorch/pytorch/issues/86060
         return self.device.type != "mps"
 
+    @property
+    def locks_pages(self) -> bool:
+        return self.device.type == "cuda"  # of XPU torch shows no such call
+
     def enter(self) -> None:
         import torch
 
@@ -140,7 +148,7 @@ class TorchAccelerator:
         return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
     def page_lock(self, address: int, size: int) -> None:
-        if self.device.type != "cuda":
+        if not self.locks_pages:
             raise OSError(f"{self.device.type} has no call that locks pages which it did not make")
         cudart = _cudart()
         with self._chosen():

@@ -170,7 +170,8 @@ class Pinner:
     ) -> None:
         self.accelerator = accelerator
         self.prefetch, self.buffer_bytes = prefetch, buffer_bytes
-        self.locks = PageLocks(accelerator) if accelerator.pins else None
+        locks = accelerator.pins and accelerator.locks_pages
+        self.locks = PageLocks(accelerator) if locks else None
         # All the mutable state:
         self.refusal: str | None = None
         self._warned = False

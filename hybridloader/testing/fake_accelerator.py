@@ -84,6 +84,7 @@ class FakeAccelerator:
     """
 
     pins = True
+    locks_pages = True
 
     def __init__(
         self,
