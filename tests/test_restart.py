@@ -390,18 +390,25 @@ def test_a_sample_that_is_always_stuck_is_skipped_where_bad_samples_are() -> Non
 
 
 def test_the_loader_reports_its_workers_from_another_thread_while_it_waits(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
-    loader = DataLoader(Deadly(gate.arrive, (0,), None), 4, num_workers=1, backend="threads")
+    gate, begun = Gate(tmp_path), threading.Event()
+    loader = DataLoader(Deadly(gate.arrive, (4,), None), 4, num_workers=1, backend="threads")
     assert loader.report() == ""
-    found: list[list[int]] = []
-    thread = threading.Thread(target=lambda: found.append(values(loader)))
+    found: list[int] = []
+
+    def use() -> None:
+        for batch in loader:
+            found.extend(batch.tolist())
+            begun.set()  # so it has heard that the worker is ready
+
+    thread = threading.Thread(target=use)
     thread.start()
+    begun.wait()
     gate.await_arrivals()
     told = loader.report()
     gate.open()
     thread.join()
     assert "busy" in told
-    assert "[0, 1, 2, 3]" in told
+    assert "[4, 5, 6, 7]" in told
     assert str(os.getpid()) in told
-    assert found == [list(range(LENGTH))]
+    assert found == list(range(LENGTH))
     assert loader.report() == ""  # its iterator is no more
