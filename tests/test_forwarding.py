@@ -244,9 +244,9 @@ def test_slots_of_sizes_no_longer_used_leave_the_second_worker_too(tmp_path: Any
     def sized(k: int) -> Any:
         return np.zeros(OWN + 50_000 * k if k < 40 else 400_000, np.uint8)
 
+    inherited = mapped(None)  # of tests before, which the fork has got along
     with Driven(Fork(), sized) as a, Driven(Fork(), mapped) as b:
-        most = max(through(a, b, range(40), ahead=1))
-        assert most > 20
-        assert through(a, b, range(40, 160), ahead=1)[-1] < most * 3 // 4
+        assert max(through(a, b, range(40), ahead=1)) > inherited + 20
+        assert through(a, b, range(40, 160), ahead=1)[-1] <= inherited + 4
         lane = b.raw._lanes[0]
         assert len(lane._known) == len(a.raw._lanes[0].results.seen)
