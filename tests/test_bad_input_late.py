@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unsendable import Endless, Holder, nested
 
 from hybridloader import DataLoader, ResultNotSendable, WorkerDied
 
@@ -21,31 +22,6 @@ def _goes_on() -> Iterator[None]:
         1,
         2,
     ]
-
-
-class Holder:
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Endless:
-    """Each pickles another."""
-
-    def __reduce__(self) -> Any:
-        return list, ([Endless()],)
-
-
-def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
-    for _ in range(depth):
-        found = [found]
-    return found
 
 
 class Bytes(Holder):

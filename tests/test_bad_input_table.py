@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from loky.backend.process import LokyProcess
+from unsendable import Endless, Holder, nested
 
 from hybridloader import (
     BackendUnavailable,
@@ -176,24 +177,6 @@ def test_it_is_refused_before_any_worker_starts(
 # -- what can't be sent to a fresh process ---------------------------------------------------------
 
 
-class Holder:
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Endless:
-    """Each pickles another."""
-
-    def __reduce__(self) -> Any:
-        return list, ([Endless()],)
-
-
 class Nameless:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return "no such name anywhere"
@@ -207,13 +190,6 @@ class WrongReduce:
 class FailingState:
     def __getstate__(self) -> Any:
         raise OSError("the device is busy")
-
-
-def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
-    for _ in range(depth):
-        found = [found]
-    return found
 
 
 UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {

@@ -1,0 +1,30 @@
+"""What bad input is made of: a dataset that holds something, and things that can't be pickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Holder:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Endless:
+    """Each pickles another."""
+
+    def __reduce__(self) -> Any:
+        return list, ([Endless()],)
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
