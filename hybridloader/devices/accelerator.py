@@ -21,9 +21,6 @@ class Mark(Protocol):
     def passed(self) -> bool:
         """Whether the device has come to it. Never waits."""
 
-    def wait(self) -> None:
-        """Until the device has come to it."""
-
 
 class Accelerator(Protocol):
     """One device. Its methods may be called from any thread."""
@@ -89,9 +86,6 @@ class _TorchMark:
     def passed(self) -> bool:
         return bool(self.event.query())
 
-    def wait(self) -> None:
-        self.event.synchronize()
-
 
 _side_streams: dict[torch.device, Any] = {}
 """One for each device and process: torch's allocator keeps the memory that a stream has used for that
@@ -103,9 +97,6 @@ class _Passed:
 
     def passed(self) -> bool:
         return True
-
-    def wait(self) -> None:
-        return
 
 
 _PASSED = _Passed()

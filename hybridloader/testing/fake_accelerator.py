@@ -23,16 +23,11 @@ if TYPE_CHECKING:
 class FakeMark:
     """A point in a `FakeStream`."""
 
-    def __init__(self, device: FakeAccelerator) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.reached = False
 
     def passed(self) -> bool:
         return self.reached
-
-    def wait(self) -> None:
-        with self._device.moved:
-            self._device.moved.wait_for(lambda: self.reached)
 
 
 class FakeStream:
@@ -97,7 +92,7 @@ class FakeAccelerator:
         self.name = name
         self.lockable, self.pinnable = lockable, pinnable
         self.manual = manual
-        self.moved = threading.Condition(threading.RLock())  # finalizers take it too
+        self._lock = threading.RLock()  # finalizers take it too
         self.default = FakeStream("default")
         # All the other mutable state:
         self.streams = [self.default]
@@ -120,7 +115,7 @@ class FakeAccelerator:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.is_pinned(tensor) or self.holds(tensor):
             return tensor
-        with self.moved:
+        with self._lock:
             most = self.pinnable
             if most is not None and sum(self.pinned.values()) + tensor.nbytes > most:
                 raise RuntimeError(f"the fake device pins at most {most:,} bytes")
@@ -135,13 +130,13 @@ class FakeAccelerator:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether it was made by `pin`, or lies in pages that are locked."""
         address = tensor.untyped_storage().data_ptr()
-        with self.moved:
+        with self._lock:
             return address in self.pinned or any(
                 start <= address < start + size for start, size in self.locked.items()
             )
 
     def page_lock(self, address: int, size: int) -> None:
-        with self.moved:
+        with self._lock:
             if self.lockable is not None and sum(self.locked.values()) + size > self.lockable:
                 raise OSError(f"the fake device locks at most {self.lockable:,} bytes")
             if address in self.locked:
@@ -149,13 +144,13 @@ class FakeAccelerator:
             self.locked[address] = size
 
     def page_unlock(self, address: int) -> None:
-        with self.moved:
+        with self._lock:
             del self.locked[address]
 
     # -- streams ---------------------------------------------------------------------------------------
 
     def side_stream(self) -> FakeStream:
-        with self.moved:
+        with self._lock:
             self.streams.append(FakeStream(f"side {len(self.streams)}"))
             return self.streams[-1]
 
@@ -173,7 +168,7 @@ class FakeAccelerator:
             self._here.stream = before
 
     def mark(self, stream: Any) -> FakeMark:
-        mark = FakeMark(self)
+        mark = FakeMark()
 
         def happen() -> bool:
             mark.reached = True
@@ -189,7 +184,7 @@ class FakeAccelerator:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it was made by `move`."""
-        with self.moved:
+        with self._lock:
             return tensor.untyped_storage().data_ptr() in self._blocks
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -230,7 +225,7 @@ class FakeAccelerator:
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
         address = tensor.untyped_storage().data_ptr()
-        with self.moved:
+        with self._lock:
             self.kept.append((address, stream))
             if address in self._blocks:
                 self._blocks[address].keepers.append(stream)
@@ -248,7 +243,7 @@ class FakeAccelerator:
 
     def run(self, *streams: FakeStream) -> None:
         """Move on `streams` (all, if none is given) as far as they come."""
-        with self.moved:
+        with self._lock:
             moved = True
             while moved:
                 moved = False
@@ -256,22 +251,21 @@ class FakeAccelerator:
                     while stream.queue and stream.queue[0]():
                         stream.queue.popleft()
                         moved = True
-            self.moved.notify_all()
 
     @property
     def queued(self) -> int:
         """How much is queued on all streams."""
-        with self.moved:
+        with self._lock:
             return sum(len(stream.queue) for stream in self.streams)
 
     def _queue(self, stream: FakeStream, happen: Callable[[], bool]) -> None:
-        with self.moved:
+        with self._lock:
             stream.queue.append(happen)
             if not self.manual:
                 self.run()
 
     def _allocate(self, size: int, stream: FakeStream) -> Any:
-        with self.moved:
+        with self._lock:
             for block in self._free:
                 fits = block.stream is stream and ctypes.sizeof(block.memory) == size
                 if fits and all(mark.reached for mark in block.marks):
@@ -287,7 +281,7 @@ class FakeAccelerator:
         return view
 
     def _release(self, address: int) -> None:
-        with self.moved:
+        with self._lock:
             block = self._blocks.pop(address)
             block.marks = [self.mark(stream) for stream in block.keepers]
             self._free.append(block)
