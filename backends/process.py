@@ -54,6 +54,11 @@ _GRACE = 1.0
 _LEAST = 0.1
 """Seconds that it gets in any case to act on being terminated, however long ago it was told to leave."""
 
+_DYING = 1.0
+"""Seconds that the kernel gets to take a killed process apart. It needs some milliseconds, and more than
+a tenth of a second where many end at once on few cores. Who does not wait for it leaves a zombie and its
+descriptors, until some later start of a process looks after all children."""
+
 
 def check_children_allowed(name: str) -> None:
     """Refuse in a daemonic process, which may not have children (multiprocessing forbids it)."""
@@ -325,12 +330,12 @@ class ProcessCrew(Crew):
         assert self._left is not None
         deadline = self._left + _GRACE
         _join(self._handles, deadline)
-        for end in (_Handle.terminate, _Handle.kill):
+        for end, least in ((_Handle.terminate, _LEAST), (_Handle.kill, _DYING)):
             alive = [handle for handle in self._handles if handle.is_alive()]
             for handle in alive:
                 end(handle)
             deadline += _GRACE / 2
-            _join(alive, max(deadline, time.monotonic() + _LEAST))
+            _join(alive, max(deadline, time.monotonic() + least))
         if isinstance(self._post, PortablePost):
             self._post.join()
         for lane in self._lanes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing.process
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -343,3 +344,18 @@ def test_stages_that_are_stuck_end_together(gate: Gate) -> None:
     pipes = [pipe.map(Stick(gate), backend="fork", workers=1) for _ in range(30)]
     with pipes[0].zip(*pipes[1:]).run():
         gate.await_arrivals(30)
+
+
+@needs_fork
+def test_workers_that_take_long_to_die_are_waited_for(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they stay as zombies, with their descriptors: many that end at once take a while."""
+    monkeypatch.setattr("hybridloader.backends.process._GRACE", 0.0)
+    monkeypatch.setattr("hybridloader.backends.process._LEAST", 0.0)
+    before = set(multiprocessing.process._children)
+    pipe = Pipeline.from_dataset(range(1))
+    pipes = [pipe.map(Stick(gate), backend="fork", workers=1) for _ in range(4)]
+    with pipes[0].zip(*pipes[1:]).run():
+        gate.await_arrivals(4)
+    assert set(multiprocessing.process._children) <= before
