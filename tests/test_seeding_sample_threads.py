@@ -244,13 +244,37 @@ def test_everything_is_as_it_was_when_the_last_is_gone() -> None:
     assert type(random._inst) is random.Random
 
 
+def test_functions_that_were_taken_meanwhile_serve_for_ever() -> None:
+    """A module that a sample imports may take them, and a thread may be in one at that moment."""
+    draws = ThreadDraws(Origin(1), 0)
+    draws.prepare()
+    kept = random.random, random.getrandbits, random.seed, random.getstate, random.setstate
+    kept_rand = np.random.rand
+    draws.release()
+    assert type(random._inst) is random.Random
+    draw, bits, seed, getstate, setstate = kept
+    seed(5)
+    found = [draw(), bits(70)]
+    state = getstate()
+    found.append(draw())
+    setstate(state)
+    found.append(draw())
+    random.seed(5)
+    assert found[:3] == [random.random(), random.getrandbits(70), random.random()]
+    assert found[3] == found[2]
+    np.random.seed(5)
+    first = kept_rand()
+    np.random.seed(5)
+    assert first == np.random.rand()
+
+
 def test_a_loader_leaves_nothing_behind() -> None:
     loader = DataLoader(
         Drawing(), 4, collate_fn=collate, num_workers=2, backend="threads", seeding="sample"
     )
     iterator = iter(loader)
     next(iterator)
-    assert installation._count == 2
+    assert installation._count in (1, 2)  # the other worker may be about to start
     iterator.close()
     assert installation._count == 0
     pipeline = Pipeline.from_dataset(range(9)).map(add, seeding="sample")

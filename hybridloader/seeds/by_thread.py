@@ -49,7 +49,11 @@ HIDDEN: random.Random = random._inst
 
 
 class _ByThread(random.Random):
-    """The class of the module's hidden instance while something is installed."""
+    """The class of the module's hidden instance while something is installed.
+
+    Without `super()`, which refuses an instance that has its own class back: a thread may be in one of
+    these, or keep one for ever (``from random import random`` in a module that a sample imports).
+    """
 
     __slots__ = ()  # the layout must be that of `random.Random`
 
@@ -59,7 +63,7 @@ class _ByThread(random.Random):
             return float(mine.python.random())
         moves.others["random"] += 1
         try:
-            return super().random()
+            return random.Random.random(self)
         finally:
             moves.others["random"] += 1
 
@@ -69,7 +73,7 @@ class _ByThread(random.Random):
             return int(mine.python.getrandbits(k))
         moves.others["random"] += 1
         try:
-            return super().getrandbits(k)
+            return random.Random.getrandbits(self, k)
         finally:
             moves.others["random"] += 1
 
@@ -78,19 +82,19 @@ class _ByThread(random.Random):
         if mine is not None:
             mine.python.seed(a, version)
             return
-        super().seed(a, version)
+        random.Random.seed(self, a, version)
         moves.others["random"] += 1
 
     def getstate(self) -> tuple[Any, ...]:
         mine = now.stand_ins
-        return super().getstate() if mine is None else mine.python.getstate()
+        return random.Random.getstate(self) if mine is None else mine.python.getstate()
 
     def setstate(self, state: Any) -> None:
         mine = now.stand_ins
         if mine is not None:
             mine.python.setstate(state)
             return
-        super().setstate(state)
+        random.Random.setstate(self, state)
         moves.others["random"] += 1
 
     @property
