@@ -17,7 +17,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Call `act` once the top-level module `name` has been imported.
+    """Call `act` once the module `name` has been imported.
 
     `act` may import `name`. What it raises, the import raises.
     """

@@ -12,12 +12,13 @@ a copy of `numpy.random.SeedSequence`, so numpy's own is used here.
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hybridloader.late import when_imported
 from hybridloader.seeds.draws import now
@@ -33,11 +34,14 @@ _borrowing = threading.RLock()
 
 def numpy_seed(base_seed: int, worker: int) -> list[int]:
     """The four 32-bit words that torch seeds numpy with in worker number `worker`."""
-    import numpy as np
-
     words = [worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0]
-    state: list[int] = np.random.SeedSequence(words).generate_state(4).tolist()
+    state: list[int] = _numpy_random().SeedSequence(words).generate_state(4).tolist()
     return state
+
+
+def _numpy_random() -> Any:
+    """The module; not as an attribute of numpy, which it is not yet while its import is being ended."""
+    return importlib.import_module("numpy.random")
 
 
 def seed_globals(base_seed: int, worker: int) -> None:
@@ -54,9 +58,7 @@ def seed_globals(base_seed: int, worker: int) -> None:
 
 
 def _seed_numpy(base_seed: int, worker: int) -> None:
-    import numpy as np
-
-    np.random.seed(numpy_seed(base_seed, worker))
+    _numpy_random().seed(numpy_seed(base_seed, worker))
 
 
 def _seed_torch(seed: int) -> None:
@@ -120,9 +122,10 @@ class ProcessSeeds:
         return None
 
     def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
-        # Whoever imports numpy or torch later gets it seeded: a worker need not have either.
+        # Whoever imports numpy or torch later gets it seeded: a worker need not have either. Since
+        # numpy 2, `numpy.random` is imported when it is first asked for, which takes 15 ms.
         random.seed(base_seed + worker)
-        when_imported("numpy", lambda: _seed_numpy(base_seed, worker))
+        when_imported("numpy.random", lambda: _seed_numpy(base_seed, worker))
         when_imported("torch", lambda: _seed_torch(base_seed + worker))
         return _NOTHING
 
