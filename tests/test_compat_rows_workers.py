@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.data
 from compat import Numbers, Randomized, Watched, do_nothing, every, flat, keep, quick, set_state
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
 import hybridloader
@@ -207,6 +208,38 @@ def test_r27_workers_of_this_process_do_not_reseed_the_devices(
     assert seeded == []
     torch.manual_seed(0)
     assert seeded == [0]  # the test would see it
+
+
+class Seeded(Dataset[Any]):
+    """How much a traceback would show in the worker, and how it was seeded."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        limit = getattr(sys, "tracebacklimit", None)
+        return limit, torch.initial_seed(), random.random(), np.random.rand()
+
+
+@pytest.mark.parametrize("limit", [None, 7])
+def test_r27_a_process_is_seeded_without_a_trace_of_how(
+    limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit is not None:
+        monkeypatch.setattr(sys, "tracebacklimit", limit, raising=False)
+    loaders = [
+        make(
+            Seeded(),
+            batch_size=None,
+            num_workers=1,
+            generator=torch.Generator().manual_seed(9),
+            **more,
+        )
+        for make, more in ((DataLoader, {"backend": "fork"}), (torch.utils.data.DataLoader, {}))
+    ]
+    [ours], [torchs] = map(list, loaders)
+    assert ours == torchs
+    assert ours[0] == limit
 
 
 class Shard(IterableDataset[Any]):

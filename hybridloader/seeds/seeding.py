@@ -62,9 +62,22 @@ def _seed_numpy(base_seed: int, worker: int) -> None:
 
 
 def _seed_torch(seed: int) -> None:
+    """In a process of its own: with the generators of all devices, as torch's worker does.
+
+    For each kind of device that is not in use yet, torch keeps the stack of who has seeded it, as text.
+    In a fork that is the whole program's, and took 6 ms of the 18 that a short-lived worker cost.
+    """
     import torch
 
-    torch.manual_seed(seed)
+    limit = getattr(sys, "tracebacklimit", None)
+    sys.tracebacklimit = 0
+    try:
+        torch.manual_seed(seed)
+    finally:
+        if limit is None:
+            del sys.tracebacklimit
+        else:
+            sys.tracebacklimit = limit
 
 
 class _Globals:
