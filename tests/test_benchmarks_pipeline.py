@@ -381,16 +381,3 @@ def test_the_hybrid_runs_in_lanes() -> None:
         assert found.values
         assert found.memory_mb
         assert found.details["first_batch"][0] > 0
-
-
-@pytest.mark.slow
-def test_overheads_from_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--no-rivals", "--rounds", "1"]
-    command += ["--case", "stage", "books", "--json", str(tmp_path / "r.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    results = Results.read(tmp_path / "r.json")
-    assert results.cases() == ["stage", "books"]
-    assert not [m for m in results.measurements if m.skipped]
-    assert {m.loader for m in results.of("books")} == {"threads", "fork", "shared-memory"}
-    assert "threads <= 15 us" in done.stdout

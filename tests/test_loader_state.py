@@ -26,6 +26,7 @@ from sampled import (
     flat,
     left_after,
     make,
+    some_counts,
     through_a_file,
 )
 from torch.utils.data import DataLoader as TorchLoader
@@ -46,7 +47,7 @@ def test_left_after_any_batch_the_rest_comes_under_other_settings_and_twice(
 ) -> None:
     (whole,) = epochs_of(TorchLoader(NUMBERS, **SAMPLERS[sampler]()), 1)
     others = [other for other in PLACES if other != place]
-    for count in range(len(whole) + 1):
+    for count in some_counts(len(whole), PLACES.index(place), sorted(SAMPLERS).index(sampler)):
         torch.manual_seed(0)
         taken, state = left_after(make(sampler, *place), count)
         torch.manual_seed(99)
