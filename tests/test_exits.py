@@ -195,13 +195,13 @@ def _trials() -> list[Trial]:
 
 
 def _is_chosen(trial: Trial) -> bool:
-    """Each ending on some backend, each backend at the end of a loop, and a few that are stuck."""
+    """Each ending on some backend, each backend at some ending, and a few that are stuck or starting."""
     if trial.state == "starting":
-        return True
+        return trial.ending != "SIGTERM"
     if trial.state == "stuck":
-        return trial.backend in ("threads", "fork") and trial.ending in ("loop", "SIGINT")
+        return (trial.backend, trial.ending) in (("fork", "loop"), ("threads", "SIGINT"))
     at = BACKENDS.index(trial.backend)
-    return trial.ending == "loop" or list(EXPECTED_CODES).index(trial.ending) % 5 == at
+    return list(EXPECTED_CODES).index(trial.ending) % 5 == at
 
 
 def _run(trial: Trial, folder: Path) -> Outcome:

@@ -85,7 +85,7 @@ def test_samplers(name: str, behind: str) -> None:
             pipe = pipe.filter(lambda x: x % 9, backend="threads", workers=1)
         return (pipe.shuffle(9) if behind == "shuffle" else pipe).batch(16, collate_fn=list)
 
-    check(make, (0, 1, 70))
+    check(make, (70,) if behind else (0, 1, 70))
 
 
 @pytest.mark.parametrize("name", BATCH_SAMPLERS)
@@ -279,7 +279,7 @@ def test_iterables(name: str, behind: bool) -> None:
         pipe = pipe.map(repr, backend="threads", workers=1, prefetch=3)
         return pipe.shuffle(5) if behind else pipe
 
-    check(make, (0, 130, 256, 300))
+    check(make, (130, 300) if behind else (0, 256))
 
 
 def test_an_iterator_is_read_anew_up_to_where_it_was() -> None:
