@@ -160,11 +160,14 @@ def _run(arguments: argparse.Namespace) -> str | None:
         for name in OptionWords.__annotations__
         if hasattr(arguments, name)
     }
+    find = script.module if arguments.module else script.script
     try:
-        find = script.module if arguments.module else script.script
-        program = find(arguments.script)
+        program = find(arguments.script)  # a package on the way is the user's code
+    except script.NotThere as error:
+        return str(error)
+    try:
         install(arguments.backend, **said)
-    except (script.NotThere, ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     script.run(program, arguments.arguments)
     return None

@@ -8,6 +8,7 @@ last threads have run.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
@@ -124,15 +125,17 @@ def _is_archive(path: str) -> bool:
 
 
 def _find(name: str) -> ModuleSpec:
+    package, spec = name.rpartition(".")[0], None
     try:
-        spec = None if name.startswith(".") else importlib.util.find_spec(name)
+        if not name.startswith("."):
+            if package:  # here, so that what its code raises is not taken for what `find_spec` does
+                importlib.import_module(package)
+            with contextlib.suppress(ValueError):  # of "__main__"
+                spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         # A package on the way that is missing, or not a package; what its own code lacks is its matter.
         if error.name is None or not name.startswith(error.name):
             raise
-        spec = None
-    except ValueError:
-        spec = None
     if spec is None:
         raise NotThere(f"there is no module {name!r}")
     return spec

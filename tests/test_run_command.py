@@ -208,6 +208,18 @@ def test_what_a_module_lacks_itself_is_told_by_python(tmp_path: Path) -> None:
     assert problems.endswith("ModuleNotFoundError: No module named 'not_there_at_all'\n")
 
 
+@pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
+def test_what_a_package_on_the_way_raises_is_told_by_python(tmp_path: Path, error: str) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"raise {error}('no data here')\n")
+    (package / "part.py").touch()
+    out, told, code = python("-m", "hybridloader", "run", "-m", "package.part", cwd=tmp_path)
+    assert (out, code) == ("", 1)
+    assert told.startswith("Traceback")
+    assert told.endswith(f"{error}: no data here\n")
+
+
 def test_it_is_undone_for_nobody_else(tmp_path: Path) -> None:
     """Whoever calls `main` from Python finds it installed still, as with any script's doing."""
     (tmp_path / "script.py").write_text(
