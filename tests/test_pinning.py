@@ -6,7 +6,8 @@ import collections
 import ctypes
 import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -145,6 +146,12 @@ def test_containers_are_taken_apart_and_rebuilt_as_torch_does_it(data: Any) -> N
     assert told(data) == before
 
 
+def test_a_counter_is_not_added_to_itself() -> None:
+    counted = collections.Counter(a=2, b=3)
+    assert ours([counted]) == [counted]
+    assert counted == collections.Counter(a=2, b=3)
+
+
 @dataclass(frozen=True)
 class Sample:
     image: Any
@@ -239,6 +246,58 @@ def test_what_can_not_be_pinned_at_all_is_an_error_as_with_torch() -> None:
         Pinner(Refusing()).send([torch.eye(3).to_sparse()])
 
 
+def test_an_object_that_pins_itself_may_hold_what_has_no_size() -> None:
+    @dataclass
+    class Edges:
+        adjacency: torch.Tensor
+
+        def pin_memory(self) -> Edges:
+            return self
+
+    edges = Edges(torch.eye(3).to_sparse())
+    sent = Pinner(FakeAccelerator()).send([edges])
+    assert sent.data is edges
+    assert sent.size == 0
+
+
+class Runtime:
+    """Refuses all, and keeps its last error for the next launch, as that of CUDA does."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.last = 2
+        return self.last
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.last = 713
+        return self.last
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return "out of memory"
+
+    def launch(self, *_: Any, **__: Any) -> None:
+        last, self.last = self.last, 0
+        if last:
+            raise RuntimeError(f"CUDA error {last}")
+
+
+def test_an_error_of_the_driver_is_not_left_to_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
+    device = TorchAccelerator(torch.device("cuda", 0))
+    with pytest.raises(OSError, match="does not lock 4,096 bytes: out of memory"):
+        device.page_lock(1 << 20, 4096)
+    assert runtime.last == 0
+    device.page_unlock(1 << 20)
+    assert runtime.last == 0
+
+
 # -- moving ------------------------------------------------------------------------------------------
 
 
@@ -311,6 +370,40 @@ def test_what_is_on_the_device_is_left_alone() -> None:
     assert moving.take(moving.send([[there]]))[0] is there
     assert moving.here(there) is there
     assert fake.kept == []
+
+
+def test_an_empty_tensor_is_moved_too() -> None:
+    fake = FakeAccelerator()
+    moving = mover(fake)
+    host = torch.empty(0, 3, dtype=torch.int16)
+    data = moving.take(moving.send([[host]]))[0]
+    fake.run()
+    assert (data.shape, data.dtype) == (host.shape, host.dtype)
+    assert data is not host
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: torch.eye(3), 1),
+        (lambda: torch.eye(3).to_sparse(), 2),
+        (lambda: torch.eye(3).to_sparse_csr(), 3),
+        (lambda: torch.eye(3).to_sparse_csc(), 3),
+        (lambda: torch.eye(4).to_sparse_bsr((2, 2)), 3),
+        (lambda: torch.eye(4).to_sparse_bsc((2, 2)), 3),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 1),
+    ],
+    ids=["dense", "coo", "csr", "csc", "bsr", "bsc", "nested"],
+)
+def test_the_allocator_is_told_of_the_dense_parts_of_a_tensor(
+    make: Callable[[], torch.Tensor], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda part, stream: told.append(part))
+    TorchAccelerator(torch.device("cuda", 0)).keep_for(make(), "stream")
+    assert len(told) == parts
+    assert all(part.layout is torch.strided and not part.is_nested for part in told)
 
 
 class Graph:

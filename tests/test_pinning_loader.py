@@ -295,19 +295,20 @@ def test_a_timeout_counts_while_the_caller_waits_and_loses_nothing(tmp_path: Pat
         Samples(at_gate(gate, 1), 3),
         num_workers=1,
         backend="threads",
-        timeout=0.05,
+        timeout=60,
         collate_fn=list,
         device=FakeAccelerator(),
     )
     iterator = start(loader)
+    results: Any = iterator._batches._stage  # type: ignore[attr-defined]
     assert next(iterator) == [0]
     gate.await_arrivals()
+    results._timeout = 0.01  # only now: the first batch may take its time
     for _ in range(2):
         with pytest.raises(WorkerTimeout, match=r"worker 0.*which was to fetch"):
             next(iterator)
     gate.open()
-    loader.timeout = 0
-    iterator._batches._stage._timeout = 60  # type: ignore[attr-defined]
+    results._timeout = 60
     assert list(iterator) == [[1], [2]]
 
 

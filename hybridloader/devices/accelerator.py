@@ -145,6 +145,8 @@ class TorchAccelerator:
         with self._chosen():
             # cudaHostRegisterPortable: locked for the contexts of all devices, not only this one.
             code = cudart.cudaHostRegister(address, size, 1)
+            if int(code):
+                self._forget_error()
         if int(code):
             reason = cudart.cudaGetErrorString(code)
             raise OSError(f"the driver does not lock {size:,} bytes: {reason}")
@@ -152,7 +154,8 @@ class TorchAccelerator:
     def page_unlock(self, address: int) -> None:
         try:
             with self._chosen():
-                _cudart().cudaHostUnregister(address)
+                if int(_cudart().cudaHostUnregister(address)):
+                    self._forget_error()
         except Exception:  # the driver has been shut down, and all its locks with it
             pass
 
@@ -194,7 +197,21 @@ class TorchAccelerator:
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
         if stream is not None:
-            tensor.record_stream(stream)
+            for part in _dense_parts(tensor):
+                part.record_stream(stream)
+
+    def _forget_error(self) -> None:
+        """Take back the error that a call of the runtime's has left on this thread.
+
+        Else torch would raise it from this thread's next kernel, which has nothing to do with it. torch
+        shows no cudaGetLastError, but asks it behind each launch.
+        """
+        import torch
+
+        try:
+            torch.ones((), device=self.device)
+        except RuntimeError:
+            pass
 
     def _chosen(self) -> AbstractContextManager[Any]:
         """This device, for a call from any thread: on another one it would open a context there."""
@@ -206,6 +223,21 @@ class TorchAccelerator:
         import torch
 
         return torch.get_device_module(self.device)
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that it consists of: `record_stream` is there for these alone."""
+    import torch
+
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout is torch.strided and tensor.is_nested:
+        return [tensor.values()]
+    return [tensor]
 
 
 def _cudart() -> Any:

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,10 @@ def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], An
         try:
             if isinstance(data, abc.MutableMapping):
                 clone: Any = copy.copy(data)  # it may have more than its items
-                clone.update(changed)
+                if isinstance(data, Counter):  # whose own `update` adds
+                    dict.update(clone, changed)
+                else:
+                    clone.update(changed)
                 return clone
             return type(data)(changed)  # type: ignore[call-arg]
         except TypeError:  # it can't be copied, updated or made of a dict

@@ -225,7 +225,7 @@ class Pinner:
         """A tensor, or an object that can pin itself."""
         if not is_tensor(part):
             part = part.pin_memory()
-            sent.size += sum(tensor.nbytes for tensor in tensors_in(part) or ())
+            sent.size += sum(bytes_of(tensor) for tensor in tensors_in(part) or ())
             return part
         sent.size += bytes_of(part)
         try:

@@ -53,7 +53,7 @@ class _Block:
 
 
 class FakeAccelerator:
-    """An accelerator in this process's memory; its tensors are ordinary ones, and never empty.
+    """An accelerator in this process's memory; its tensors are ordinary ones.
 
     Parameters
     ----------
@@ -290,4 +290,6 @@ class FakeAccelerator:
 def _over(memory: Any, like: torch.Tensor) -> torch.Tensor:
     import torch
 
+    if not like.numel():
+        return torch.empty_like(like)
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
