@@ -2,8 +2,9 @@
 
 Each round has two parts. First the loader's batches are taken as fast as they come: that is the value.
 Then a step of matrix products runs on the device for each batch, somewhat longer than a batch takes, so
-that the next one could always be ready; the training thread goes round a loop meanwhile and notes
-how late it is. Without a CUDA device nothing of this is run, and it says so.
+that the next one could always be ready; the training thread, which is a step ahead of the device as in
+training, goes round a loop meanwhile and notes how late it is. Without a CUDA device nothing of this is
+run, and it says so.
 """
 
 from __future__ import annotations
@@ -143,6 +144,9 @@ def stepping(
 ) -> tuple[float, list[float], list[float]]:
     """Steps, each on a batch of its own, while the training thread watches the clock.
 
+    One step is queued behind the one that runs. Else the device would stand still while the thread takes
+    a batch and, up to a `TICK`, before it sees the end of a step: as long as a copy of 10 MB takes.
+
     Returns
     -------
     seconds, waits, late
@@ -151,6 +155,7 @@ def stepping(
     gpu.synchronize()
     waits: list[float] = []
     late: list[float] = []
+    before: Done | None = None
     start = clock()
     for _ in range(steps):
         began = clock()
@@ -159,11 +164,12 @@ def stepping(
         done = gpu.step(batch, products)
         del batch
         now = clock()
-        while not done.query():
+        while before is not None and not before.query():
             due = now + TICK
             while (now := clock()) < due:
                 pass
             late.append(now - due)
+        before = done
     gpu.synchronize()
     return (clock() - start) / steps, waits, late
 
@@ -200,6 +206,7 @@ def measure(
     warmup = 2 * spec["workers"] + 4
     seconds, cpu = each(batches, gpu, spec["seconds"], warmup, clock, CpuMeter())
     nothing = itertools.repeat(None)
+    gpu.step(None, 1)  # the first one loads cuBLAS, which takes as long as hundreds of others
     product, _, _ = stepping(nothing, gpu, 50, 4, clock)
     products = max(1, round(LONGER * max(seconds, copy) / (product / 50)))
     alone, _, _ = stepping(nothing, gpu, products, max(10, spec["steps"] // 4), clock)

@@ -88,13 +88,23 @@ def test_overlap_is_the_part_of_the_copy_that_costs_the_step_nothing(
     assert found["details"]["overlap"] == pytest.approx(hidden, abs=0.05)
 
 
+def test_the_first_product_may_take_long() -> None:
+    class Cold(Device):
+        def step(self, batch: Any, products: int) -> Point:
+            if products and None not in self.used:
+                self.busy = max(self.busy, self.clock.now) + 1000 * PRODUCT
+            return super().step(batch, products)
+
+    assert measured(Cold(), beside=True)["details"]["overlap"] == pytest.approx(1.0, abs=0.05)
+
+
 def test_who_waits_in_next_and_who_is_held_up_is_told_apart() -> None:
     device = Device()
     device.ready = [0.0] * 50
 
-    def slow() -> Iterator[int]:
+    def slow(seconds: float) -> Iterator[int]:
         for number in range(50):
-            device.clock.now += 0.004 if number % 2 else 0.0
+            device.clock.now += seconds if number % 2 else 0.0
             yield number
 
     class Stutters(Point):
@@ -102,8 +112,10 @@ def test_who_waits_in_next_and_who_is_held_up_is_told_apart() -> None:
             self.clock.now += 0.003
             return super().query()
 
-    seconds, waits, late = devices.stepping(slow(), device, 5, 50, device.clock)
-    assert seconds == pytest.approx(0.005 + 0.002, rel=0.02)
+    seconds, waits, late = devices.stepping(slow(0.014), device, 5, 50, device.clock)
+    assert seconds == pytest.approx((0.005 + 0.014) / 2, rel=0.02)
+    seconds, waits, late = devices.stepping(slow(0.004), device, 5, 50, device.clock)
+    assert seconds == pytest.approx(0.005, rel=0.02), "what is shorter than a step costs nothing"
     assert devices.percentile(waits, 0.99) == pytest.approx(0.004, rel=0.01)
     assert devices.percentile(late, 0.99) < 1e-5
     device.step = lambda batch, products: Stutters(device.clock, device.clock.now + 0.02)  # type: ignore[method-assign,assignment]

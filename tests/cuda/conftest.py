@@ -1,4 +1,6 @@
-"""Tests that need a GPU: ``pytest -m cuda tests/cuda``. Skipped, all of them, where there is none."""
+"""Tests that need a GPU: ``pytest -m cuda tests/cuda``. Skipped where there is none, and unless asked
+for: a process that has used CUDA is refused a fork, so they can't run beside the other tests.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,34 @@ import torch
 HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    there = torch.cuda.is_available()
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "needs a CUDA device"
+    elif "cuda" not in config.option.markexpr:
+        reason = "a process that has used CUDA is refused forks: run pytest -m cuda tests/cuda"
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cuda)
-            if not there:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _context() -> None:
     """What the driver and torch open once, so that no single test seems to have left it."""
-    if not torch.cuda.is_available():
-        return
+    from digests import SIZE, busy, digest
+
     from hybridloader.devices.accelerator import find
 
     device = find("cuda")
     assert device is not None
     with device.on(device.side_stream()):
-        there = device.move(torch.zeros(1 << 20).pin_memory())
-        (there.to(torch.int64) * there).sum().item()
+        there = device.move(torch.zeros(8, SIZE, dtype=torch.uint8).pin_memory())
+        # A kernel is loaded when it is first launched, which may wait for all that runs on the device
+        # (CUDA_MODULE_LOADING): not in a test that asks who waits for whom.
+        digest(there).cpu()
+        busy(1)
     torch.cuda.synchronize()
 
 

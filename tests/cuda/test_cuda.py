@@ -13,6 +13,7 @@ import torch
 from digests import Noise, busy, digest, wanted, with_digest
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Threads, Transfer
+from hybridloader.buffers.segments import make_private
 from hybridloader.devices.accelerator import TorchAccelerator, current, find
 
 LIMIT = 24 << 20
@@ -89,10 +90,17 @@ def test_the_stream_waits_for_the_copy_and_the_host_does_not() -> None:
     device = find("cuda")
     assert device is not None
     side = device.side_stream()
+    loader = loader_of(64, "threads", device="cuda", persistent_workers=True)
+    with device.on(side):
+        busy(200)  # no slot is free before all are taken: what they need is there after this pass
+    warm = list(loader)
+    digest(warm[0]).cpu()
+    del warm
+    torch.cuda.synchronize()
     with device.on(side):
         busy(3000)  # all copies stand behind this
     done = side.record_event()
-    iterator = iter(loader_of(64, "threads", device="cuda"))
+    iterator = iter(loader)
     batch = next(iterator)
     found = digest(batch)
     assert not done.query(), "next() has waited for the copy; or the machine was busy for seconds"
@@ -129,6 +137,42 @@ def test_objects_with_a_to_are_moved() -> None:
         assert packed.data.is_cuda
         rows = packed.data.view(-1, 4).t().contiguous()
         assert torch.equal(digest(rows).cpu(), wanted(8)[4 * number : 4 * number + 4])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # the compressed ones are in beta
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_tensors_are_moved(layout: torch.layout) -> None:
+    rows = [torch.eye(4) * number for number in range(8)]
+
+    def collate(samples: list[Any]) -> torch.Tensor:
+        return torch.block_diag(*samples).to_sparse(layout=layout)
+
+    loader = DataLoader(
+        rows,  # type: ignore[arg-type]
+        4,
+        collate_fn=collate,
+        num_workers=1,
+        backend="threads",
+        device="cuda",
+    )
+    for number, batch in enumerate(loader):
+        assert batch.is_cuda
+        assert batch.layout is layout
+        block = torch.block_diag(*rows[4 * number : 4 * number + 4])
+        assert torch.equal(batch.to_dense().cpu(), block)
+
+
+def test_pages_that_the_driver_does_not_lock_leave_no_error_behind() -> None:
+    device = find("cuda")
+    assert device is not None
+    mapping = make_private(1 << 20, forks_share=True)
+    device.page_lock(mapping.address, mapping.size)
+    with pytest.raises(OSError, match="does not lock 1,048,576 bytes"):
+        device.page_lock(mapping.address, mapping.size)
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    device.page_unlock(mapping.address)
+    device.page_unlock(mapping.address)
+    assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 # -- nothing is read too late ----------------------------------------------------------------------
