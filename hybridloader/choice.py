@@ -6,6 +6,7 @@ Starts nothing. What torch's own loader would do counts where nothing was asked 
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -49,9 +50,11 @@ def contradiction(loader: Any, asked: str | Backend | None) -> str | None:
     own = getattr(chosen, "start_method", chosen.name)
     if own is None or own == method:
         return None
+    known = method in ("loky", *multiprocessing.get_all_start_methods())
+    hint = f", or say SharedMemory(start_method={method!r})" if known else ""
     return (
         f"backend {chosen!r} contradicts multiprocessing_context={method!r}; "
-        f"leave one of them out, or say SharedMemory(start_method={method!r})"
+        f"leave one of them out{hint}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import multiprocessing.context
 import os
 import types
 import warnings
@@ -184,6 +185,24 @@ def test_a_backend_that_contradicts_the_context_is_refused(
     assert repr(context) in str(caught.value)
     name = backend if isinstance(backend, str) else backend.name
     assert name.replace("-", "") in str(caught.value).lower().replace("-", "")
+
+
+class Pretending(multiprocessing.context.BaseContext):
+    """As MONAI's, of which `multiprocessing` knows nothing: its processes are threads."""
+
+    _name = "processthread"
+
+    def get_start_method(self, allow_none: bool = False) -> str:
+        return self._name
+
+
+@pytest.mark.parametrize(("context", "offered"), [("spawn", True), (Pretending(), False)])
+def test_shared_memory_is_offered_only_where_it_knows_the_context(
+    context: Any, offered: bool
+) -> None:
+    with pytest.raises(ValueError, match="contradicts") as caught:
+        DataLoader(Numbers(), num_workers=1, backend="fork", multiprocessing_context=context)
+    assert ("SharedMemory(start_method=" in str(caught.value)) is offered
 
 
 @pytest.mark.parametrize(
