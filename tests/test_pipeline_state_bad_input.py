@@ -12,7 +12,7 @@ from resuming import events, saved
 
 from hybridloader import IteratorClosed, Operator, Pipeline
 from hybridloader.errors import HybridLoaderError, StateError
-from hybridloader.sampling import ShuffleSampler
+from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 started: list[int] = []
 
@@ -130,8 +130,13 @@ def test_branches_forks_readers_and_shards_must_agree() -> None:
         _, third = pipe.map(abs).fork()
         return one.zip(third if second else other)
 
+    def ranked(world: int) -> Pipeline:
+        sampler = DistributedShuffleSampler(9, 0, rank=0, world=world)
+        return Pipeline.from_dataset(range(9), sampler=sampler)
+
     line = Pipeline.from_dataset(range(9))
     for one, other, message in (
+        (ranked(2), ranked(3), r"for 2 ranks' in the state and .* for 3 ranks'"),
         (line.zip(line), line.zip(line.map(abs)), r"nothing more.*\| map\(abs\)"),
         (readers(2), readers(3), r"'2 x read\(read\)' in the state and '3 x read"),
         (line.shard(0, 2), line.shard(1, 2), r"shard\(0, 2\).*shard\(1, 2\)"),

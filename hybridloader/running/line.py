@@ -57,7 +57,8 @@ class Line:
         node = self._nodes[at]
         if isinstance(node, Single):
             return self._open_single(at, start)
-        if not start.items or passes_one_by_one(node):
+        raised = bool(self._run.trail.start.raised)
+        if not start.items or passes_one_by_one(node, raised):
             return self._open_node(at, start)
         items = self._open_node(at, Start())
         return self._run.without(items, start, node.name)

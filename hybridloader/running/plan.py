@@ -189,7 +189,7 @@ def _with_shards_first(operators: tuple[Operator, ...]) -> list[Operator]:
     for operator in operators:
         at = len(ordered)
         if isinstance(operator, Shard):
-            while isinstance(ordered[at - 1], (Map, Lookup)):
+            while isinstance(ordered[at - 1], (Map, Lookup, Prefetch, PinMemory)):
                 at -= 1
         ordered.insert(at, operator)
     return ordered

@@ -14,6 +14,7 @@ from hybridloader.errors import StateError
 from hybridloader.operators.base import INFINITE, Mark, Operator
 from hybridloader.operators.order import Shard
 from hybridloader.operators.pin import PinMemory
+from hybridloader.operators.sources import Indices
 from hybridloader.operators.work import Readers, Work
 from hybridloader.running.plan import Prefetch
 from hybridloader.states.trail import Counts, Saved
@@ -115,7 +116,20 @@ def _description(operator: Operator) -> str:
             told = f"{operator.placement.workers} x {told}"
         if policy is not None:
             told = f"{told} with on_error={policy!r}"
-    return told if len(told) <= _LONGEST else told[: _LONGEST - 3] + "..."
+    told = told if len(told) <= _LONGEST else told[: _LONGEST - 3] + "..."
+    ranks = _ranks_of(operator) if isinstance(operator, Indices) else None
+    return told if ranks is None else f"{told} for {ranks} ranks"
+
+
+def _ranks_of(source: Indices) -> int | None:
+    """How many ranks its sampler shares the indices among, if it tells: ours, torch's."""
+    order = source.sampler if source.batch_sampler is None else source.batch_sampler
+    for sampler in (order, getattr(order, "sampler", None)):
+        for name in ("world", "num_replicas"):
+            ranks = getattr(sampler, name, None)
+            if type(ranks) is int:
+                return ranks
+    return None
 
 
 # -- checks ------------------------------------------------------------------------------------------

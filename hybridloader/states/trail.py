@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hybridloader.errors import StateError
 from hybridloader.operators.base import Mark, Operator, Part
 from hybridloader.operators.sources import Indices, Items
+from hybridloader.operators.work import Lookup, Readers, Work
 from hybridloader.running.plan import Handover, Inline, Node, Single, Workers
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class Trail:
         for at in reversed(range(len(nodes))):
             node = nodes[at]
             if not isinstance(node, Single):
-                if n and not passes_one_by_one(node):
+                if n and not passes_one_by_one(node, raised):
                     n, replayed = 0, True
                 continue
             operator, number = node.operator, number_of(nodes, at)
@@ -278,11 +279,21 @@ def number_of(nodes: Sequence[Node], at: int) -> int:
     return sum(isinstance(before, Single) for before in nodes[:at])
 
 
-def passes_one_by_one(node: Inline | Workers | Handover) -> bool:
-    """Whether a node gives one item, or one error, for each that it takes."""
+def passes_one_by_one(node: Inline | Workers | Handover, raised: bool) -> bool:
+    """Whether a node gives one item, or one error, for each that it takes.
+
+    Not where errors were `raised` and it seeds items by their numbers: those are of what came through to
+    it, and nobody knows which of the errors did not.
+    """
     if isinstance(node, Handover):
         return True
+    if raised and any(seeds_by_number(work) for work in node.works):
+        return False
     return all(work.seek(1) == 1 for work in node.works)
+
+
+def seeds_by_number(work: Work | Readers) -> bool:
+    return work.placement.seeding is not None and not isinstance(work, Lookup)
 
 
 def before(
