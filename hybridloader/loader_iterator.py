@@ -269,7 +269,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _fill_batches(self, results: Results, progress: Progress) -> None:
         if self._on_error is not None:
             self._losses = self._new_losses(self._on_error)
-        collate_fn = self._seeds.collating(self._collate_fn)
+        collate_fn = self._seeds.collating(self._collate_fn, lambda: progress.yielded)
         if self._pinner is not None and self._pin_thread is not None:
             collate_fn = _then(collate_fn, self._pinner.here)  # that thread does not see these
         self._batches = FullBatches(

@@ -48,24 +48,34 @@ def test_what_accelerate_edits_is_honoured(sampler: str) -> None:
     assert flat(other) == whole[3:]
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["", "set_epoch"])
 @pytest.mark.parametrize("sampler", ["generator", "ours", "our batches", "own generator"])
-def test_an_iterator_that_was_declared_finished_is_followed_by_the_next(sampler: str) -> None:
+def test_an_iterator_that_was_declared_finished_is_followed_by_the_next(
+    sampler: str, told: bool
+) -> None:
     whole = epochs_of(make(sampler), 3)
     torch.manual_seed(0)
     _, state = left_after(make(sampler, 2, "threads"), 3)
     state["_iterator_finished"] = True
     other = make(sampler)
     other.load_state_dict(state)
+    if told:
+        other.set_epoch(1)
     assert [flat(other), flat(other)] == whole[1:]
 
 
-def test_an_end_that_was_declared_none_leaves_an_empty_rest() -> None:
-    loader = make("sequential")
+@pytest.mark.parametrize("sampler", ["sequential", "generator", "ours", "own generator"])
+def test_an_end_that_was_declared_none_leaves_an_empty_rest(sampler: str) -> None:
+    whole = epochs_of(make(sampler), 2)
+    torch.manual_seed(0)
+    loader = make(sampler, 2, "threads")
     list(loader)
     state = {**loader.state_dict(), "_iterator_finished": False}
-    other = make("sequential")
+    other = make(sampler)
     other.load_state_dict(state)
-    assert [len(flat(other)), len(flat(other))] == [0, BATCHES]
+    assert flat(other) == []
+    assert other.state_dict()["_hybridloader"]["epoch"] == 1
+    assert flat(other) == whole[1]
 
 
 def test_an_empty_state_is_none() -> None:
@@ -205,6 +215,38 @@ def test_a_sampler_that_is_told_epochs_is_told_the_one_that_it_was_in() -> None:
     assert taken + flat(other) == flat(whole)
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("count", [BATCHES, 2], ids=["at the end", "declared finished"])
+def test_an_epoch_that_it_is_told_behind_the_end_is_not_taken_back(
+    count: int, before: bool
+) -> None:
+    """As in ``for epoch in range(saved, epochs): loader.set_epoch(epoch)``."""
+
+    def distributed() -> DataLoader:
+        return DataLoader(NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, 1, 0))
+
+    loader = distributed()
+    loader.set_epoch(1)
+    iterator = iter(loader)
+    for _ in range(count):
+        next(iterator)
+    if count == BATCHES:
+        assert next(iterator, None) is None
+    state = {**loader.state_dict(), "_iterator_finished": True}
+    whole = distributed()
+    whole.set_epoch(2)
+    other = distributed()
+    if before:
+        other.set_epoch(2)
+    other.load_state_dict(state)
+    if not before:
+        other.set_epoch(2)
+    taken, state = left_after(other, 2)
+    rest = distributed()
+    rest.load_state_dict(state)
+    assert taken + flat(rest) == flat(whole)
+
+
 # -- ranks -----------------------------------------------------------------------------------------
 
 
@@ -233,6 +275,36 @@ def test_another_number_of_ranks_loses_and_doubles_nothing(
         loader.load_state_dict(states[0])
         seen += [index for batch in loader for index in batch.tolist()]
     assert sorted(seen) == list(range(40))
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_what_is_too_little_for_more_ranks_is_dropped_and_not_filled_from_the_next_epoch(
+    steps: int,
+) -> None:
+    def ranks(world: int) -> list[DataLoader]:
+        return [
+            DataLoader(
+                range(10),  # type: ignore[arg-type]
+                1,
+                sampler=DistributedShuffleSampler(10, 2, rank=rank, world=world, uneven="drop"),
+            )
+            for rank in range(world)
+        ]
+
+    seen, states = [], []
+    for loader in ranks(2):
+        iterator = iter(loader)
+        seen += [next(iterator).item() for _ in range(steps)]
+        states.append(loader.state_dict())
+    assert states[0]["_index_sampler_state"] == states[1]["_index_sampler_state"]
+    resumed, fresh = ranks(4), ranks(4)
+    for loader in resumed:
+        loader.load_state_dict(states[0])
+        seen += [index for batch in loader for index in batch.tolist()]
+    assert len(seen) == len(set(seen)) == (10 if steps == 3 else 8)
+    for loader, other in zip(resumed, fresh, strict=True):
+        other.set_epoch(1)
+        assert flat([[batch] for batch in loader]) == flat([[batch] for batch in other])
 
 
 def test_the_state_of_one_rank_serves_all_with_torchs_sampler_and_no_other_number_of_them() -> None:

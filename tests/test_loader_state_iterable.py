@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from sampled import some_counts
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from hybridloader import DataLoader
+from hybridloader import DataLoader, WorkerTimeout
 from hybridloader.states.resuming import _tell_of_reading
 
 SIZES = (7, 3, 10)
@@ -180,6 +182,37 @@ def test_workers_that_stay_read_all_of_the_next_pass(case: str) -> None:
     next(iterator)
     loader.load_state_dict(loader.state_dict())
     assert [flat(loader), flat(loader)] == [whole[1:], whole]
+    assert loader._iterator is not None
+    loader._iterator.close()
+
+
+class Waiting(IterableDataset[int]):
+    """Begins when it may."""
+
+    free = threading.Event()  # shared by the copies of threads
+
+    def __iter__(self) -> Iterator[int]:
+        self.free.wait(30)
+        return iter(range(6))
+
+
+def test_a_timeout_at_the_beginning_of_a_pass_is_not_at_the_end_of_the_one_before() -> None:
+    options: dict[str, Any] = {"num_workers": 1, "backend": "threads", "persistent_workers": True}
+    loader = DataLoader(Waiting(), 2, **options, timeout=0.05)
+    Waiting.free.set()
+    left, taken = iter(loader), []
+    while len(taken) < 2:
+        with suppress(WorkerTimeout):  # on a busy machine
+            taken += flat([next(left)])
+    Waiting.free.clear()
+    iterator = iter(loader)
+    with pytest.raises(WorkerTimeout):
+        next(iterator)
+    state = loader.state_dict()
+    Waiting.free.set()
+    other = DataLoader(Waiting(), 2, num_workers=1, backend="threads")
+    other.load_state_dict(state)
+    assert flat(other) == [*taken, [4, 5]]
     assert loader._iterator is not None
     loader._iterator.close()
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-from hybridloader import DataLoader, Skip, TooManyErrors
+from hybridloader import DataLoader, SampleSeeding, Skip, TooManyErrors, get_worker_info
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 LENGTH = 29
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:.* so each worker reads its part of it again"),
+]
 
 
 class Bad(Dataset[int]):
@@ -74,6 +79,42 @@ def test_samples_that_wait_are_fetched_first_and_wait_again(
         loader = make(0, "inline")
         loader.load_state_dict(state)
         assert taken + flat(loader) == whole
+
+
+def with_a_draw(samples: list[int]) -> list[Any]:
+    return [*samples, random.random()]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: {"dataset": Bad(), "on_error": "skip"},
+        lambda: {"dataset": Halves(), "shard_remainders": "join"},
+    ],
+    ids=["filled up", "joined"],
+)
+def test_collation_of_what_waited_draws_what_it_would_have_drawn(made: Any) -> None:
+    def make(backend: str) -> DataLoader:
+        options = {"num_workers": 2, "backend": backend, "seeding": SampleSeeding(7)}
+        return DataLoader(**made(), batch_size=4, collate_fn=with_a_draw, **options)
+
+    whole = list(make("inline"))
+    for count in range(len(whole)):
+        loader = make("inline")
+        iterator = iter(loader)
+        taken = [next(iterator) for _ in range(count)]
+        other = make("threads")
+        other.load_state_dict(loader.state_dict())
+        assert taken + list(other) == whole
+
+
+class Halves(IterableDataset[int]):
+    """Seven samples of each of two workers: a batch of 4, and 3 that wait for the other's."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return iter(range(10 * info.id, 10 * info.id + 7))
 
 
 def test_a_batch_that_an_error_came_before_is_not_lost() -> None:

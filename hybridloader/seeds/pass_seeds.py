@@ -5,7 +5,6 @@ Draws nothing: without a seed of its own it takes the one that torch has drawn f
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,18 +51,21 @@ class PassSeeds:
         """`backend`, whose workers hear of each pass."""
         return backend if self._policy is None else Numbering(backend, self._counter)
 
-    def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def collating(
+        self, collate_fn: Callable[[Any], Any], number: Callable[[], int]
+    ) -> Callable[[Any], Any]:
         """`collate_fn` for batches that are put together here, of what was left of others.
 
-        Each is seeded by its number among them, and leaves the caller's generators as they were.
+        Each is seeded by its `number` among the batches of the pass, which a state knows, and leaves the
+        caller's generators as they were.
         """
         origin = self.origin
         if origin is None:
             return collate_fn
-        numbers, draws = itertools.count(), Draws(origin, 0)
+        draws = Draws(origin, 0)
 
         def collate(samples: Any) -> Any:
             with kept():
-                return draws.call(COLLATE, b"refilled/%d" % next(numbers), collate_fn, samples)
+                return draws.call(COLLATE, b"refilled/%d" % number(), collate_fn, samples)
 
         return collate

@@ -101,7 +101,7 @@ class ThreadDraws(Draws):
                 f"{_WORDS[generator]} while a thread made sample {_shown(key)}{where}. If it was the "
                 "sample, its numbers do not follow from its index and differ from those it has on "
                 f"processes: {_ADVICE[generator]} If it was your loop, on another thread, nothing is "
-                "wrong. (Told once for each stage and generator.)",
+                "wrong. (Told once for each worker and generator.)",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -112,12 +112,13 @@ class Progress:
         self._before = Start()
         self._latest: Draw | None = None
         self.shift = 0  # from the numbers of tasks to those of the sampler's items
+        self._first = 0  # the number of the first task
         self._seq = -1
 
     def begin(self, first: int, leads: Sequence[Any] = ()) -> None:
         """The stage begins with task `first`; `leads` come again, before the sampler goes on."""
         number = self.behind - len(leads)
-        self.shift, self._seq = first - number, first - 1
+        self.shift, self._first, self._seq = first - number, first, first - 1
         for lead in leads:
             self.log[number] = lead, None
             self.missing.add(number)
@@ -126,7 +127,7 @@ class Progress:
     def passed(self, stage: Results, found: Any = None) -> None:
         """A result was handed out: `found`, or an error (None). Nothing happens if it was none."""
         seq = stage.last_seq
-        if seq == self._seq:
+        if seq == self._seq or seq < self._first:  # of the pass before, and this one's are late
             return
         self._seq = seq
         self.results += 1

@@ -71,8 +71,14 @@ class Making(NamedTuple):
             upcoming = getattr(stateful, "upcoming_state_dict", stateful.state_dict)
             start = Snapshot(copy.deepcopy(upcoming()), None)
         states = {name: generator.get_state() for name, generator in generators_of(loader).items()}
-        epoch = None if stateful is not None else getattr(_seeded(loader), "epoch", None)
-        return Making(steps, states, start, epoch if type(epoch) is int else None)
+        return Making(steps, states, start, None if stateful is not None else told_epoch(loader))
+
+    def as_told(self, loader: Any) -> Making:
+        """The same for a pass from its beginning: if the sampler was told a later epoch, that one."""
+        told = told_epoch(loader)
+        if self.epoch is None or told is None or told < self.epoch:
+            return self
+        return self._replace(epoch=told)
 
 
 def samplers_of(loader: Any) -> list[Any]:
@@ -144,6 +150,18 @@ def _seeded(loader: Any) -> Any:
         if callable(getattr(sampler, "set_epoch", None)):
             return sampler
     return None
+
+
+def told_epoch(loader: Any) -> int | None:
+    """The epoch that such a sampler was told last."""
+    epoch = getattr(_seeded(loader), "epoch", None)
+    return epoch if type(epoch) is int else None
+
+
+def tell_epoch(loader: Any, epoch: int | None) -> None:
+    """Tell it another, if that is not the one it was told last."""
+    if epoch is not None and told_epoch(loader) != epoch:
+        _seeded(loader).set_epoch(epoch)
 
 
 def snapshots(loader: Any, indices: Iterator[Any]) -> Callable[[], Snapshot] | None:
@@ -236,9 +254,7 @@ def replay(
     sampler = loader._index_sampler
     if making.start is not None and making.start.sampler is not None:
         load_sampler(loader, making.start)
-    seeded = _seeded(loader)
-    if making.epoch is not None and getattr(seeded, "epoch", None) != making.epoch:
-        seeded.set_epoch(making.epoch)
+    tell_epoch(loader, making.epoch)
     set_generators(loader, making)
     seed = None
     indices: Iterator[Any] = iter(())

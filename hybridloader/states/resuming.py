@@ -34,6 +34,7 @@ from hybridloader.states.replay import (
     set_generators,
     snapshots,
     stateful_of,
+    tell_epoch,
 )
 from hybridloader.states.state import END, START, WITHIN, Resume, is_iterable, read, written
 
@@ -91,6 +92,8 @@ class Opening:
         self._loader = loader
         state = loaded.get(loader)
         self.resume: Resume | None = None if state is None else read(loader, state)
+        if self.resume is not None and self.resume.fresh:
+            self.resume.making = self.resume.making.as_told(loader)
         self.making = Making.of(loader, steps_of(loader, again=again))
         self.epoch = 0
         self._eager = False
@@ -123,7 +126,7 @@ class Opening:
         if resume is None:
             self.epoch = epochs.begin(loader)
             return
-        epochs.announce(loader, resume.epoch + (1 if resume.over else 0))
+        epochs.announce(loader, resume.next_epoch)
         self.epoch = epochs.begin(loader)
         if resume.base_seed is not None:
             iterator._base_seed = resume.base_seed
@@ -142,7 +145,7 @@ class Opening:
     def _replayed(self, resume: Resume) -> Replayed:
         loader = self._loader
         if resume.empty:
-            return Replayed(iter(()), None)
+            return self._at_the_end(resume.making)
         if resume.over:
             return self._behind_the_end(resume)
         if resume.snapshot is not None:
@@ -151,14 +154,25 @@ class Opening:
         eager = self._eager and DEFAULT in resume.making.generators
         return replay(loader, resume.making, resume.count, resume.check, eager=eager)
 
+    def _at_the_end(self, making: Making) -> Replayed:
+        """Nothing is left of the pass; the one after it begins as if it had just ended."""
+        if making.start is not None:
+            load_sampler(self._loader, making.start)
+        tell_epoch(self._loader, making.epoch)
+        set_generators(self._loader, making)
+        return Replayed(iter(()), None)
+
     def _is_through(self, resume: Resume) -> bool:
-        """Whether the sampler's state is that of its next epoch, as ours tell the end of one."""
-        if not hasattr(stateful_of(self._loader), "upcoming_state_dict"):
+        """Whether the sampler is at its next epoch, as ours tell the end of one.
+
+        The sampler that has loaded the state is asked: with another number of ranks, what is left may be
+        too little for ``uneven="drop"``.
+        """
+        upcoming = getattr(stateful_of(self._loader), "upcoming_state_dict", None)
+        start = resume.making.start
+        if upcoming is None or start is None or start.sampler is None:
             return False
-        start, now = resume.making.start, resume.snapshot
-        if start is None or now is None or start.sampler is None or now.sampler is None:
-            return False
-        return bool(now.sampler["epoch"] > start.sampler["epoch"])
+        return bool(upcoming()["epoch"] > start.sampler["epoch"])
 
     def _behind_the_end(self, resume: Resume) -> Replayed:
         """The pass after one that somebody has declared over."""
@@ -172,9 +186,11 @@ class Opening:
             if where.get("position"):
                 stateful.set_epoch(where["epoch"] + 1)
         else:
+            epoch = making.as_told(loader).epoch
             replayed = replay(loader, making, 0, None, eager=False)
             # To the end: RandomSampler draws a permutation more there, of which it uses nothing.
             deque(replayed.indices, maxlen=0)
+            tell_epoch(loader, epoch)
         self.making = Making.of(loader, making.steps)
         return replay(loader, self.making, 0, None, eager=True)
 
@@ -290,18 +306,18 @@ def load(loader: Any, state: Any) -> None:
         return
     resume = read(loader, state)
     loaded[loader] = copy.deepcopy(dict(state))
-    epochs.announce(loader, resume.epoch)
+    epochs.announce(loader, resume.next_epoch)
 
 
 def leave_for_epoch(loader: Any, epoch: int) -> None:
     """Another epoch is wanted than that of the state that was loaded."""
     state = loaded.get(loader)
-    if state is None or read(loader, state).epoch == epoch:
+    if state is None or (place := read(loader, state).next_epoch) == epoch:
         return
     del loaded[loader]
     warnings.warn(
-        f"set_epoch({epoch}) drops the place that was loaded, which is in epoch "
-        f"{read(loader, state).epoch}; load the state after set_epoch(), or start with that epoch",
+        f"set_epoch({epoch}) drops the place that was loaded, which is in epoch {place}; load the state "
+        "after set_epoch(), or start with that epoch",
         stacklevel=stacklevel(),
     )
 

@@ -70,6 +70,11 @@ class Resume:
     last: int = -1
     discard: int = 0
 
+    @property
+    def next_epoch(self) -> int:
+        """That of the pass which goes on from it; of what is over, `epoch` is the next."""
+        return max(0, self.epoch - self.empty) + self.over
+
 
 def agreement(loader: Any) -> dict[str, Any]:
     """What the loader that loads a state must have in common with the one that it was taken of."""
