@@ -1,15 +1,16 @@
 """Which epoch a pass over a loader is: the one that was announced, or the one after the pass before.
 
-Counted beside the loader, since frameworks watch what is set on one, copy it and pickle it; what was
-announced is on the loader, and goes along. Knows nothing of what an epoch is for.
+Counted beside the loader; what was announced is on it, and goes along. Knows nothing of what an epoch
+is for.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-_begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+from hybridloader.beside import Beside
+
+_begun: Beside[int] = Beside()
 """The epoch of the pass that began last, unless another was announced since."""
 
 

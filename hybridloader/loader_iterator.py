@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import (
     _sharding_worker_init_fn,
 )
 
+from hybridloader.beside import Beside
 from hybridloader.buffers.collate import without_torch
 from hybridloader.caller import stacklevel
 from hybridloader.contract import Backend, WorkerHandle
@@ -50,9 +51,8 @@ _TORCHS_NEXT = _BaseDataLoaderIter.__next__
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
-losses_of: weakref.WeakKeyDictionary[Any, Losses] = weakref.WeakKeyDictionary()
-"""Of the last pass of each loader that has a policy. Not in the loader: frameworks take its attributes
-for parameters, copy it and pickle it."""
+losses_of: Beside[Losses] = Beside()
+"""Of the last pass of each loader that has a policy."""
 
 
 class _Weakly:
@@ -72,9 +72,8 @@ class _Weakly:
         return method(argument)
 
 
-latest_of: weakref.WeakKeyDictionary[Any, weakref.ref[LoaderIterator]]
-latest_of = weakref.WeakKeyDictionary()
-"""The last iterator of each loader; not on the loader, which frameworks copy and pickle."""
+latest_of: Beside[weakref.ref[LoaderIterator]] = Beside()
+"""The last iterator of each loader."""
 
 
 class LoaderIterator(_BaseDataLoaderIter):

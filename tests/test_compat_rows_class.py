@@ -6,6 +6,7 @@ No framework is imported. A test does with our loader what the framework does wi
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import sys
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hybridloader import DataLoader, SharedMemory, Skip, Threads, Transfer, backend_names
+from hybridloader import DataLoader, SharedMemory, Skip, Threads, Transfer, backend_names, epochs
 
 
 def test_every_backend_there_is_is_in_the_tables_of_this_file() -> None:
@@ -351,6 +352,50 @@ def test_r10_after_the_constructor_only_the_iterator_is_set(backend: str | None)
         assert flat(loader) == list(range(8))
     assert len(loader) == 8
     assert Recorded._replayed == ["_iterator"]
+
+
+class Alike(DataLoader[Any]):
+    """A user's subclass that compares; it can't be hashed, unless it says how."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+
+class AlikeAndHashed(Alike):
+    def __hash__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("kind", [Alike, AlikeAndHashed])
+def test_what_is_kept_beside_a_loader_is_its_own_whatever_it_is_equal_to(
+    kind: type[DataLoader[Any]],
+) -> None:
+    one, other = (
+        kind(
+            Numbers(6),
+            2,
+            on_error="skip",
+            persistent_workers=True,
+            num_workers=1,
+            backend="threads",
+        )
+        for _ in range(2)
+    )
+    assert one == other
+    with iter(one) as batches:
+        next(batches)
+        assert one.state_dict()["_num_yielded"] == 1
+        assert other.state_dict()["_num_yielded"] == 0
+        other.load_state_dict(one.state_dict())
+        with iter(other) as rest:
+            assert len(flat(rest)) == 4
+        other.set_epoch(5)
+        assert len(flat(batches)) == 4
+        assert not one.skipped
+    before = len(epochs._begun)
+    del one, batches
+    gc.collect()
+    assert len(epochs._begun) == before - 1
 
 
 def test_r11_the_context_is_none_or_tells_its_start_method() -> None:

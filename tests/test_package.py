@@ -22,6 +22,7 @@ LAYERS = {
     # module -> the modules of the package that it may import when it is imported
     "_version": set[str](),
     "arguments": {"buffers.memory"},
+    "beside": set(),
     "buffers.arena": {"buffers.seen", "buffers.segments", "buffers.slots"},
     "buffers.collate": {"buffers.packing", "buffers.slots"},
     "buffers.gather": {"buffers.collate", "buffers.slots"},
@@ -66,7 +67,7 @@ LAYERS = {
         "native",
     },
     "diagnosis": {"contract", "scheduler"},
-    "epochs": set(),
+    "epochs": {"beside"},
     "errors": set(),
     "fallback": {"caller", "contract"},
     "fanout": {"buffers.collate", "errors", "fetch", "native", "worker_info"},
@@ -96,7 +97,6 @@ LAYERS = {
     "faults.overruns": {"errors", "messages", "roster", "scheduler"},
     "faults.recovery": {
         "diagnosis",
-        "errors",
         "faults.restart",
         "feed",
         "fetch",
@@ -119,6 +119,7 @@ LAYERS = {
     "installation": {"caller", "choice", "contract", "late", "options", "registry"},
     "late": set(),
     "loader_iterator": {
+        "beside",
         "buffers.collate",
         "caller",
         "contract",
@@ -309,10 +310,11 @@ LAYERS = {
     },
     "states.carried": {"errors"},
     "states.dropping": {"errors", "feed", "fetch", "relay"},
-    "states.progress": {"faults.refill", "faults.tried", "fetch", "states.carried"},
+    "states.progress": {"beside", "faults.refill", "faults.tried", "fetch", "states.carried"},
     "states.replay": {"errors", "states.carried"},
     "states.resume": {"errors", "operators", "running.plan", "states.trail"},
     "states.resuming": {
+        "beside",
         "caller",
         "epochs",
         "errors",

@@ -7,10 +7,10 @@ remembered as indices, as many as the window has.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybridloader.beside import Beside
 from hybridloader.faults.refill import Waiting
 from hybridloader.faults.tried import Short
 from hybridloader.fetch import Apart
@@ -252,5 +252,5 @@ class Counting(Iterator[Any]):
         return found.data if type(found) is Carried else found
 
 
-progress_of: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
-"""Of the last pass of each loader. Not in the loader: frameworks copy its attributes and pickle it."""
+progress_of: Beside[Progress] = Beside()
+"""Of the last pass of each loader."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from hybridloader import epochs
+from hybridloader.beside import Beside
 from hybridloader.caller import stacklevel
 from hybridloader.errors import StateError
 from hybridloader.fetch import Apart, seed_datapipe
@@ -38,7 +38,7 @@ from hybridloader.states.replay import (
 )
 from hybridloader.states.state import END, START, WITHIN, Resume, is_iterable, read, written
 
-loaded: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+loaded: Beside[Mapping[str, Any]] = Beside()
 """What was loaded into each loader, until its next pass begins."""
 
 
