@@ -133,7 +133,9 @@ class Stage(Iterator[Any]):
         self.epoch = -1  # the number of the one that runs
         self._last_exit: Exited | None = None
         self._obituary = ""
-        self._closing = self._leaving = self._ended = self._interrupted = False
+        self._closing = self._leaving = self._ended = self._gone = False
+        self._inside = 0  # calls of `begin` and `pull` under way, on the thread that has the lock
+        self._broken_off = -1  # the epoch of which nobody wants more
         # Of the result that was handed out last:
         self.last_worker, self.last_seq, self.last_position = 0, -1, 0
         self._owner = os.getpid()
@@ -167,7 +169,12 @@ class Stage(Iterator[Any]):
 
     @property
     def closed(self) -> bool:
-        return self._closing
+        return self._closing or self._elsewhere
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether the workers are those of the process that this one was forked from."""
+        return os.getpid() != self._owner and self.backend.name != "inline"
 
     @property
     def next_seq(self) -> int:
@@ -203,28 +210,21 @@ class Stage(Iterator[Any]):
         What is left of the epoch before is dropped. The first epoch needs no message: the workers
         open it when they start.
         """
+        if os.getpid() != self._owner:
+            self._check_process()
         with self._pulling:
             if self._closing:
                 self._refuse()
-            self._ended = self._interrupted = False
-            absent = [i for i, w in enumerate(self._scheduler.workers) if w is Work.ABSENT]
-            self._discard(self._scheduler.begin())
-            self._supply.forget()
-            self.epoch += 1
-            self._roster.begin()
-            if self.epoch > 0:
-                message = Begin(self.epoch, shared_seed, changes)
-                for worker in range(len(self._scheduler.workers)):
-                    if worker not in absent:
-                        self._crew.send(worker, message)
-            if self._recovery is not None:
-                self._recovery.begin(shared_seed)
-                for worker in absent:
-                    self._recovery.start(worker)
-            self._supply.begin(source)
-            if self._eager:
-                self._supply.fill()
-            self._crew.flush()
+            self._inside += 1
+            try:
+                self._begin(source, shared_seed, changes)
+            except Exception:
+                raise
+            except BaseException:  # an interrupt, after which not all workers may know of it
+                self._closing = True
+                raise
+            finally:
+                self._come_out()
 
     def __next__(self) -> Any:
         return self.pull(None, wait=True)
@@ -246,29 +246,23 @@ class Stage(Iterator[Any]):
         IteratorClosed
             The epoch is over, because it was interrupted or another has begun.
         """
+        if os.getpid() != self._owner:
+            self._check_process()
         with self._pulling:
             if self._closing:
                 self._refuse()
-            if self._interrupted or (epoch is not None and epoch != self.epoch):
+            if self._broken_off == self.epoch or (epoch is not None and epoch != self.epoch):
                 raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
-            result = self._scheduler.pop()
-            if result is None:
-                self._supply.fill()
-                try:
-                    result = self._wait() if wait else self._look()
-                except Exception:
-                    raise
-                except BaseException:  # an interrupt may have swallowed an event: start afresh
-                    self.close()
-                    raise
-            self._ledger.left(result.seq)
-            # Refill before the result is opened: the workers should not wait for the consumer.
-            if self._eager:
-                self._supply.fill()
-                self._crew.flush()
-            self.last_worker, self.last_seq = result.worker, result.seq
-            self.last_position = result.position
-            return hand_out(result, self._roster, sealed=self._sealed)
+            self._inside += 1
+            try:
+                return self._pull(wait)
+            except Exception:
+                raise
+            except BaseException:  # an interrupt may have swallowed an event: start afresh
+                self._closing = True
+                raise
+            finally:
+                self._come_out()
 
     def interrupt(self, epoch: int | None = None) -> None:
         """Nobody wants more of this epoch: whoever waits for a result gets `IteratorClosed`.
@@ -276,9 +270,10 @@ class Stage(Iterator[Any]):
         From any thread. The workers stay, for `begin`. Nothing happens if another epoch than number
         `epoch` runs.
         """
-        if epoch is not None and epoch != self.epoch:
+        running = self.epoch  # another may begin meanwhile, on another thread
+        if epoch is not None and epoch != running:
             return
-        self._interrupted = True
+        self._broken_off = running
         if not self._closing:
             self._crew.wake()
 
@@ -296,7 +291,8 @@ class Stage(Iterator[Any]):
         self._crew.wake()
         if self._pulling.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
-                self._crew.leave()
+                if not self._inside:
+                    self._crew.leave()
             finally:
                 self._pulling.release()
 
@@ -304,7 +300,9 @@ class Stage(Iterator[Any]):
         """End all workers: from any thread, in any state, any number of times.
 
         Takes at most about 2 seconds. Where the thread that pulls is busy in the user's own code
-        (an inline worker), it returns without having ended it; that thread then does so itself.
+        (an inline worker, a sampler), it returns without having ended it; that thread then does so
+        itself. So does it where it is that very thread: in the sampler, in a signal's handler or in a
+        finalizer, which may come at any point of `pull`.
         """
         self._closing = True
         if os.getpid() != self._owner:
@@ -314,15 +312,74 @@ class Stage(Iterator[Any]):
             self._leaving = False
             return
         try:
-            if self._scheduler.run not in (Run.CLOSING, Run.CLOSED):
-                self._discard(self._scheduler.close())
-            self._supply.forget()
-            self._supply.end()
-            self._finalizer()
+            self._leaving = False
+            if not self._inside:
+                self._end()
         finally:
             self._pulling.release()
 
     # -- the parts -------------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if self._elsewhere:  # it would read what the workers send to the other
+            raise IteratorClosed(
+                "this iterator belongs to the process that this one was forked from; make one here"
+            )
+
+    def _come_out(self) -> None:
+        """A call of `begin` or `pull` ends; if it was closed meanwhile, so does all."""
+        self._inside -= 1
+        # Whoever has it leave closes it.
+        if self._closing and not (self._inside or self._leaving):
+            self._end()
+
+    def _end(self) -> None:
+        if self._gone:
+            return
+        if self._scheduler.run not in (Run.CLOSING, Run.CLOSED):
+            self._discard(self._scheduler.close())
+        self._supply.forget()
+        self._supply.end()
+        self._crew.close()  # not by the finalizer, which is called once: an interrupt may come here
+        self._finalizer.detach()
+        self._gone = True
+
+    def _begin(
+        self, source: Iterator[Any] | Feed, shared_seed: int | None, changes: tuple[Change, ...]
+    ) -> None:
+        self._ended = False
+        absent = [i for i, w in enumerate(self._scheduler.workers) if w is Work.ABSENT]
+        self._discard(self._scheduler.begin())
+        self._supply.forget()
+        self.epoch += 1
+        self._roster.begin()
+        if self.epoch > 0:
+            message = Begin(self.epoch, shared_seed, changes)
+            for worker in range(len(self._scheduler.workers)):
+                if worker not in absent:
+                    self._crew.send(worker, message)
+        if self._recovery is not None:
+            self._recovery.begin(shared_seed)
+            for worker in absent:
+                self._recovery.start(worker)
+        self._supply.begin(source)
+        if self._eager:
+            self._supply.fill()
+        self._crew.flush()
+
+    def _pull(self, wait: bool) -> Any:
+        result = self._scheduler.pop()
+        if result is None:
+            self._supply.fill()
+            result = self._wait() if wait else self._look()
+        self._ledger.left(result.seq)
+        # Refill before the result is opened: the workers should not wait for the consumer.
+        if self._eager:
+            self._supply.fill()
+            self._crew.flush()
+        self.last_worker, self.last_seq = result.worker, result.seq
+        self.last_position = result.position
+        return hand_out(result, self._roster, sealed=self._sealed)
 
     def _refuse(self) -> None:
         """Say why there is no next item."""
@@ -390,10 +447,8 @@ class Stage(Iterator[Any]):
             self._obituary = self._roster.obituary(fault, self._last_exit, refusal)
             self.close()
         if self._closing:
-            if not self._leaving:  # else whoever said so closes it
-                self.close()
             self._refuse()
-        if self._interrupted:
+        if self._broken_off == self.epoch:
             raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
         if self._supply.fed:
             self._supply.fill()
@@ -402,10 +457,15 @@ class Stage(Iterator[Any]):
     def _hear(self, event: Event) -> None:
         """Take in one event of a worker."""
         if isinstance(event, Exited):
+            if self._closing:
+                return
             if self._overruns is not None:
                 event = self._overruns.explained(event)
-            unasked = event.cause is not None and not self._closing
-            if unasked and self._recovery is not None and self._recovery.take_in(event):
+            if (
+                event.cause is not None
+                and self._recovery is not None
+                and self._recovery.take_in(event)
+            ):
                 self._crew.flush()
                 return
             self._last_exit = event

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -221,6 +222,27 @@ def test_a_fork_in_the_middle_that_drops_the_iterator_does_no_harm(
             iterator.close()
             del iterator, loader
             gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    found += list(iterator)
+    assert found == [[index] for index in range(20)]
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_a_fork_in_the_middle_does_not_take_what_is_the_parents(backend: str) -> None:
+    loader = load(Samples(int, 20), backend, persistent_workers=True)
+    iterator = start(loader)
+    found = [next(iterator) for _ in range(3)]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        code = 1
+        try:
+            with pytest.raises(IteratorClosed, match="belongs to the process"):
+                next(iterator)
             code = 0
         finally:
             os._exit(code)

@@ -194,6 +194,25 @@ def test_close_from_a_function_that_the_loop_runs() -> None:
         next(run)
 
 
+def test_an_interrupt_in_a_function_that_the_loop_runs_loses_no_item_silently() -> None:
+    interrupts = [2]
+
+    def interrupted_at_2(item: int) -> int:
+        if item in interrupts:
+            raise KeyboardInterrupt
+        return item
+
+    run = Pipeline.from_iterable(range(5)).map(interrupted_at_2).run()
+    assert [next(run), next(run)] == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        next(run)
+    with pytest.raises(IteratorClosed, match="ended by the error before"):
+        next(run)
+    interrupts.clear()
+    again = Pipeline.from_iterable(range(5)).map(interrupted_at_2).run(state=run.state_dict())
+    assert list(again) == [2, 3, 4]
+
+
 @pytest.mark.parametrize("backend", WORKERS)
 def test_close_twice_and_from_two_threads_at_once(backend: str, gate: Gate) -> None:
     run = iter(stick_in_the_middle(gate, backend))

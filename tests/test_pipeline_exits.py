@@ -112,6 +112,33 @@ def test_a_fork_of_the_loop_does_not_disturb_it(backend: str) -> None:
 
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_while_another_thread_asks_or_closes_does_not_wait_for_its_locks() -> None:
+    run = Pipeline.from_iterable(range(3)).map(abs).run()
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with run._asking, run._machine._ending:
+            held.set()
+            release.wait()
+
+    def ask() -> None:
+        with pytest.raises(IteratorClosed, match="belongs to the process"):
+            next(run)
+        run.close()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert in_a_fork(ask, seconds=5) == 0
+    finally:
+        release.set()
+        thread.join()
+    assert list(run) == [0, 1, 2]
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang() -> None:
     relay = Relay(iter(range(3)), "r")
     held, release = threading.Event(), threading.Event()

@@ -268,3 +268,103 @@ def test_a_task_that_can_not_be_sent_fails_in_its_turn() -> None:
     with pytest.raises(TypeError, match="can't be pickled"):
         next(it)
     assert next(it) == "value 1"
+
+
+# -- closed in the middle of a call, on the very thread that pulls ---------------------------------
+
+
+def test_a_close_in_the_sampler_is_done_when_its_call_is_over() -> None:
+    def closing() -> Iterator[int]:
+        yield 0
+        it.close()
+        assert not backend.crews[0].closed
+        yield 1
+
+    it, backend = stage([ready(), answer(0)], lookahead=1)
+    it.begin(closing())
+    assert next(it) == "value 0"
+    assert backend.crews[0].closed
+    with pytest.raises(IteratorClosed):
+        next(it)
+
+
+def test_a_close_by_a_signals_handler_or_a_finalizer_is_done_when_the_wait_is_over() -> None:
+    def handled(crew: ScriptedCrew) -> list[Event]:
+        it.leave(0.0)
+        it.close()
+        assert not crew.closed  # it is in the middle of `wait`
+        return []
+
+    it, backend = stage([ready(), handled, lambda crew: pytest.fail("asked again after close")])
+    it.begin(iter("a"))
+    with pytest.raises(IteratorClosed):
+        next(it)
+    assert backend.crews[0].closed
+
+
+def test_a_close_that_could_not_wait_for_the_sampler_is_done_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hybridloader.stage._PATIENCE", 0.0)
+
+    def closed_meanwhile() -> Iterator[int]:
+        yield 0
+        thread = threading.Thread(target=it.close)
+        thread.start()
+        thread.join()
+        assert not backend.crews[0].closed
+        yield 1
+
+    it, backend = stage([ready(), answer(0)], lookahead=1)
+    it.begin(closed_meanwhile())
+    assert next(it) == "value 0"
+    assert backend.crews[0].closed
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_interrupt_of_the_sampler_does_not_look_like_its_end(after: int) -> None:
+    def interrupted() -> Iterator[int]:
+        yield from range(after)
+        raise KeyboardInterrupt
+
+    def pull_all() -> None:
+        it.begin(interrupted())
+        list(it)
+
+    it, backend = stage([ready(), answer(0), answer(1)], lookahead=1)
+    with pytest.raises(KeyboardInterrupt):
+        pull_all()
+    assert backend.crews[0].closed
+    with pytest.raises(IteratorClosed):
+        next(it)
+
+
+def test_a_close_that_was_interrupted_can_be_done_again() -> None:
+    it, backend = stage([])
+    crew = backend.crews[0]
+    close = crew.close
+
+    def interrupted() -> None:
+        crew.close = close  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    crew.close = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        it.close()
+    it.close()
+    assert crew.closed
+
+
+def test_an_interrupt_of_one_pass_that_comes_late_leaves_the_next_alone() -> None:
+    class Slow(int):
+        """A number that takes so long to compare that meanwhile the next pass begins."""
+
+        def __ne__(self, other: object) -> bool:
+            different = int(self) != other
+            it.begin(iter("b"))
+            return different
+
+    it, _ = stage([ready(), answer(1)], persistent=True)
+    it.begin(iter("a"))
+    it.interrupt(Slow(0))
+    assert next(it) == "value 1"

@@ -276,11 +276,12 @@ class Machine:
 
     def close(self) -> None:
         """End everything: from any thread, any number of times; within some 2 seconds."""
+        if os.getpid() != self.owner:  # a fork may have copied the lock while somebody had it
+            self.closed.up = self.left.up = True
+            return
         with self._ending:
             self.closed.up = self.left.up = True
             relays = list(self.relays.values())
-        if os.getpid() != self.owner:
-            return
         self._ended = self._ended or time.monotonic()
         deadline = time.monotonic() + _PATIENCE
         for relay in relays:

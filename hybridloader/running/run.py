@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybridloader.crews import closed_with, park_at_exit
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.faults.losses import Skipped
-from hybridloader.relay import FINAL
+from hybridloader.relay import FINAL, Relay
 from hybridloader.running.machine import Machine
 from hybridloader.running.statistics import PipelineStats, collect, report
 from hybridloader.states.dropping import NO_ITEM
@@ -86,9 +86,11 @@ class Run(Iterator[Any]):
         return self._ask(getattr(self._items, "next_nowait", self._items.__next__))
 
     def _ask(self, get: Any) -> Any:
+        if os.getpid() != self._machine.owner:  # and the lock may be one that nobody here will open
+            self._refuse()
         with self._asking:
             machine = self._machine
-            if self._over is not None or self._left.up or os.getpid() != machine.owner:
+            if self._over is not None or self._left.up:
                 self._refuse()
             self._asked = True
             trail, began = self._trail, time.monotonic()
@@ -106,6 +108,11 @@ class Run(Iterator[Any]):
             except Exception:
                 trail.raised += 1
                 trail.given += 1
+                raise
+            except BaseException:
+                # An interrupt. Of what this thread did itself, an item may be lost.
+                if not isinstance(self._items, Relay):
+                    self._end(IteratorClosed("it was interrupted"))
                 raise
             finally:
                 machine.waited += time.monotonic() - began
