@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hybridloader import NotReady, Pipeline, Threads, WorkerTimeout
 from hybridloader.contract import ByReference, Crew
 from hybridloader.feed import Portions
 from hybridloader.messages import Done, Event, Ready, Task, WorkerSpec
-from hybridloader.running.ledger import Books
+from hybridloader.running.ledger import Books, size_of
 from hybridloader.stage import Stage
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
@@ -384,3 +385,32 @@ def test_timeout_counts_while_there_is_work_under_way() -> None:
     with pytest.raises(WorkerTimeout, match=r"within 10 seconds.*\[5\]"):
         next(stage)
     stage.close()
+
+
+# -- what items weigh ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Record:
+    data: bytes
+
+
+class Unweighable:
+    @property
+    def nbytes(self) -> int:
+        raise NotImplementedError
+
+
+def test_the_fields_of_a_dataclass_with_slots_are_weighed() -> None:
+    assert size_of(Record(bytes(10_000))) - size_of(Record(b"")) == 10_000
+
+
+def test_an_item_that_can_not_be_weighed_holds_nothing_up() -> None:
+    inside_itself: list[Any] = []
+    inside_itself.append(inside_itself)
+    for item in (Unweighable(), inside_itself):
+        assert size_of(item) > 0
+        pipe = Pipeline.from_iterable(range(9)).map(
+            lambda _, item=item: item, backend="threads", workers=2, buffer_bytes=1000, timeout=30
+        )
+        assert len(list(pipe)) == 9

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 from hybridloader.contract import ByReference
@@ -194,8 +194,16 @@ def _sizes_of(payload: Any, count: int) -> tuple[int, int]:
 def size_of(value: Any) -> int:
     """Bytes that `value` takes: its tensors, arrays and strings, through containers.
 
-    What has an `nbytes` is taken by its word; anything else counts as its object alone.
+    What has an `nbytes` is taken by its word; anything else counts as its object alone, and so does
+    what can't be looked into: it is no item's fault that it is to be weighed.
     """
+    try:
+        return _size_of(value)
+    except Exception:  # an `nbytes` that raises, a list that holds itself
+        return object.__sizeof__(value)
+
+
+def _size_of(value: Any) -> int:
     found = getattr(value, "nbytes", None)
     if isinstance(found, int):
         return found
@@ -204,5 +212,10 @@ def size_of(value: Any) -> int:
     if isinstance(value, (list, tuple, set, frozenset)):
         return sum(map(size_of, value)) + sys.getsizeof(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return sum(map(size_of, vars(value).values())) + sys.getsizeof(value)
+        parts = vars(value).values() if hasattr(value, "__dict__") else _slots_of(value)
+        return sum(map(size_of, parts)) + sys.getsizeof(value)
     return sys.getsizeof(value)
+
+
+def _slots_of(value: Any) -> list[Any]:
+    return [getattr(value, field.name, None) for field in fields(value)]
