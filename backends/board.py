@@ -144,6 +144,15 @@ class Board:
         str
             At most `stacks.MOST` characters; "" if nothing came, and then `why_none` says why.
         """
+        try:
+            return self._stack(pid, patience)
+        except OSError:  # another thread has ended the crew meanwhile, and closed the board
+            if self.fd >= 0:
+                raise
+            self.why_none = "it was ended meanwhile"
+            return ""
+
+    def _stack(self, pid: int, patience: float) -> str:
         numbers = self._numbers()
         signum = numbers[_SIGNAL]
         if not signum or numbers[_PID] != pid:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -306,6 +307,9 @@ class _Desk:
                 self._put(*item)
             except EOFError:
                 return  # the next read or direct write of the worker itself finds out
+            except BaseException:  # a result is lost, for which the parent would wait for ever
+                traceback.print_exc()
+                os._exit(1)
             del item
             with self._counting:
                 self._unwritten -= 1
@@ -350,8 +354,11 @@ class _Life:
             return
         try:
             pidfd = os.pidfd_open(parent)
-        except OSError:
+        except ProcessLookupError:
             os._exit(1)  # gone already
+        except OSError:  # a kernel before 5.3, or a sandbox that forbids it
+            self._watch_by_looking(parent)
+            return
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         poll.register(line, 0)  # POLLHUP is always told
@@ -365,13 +372,14 @@ class _Life:
                 poll.unregister(line)
 
     def _watch_by_looking(self, parent: int) -> None:
-        while _alive(parent):
+        while alive(parent):
             time.sleep(_POLL)
         self._sweep()
         os._exit(1)
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether there is a process with that number."""
     if sys.platform == "win32":
         import _winapi
 

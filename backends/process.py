@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.backends import board, descriptors
 from hybridloader.backends.board import Board
-from hybridloader.backends.child import main
+from hybridloader.backends.child import alive, main
 from hybridloader.backends.frames import Frame
 from hybridloader.backends.lane import Lane
 from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event, decode_failure
@@ -122,8 +122,9 @@ def _interrupts_held_back(forks: bool) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_SOON = 1e-6
-"""Seconds; not 0, with which `join` does not wait for a process that is about to be gone."""
+_LOOK = 1e-2
+"""Seconds at most between two looks at a process whose files are all closed. It is about to be gone,
+unless the user's code has closed them, ours too, and goes on: so nobody waits for it by `waitpid`."""
 
 _reaping = threading.RLock()
 """Held while a process is started or asked how it ended. multiprocessing asks about all its children
@@ -152,9 +153,15 @@ class _Handle:
             self._process.terminate()
 
     def join(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
         if multiprocessing.connection.wait([self._process.sentinel], timeout):
-            with _reaping:
-                self._process.join(_SOON)
+            pause = _LOOK / 100
+            # What somebody else has waited for seems to be alive for ever.
+            while self.is_alive() and alive(self._process.pid):
+                if deadline is not None and time.monotonic() >= deadline:
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK)
 
     def kill(self) -> None:
         """SIGKILL where there is one (`LokyProcess.kill` raises AttributeError in loky 3.7)."""
@@ -231,9 +238,30 @@ class ProcessCrew(Crew):
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         shipment = None if self._forks else self._shipment(spec)
+        notes = Board.make() if self._sockets else None
+        try:
+            self._start(worker, spec, notes)
+        except BaseException:  # no process or descriptor can be had any more, for instance
+            if notes is not None and notes not in self._boards:
+                notes.close()
+            if shipment is not None and not any(s is shipment for _, s in self._shipments.values()):
+                shipment.close()
+            raise
+        if shipment is not None:
+            self._shipments[worker] = spec, shipment
+            fds: list[int] = []
+            try:
+                for fd in shipment.fds if notes is None else [*shipment.fds, notes.fd]:
+                    fds.append(os.dup(fd))
+            except OSError:
+                for fd in fds:
+                    os.close(fd)
+                raise
+            self._post.send(worker, shipment.parts, fds)
+
+    def _start(self, worker: int, spec: WorkerSpec, notes: Board | None) -> None:
         share = max(1, self._limit // max(1, spec.workers))
         lane = Lane(share, self._kind, forks=self._forks, locks=self._locks)
-        notes = Board.make() if self._sockets else None
         told = None if notes is None else (notes.fd if self._forks else -1)
         ours, theirs = self._context.Pipe(duplex=True)
         self._post.connect(worker, ours)
@@ -261,12 +289,6 @@ class ProcessCrew(Crew):
         finally:
             theirs.close()
         self._post.watch(worker, process)
-        if shipment is not None:
-            self._shipments[worker] = spec, shipment
-            fds = [os.dup(fd) for fd in shipment.fds]
-            if notes is not None:
-                fds.append(os.dup(notes.fd))
-            self._post.send(worker, shipment.parts, fds)
 
     def send(self, worker: int, message: Message) -> None:
         lane = self._lanes[worker]
@@ -331,11 +353,11 @@ class ProcessCrew(Crew):
         deadline = self._left + _GRACE
         _join(self._handles, deadline)
         for end, least in ((_Handle.terminate, _LEAST), (_Handle.kill, _DYING)):
-            alive = [handle for handle in self._handles if handle.is_alive()]
-            for handle in alive:
+            running = [handle for handle in self._handles if handle.is_alive()]
+            for handle in running:
                 end(handle)
             deadline += _GRACE / 2
-            _join(alive, max(deadline, time.monotonic() + least))
+            _join(running, max(deadline, time.monotonic() + least))
         if isinstance(self._post, PortablePost):
             self._post.join()
         for lane in self._lanes:

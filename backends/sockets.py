@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ all descriptors but these (PEP 446). macOS has no such flag."""
 _SEND_BUFFER = 1 << 20
 _LONGEST = (1 << 31) - 1
 """Milliseconds that `poll` can wait (an int of C), 25 days; whoever has longer asks again."""
+_PAUSE = 0.01
+"""Seconds before a worker tries again to send descriptors, where as many are under way as may be."""
 _IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
 
 parent_ends: set[int] = set()
@@ -346,7 +349,13 @@ class SocketChannel:
                 return
             pieces = deque(encode(parts, fds))
             while pieces:
-                send_some(self._sock, pieces, fds)
+                try:
+                    send_some(self._sock, pieces, fds)
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                    time.sleep(_PAUSE)  # until the parent, or whose they are, has taken some
+                    continue
                 fds = ()
         except ConnectionError:
             raise EOFError from None

@@ -908,3 +908,12 @@ def test_a_crew_tells_where_its_worker_hangs(backend: Backend, tmp_path: Path) -
         crew.kill(0)
         (death,) = (e for e in events_until(crew, Exited) if isinstance(e, Exited))
     assert (death.task, death.at) == (3, None)
+
+
+def test_a_board_that_is_closed_while_its_worker_is_asked_says_so() -> None:
+    """The stage that is pulled on another thread may end at any point."""
+    kernel = Kernel([])
+    made = kernel.board
+    made._sleep = lambda seconds: made.close()
+    assert made.stack(99) == ""
+    assert "meanwhile" in made.why_none

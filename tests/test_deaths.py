@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import sys
@@ -30,6 +32,7 @@ from hybridloader import (
     WorkerDied,
     WorkerTimeout,
 )
+from hybridloader.backends import board, child, process, sockets
 from hybridloader.backends.sockets import SocketChannel
 from hybridloader.testing import Gate
 
@@ -223,6 +226,84 @@ def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
     with pytest.raises(EOFError):
         channel.send([b"late"])
     ours.close()
+
+
+def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    channel, other = SocketChannel(theirs), SocketChannel(ours)
+    refusals = [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
+
+    def send_some(*args: Any) -> bool:
+        if refusals:
+            raise OSError(refusals.pop(), "as the kernel says it")
+        return send(*args)
+
+    send = sockets.send_some
+    monkeypatch.setattr(sockets, "send_some", send_some)
+    monkeypatch.setattr(sockets, "_PAUSE", 0)
+    channel.send([b"a slot"], [0])
+    frame = other.get()
+    assert bytes(frame.parts[0]) == b"a slot"
+    os.close(*frame.fds)
+    channel.close()
+    other.close()
+
+
+def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its parent would wait for ever for what its writing thread has lost."""
+
+    def refuse(self: Any, parts: list[Any], fds: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # of the worker
+            raise OSError(errno.ENOBUFS, "no room")
+        put(self, parts, fds)
+
+    put = child._Desk._put
+    monkeypatch.setattr(child._Desk, "_put", refuse)
+    with pytest.raises(WorkerDied, match="exited with code 1"):
+        list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=30))
+
+
+def test_workers_live_where_the_kernel_has_no_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("os.pidfd_open", refuse, raising=False)
+    assert list(load(Samples(int, 3), "fork")) == [[0], [1], [2]]
+
+
+def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_than_asked() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+
+    class Process:
+        sentinel, pid = reading, os.getpid()
+
+        def is_alive(self) -> bool:
+            return True
+
+        def join(self, timeout: float) -> None:
+            pytest.fail("waits by waitpid, for as long as that process lives")
+
+    process._Handle(Process()).join(0.01)
+    os.close(reading)
+
+
+def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(refuse))
+    before = set(board.parent_ends), set(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        start(load(Samples(int), "fork"))
+    assert (board.parent_ends, set(os.listdir("/proc/self/fd"))) == before
 
 
 # -- timeout -------------------------------------------------------------------------------------

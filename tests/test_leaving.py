@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
 
     class Time:
         monotonic = clock
+        sleep = time.sleep
 
     class Handle:
         def __init__(self, handle: Any) -> None:

@@ -271,15 +271,20 @@ def test_a_worker_at_the_end_of_its_shard_is_replaced_only_for_the_next_epoch() 
     assert begun == [0]  # the new one opens its shard when it starts
 
 
-def test_that_no_other_worker_can_be_had_is_told_with_the_death() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OSError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")],
+    ids=lambda error: type(error).__name__,
+)
+def test_that_no_other_worker_can_be_had_is_told_with_the_death(error: Exception) -> None:
     it, backend = stage([[*ready(), dead()]])
     it.begin(iter([["a"]]))
 
     def refuse(worker: int, spec: WorkerSpec) -> None:
-        raise OSError(11, "Resource temporarily unavailable")
+        raise error
 
     backend.crews[0].start = refuse  # type: ignore[method-assign]
-    with pytest.raises(WorkerDied, match=r"could not be replaced: .*temporarily unavailable"):
+    with pytest.raises(WorkerDied, match=rf"could not be replaced: .*{error.args[-1]}"):
         next(it)
     assert backend.crews[0].closed
 

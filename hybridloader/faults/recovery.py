@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from hybridloader.diagnosis import given_up
-from hybridloader.errors import HybridLoaderError
 from hybridloader.faults.restart import Deaths, RestartPolicy
 from hybridloader.feed import is_sealed
 from hybridloader.fetch import GivenUp, Spared
@@ -76,10 +75,7 @@ class Recovery:
             return True  # it has nothing to do before the next epoch
         try:
             self.start(worker)
-        except (
-            OSError,
-            HybridLoaderError,
-        ) as error:  # no process can be had any more, for instance
+        except Exception as error:  # no process or thread can be had any more, for instance
             self.refusal = f"It could not be replaced: {error}"
             return False
         indices = self._roster.indices
