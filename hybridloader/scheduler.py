@@ -287,8 +287,8 @@ class Scheduler:
 
     def held(self, worker: int) -> list[int]:
         """The tasks that the worker was sent and has not answered, oldest first."""
-        # A list first: a report may be wanted while another thread pulls.
-        return sorted(seq for seq, holder in list(self.sent.items()) if holder == worker)
+        # A copy first, which is made in one step: a report may be wanted while another thread pulls.
+        return sorted(seq for seq, holder in self.sent.copy().items() if holder == worker)
 
     def close(self) -> list[Result]:
         """The run ends here; the results that nobody will pop come back, to be discarded."""

@@ -289,6 +289,20 @@ def test_that_no_other_worker_can_be_had_is_told_with_the_death(error: Exception
     assert backend.crews[0].closed
 
 
+def test_that_nothing_can_be_sent_to_the_other_worker_is_told_with_the_death() -> None:
+    """Else nobody would be at the task, and the stage wait for it for ever."""
+    it, backend = stage([[*ready(), dead()]])
+    it.begin(iter([["a"]]))
+
+    def refuse(worker: int, message: Any) -> None:
+        raise MemoryError("no room for a copy")
+
+    backend.crews[0].send = refuse  # type: ignore[method-assign]
+    with pytest.raises(WorkerDied, match="given to another: no room for a copy"):
+        next(it)
+    assert backend.crews[0].closed
+
+
 def test_a_dataset_that_can_not_be_shipped_again_ends_it_as_well() -> None:
     it, backend = stage([[*ready(), dead()]])
     it.begin(iter([["a"]]))

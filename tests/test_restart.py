@@ -332,21 +332,19 @@ def test_a_stuck_process_is_replaced(backend: str, end: Callable[[], Any], tmp_p
         pytest.skip("fresh processes are slow to start")
     data = Deadly(end, (5,), Once(tmp_path))
     loader = DataLoader(
-        data, 4, num_workers=2, backend=backend, on_worker_death="restart", task_timeout=0.5
+        data, 4, num_workers=2, backend=backend, on_worker_death="restart", task_timeout=1
     )
     assert values(loader) == list(range(LENGTH))
 
 
 def test_a_stuck_process_is_told_with_its_stack_and_ended() -> None:
-    loader = DataLoader(
-        Deadly(stuck, (5,), None), 4, num_workers=2, backend="fork", task_timeout=0.5
-    )
+    loader = DataLoader(Deadly(stuck, (5,), None), 4, num_workers=2, backend="fork", task_timeout=1)
     with iter(loader) as it:
         workers = list(it._workers)
         with pytest.raises(TaskTimeout) as caught:
             list(it)
     told = str(caught.value)
-    assert "task_timeout=0.5" in told
+    assert "task_timeout=1" in told
     assert "[4, 5, 6, 7]" in told
     assert "in stuck" in told
     assert "on_worker_death='restart'" in told
@@ -360,7 +358,7 @@ def test_a_stuck_thread_is_told_with_its_stack_and_can_not_be_killed(tmp_path: P
         4,
         num_workers=2,
         backend="threads",
-        task_timeout=0.2,
+        task_timeout=1,
         on_worker_death="restart",
     )
     it = iter(loader)
@@ -377,13 +375,13 @@ def test_a_sample_that_is_always_stuck_is_skipped_where_bad_samples_are() -> Non
         4,
         num_workers=2,
         backend="fork",
-        task_timeout=0.3,
+        task_timeout=1,
         on_worker_death="restart",
         on_error=Skip(),
     )
     assert sorted(values(loader)) == [i for i in range(LENGTH) if i != 5]
     [record] = loader.skipped
-    assert "ran over task_timeout=0.3 seconds" in str(record.error)
+    assert "ran over task_timeout=1 seconds" in str(record.error)
 
 
 # -- the report ----------------------------------------------------------------------------------------

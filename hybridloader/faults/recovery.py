@@ -79,10 +79,14 @@ class Recovery:
             self.refusal = f"It could not be replaced: {error}"
             return False
         indices = self._roster.indices
-        for seq in again:
-            if deadly and seq == blamed:
-                indices[seq] = self._spared(indices[seq], death, deaths)
-            self._crew.send(worker, Task(seq, indices[seq]))
+        try:
+            for seq in again:
+                if deadly and seq == blamed:
+                    indices[seq] = self._spared(indices[seq], death, deaths)
+                self._crew.send(worker, Task(seq, indices[seq]))
+        except Exception as error:  # no memory for a copy of it, for instance
+            self.refusal = f"What it had in hand could not be given to another: {error}"
+            return False
         return True
 
     # -- the parts -------------------------------------------------------------------------------
