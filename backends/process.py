@@ -314,14 +314,18 @@ class ProcessCrew(Crew):
             self._locks.warn()
         events: list[Event] = []
         for worker, frame in self._post.wait(timeout):
-            if worker in self._gone:
-                continue
+            event = None
             try:
-                event = None if frame is None else self._decode(worker, frame)
+                if worker in self._gone:
+                    continue
+                if frame is not None:
+                    event = self._decode(worker, frame)
             except DamagedMessage as error:
-                event = None
                 self._post.drop(worker)
                 self._post.damaged[worker] = str(error)
+            finally:
+                while frame is not None and frame.fds:  # which nobody has taken over
+                    os.close(frame.fds.pop())
             if event is not None:
                 events.append(event)
             else:

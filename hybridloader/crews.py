@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing.util  # its exit handler must be registered before ours, to run after it
 import os
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from hybridloader.contract import Crew
 
 assert multiprocessing.util is not None
+
+T = TypeVar("T")
 
 _crews: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
 """Every crew and the process that owns it."""
@@ -50,12 +54,32 @@ def park_at_exit() -> None:
 
 
 def _close_all() -> None:
+    """Close what there is, also what other threads make meanwhile; the first error comes at the end."""
     global exiting
     exiting = True
-    for runner in list(_runners):
-        runner.close()
-    for crew, owner in list(_crews.items()):
-        _close(crew, owner)
+    errors: list[Exception] = []
+    for runner in _all_of(_runners.copy):
+        _close_or_note(runner.close, errors)
+    for crew, owner in _all_of(_crews.items):
+        _close_or_note(functools.partial(_close, crew, owner), errors)
+    if errors:
+        raise errors[0]
+
+
+def _all_of(look: Callable[[], Iterable[T]]) -> list[T]:
+    """All that is in a weak collection, to which other threads may add while this one looks."""
+    while True:
+        try:
+            return list(look())
+        except RuntimeError:  # "changed size during iteration"
+            continue
+
+
+def _close_or_note(close: Callable[[], None], errors: list[Exception]) -> None:
+    try:
+        close()
+    except Exception as error:  # the others must end all the same
+        errors.append(error)
 
 
 weakref.finalize(_crews, int).detach()  # weakref's own exit handler goes first, to run after ours

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,6 +30,7 @@ from failing import (
 
 from hybridloader import (
     IteratorClosed,
+    crews,
 )
 from hybridloader.testing import Gate
 
@@ -292,3 +294,40 @@ def test_psutil_sees_no_child_of_ours_at_the_end() -> None:
     assert {child.pid for child in mine} == {worker.pid for worker in iterator._workers}
     iterator.close()
     assert set(psutil.Process().children()) == before
+
+
+def test_at_exit_one_that_can_not_be_closed_keeps_no_other_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Runner:
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error, self.closed = error, 0
+
+        def close(self) -> None:
+            self.closed += 1
+            if self.error is not None:
+                raise self.error
+
+    class Busy(list[Any]):
+        """To which another thread adds, the first time that somebody looks."""
+
+        looks = 0
+
+        def look(self) -> Any:
+            self.looks += 1
+            if self.looks == 1:
+                raise RuntimeError("Set changed size during iteration")
+            return self
+
+        copy = items = look
+
+    runners = Busy([Runner(LookupError("mine")), Runner(LookupError("not the first")), Runner()])
+    closed: list[Any] = []
+    crew = SimpleNamespace(close=lambda: closed.append("crew"))
+    monkeypatch.setattr(crews, "exiting", False)
+    monkeypatch.setattr(crews, "_runners", runners)
+    monkeypatch.setattr(crews, "_crews", Busy([(crew, os.getpid()), (crew, -1)]))
+    with pytest.raises(LookupError, match="mine"):
+        crews._close_all()
+    assert [runner.closed for runner in runners] == [1, 1, 1]
+    assert closed == ["crew"]

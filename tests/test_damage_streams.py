@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driven import Driven
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridloader import DataLoader, WorkerDied
+from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader.backends import portable
-from hybridloader.backends.frames import encode
+from hybridloader.backends.frames import Frame, encode
 from hybridloader.backends.portable import PortableChannel, PortablePost
 from hybridloader.backends.sockets import SocketChannel, SocketPost
 from hybridloader.errors import CacheError, DamagedMessage, ShippingError
+from hybridloader.messages import Exited
 from hybridloader.operators.cache_file import Reader, Writer
 from hybridloader.shipping import _Contents, receive, ship
 
@@ -363,3 +365,25 @@ def test_reading_at_the_same_time_finds_the_same_damage(tmp_path: Path) -> None:
     assert [[item is CacheError for item in items] for items in found] == [
         [False, True, False, False]
     ] * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fixture in conftest.py counts them."""
+    with Driven(Fork(), abs) as driven:
+        assert driven.call(-3) == 3
+        crew = driven.raw
+        wait = crew._post.wait
+
+        def damaged(timeout: float | None) -> Any:
+            monkeypatch.undo()
+            garbage = memoryview(b"no event at all")
+            return [(0, Frame([garbage], [os.dup(0), os.dup(0)])) for _ in range(2)]
+
+        monkeypatch.setattr(crew._post, "wait", damaged)
+        [event] = crew.wait(0)
+        assert isinstance(event, Exited)
+        assert "sent what can't be read" in str(event.cause)
+        assert crew._post.wait == wait
