@@ -245,6 +245,8 @@ def test_a_fork_in_the_middle_does_not_take_what_is_the_parents(backend: str) ->
         try:
             with pytest.raises(IteratorClosed, match="belongs to the process"):
                 next(iterator)
+            with iter(loader) as own:  # the workers that stay are the parent's: here are others
+                assert list(own) == [[index] for index in range(20)]
             code = 0
         finally:
             os._exit(code)
