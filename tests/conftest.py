@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -56,8 +57,22 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _descriptors() -> int:
+    """How many are open, without those that CUDA's driver opens for the process as it needs them."""
     folder = Path("/proc/self/fd")
-    return len(os.listdir(folder)) if folder.exists() else 0
+    if not folder.exists():
+        return 0
+    names = os.listdir(folder)
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return len(names)
+    return sum(not _leads_to(folder / name).startswith("/dev/nvidia") for name in names)
+
+
+def _leads_to(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # that of the listing itself
+        return ""
 
 
 def _segments() -> set[str]:
