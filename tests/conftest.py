@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -54,6 +56,20 @@ def _descendants(pid: int) -> list[int]:
     except OSError:  # it has just ended
         pass
     return found
+
+
+def _wait_for_one(children: set[psutil.Process], seconds: float) -> None:
+    """Until one of them has ended. `psutil.wait_procs` would reap it, and hide that nobody else did."""
+    lines = []
+    for child in children:
+        with contextlib.suppress(AttributeError, OSError, psutil.Error):  # gone, or no pidfd here
+            if child.status() != psutil.STATUS_ZOMBIE:
+                lines.append(os.pidfd_open(child.pid))
+    try:
+        wait(lines, seconds)
+    finally:
+        for line in lines:
+            os.close(line)
 
 
 def _descriptors() -> int:
@@ -140,8 +156,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.collect()  # does nothing while another thread is collecting, hence again
         for thread in set(threading.enumerate()) - threads:
             thread.join(0.05)
-        if _children() - children:
-            time.sleep(0.05)  # psutil.wait_procs would reap them, and hide that nobody else did
+        _wait_for_one(_children() - children, 0.05)
         if time.monotonic() > deadline:
             break
     gc.collect()

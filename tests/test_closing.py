@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -27,6 +26,7 @@ from failing import (
     load,
     start,
 )
+from forked import in_a_fork
 
 from hybridloader import (
     IteratorClosed,
@@ -217,18 +217,14 @@ def test_a_fork_in_the_middle_that_drops_the_iterator_does_no_harm(
     loader = load(Samples(int, 20), backend, persistent_workers=persistent)
     iterator = start(loader)
     found = [next(iterator) for _ in range(3)]
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            iterator.close()
-            del iterator, loader
-            gc.collect()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def drop() -> None:
+        nonlocal iterator, loader
+        iterator.close()
+        del iterator, loader
+        gc.collect()
+
+    assert in_a_fork(drop) == 0
     found += list(iterator)
     assert found == [[index] for index in range(20)]
 
@@ -238,20 +234,14 @@ def test_a_fork_in_the_middle_does_not_take_what_is_the_parents(backend: str) ->
     loader = load(Samples(int, 20), backend, persistent_workers=True)
     iterator = start(loader)
     found = [next(iterator) for _ in range(3)]
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        code = 1
-        try:
-            with pytest.raises(IteratorClosed, match="belongs to the process"):
-                next(iterator)
-            with iter(loader) as own:  # the workers that stay are the parent's: here are others
-                assert list(own) == [[index] for index in range(20)]
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def use() -> None:
+        with pytest.raises(IteratorClosed, match="belongs to the process"):
+            next(iterator)
+        with iter(loader) as own:  # the workers that stay are the parent's: here are others
+            assert list(own) == [[index] for index in range(20)]
+
+    assert in_a_fork(use) == 0
     found += list(iterator)
     assert found == [[index] for index in range(20)]
 

@@ -250,28 +250,29 @@ def test_an_epoch_that_it_is_told_behind_the_end_is_not_taken_back(
 # -- ranks -----------------------------------------------------------------------------------------
 
 
+def ranks(world: int, length: int, batch: int, uneven: str) -> list[DataLoader]:
+    return [
+        DataLoader(
+            range(length),  # type: ignore[arg-type]
+            batch,
+            sampler=DistributedShuffleSampler(length, 2, rank=rank, world=world, uneven=uneven),
+        )
+        for rank in range(world)
+    ]
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_another_number_of_ranks_loses_and_doubles_nothing(
     before: int, after: int, steps: int
 ) -> None:
-    def ranks(world: int) -> list[DataLoader]:
-        return [
-            DataLoader(
-                range(40),  # type: ignore[arg-type]
-                4,
-                sampler=DistributedShuffleSampler(40, 2, rank=rank, world=world, uneven="exact"),
-            )
-            for rank in range(world)
-        ]
-
     seen, states = [], []
-    for loader in ranks(before):
+    for loader in ranks(before, 40, 4, "exact"):
         iterator = iter(loader)
         for _ in range(steps):
             seen += next(iterator).tolist()
         states.append(loader.state_dict())
-    for loader in ranks(after):
+    for loader in ranks(after, 40, 4, "exact"):
         loader.load_state_dict(states[0])
         seen += [index for batch in loader for index in batch.tolist()]
     assert sorted(seen) == list(range(40))
@@ -281,23 +282,13 @@ def test_another_number_of_ranks_loses_and_doubles_nothing(
 def test_what_is_too_little_for_more_ranks_is_dropped_and_not_filled_from_the_next_epoch(
     steps: int,
 ) -> None:
-    def ranks(world: int) -> list[DataLoader]:
-        return [
-            DataLoader(
-                range(10),  # type: ignore[arg-type]
-                1,
-                sampler=DistributedShuffleSampler(10, 2, rank=rank, world=world, uneven="drop"),
-            )
-            for rank in range(world)
-        ]
-
     seen, states = [], []
-    for loader in ranks(2):
+    for loader in ranks(2, 10, 1, "drop"):
         iterator = iter(loader)
         seen += [next(iterator).item() for _ in range(steps)]
         states.append(loader.state_dict())
     assert states[0]["_index_sampler_state"] == states[1]["_index_sampler_state"]
-    resumed, fresh = ranks(4), ranks(4)
+    resumed, fresh = ranks(4, 10, 1, "drop"), ranks(4, 10, 1, "drop")
     for loader in resumed:
         loader.load_state_dict(states[0])
         seen += [index for batch in loader for index in batch.tolist()]

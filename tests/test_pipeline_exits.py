@@ -10,12 +10,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from forked import in_a_fork
 
 import hybridloader
 from hybridloader import IteratorClosed, Pipeline, WorkerDied
@@ -75,20 +76,6 @@ def test_a_thread_that_exits_is_told_with_its_stage() -> None:
             pass
     with pytest.raises(IteratorClosed, match="ended"):
         next(run)
-
-
-def in_a_fork(act: Callable[[], None], seconds: int = 30) -> int:
-    """The exit code of a fork that does `act`; negative: the signal that ended it, SIGALRM if stuck."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(seconds)
-        code = 1
-        try:
-            act()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @needs_fork
