@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import functools
+import contextlib
 import multiprocessing.util  # its exit handler must be registered before ours, to run after it
 import os
 import threading
@@ -54,16 +54,19 @@ def park_at_exit() -> None:
 
 
 def _close_all() -> None:
-    """Close what there is, also what other threads make meanwhile; the first error comes at the end."""
+    """Close all that there is, whichever of them raises; all that was raised is told at the end."""
     global exiting
     exiting = True
-    errors: list[Exception] = []
-    for runner in _all_of(_runners.copy):
-        _close_or_note(runner.close, errors)
-    for crew, owner in _all_of(_crews.items):
-        _close_or_note(functools.partial(_close, crew, owner), errors)
-    if errors:
-        raise errors[0]
+    with contextlib.ExitStack() as rest:
+        rest.callback(_close_crews)  # called last: crews that runners have made meanwhile, too
+        for runner in _all_of(_runners.copy):
+            rest.callback(runner.close)
+
+
+def _close_crews() -> None:
+    with contextlib.ExitStack() as rest:
+        for crew, owner in _all_of(_crews.items):
+            rest.callback(_close, crew, owner)
 
 
 def _all_of(look: Callable[[], Iterable[T]]) -> list[T]:
@@ -73,13 +76,6 @@ def _all_of(look: Callable[[], Iterable[T]]) -> list[T]:
             return list(look())
         except RuntimeError:  # "changed size during iteration"
             continue
-
-
-def _close_or_note(close: Callable[[], None], errors: list[Exception]) -> None:
-    try:
-        close()
-    except Exception as error:  # the others must end all the same
-        errors.append(error)
 
 
 weakref.finalize(_crews, int).detach()  # weakref's own exit handler goes first, to run after ours
