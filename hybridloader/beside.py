@@ -24,9 +24,7 @@ class Beside(MutableMapping[Any, V]):
         return self._entries[id(owner)][1]
 
     def __setitem__(self, owner: Any, value: V) -> None:
-        place = id(
-            owner
-        )  # nobody else's before `forget` has been called: memory is freed after that
+        place = id(owner)  # nobody else's before `forget` was called: memory is freed after that
 
         def forget(_: weakref.ref[Any]) -> None:
             self._entries.pop(place, None)
