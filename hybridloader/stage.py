@@ -327,7 +327,11 @@ class Stage(Iterator[Any]):
             )
 
     def _come_out(self) -> None:
-        """A call of `begin` or `pull` ends; if it was closed meanwhile, so does all."""
+        """A call of `begin` or `pull` ends; if it was closed meanwhile, so does all.
+
+        Both hold the lock by `with` itself. A context manager of ours around lock and count would be
+        shorter, and an interrupt within its `__enter__` would keep the lock for ever.
+        """
         self._inside -= 1
         # Whoever has it leave closes it.
         if self._closing and not (self._inside or self._leaving):
