@@ -7,20 +7,23 @@ process and by whether large buffers come back through slots or in the stream.
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.backends import board, descriptors
 from hybridloader.backends.board import Board
-from hybridloader.backends.child import alive, main
+from hybridloader.backends.child import main
 from hybridloader.backends.frames import Frame
+from hybridloader.backends.handles import (
+    GRACE,
+    ProcessHandle,
+    interrupts_held_back,
+    join_all,
+    reaping,
+)
 from hybridloader.backends.lane import Lane
 from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event, decode_failure
 from hybridloader.backends.portable import PortableChannel, PortablePost
@@ -47,9 +50,6 @@ from hybridloader.shipping import Shipment, ship
 
 if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
-
-_GRACE = 1.0
-"""Seconds that a worker gets to finish its sample before it is terminated, then killed."""
 
 _LEAST = 0.1
 """Seconds that it gets in any case to act on being terminated, however long ago it was told to leave."""
@@ -102,103 +102,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown)
 
 
-@contextmanager
-def _interrupts_held_back(forks: bool) -> Iterator[None]:
-    """Hold Ctrl-C back, from a process that starts within the block too: it inherits the mask.
-
-    Until that has its own handler, Ctrl-C would end it with a traceback of its own.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    if not forks:
-        from multiprocessing import resource_tracker
-
-        resource_tracker.ensure_running()  # else `start` does it, and that lifts the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_LOOK = 1e-2
-"""Seconds at most between two looks at a process whose files are all closed. It is about to be gone,
-unless the user's code has closed them, ours too, and goes on: so nobody waits for it by `waitpid`."""
-
-_reaping = threading.RLock()
-"""Held while a process is started or asked how it ended. multiprocessing asks about all its children
-whenever it starts one, and what it learns on one thread is not there on another for a moment: the child
-seems to be alive, and its number is nobody's, or somebody else's. Stages of a pipeline run on several
-threads."""
-
-
-class _Handle:
-    """A worker process; also what tells how it ended."""
-
-    def __init__(self, process: Any) -> None:
-        self._process = process
-        self.name = "process"
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid  # type: ignore[no-any-return]
-
-    def is_alive(self) -> bool:
-        with _reaping:
-            return self._process.is_alive()  # type: ignore[no-any-return]
-
-    def terminate(self) -> None:
-        with _reaping:
-            self._process.terminate()
-
-    def join(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if multiprocessing.connection.wait([self._process.sentinel], timeout):
-            pause = _LOOK / 100
-            # What somebody else has waited for seems to be alive for ever.
-            while self.is_alive() and alive(self._process.pid):
-                if deadline is not None and time.monotonic() >= deadline:
-                    return
-                time.sleep(pause)
-                pause = min(2 * pause, _LOOK)
-
-    def kill(self) -> None:
-        """SIGKILL where there is one (`LokyProcess.kill` raises AttributeError in loky 3.7)."""
-        with _reaping:
-            if hasattr(signal, "SIGKILL") and self.is_alive():
-                os.kill(self._process.pid, signal.SIGKILL)
-            else:
-                self._process.terminate()
-
-    def disown(self) -> None:
-        """Take it off the list of those that multiprocessing ends when this process exits."""
-        children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
-        children.discard(self._process)
-
-    def cause(self) -> str:
-        """How it ended, for a worker that was not asked to."""
-        self.join(_GRACE)
-        code = self._process.exitcode
-        if code is None:
-            if not self.is_alive():
-                return "ended; its exit code is not known"
-            self.kill()
-            self.join(_GRACE)
-            return "closed its connection while it was running, and was killed"
-        if code < 0:
-            try:
-                return f"was killed by signal {signal.Signals(-code).name} ({-code})"
-            except ValueError:
-                return f"was killed by signal {-code}"
-        return f"exited with code {code}"
-
-
-def _join(handles: Sequence[_Handle], deadline: float) -> None:
-    for handle in handles:
-        handle.join(max(0.0, deadline - time.monotonic()))
-
-
 class ProcessCrew(Crew):
     """Workers of one stage, each in a process.
 
@@ -220,7 +123,7 @@ class ProcessCrew(Crew):
         self._sockets = sockets
         self._post: Any = SocketPost() if sockets else PortablePost()
         # All the mutable state:
-        self._handles: list[_Handle] = []
+        self._handles: list[ProcessHandle] = []
         self._lanes: list[Lane] = []
         self._boards: list[Board | None] = []
         self._gone: set[int] = set()
@@ -283,9 +186,9 @@ class ProcessCrew(Crew):
             daemon=True,
         )
         try:
-            with _reaping, _interrupts_held_back(self._forks):
+            with reaping, interrupts_held_back(self._forks):
                 process.start()
-                self._take_place(worker, _Handle(process), lane, notes)
+                self._take_place(worker, ProcessHandle(process), lane, notes)
         finally:
             theirs.close()
         self._post.watch(worker, process)
@@ -354,14 +257,14 @@ class ProcessCrew(Crew):
         self.leave()
         self._post.close()
         assert self._left is not None
-        deadline = self._left + _GRACE
-        _join(self._handles, deadline)
-        for end, least in ((_Handle.terminate, _LEAST), (_Handle.kill, _DYING)):
+        deadline = self._left + GRACE
+        join_all(self._handles, deadline)
+        for end, least in ((ProcessHandle.terminate, _LEAST), (ProcessHandle.kill, _DYING)):
             running = [handle for handle in self._handles if handle.is_alive()]
             for handle in running:
                 end(handle)
-            deadline += _GRACE / 2
-            _join(running, max(deadline, time.monotonic() + least))
+            deadline += GRACE / 2
+            join_all(running, max(deadline, time.monotonic() + least))
         if isinstance(self._post, PortablePost):
             self._post.join()
         for lane in self._lanes:
@@ -418,7 +321,9 @@ class ProcessCrew(Crew):
         if shipment is not None and not any(s is shipment for _, s in self._shipments.values()):
             shipment.close()
 
-    def _take_place(self, worker: int, handle: _Handle, lane: Lane, notes: Board | None) -> None:
+    def _take_place(
+        self, worker: int, handle: ProcessHandle, lane: Lane, notes: Board | None
+    ) -> None:
         """Note what belongs to a worker that has started."""
         if worker == len(self._handles):
             self._handles.append(handle)
@@ -431,7 +336,7 @@ class ProcessCrew(Crew):
         former.close()
         if board_before is not None:
             board_before.close()
-        self._handles[worker].join(_GRACE)
+        self._handles[worker].join(GRACE)
         self._handles[worker], self._lanes[worker], self._boards[worker] = handle, lane, notes
         self._gone.discard(worker)
 
@@ -447,7 +352,7 @@ class ProcessCrew(Crew):
             cause = handle.cause()
         else:
             handle.kill()
-            handle.join(_GRACE)
+            handle.join(GRACE)
             cause = f"sent what can't be read ({damage}), and was killed"
         killed = next((name for name in ("SIGKILL", "SIGBUS") if name in cause), None)
         memory = "" if killed is None else self._oom.describe(killed)

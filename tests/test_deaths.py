@@ -32,7 +32,7 @@ from hybridloader import (
     WorkerDied,
     WorkerTimeout,
 )
-from hybridloader.backends import board, child, process, sockets
+from hybridloader.backends import board, child, handles, sockets
 from hybridloader.backends.sockets import SocketChannel
 from hybridloader.testing import Gate
 
@@ -289,7 +289,7 @@ def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_th
         def join(self, timeout: float) -> None:
             pytest.fail("waits by waitpid, for as long as that process lives")
 
-    process._Handle(Process()).join(0.01)
+    handles.ProcessHandle(Process()).join(0.01)
     os.close(reading)
 
 

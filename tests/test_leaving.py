@@ -11,7 +11,7 @@ import pytest
 from driven import Driven
 
 from hybridloader import Fork, Spawn, Threads
-from hybridloader.backends import process, sockets, threads
+from hybridloader.backends import handles, process, sockets, threads
 from hybridloader.testing.tools import DEADLINE, FakeClock, Gate
 
 BACKENDS = [
@@ -70,8 +70,8 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
             gate.open()
             self.handle.join(DEADLINE)
 
-    module: Any = {"fork": process, "threads": threads}[backend.name]
-    monkeypatch.setattr(module, "time", Time)
+    for module in (handles, process) if backend.name == "fork" else (threads,):
+        monkeypatch.setattr(module, "time", Time)
     with Driven(backend, lambda index: gate.arrive()) as crew:
         crew.send(0)
         crew.raw.flush()
@@ -82,7 +82,7 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
         clock.now += 0.6
         crew.raw.leave()  # the first one counts
         crew.raw.close()
-    patience = process._GRACE if backend.name == "fork" else threads._PATIENCE
+    patience = handles.GRACE if backend.name == "fork" else threads._PATIENCE
     assert asked[0] == pytest.approx(patience - 0.6)
 
 

@@ -370,7 +370,7 @@ def test_workers_that_take_long_to_die_are_waited_for(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else they stay as zombies, with their descriptors: many that end at once take a while."""
-    monkeypatch.setattr("hybridloader.backends.process._GRACE", 0.0)
+    monkeypatch.setattr("hybridloader.backends.process.GRACE", 0.0)
     monkeypatch.setattr("hybridloader.backends.process._LEAST", 0.0)
     before = set(multiprocessing.process._children)
     pipe = Pipeline.from_dataset(range(1))
