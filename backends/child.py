@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from hybridloader.backends.board import WorkerSide
 from hybridloader.backends.frames import Frame
@@ -44,6 +44,9 @@ the worker should make the next batch meanwhile."""
 
 _POLL = 0.5
 """Seconds between two looks at the parent, where its end can't be waited for."""
+
+_GRACE = 1.0
+"""Seconds that a worker has to end by itself once the parent is gone."""
 
 
 class _Result:
@@ -365,8 +368,7 @@ class _Life:
         while True:
             for fd, _ in poll.poll():
                 if fd == pidfd:
-                    self._sweep()
-                    os._exit(1)
+                    self._end()
                 with self._changing:
                     self.flag.up = True
                 poll.unregister(line)
@@ -374,6 +376,15 @@ class _Life:
     def _watch_by_looking(self, parent: int) -> None:
         while alive(parent):
             time.sleep(_POLL)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """The parent is gone: let the worker close what it reads, and end the process in any case."""
+        with self._changing:
+            self.flag.up = True
+        time.sleep(
+            _GRACE
+        )  # the worker, which reads the end of its stream, ends the process meanwhile
         self._sweep()
         os._exit(1)
 

@@ -123,15 +123,22 @@ class _InlineCrew(Crew):
         return None  # `wait` never sleeps
 
     def kill(self, worker: int, cause: str | None = "was told to end") -> None:
-        if self.workers.pop(worker, None) is not None:
+        made = self.workers.pop(worker, None)
+        if made is not None:
+            made.close()
             self._events.append(Exited(worker, cause))
 
     def close(self) -> None:
         self._flag.up = True
         self._todo.clear()
         self._events.clear()
+        workers = list(self.workers.values())
         self.workers.clear()
-        self._slots.close()
+        try:
+            for worker in workers:
+                worker.close()
+        finally:
+            self._slots.close()
 
     def handles(self) -> Sequence[WorkerHandle]:
         return self._handles

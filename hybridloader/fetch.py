@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hybridloader.buffers.gather import Odd, gatherer
@@ -37,8 +38,8 @@ Fetcher = Callable[[Any], Any]
 """Makes the result of one task.
 
 It may have an attribute `position` and a method `skip(count)`, if what it does depends on what it did
-before; and a method `mend(result, check)`, for a result that can't be sent, which `check` tells by
-raising `ResultNotSendable`.
+before; a method `close()`, if it reads an iterator, which ends that; and a method `mend(result, check)`,
+for a result that can't be sent, which `check` tells by raising `ResultNotSendable`.
 """
 
 
@@ -356,6 +357,15 @@ def skip(samples: Iterator[Any], count: int, cancelled: Flag) -> tuple[int, bool
         except Exception:  # told by the worker that was here before
             pass
     return count, False
+
+
+def end(samples: Any) -> None:
+    """Close an iterator that is a generator, so that its `finally` and `with` come to their ends now.
+
+    Nothing else is closed: what another iterator's `close` would do, its author alone knows.
+    """
+    if isinstance(samples, GeneratorType) and not samples.gi_running:
+        samples.close()
 
 
 def seed_datapipe(dataset: Any, shared_seed: int) -> Any:

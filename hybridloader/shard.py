@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridloader.faults.tried import Short
-from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch, skip
+from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch, end, skip
+from hybridloader.seeds.draws import innermost
 from hybridloader.states.carried import Start, load_iterator
 
 
@@ -74,6 +75,11 @@ class Shard:
             raise
         self.position += 1
         return sample
+
+    def close(self) -> None:
+        """End the iterator: nothing more will be read."""
+        samples, self._samples, self._seeded, self.ended = self._samples, iter(()), None, True
+        end(innermost(samples))
 
     def resume(self, start: Start) -> None:
         """Go on where another run had come to."""

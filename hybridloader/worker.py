@@ -7,6 +7,7 @@ process or in the caller, nor how its messages travel.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
@@ -107,7 +108,8 @@ class Worker:
         return Ready(self.worker)
 
     def close(self) -> None:
-        """Nothing more will be done."""
+        """Nothing more will be done. What the worker was reading is closed."""
+        self._let_go()
         if self._draws is not None:
             self._draws.release()
 
@@ -125,6 +127,7 @@ class Worker:
 
     def _begin(self, message: Begin) -> None:
         self._exhausted = False
+        self._let_go()
         if self._draws is not None and self._spec.seeding is not None:
             self._draws.begin(replace(self._spec.seeding, epoch=message.epoch))
             self.cancelled.draws = self._draws
@@ -136,6 +139,17 @@ class Worker:
             self._fetcher = self._spec.fetch.open(message.shared_seed, self.cancelled)
         except Exception as error:
             self._broken = no_stop(error)
+
+    def _let_go(self) -> None:
+        """Close what the fetcher reads, if it reads an iterator of its own."""
+        fetcher, self._fetcher = self._fetcher, None
+        close = getattr(fetcher, "close", None)
+        if close is None:
+            return
+        try:
+            close()
+        except Exception:  # of a generator's `finally`: as Python, which ignores and shows it
+            traceback.print_exc()
 
     def _answer(self, task: Task) -> Event | None:
         if self._exhausted:

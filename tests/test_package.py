@@ -232,6 +232,7 @@ LAYERS = {
         "faults.outcomes",
         "fetch",
         "running.work",
+        "seeds.draws",
     },
     "running.run": {
         "crews",
@@ -290,7 +291,7 @@ LAYERS = {
     "seeds.seeding": {"late", "seeds.draws"},
     "seeds.stand_ins": {"late", "seeds.by_thread", "seeds.draws", "seeds.sample_seeds"},
     "seeds.thread_draws": {"seeds.draws", "seeds.sample_seeds", "seeds.stand_ins", "worker_info"},
-    "shard": {"faults.tried", "fetch", "states.carried"},
+    "shard": {"faults.tried", "fetch", "seeds.draws", "states.carried"},
     "shipping": {"buffers.arena", "buffers.packing", "buffers.segments", "errors"},
     "stage": {
         "contract",

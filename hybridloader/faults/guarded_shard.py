@@ -79,6 +79,10 @@ class GuardedShard(Shard):
             return self._all_lost(no_stop(error), misses)
         return Tried(data, tried, misses)
 
+    def close(self) -> None:
+        super().close()
+        self._source.close()
+
     def _nothing(self, misses: list[Miss]) -> Short:
         if misses:
             return Short([], [], misses, 0)
@@ -155,6 +159,10 @@ class GuardedIterator:
             return self.guard.give_up(number, error)
         finally:
             del error
+
+    def close(self) -> None:
+        """Let go of the iterator, which who made it has ended."""
+        self._samples, self._is_over = iter(()), True
 
     def _again(self, _: None) -> Any:
         try:

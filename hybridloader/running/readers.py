@@ -10,8 +10,9 @@ from hybridloader.faults.guard import Swapped
 from hybridloader.faults.guarded_shard import GuardedIterator
 from hybridloader.faults.on_error import Policy
 from hybridloader.faults.outcomes import Damaged, Noted, bad, whole_or_damaged
-from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, skip
+from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, end, skip
 from hybridloader.running.work import WorkFetch
+from hybridloader.seeds.draws import innermost
 
 _READING = 0.01
 """Seconds after which a reader gives what it has, if that is less than it was asked for."""
@@ -72,8 +73,10 @@ class Reader:
         self._items, self._cancelled = items, cancelled
         self._draw: Callable[[], Any] = items.__next__
         self._plain = on_error is None  # else the source counts
+        self._guarded: GuardedIterator | None = None
         if on_error is not None:
-            self._draw = GuardedIterator(items, on_error, cancelled, self).draw
+            self._guarded = GuardedIterator(items, on_error, cancelled, self)
+            self._draw = self._guarded.draw
         # All the mutable state:
         self.position = 0
         self._ended = False
@@ -111,6 +114,14 @@ class Reader:
         if not results:
             raise EndOfShard
         return results if self._plain else whole_or_damaged(results)
+
+    def close(self) -> None:
+        """End the iterator: nothing more will be read."""
+        items, self._items, self._ended = self._items, iter(()), True
+        self._draw = self._items.__next__
+        if self._guarded is not None:
+            self._guarded.close()
+        end(innermost(items))
 
     def skip(self, count: int) -> None:
         """Go on behind `count` items, which another worker has delivered. What they raise is known."""
