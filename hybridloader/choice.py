@@ -58,6 +58,20 @@ def contradiction(loader: Any, asked: str | Backend | None) -> str | None:
     )
 
 
+def is_foreign(context: Any) -> bool:
+    """Whether a `multiprocessing_context` has another way to start processes than those known here.
+
+    MONAI's, for one, starts threads. What it does can't be had by naming its start method.
+    """
+    method = None if context is None else context.get_start_method()
+    if method in (None, "loky"):
+        return False
+    if method not in multiprocessing.get_all_start_methods():
+        return True
+    ordinary = multiprocessing.Process, multiprocessing.get_context(method).Process
+    return context.Process not in ordinary
+
+
 def warn_idle(loader: Any, asked: str | Backend | None) -> None:
     """Warn once of a backend that `loader` has no workers for."""
     if asked is not None and loader.num_workers == 0:

@@ -3,11 +3,13 @@
 One method of torch's `DataLoader` is replaced, `_get_iterator`, which makes the iterator of a pass.
 The class stays what it is, so every ``isinstance``, subclass and constructor does too; a subclass with
 a `_get_iterator` of its own (PyG's, ultralytics', torchdata's) is asked first, as ever. Loaders that
-are ours already are never touched, nor is anything that a batch passes through.
+are ours already are never touched, nor is anything that a batch passes through. A loader that ours
+would refuse is left to torch's own method, so that nothing stops that ran before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -17,18 +19,20 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.caller import stacklevel
-from hybridloader.choice import backend_for, contradiction
+from hybridloader.choice import backend_for, contradiction, is_foreign
 from hybridloader.contract import Backend
+from hybridloader.errors import BackendUnavailable, ShippingError
 from hybridloader.late import when_imported
 from hybridloader.options import Options
 from hybridloader.registry import get_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
     from typing_extensions import Unpack
 
-    from hybridloader.loader_iterator import LoaderIterator
     from hybridloader.options import OptionWords
 
 
@@ -106,20 +110,38 @@ class Installation:
                 stacklevel=stacklevel(),
             )
 
-    def iterator(self, loader: Any) -> LoaderIterator:
-        """A pass over one of torch's loaders."""
+    def iterator(self, loader: Any) -> _BaseDataLoaderIter:
+        """A pass over one of torch's loaders: torch's own where ours refuses it."""
         from hybridloader.arguments import check_loader
         from hybridloader.loader_iterator import LoaderIterator
 
-        check_loader(loader)
+        try:
+            check_loader(loader)
+            backend = self._backend_for(loader)
+        except (TypeError, ValueError) as error:  # `BackendUnavailable` is one
+            return _torchs_own(loader, error)
         if self.backend is None or not get_backend(self.backend).in_process:
             loader.check_worker_number_rationality()  # as torch's own method does
+        try:
+            with _draws_taken_back(loader):
+                return LoaderIterator(loader, backend, self.options.for_any(loader))
+        except (BackendUnavailable, ShippingError) as error:
+            return _torchs_own(loader, error)
+
+    def _backend_for(self, loader: Any) -> Backend:
+        """Raises `BackendUnavailable` where what the loader says of its processes can't be had."""
+        in_process = self.backend is not None and get_backend(self.backend).in_process
+        if not in_process and loader.num_workers:
+            if is_foreign(loader.multiprocessing_context):
+                kind = type(loader.multiprocessing_context).__qualname__
+                raise BackendUnavailable(
+                    f"its multiprocessing_context, a {kind}, has processes of its own kind; leave it "
+                    "out, or install('threads'), which starts none"
+                )
             if contradiction(loader, self.backend) is not None:
                 method = loader.multiprocessing_context.get_start_method()
                 _warn_of_context(method, repr(self.backend))
-        return LoaderIterator(
-            loader, backend_for(loader, self.backend), self.options.for_any(loader)
-        )
+        return backend_for(loader, self.backend)
 
     def __enter__(self) -> Installation:
         if not self.active:
@@ -159,6 +181,13 @@ def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]
         The other keywords of `hybridloader.DataLoader`, for all loaders. A loader that can't have one
         (`task_timeout` without workers, `threads_per_worker` or ``shard_remainders="join"`` with the
         other kind of dataset) goes without.
+
+    Warns
+    -----
+    UserWarning
+        Once for each reason, when an iterator is made: `hybridloader.DataLoader` would refuse that
+        loader (a start method that is not known, something that can't be sent or copied), and so it
+        is left to torch's own.
 
     Returns
     -------
@@ -256,6 +285,38 @@ def _get_iterator(self: Any) -> Any:
     if installed is None or isinstance(self, DataLoader):
         return _place.torchs(self)
     return installed.iterator(self)
+
+
+def _torchs_own(loader: Any, refusal: Exception) -> Any:
+    """What torch's method gives for a loader that ours has refused; said once for each reason."""
+    _tell_of_refusal(type(loader).__name__, str(refusal))
+    return _place.torchs(loader)
+
+
+@functools.lru_cache(maxsize=256)
+def _tell_of_refusal(loader: str, reason: str) -> None:
+    warnings.warn(
+        f"install() leaves a {loader} to torch's own loader, with torch's workers and without the "
+        f"options of install(), because: {reason}",
+        stacklevel=stacklevel(),
+    )
+
+
+@contextlib.contextmanager
+def _draws_taken_back(loader: Any) -> Iterator[None]:
+    """If the loader is refused within, leave its generator as it was: torch draws the same again.
+
+    By then no worker has started and nothing was asked of the sampler but its iterator.
+    """
+    import torch
+
+    generator = torch.default_generator if loader.generator is None else loader.generator
+    before = generator.get_state()
+    try:
+        yield
+    except (BackendUnavailable, ShippingError):
+        generator.set_state(before)
+        raise
 
 
 def _name(function: Any) -> str:

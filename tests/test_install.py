@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import hybridloader
 from hybridloader import DataLoader, Skip, Threads, choice, install, uninstall
 from hybridloader.choice import backend_for
 from hybridloader.contract import Crew
+from hybridloader.errors import BackendUnavailable, ShippingError
 from hybridloader.loader_iterator import LoaderIterator
 from hybridloader.options import Options
 from hybridloader.testing.tools import Gate
@@ -240,9 +242,91 @@ def test_pinning_is_what_the_loader_says() -> None:
                 assert [batch.tolist() for batch in pinned] == [[0], [1]]
 
 
-def test_what_only_our_loader_would_refuse_is_refused_here_too() -> None:
-    with install("threads"), pytest.raises(ValueError, match="prefetch_factor must be at least 1"):
-        iter(TorchLoader(range(2), num_workers=1, prefetch_factor=0))  # type: ignore[arg-type]
+# -- what ours would refuse ------------------------------------------------------------------------
+
+
+class _Process(multiprocessing.context.ForkProcess):
+    """Somebody's own kind of process."""
+
+
+class _ForkContext(multiprocessing.context.ForkContext):
+    Process = _Process
+
+
+class _OddContext(_ForkContext):
+    """As MONAI's, a start method that nobody knows."""
+
+    _name = "odd"
+
+
+class _Unsendable(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.made = (i for i in range(4))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.made
+
+
+class _Unavailable(Threads):
+    def check(self) -> None:
+        raise BackendUnavailable("not on a Sunday")
+
+
+def refused() -> dict[str, tuple[Any, dict[str, Any], Any, str]]:
+    """By name: a dataset, what its loader is given, what is installed, and the reason."""
+    data = range(4)
+    return {
+        "an unknown context": (data, {"multiprocessing_context": _OddContext()}, None, "own kind"),
+        "... overruled": (data, {"multiprocessing_context": _OddContext()}, "fork", "own kind"),
+        "its own processes": (data, {"multiprocessing_context": _ForkContext()}, None, "own kind"),
+        "can't be copied": (_Unsendable(), {}, "threads", r"dataset\.made .* can't be copied"),
+        "can't be sent": (_Unsendable(), {}, "spawn", r"dataset\.made .* can't be pickled"),
+        "no backend here": (data, {"shuffle": True}, _Unavailable(), "not on a Sunday"),
+        "an argument": (data, {"in_order": "yes"}, "threads", "in_order must be True or False"),
+    }
+
+
+@pytest.mark.parametrize("case", refused())
+def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -> None:
+    data, given_, backend, reason = refused()[case]
+
+    def drawn_of(data: Any) -> Any:
+        torch.manual_seed(4)
+        loader: Any = TorchLoader(data, num_workers=1, **given_)
+        iterator = iter(loader)
+        kind = type(iterator)
+        return kind, [batch.tolist() for batch in iterator], torch.rand(1)
+
+    sys.modules["hybridloader.installation"]._tell_of_refusal.cache_clear()
+    wanted = drawn_of(data)
+    with install(backend):
+        with pytest.warns(UserWarning, match=reason) as caught:
+            assert drawn_of(refused()[case][0]) == wanted
+        assert [w.filename for w in caught] == [__file__]
+        assert drawn_of(refused()[case][0]) == wanted
+
+
+def test_what_the_user_s_own_code_raises_is_raised_and_asked_for_once() -> None:
+    asked = []
+
+    class Sampler:
+        def __iter__(self) -> Iterator[int]:
+            asked.append(1)
+            raise TypeError("mine")
+
+    loader: Any = TorchLoader(range(2), None, sampler=Sampler(), num_workers=1)  # type: ignore[arg-type]
+    with install("threads"), pytest.raises(TypeError, match="mine"):
+        iter(loader)
+    assert asked == [1]
+
+
+def test_what_is_asked_for_by_name_is_refused_as_ever() -> None:
+    ours: Any = DataLoader(range(2), num_workers=1, multiprocessing_context=_OddContext())  # type: ignore[arg-type]
+    with install("threads"):
+        with pytest.raises(BackendUnavailable, match="unknown start method 'odd'"):
+            iter(ours)
+        with pytest.raises(ShippingError):
+            iter(DataLoader(_Unsendable(), num_workers=1, backend="threads"))
 
 
 # -- multiprocessing_context -----------------------------------------------------------------------

@@ -116,7 +116,7 @@ LAYERS = {
         "states.carried",
     },
     "handing_out": {"errors", "messages", "roster"},
-    "installation": {"caller", "choice", "contract", "late", "options", "registry"},
+    "installation": {"caller", "choice", "contract", "errors", "late", "options", "registry"},
     "late": set(),
     "loader_iterator": {
         "beside",
