@@ -6,6 +6,8 @@ asked to, because most results of a stage that feeds another are never loaded he
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from hybridloader.backends.letters import open_packed
@@ -71,9 +73,13 @@ class Sealed:
         self._state = ""
         self._holds: dict[int, Hold] = {}  # by slot, once it was sent on
 
-    def __del__(self) -> None:
-        """One that was waiting where nobody took it any more, as in a queue that was closed."""
-        if not getattr(self, "_state", "never made"):
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """One that was waiting where nobody took it any more, as in a queue that was closed.
+
+        At Python's own end all memory goes back by itself, and modules may be empty already: nothing
+        that `discard` needs is there, hence the function as a default.
+        """
+        if not (ending() or getattr(self, "_state", "never made")):
             self.discard()
 
     @property

@@ -31,6 +31,7 @@ AT_ONCE = 4
 """Trials that run at the same time; some of them only wait."""
 
 SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
+LOADERS = ("loader", "persistent", "pinned")
 SIGNALS = ("SIGINT", "SIGTERM", "SIGKILL")
 
 
@@ -44,7 +45,8 @@ class Trial(NamedTuple):
     """As `backend=`; ``"named"`` is shared-memory with named segments."""
 
     mode: str
-    """``loader``, ``persistent`` (a loader with persistent workers), ``run`` or ``epochs``."""
+    """``loader``, ``persistent`` (a loader with persistent workers), ``pinned`` (one with a pinning
+    thread), ``run`` or ``epochs``."""
 
     stuck: str = ""
     """What workers do in their first sample: ``wait`` for ever, ``deaf`` (and ignore SIGTERM too),
@@ -173,7 +175,7 @@ def warm_up(*, torch: bool) -> None:
 
 def needs_torch(given: Trial) -> bool:
     """Taking torch apart costs a trial most of its time; a pipeline on processes does without."""
-    return given.mode in ("loader", "persistent") or given.backend in ("inline", "threads")
+    return given.mode in LOADERS or given.backend in ("inline", "threads")
 
 
 def next_trial(root: Path) -> tuple[Trial, Path] | None:

@@ -7,6 +7,7 @@ threads, modules taken apart. It waits for nothing by sleeping: fifos tell who h
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from exit_supervisor import KILL_AFTER, SIGNALS, Trial, next_trial
+from exit_supervisor import KILL_AFTER, LOADERS, SIGNALS, Trial, next_trial
 
 ENDLESS = 10**9
 PROCESSES = ("fork", "spawn", "shared-memory", "named")
@@ -64,6 +65,8 @@ def tell(path: str) -> None:
 
 
 def say_cause() -> None:
+    # What is in cycles then dies last, when Python has emptied the modules that finalizers may want.
+    gc.freeze()
     tell(str(folder / "cause"))
 
 
@@ -85,8 +88,13 @@ def begin(length: int = ENDLESS) -> Any:
     """An iterator as the trial wants it; all that it needs lives as long as it does."""
     backend = backend_of(trial.backend)
     data: Any = Data(length, trial.stuck, str(folder / "mark"))
-    if trial.mode in ("loader", "persistent"):
+    if trial.mode in LOADERS:
         from hybridloader import DataLoader
+        from hybridloader.testing import FakeAccelerator
+
+        pinned = trial.mode == "pinned"
+        # torch looks for an accelerator of its own.
+        warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator")
 
         loader = DataLoader(
             data,
@@ -95,6 +103,8 @@ def begin(length: int = ENDLESS) -> Any:
             num_workers=2,
             backend=backend,
             persistent_workers=trial.mode == "persistent",
+            pin_memory=pinned,
+            device=FakeAccelerator(manual=False) if pinned else None,
         )
         iterator: Any = iter(loader)
         kept.append(loader)
@@ -154,7 +164,7 @@ def exhaust() -> None:
     kept.append(iterator)
     take(iterator)
     assert list(iterator) == []
-    if trial.mode in ("loader", "run"):
+    if trial.mode in ("loader", "pinned", "run"):
         check_all_gone()
     say_cause()
 
@@ -177,6 +187,34 @@ def del_() -> None:
     say_cause()
     kept.clear()
     check_all_gone()
+
+
+def in_a_class() -> None:
+    """An attribute of a class, which is in a cycle, as every class is."""
+
+    class Trainer:
+        batches = begin_and_take()
+
+        @classmethod
+        def train(cls) -> Any:
+            return next(cls.batches)
+
+    Trainer.train()
+    kept[:] = [Trainer.train]
+    say_cause()
+
+
+def in_a_generator() -> None:
+    """The frame of a generator that is never run to its end."""
+
+    def steps() -> Iterator[int]:
+        for batch in begin_and_take():
+            yield first(batch)
+
+    running = steps()
+    next(running)
+    kept[:] = [running]
+    say_cause()
 
 
 def sys_exit() -> None:
@@ -314,6 +352,8 @@ CAUSES: dict[str, Any] = {
     "break": break_,
     "raise": raise_,
     "del": del_,
+    "in-a-class": in_a_class,
+    "in-a-generator": in_a_generator,
     "sys.exit": sys_exit,
     "os._exit": os__exit,
     **dict.fromkeys(SIGNALS, await_signal),

@@ -7,6 +7,7 @@ of it.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -17,15 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from exit_supervisor import SIGNALS, Trial
+from exit_supervisor import LOADERS, SIGNALS, Trial
 from exit_trial import CAUSES, PROCESSES
+
+import hybridloader
 
 TOGETHER = 20
 """Trials that are made by one set of interpreters."""
 
 EVERYTHING = os.environ.get("HYBRIDLOADER_EXITS") == "all"
 BACKENDS = ("inline", "threads", "fork", "spawn", "shared-memory")
-MODES = ("loader", "persistent", "run", "epochs")
+MODES = (*LOADERS, "run", "epochs")
 CODES = {
     "raise": 1,
     "sys.exit": 7,
@@ -92,8 +95,12 @@ def part(trials: list[Trial]) -> list[Trial]:
     plain = [group for group in groups.values() if not group[0].stuck]
     # Stuck workers take the two seconds that they may: of them a sixth.
     stuck = [group for group in groups.values() if group[0].stuck][::6]
-    # A stride of 5 modes a cause: each cause meets all modes, each mode all backends.
-    return [group[at % len(group)] for at, group in enumerate([*plain, *stuck])]
+    return [group[_turn(group[0]) % len(group)] for group in [*plain, *stuck]]
+
+
+def _turn(trial: Trial) -> int:
+    """One mode further for each cause and each backend: so each of these meets all modes."""
+    return list(CAUSES).index(trial.cause) + (*BACKENDS, "named").index(trial.backend)
 
 
 class Outcome(NamedTuple):
@@ -178,6 +185,22 @@ def test_a_program_ends_with_all_its_processes_and_no_noise(
     assert not complaints(trial, outcome), outcome.stderr
 
 
+def test_no_finalizer_needs_what_may_be_gone_when_python_ends() -> None:
+    """By then a module's names may be None. A function's defaults live as long as it does."""
+    folder = Path(hybridloader.__file__).parent
+    files = [*folder.rglob("*.py"), *folder.parent.glob("backends/*.py")]
+    found = {}
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+                first = ast.unparse(node.body[-1]).splitlines()[0]
+                names = {part.id for part in ast.walk(node.body[-1]) if isinstance(part, ast.Name)}
+                found[path.name] = first.startswith("if not (ending()") or names == {"self"}
+                found[path.name] |= first == "if not ending():"
+    assert found
+    assert all(found.values()), found
+
+
 # -- the instrument --------------------------------------------------------------------------------
 
 
@@ -187,7 +210,8 @@ def test_in_the_part_of_the_matrix_every_cause_meets_every_backend_and_every_mod
     missing = {(c, b) for c in CAUSES for b in BACKENDS} - plain
     assert missing == {("from-a-daemon-thread", "inline")}
     for cause in CAUSES:
-        assert {t.mode for t in trials if t.cause == cause} == set(MODES), cause
+        most = min(len(MODES), sum(found == cause for found, _ in plain))
+        assert len({t.mode for t in trials if t.cause == cause}) >= most, cause
     for stuck in ("wait", "deaf", "stopped"):
         assert len({(t.cause, t.backend) for t in trials if t.stuck == stuck}) >= 2
 

@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -174,8 +175,9 @@ class FileStage(Stage):
             os.close(self._fd)
             self._fd = -1
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # else `os` may be gone already, and the descriptor goes by itself
+            self.close()
 
     def share(self, token: bytes) -> SharedBuffer:
         found = os.fstat(self._fd)
