@@ -264,11 +264,11 @@ def _seconds(seconds: float) -> str:
 
 
 def late(stage: str, workers: Sequence[str], indices: Sequence[Any], timeout: float) -> str:
-    """What to say when no result came in time."""
+    """What to say when no result came in time; begins with torch's words, which people match on."""
     held = "; ".join(_short.repr(index) for index in indices[:4])
     who = ", ".join(dict.fromkeys(workers)) or "no worker"
     return (
-        f"In stage {stage!r}, no result came within {timeout:g} seconds from {who}, "
-        f"which was to fetch {held}. Calling next() again goes on waiting; a larger timeout= waits "
+        f"{stage} timed out after {timeout} seconds: no result came from {who}, which was "
+        f"to fetch {held}. Calling next() again goes on waiting; a larger timeout= waits "
         f"longer; backend='inline' under a debugger shows where it is stuck."
     )

@@ -287,10 +287,11 @@ def _get_iterator(self: Any) -> Any:
     return installed.iterator(self)
 
 
-def _torchs_own(loader: Any, refusal: Exception) -> Any:
-    """What torch's method gives for a loader that ours has refused; said once for each reason."""
+def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
+    """A pass by torch's method over a loader that ours has refused; said once for each reason."""
     _tell_of_refusal(type(loader).__name__, str(refusal))
-    return _place.torchs(loader)
+    iterator: _BaseDataLoaderIter = _place.torchs(loader)
+    return iterator
 
 
 @functools.lru_cache(maxsize=256)

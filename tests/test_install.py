@@ -227,7 +227,7 @@ def test_a_timeout_is_what_the_loader_says() -> None:
     with install("threads"):
         loader: Any = TorchLoader(Waiting(), num_workers=1, timeout=0.01)  # type: ignore[arg-type]
         with iter(loader) as iterator:
-            with pytest.raises(RuntimeError, match=r"no result came within 0\.01 seconds"):
+            with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.01 seconds"):
                 next(iterator)
             gate.open()
 

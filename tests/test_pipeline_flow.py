@@ -382,7 +382,7 @@ def test_timeout_counts_while_there_is_work_under_way() -> None:
 
     stage, _, hand = fed([later, later], timeout=10, clock=clock)
     hand.items.append(5)
-    with pytest.raises(WorkerTimeout, match=r"within 10 seconds.*\[5\]"):
+    with pytest.raises(WorkerTimeout, match=r"after 10 seconds.*\[5\]"):
         next(stage)
     stage.close()
 
