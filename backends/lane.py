@@ -8,20 +8,21 @@ being opened or copied in the parent. Who counts what then, and who tells whom:
    none. It hears of the end of a holder by the slot's number, which comes with the next message.
 2. The parent makes one `Hold` of that for the result that it sends on. Its own claim on it lasts until
    B's task is answered (done or failed), so that the result can be sent again if B's worker dies.
-3. Each worker of B that it is sent to has a claim as well. That worker knows the slot by its alias, a
-   negative number that no other slot has, and gets a descriptor along the first time.
+3. Each worker of B that it is sent to has a claim as well. That worker knows the segment that the slot
+   is in by its alias, a negative number that no other segment has, and gets a descriptor along the
+   first time.
 4. B's worker counts as it does for the parent's own slots: when the last view over the slot has died,
-   the alias goes back with the next event. The parent then ends that claim.
+   its number goes back with the next event. The parent then ends that claim.
 5. When a worker of B is gone, so are its claims. The parent's claims on what it had not answered end
    when that is sent again and answered, or with the crew.
 6. With the last claim the number goes back to A's worker. A's worker never hears of B.
-7. When A retires a slot, or is closed, every worker of B that knows the slot is told, with the next
+7. When A retires a segment, or is closed, every worker of B that knows it is told, with the next
    result that is sent on to it, to forget it. What it still looks at stays mapped until it is done.
 
-Where a slot has no descriptor any more, or one of the crews has named slots or none, the parent copies
-the buffers into its own slots for B's worker, or the stream; the header still goes as it is. Only
-where B's workers would read the header otherwise than the parent does (``__main__``, functions made
-on the spot, unless both crews are forks) is it loaded here and packed anew.
+Where a segment has no descriptor any more, or one of the crews has named slots or none, the parent
+copies the buffers into its own slots for B's worker, or the stream; the header still goes as it is.
+Only where B's workers would read the header otherwise than the parent does (``__main__``, functions
+made on the spot, unless both crews are forks) is it loaded here and packed anew.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from hybridloader.backends import descriptors
 from hybridloader.backends.letters import encode_message, encode_small, encode_task, into_slots
 from hybridloader.backends.sealed import Hold, Sealed
 from hybridloader.buffers import arena
-from hybridloader.buffers.arena import Parcel, Span
+from hybridloader.buffers.arena import Notice, Parcel, Span
 from hybridloader.buffers.packing import pack, reads_the_same_everywhere
 from hybridloader.buffers.seen import Seen
 from hybridloader.buffers.segments import Ticket
-from hybridloader.buffers.slots import OWN
+from hybridloader.buffers.slots import OWN, number_of, place_of
 from hybridloader.messages import Message, Task
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class Lane:
         self.sent_on: dict[int, Sealed] = {}
         """Results of other workers, by the task that was made of them and is not answered."""
         self._tasks: arena.Writer | None = None
-        self._known: dict[int, Seen] = {}  # slots of other workers, by alias
-        self._claims: dict[int, list[Hold]] = {}  # of the worker, by alias
+        self._known: dict[int, Seen] = {}  # segments of other workers, by alias
+        self._claims: dict[int, list[Hold]] = {}  # of the worker, by slot as it knows it
         self._forgotten: deque[int] = deque()  # aliases it has yet to hear of; from any thread
 
     @property
@@ -159,7 +160,7 @@ class Lane:
         self.results.sweep()
 
     def forget(self, alias: int) -> None:
-        """A slot of another worker is no more. From any thread."""
+        """A segment of another worker is no more. From any thread."""
         self._forgotten.append(alias)
         self._known.pop(alias, None)
 
@@ -198,10 +199,17 @@ class Lane:
         self, seq: int, returned: list[int], sealed: Sealed, holds: dict[int, Hold]
     ) -> tuple[list[Any], list[int]]:
         """A letter that names the slots of another worker, as far as this one can map them."""
-        slots = {number: sealed.slots.seen[number] for number in holds}
-        sizes = {number: seen.mapped().size for number, seen in slots.items()}  # it may raise
+        theirs = sealed.slots
+        segments = {segment: theirs.seen[segment] for segment, _ in map(place_of, holds)}
+        for seen in segments.values():
+            seen.mapped()  # it may raise
         forgotten = self._take_forgotten()
-        named, tickets, fds = self._introduce(slots, sizes)
+        aliases, new, fds = self._introduce(segments)
+        named: dict[int, int] = {}  # slots, as this worker knows them
+        for number in holds:
+            segment, place = place_of(number)
+            if segment in aliases:
+                named[number] = number_of(aliases[segment], place)
         spans: list[Span | None] = []
         rest: list[memoryview] = []  # what must be copied: one for each None in `spans`
         stream = iter(sealed.buffers)
@@ -211,12 +219,12 @@ class Lane:
             elif span.slot in named:
                 span = span._replace(slot=named[span.slot])
             else:
-                rest.append(slots[span.slot].view(span.start, span.size))
+                rest.append(theirs.view(span))
                 span = None
             spans.append(span)
-        for number, alias in named.items():
+        for number, name in named.items():
             holds[number].add()
-            self._claims.setdefault(alias, []).append(holds[number])
+            self._claims.setdefault(name, []).append(holds[number])
         header: Any = sealed.header
         if self._kind == "stream":
             return encode_task(seq, returned, None, header or rest.pop(), rest), []
@@ -228,29 +236,29 @@ class Lane:
             self.refusal = self.refusal or own.refusal
             copied = iter(own.spans)
             spans = [next(copied) if span is None else span for span in spans] + list(copied)
-            tickets, forgotten = [*own.tickets, *tickets], [*own.retired, *forgotten]
+            new, forgotten = [*own.new, *new], [*own.retired, *forgotten]
         parcel = None
         if spans or forgotten:
-            parcel = Parcel(tuple(spans), tuple(tickets), tuple(forgotten), None)
+            parcel = Parcel(tuple(spans), tuple(new), tuple(forgotten), None)
         return encode_task(seq, returned, parcel, header, rest), [*own_fds, *fds]
 
     def _introduce(
-        self, slots: dict[int, Seen], sizes: dict[int, int]
-    ) -> tuple[dict[int, int], list[tuple[int, Ticket]], list[int]]:
+        self, segments: dict[int, Seen]
+    ) -> tuple[dict[int, int], list[Notice], list[int]]:
         """Aliases of those that the worker can map, and what it needs for those that are new to it."""
         aliases: dict[int, int] = {}
-        tickets: list[tuple[int, Ticket]] = []
+        new: list[Notice] = []
         fds: list[int] = []
-        for number, seen in slots.items():
+        for number, seen in segments.items():
             alias = seen.alias
             if alias in self._known:
                 aliases[number] = alias
                 continue
             kept = seen.kept
-            if kept is None or self._kind != "nameless" or len(tickets) == arena.MOST_NEW:
+            if kept is None or self._kind != "nameless" or len(new) == arena.MOST_NEW:
                 continue
             # First this, then the descriptor: whoever closes A does the same the other way round, maybe
-            # on another thread, so that no worker is left with a slot that nobody tells it to forget.
+            # on another thread, so that no worker is left with memory that nobody tells it to forget.
             seen.knowers.add(self)
             fd = kept.duplicate()
             if fd is None:
@@ -258,9 +266,9 @@ class Lane:
                 continue
             self._known[alias] = seen
             aliases[number] = alias
-            tickets.append((alias, Ticket(sizes[number], None)))
+            new.append(Notice(alias, seen.capacity, Ticket(seen.mapped().size, None)))
             fds.append(fd)
-        return aliases, tickets, fds
+        return aliases, new, fds
 
     def _take_forgotten(self) -> list[int]:
         found = []

@@ -131,11 +131,8 @@ class Sealed:
 
     def buffers_in_place(self) -> list[memoryview]:
         """All buffers, where they lie: good for as long as somebody has its `holds`."""
-        stream, seen = iter(self.buffers), self.slots.seen
-        return [
-            next(stream) if span is None else seen[span.slot].view(span.start, span.size)
-            for span in self.spans()
-        ]
+        stream, view = iter(self.buffers), self.slots.view
+        return [next(stream) if span is None else view(span) for span in self.spans()]
 
     def pickled(self) -> memoryview:
         """The header, wherever it lies."""

@@ -24,7 +24,7 @@ from driven import (
 )
 
 from hybridloader import Fork, Memory, Spawn, Threads
-from hybridloader.buffers.slots import OWN
+from hybridloader.buffers.slots import OWN, number_of
 from hybridloader.contract import Backend
 from hybridloader.messages import Failed
 from hybridloader.testing.tools import Gate
@@ -93,7 +93,7 @@ def test_from_threads_to_processes_values_go_through_slots() -> None:
     with Driven(Threads(), make) as a, Driven(Fork(), digest) as b:
         found = through(a, b, range(40), send=lambda payload: b.send(payload.open()))
         assert found == [digest(make(k)) for k in range(40)]
-        assert len(b.raw._lanes[0]._tasks._pool.slots) <= 24
+        assert len(b.raw._lanes[0]._tasks._pool.segments) <= 24
 
 
 class Mine:
@@ -233,7 +233,7 @@ def test_a_payload_is_opened_discarded_or_sent_on_and_then_no_more() -> None:
                 b.send(payload)
             payload.discard()  # nothing
         b.call(full(9))
-        assert given_back(a) == [0, 1, 2]
+        assert given_back(a) == [number_of(segment, 0) for segment in range(3)]
 
 
 def test_slots_of_sizes_no_longer_used_leave_the_second_worker_too(tmp_path: Any) -> None:

@@ -244,6 +244,18 @@ def test_who_keeps_all_batches_gets_them_all_right_and_one_warning_for_each_iter
         assert "Memory(limit=...)" in told[0]
 
 
+def test_who_keeps_thousands_of_small_batches_has_few_mappings() -> None:
+    loader = DataLoader(Sized([36] * 2000), 1, num_workers=1, backend="fork")
+    maps = Path("/proc/self/maps")
+    with iter(loader) as batches:
+        kept = [next(batches)]
+        before = len(maps.read_text().splitlines())
+        kept.extend(batches)
+        assert len(maps.read_text().splitlines()) < before + 100
+    assert [int(labels) for _, _, labels in kept] == list(range(2000))
+    assert all((tensor[0, ::777] == k).all() for k, (tensor, _, _) in enumerate(kept))
+
+
 @pytest.mark.parametrize(("backend", "workers"), backends(8_000_000))
 def test_who_keeps_nothing_gets_no_warning(backend: Any, workers: int) -> None:
     sizes = [150] * 24

@@ -178,7 +178,7 @@ def test_each_of_two_batches_over_one_slot_is_waited_for(
     lane, side = Shared(locks), device.side_stream()
     parcel, fds = lane.writer.write([memoryview(bytes(OWN))])
     lane.reader.learn(parcel, fds)
-    view = memoryview(lane.writer._pool.slots[0].mapping.view(0, OWN)).cast("B")
+    view = memoryview(lane.writer._pool.segments[0].mapping.view(0, OWN)).cast("B")
     again, _ = lane.writer.write([view])
     one, other = (lane.reader.buffers(p, []) for p in (parcel, again))
     with device.on(side):
@@ -190,6 +190,16 @@ def test_each_of_two_batches_over_one_slot_is_waited_for(
     assert lane.reader.returned() == []
     device.run(side)
     assert lane.reader.returned() == [0]
+
+
+def test_many_batches_that_are_kept_take_few_locks(lane: Any, device: FakeAccelerator) -> None:
+    kept = [lane.batch(k % 250) for k in range(300)]
+    assert len(device.locked) < 15
+    assert all(device.is_pinned(batch) and batch[-1] == k % 250 for k, batch in enumerate(kept))
+    kept.clear()
+    device.run()
+    for _ in range(300 // page_locks._LOOKS):
+        PageLocks(device).collect()
 
 
 def test_memory_that_is_not_locked_waits_for_nothing(device: FakeAccelerator) -> None:
@@ -501,6 +511,8 @@ class Slots(RuleBasedStateMachine):
         self.copies: list[tuple[torch.Tensor, int]] = []
         self.held: list[list[tuple[torch.Tensor, int]]] = []
         self.closed = False
+        self._before = slots.GROWTH
+        slots.GROWTH = 2
 
     @rule(target=batches, size=st.sampled_from([OWN, OWN + 4096, 2 * OWN]))
     def take(self, size: int) -> list[tuple[torch.Tensor, int]]:
@@ -553,6 +565,7 @@ class Slots(RuleBasedStateMachine):
         assert self.locks.size == sum(self.device.locked.values())
 
     def teardown(self) -> None:
+        slots.GROWTH = self._before
         self.lane.close()
         for batch in self.held:
             batch.clear()

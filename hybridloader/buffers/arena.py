@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader.buffers import segments
 from hybridloader.buffers.seen import Keeper, Seen
-from hybridloader.buffers.segments import Ticket
-from hybridloader.buffers.slots import IDLE, OWN, Made, Pool, Slot
+from hybridloader.buffers.segments import Mapping, Ticket
+from hybridloader.buffers.slots import IDLE, OWN, Made, Pool, place_of
 
 if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
@@ -29,7 +29,7 @@ ALIGN = 64
 """Bytes at which every buffer in a slot begins: a cache line, and what AVX-512 loads like best."""
 
 MOST_NEW = 48
-"""Slots that one batch may announce: their descriptors go in one message, and 253 is the kernel's
+"""Segments that one batch may announce: their descriptors go in one message, and 253 is the kernel's
 limit (SCM_MAX_FD)."""
 
 
@@ -46,9 +46,17 @@ def task_names(names: str) -> str:
 class Span(NamedTuple):
     """Where one buffer of a batch lies."""
 
-    slot: int
-    start: int
+    slot: int  # its number
+    start: int  # within the slot
     size: int
+
+
+class Notice(NamedTuple):
+    """A segment that is new to the other side, with what it needs in order to map it."""
+
+    segment: int
+    capacity: int  # bytes of each of its slots
+    ticket: Ticket
 
 
 class Parcel(NamedTuple):
@@ -58,16 +66,16 @@ class Parcel(NamedTuple):
     ----------
     spans
         One for each buffer; None for one that goes through the stream.
-    tickets
-        Slots that the other side does not know yet, with what it needs in order to map them.
+    new
+        Segments that the other side does not know yet.
     retired
-        Slots that no longer exist.
+        Segments that no longer exist.
     refusal
         Why a slot could not be had, if that was so.
     """
 
     spans: tuple[Span | None, ...]
-    tickets: tuple[tuple[int, Ticket], ...]
+    new: tuple[Notice, ...]
     retired: tuple[int, ...]
     refusal: str | None
 
@@ -113,17 +121,20 @@ class Writer:
         alone = [i for i in missing if buffers[i].nbytes >= OWN]
         if len(alone) > MOST_NEW // 2:
             alone = []
-        for i in alone:
-            self._copy(buffers, [i], where)
-        self._copy(buffers, [i for i in missing if i not in alone], where)
-        return self._announce(where)
+        taken: list[int] = []
+        try:
+            for i in alone:
+                self._copy(buffers, [i], where, taken)
+            self._copy(buffers, [i for i in missing if i not in alone], where, taken)
+            return self._announce(where)
+        finally:
+            for number in taken:  # which only the reader holds from now on, if it was told
+                self._pool.release(number)
 
     def release(self, numbers: Sequence[int]) -> None:
         """The reader is done with these."""
         for number in numbers:
-            slot = self._pool.slots.get(number)
-            if slot is not None:
-                self._pool.drop(slot)
+            self._pool.drop(number)
 
     def lower(self, limit: int) -> None:
         """Make do with `limit` bytes; what is in use above that goes as it becomes free."""
@@ -149,52 +160,53 @@ class Writer:
         address = segments.address_of(buffer)
         if address is None:
             return None
-        for slot in self._pool.slots.values():
-            start = address - slot.mapping.address
-            if start >= 0 and start + buffer.nbytes <= slot.mapping.size:
-                return Span(slot.number, start, buffer.nbytes)
-        return None
+        found = self._pool.find(address, buffer.nbytes)
+        return None if found is None else Span(*found, buffer.nbytes)
 
     def _copy(
-        self, buffers: Sequence[memoryview], those: list[int], where: list[Span | None]
+        self,
+        buffers: Sequence[memoryview],
+        those: list[int],
+        where: list[Span | None],
+        taken: list[int],
     ) -> None:
         starts, end = [], 0
         for i in those:
             starts.append(-(-end // ALIGN) * ALIGN)
             end = starts[-1] + buffers[i].nbytes
-        slot = self._pool.take(end) if end else None
-        if slot is None:
+        number = self._pool.take(end) if end else None
+        if number is None:
             return
-        target = memoryview(slot.mapping.view()).cast("B")
+        taken.append(number)
+        target = memoryview(self._pool.view(number, end)).cast("B")
         for i, start in zip(those, starts, strict=True):
             size = buffers[i].nbytes
             target[start : start + size] = buffers[i]
-            where[i] = Span(slot.number, start, size)
+            where[i] = Span(number, start, size)
 
     def _announce(self, where: list[Span | None]) -> tuple[Parcel, list[int]]:
-        tickets: list[tuple[int, Ticket]] = []
+        pool = self._pool
+        new: list[Notice] = []
         fds: list[int] = []
-        used: dict[int, Slot] = {}
+        used: set[int] = set()
         for i, span in enumerate(where):
             if span is None or span.slot in used:
                 continue
-            slot = self._pool.slots[span.slot]
-            if slot.ticket is not None:
-                if len(tickets) == MOST_NEW:
+            segment = pool.segment_of(span.slot)
+            if segment.ticket is not None:
+                if len(new) == MOST_NEW:
                     where[i] = None
-                    self._pool.give_up(slot)
                     continue
-                tickets.append((slot.number, slot.ticket))
-                if slot.fd is not None:
-                    fds.append(slot.fd)
-                slot.ticket = slot.fd = None
-            used[span.slot] = slot
-        for slot in used.values():
-            slot.holders += 1  # the reader's
-        pool = self._pool
+                new.append(Notice(segment.number, segment.capacity, segment.ticket))
+                if segment.fd is not None:
+                    fds.append(segment.fd)
+                segment.ticket = segment.fd = None
+            used.add(span.slot)
+        for number in used:
+            pool.hold(number)  # for the reader
         retired, pool.retired = tuple(pool.retired), []
         refusal, pool.refusal = pool.refusal, None
-        return Parcel(tuple(where), tuple(tickets), retired, refusal), fds
+        return Parcel(tuple(where), tuple(new), retired, refusal), fds
 
 
 class Reader:
@@ -208,10 +220,10 @@ class Reader:
     names
         As the writer's.
     keep
-        Takes over the descriptor of a new slot, or declines. It is let go again when the first batch
-        over that slot is opened, unless `forwards` was set.
+        Takes over the descriptor of a new segment, or declines. It is let go again when the first
+        batch over that segment is opened, unless `forwards` was set.
     locks
-        Locks the pages of a slot when the first batch over it is opened here; None: nobody does.
+        Locks the pages of a segment when the first batch over it is opened here; None: nobody does.
 
     Attributes
     ----------
@@ -220,7 +232,7 @@ class Reader:
     forwards
         Whether batches are sent on to other processes, so that these will need descriptors.
     highest
-        The highest number of a slot of the writer's; -1 if there was none.
+        The highest number of a segment of the writer's; -1 if there was none.
     """
 
     def __init__(
@@ -235,7 +247,7 @@ class Reader:
         self._keep = keep
         self._locks = locks
         # All the mutable state:
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, Seen] = {}  # by the number of the segment
         self.overflow: str | None = None
         self.forwards = False
         self.highest = -1
@@ -245,7 +257,7 @@ class Reader:
 
     @property
     def size(self) -> int:
-        """Bytes of all slots that are known."""
+        """Bytes of all segments that are known."""
         mapped = [seen.mapping for seen in list(self.seen.values())]
         return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
 
@@ -255,25 +267,25 @@ class Reader:
             gone = self.seen.pop(number, None)
             if gone is not None:
                 gone.end()
-        for number, ticket in parcel.tickets:
+        for number, capacity, ticket in parcel.new:
             self.highest = max(self.highest, number)
-            self.seen[number] = self._map(ticket, fds)
+            self.seen[number] = Seen(*self._map(ticket, fds), capacity)
 
-    def _map(self, ticket: Ticket, fds: list[int]) -> Seen:
+    def _map(self, ticket: Ticket, fds: list[int]) -> tuple[Mapping | OSError, Keeper | None]:
         kept: Keeper | None = None
         try:
             if ticket.name is not None:
-                return Seen(segments.open_ticket(ticket, None), None)
+                return segments.open_ticket(ticket, None), None
             if not fds:  # the kernel leaves out those for which this process has no room
                 raise OSError(errno.EMFILE, "its descriptor has not arrived (ulimit -n)")
             fd = fds.pop(0)
             if self._keep is None or (kept := self._keep(fd)) is None:
-                return Seen(segments.open_ticket(ticket, fd), None)
-            return Seen(segments.map_descriptor(fd, ticket.size), kept)
-        except OSError as error:  # told when the batch is opened, and with that batch alone
+                return segments.open_ticket(ticket, fd), None
+            return segments.map_descriptor(fd, ticket.size), kept
+        except OSError as error:  # told when a batch is opened, and with those over it alone
             if kept is not None:
                 kept.close()
-            return Seen(error, None)
+            return error, None
 
     def buffers(self, parcel: Parcel, streamed: Sequence[memoryview]) -> list[memoryview]:
         """The batch's buffers; each slot is returned when the last array over it dies."""
@@ -298,8 +310,13 @@ class Reader:
         """Nobody wants what is in `parcel`."""
         for number in slots_of(parcel):
             if not self.forwards:
-                self.seen[number].unkeep()
+                self.seen[place_of(number)[0]].unkeep()
             self.hand_back(number)
+
+    def view(self, span: Span) -> memoryview:
+        """A buffer where it lies. Whoever looks must hold the slot some other way."""
+        segment, place = place_of(span.slot)
+        return self.seen[segment].view(place, span.start, span.size)
 
     def hand_back(self, number: int) -> None:
         """One batch less over a slot, from any thread."""
@@ -342,13 +359,14 @@ class Reader:
             self._free.append(slot)
 
     def _lend(self, number: int) -> memoryview:
-        seen = self.seen[number]
-        mapping = seen.mapped()
+        segment, place = place_of(number)
+        seen = self.seen[segment]
+        size = seen.capacity
+        holder = seen.slot(place)
         if not self.forwards:
             seen.unkeep()
-        holder = mapping.view()
         self._collect()
-        if self._lent + mapping.size > self.limit:
+        if self._lent + size > self.limit:
             self.overflow = (
                 f"the batches that are kept hold {self._lent:,} bytes of slots, of "
                 f"{self.limit:,} for each worker"
@@ -356,7 +374,7 @@ class Reader:
             copied = memoryview(bytearray(holder))
             self._returned.append((number, 0))
             return copied
-        self._lent += mapping.size
+        self._lent += size
         if self._locks is not None:
             seen.lock(self._locks)
         # It also keeps the mapping alive for as long as there is a view of it.
@@ -376,4 +394,4 @@ def slots_of(parcel: Parcel) -> list[int]:
 
 def _hand_in(returned: deque[tuple[int, int]], number: int, seen: Seen, lent: int) -> None:
     seen.give_back(lent)
-    returned.append((number, seen.mapped().size))
+    returned.append((number, seen.capacity))

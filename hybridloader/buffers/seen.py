@@ -1,4 +1,4 @@
-"""A slot of another process, as its reader sees it: its memory, and who has to hear of its end.
+"""A segment of another process, as its reader sees it: its memory, and who has to hear of its end.
 
 It counts nothing that the writer has to know: that is `arena.Reader`'s. Its pages may be locked for a
 device, from the first batch that is opened over it until its end.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridloader.buffers.segments import Mapping
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class Keeper(Protocol):
-    """A descriptor that is kept, for processes that may have to map its slot later."""
+    """A descriptor that is kept, for processes that may have to map its segment later."""
 
     def close(self) -> None: ...
 
     def duplicate(self) -> int | None:
-        """Another descriptor of the same slot, for the caller; None if there is none any more."""
+        """Another one of the same segment, for the caller; None if there is none any more."""
 
 
 class Knower(Protocol):
-    """Whoever has told a third process of a slot."""
+    """Whoever has told a third process of a segment."""
 
     def forget(self, alias: int) -> None:
-        """The slot is no more. Called from any thread."""
+        """The segment is no more. Called from any thread."""
 
 
 _aliases = itertools.count(-1, -1)
@@ -37,15 +37,17 @@ _lendings = itertools.count()
 
 
 class Seen:
-    """A slot as its reader sees it.
+    """A segment as its reader sees it: slots of `capacity` bytes, one behind the other.
 
     Attributes
     ----------
     mapping
         Its memory, or why it could not be mapped.
+    capacity
+        Of each slot in it, in bytes.
     alias
-        Its number for processes other than reader and writer: below 0, and no other slot of this process
-        has it.
+        Its number for processes other than reader and writer: below 0, and no other segment that this
+        process knows has it.
     kept
         Its descriptor, if it was kept.
     knowers
@@ -54,10 +56,12 @@ class Seen:
         What its pages are locked by, if they are.
     """
 
-    __slots__ = ("_ended", "_lent", "_tried", "alias", "kept", "knowers", "locks", "mapping")
+    __slots__ = (
+        "_ended", "_lent", "_tried", "alias", "capacity", "kept", "knowers", "locks", "mapping"
+    )  # fmt: skip
 
-    def __init__(self, mapping: Mapping | OSError, kept: Keeper | None) -> None:
-        self.mapping, self.kept = mapping, kept
+    def __init__(self, mapping: Mapping | OSError, kept: Keeper | None, capacity: int) -> None:
+        self.mapping, self.kept, self.capacity = mapping, kept, capacity
         self.alias = next(_aliases)
         self.knowers: set[Knower] = set()
         self.locks: PageLocks | None = None
@@ -69,10 +73,17 @@ class Seen:
             raise MemoryError(f"a slot of shared memory can't be mapped here: {self.mapping}")
         return self.mapping
 
-    def view(self, start: int, size: int) -> memoryview:
-        """A part of it. Whoever looks must hold the slot some other way."""
+    def slot(self, place: int) -> Any:
+        """One slot, whole. The mapping must outlive it."""
+        mapping, start = self.mapped(), place * self.capacity
+        if start + self.capacity > mapping.size:
+            raise IndexError(f"a segment of {mapping.size:,} bytes has no slot {place}")
+        return mapping.view(start, self.capacity)
+
+    def view(self, place: int, start: int, size: int) -> memoryview:
+        """A part of one slot. Whoever looks must hold the slot some other way."""
         mapping = self.mapped()
-        holder = mapping.view(start, size)
+        holder = mapping.view(place * self.capacity + start, size)
         weakref.finalize(holder, id, mapping).atexit = False  # mapped for as long as the view lives
         return memoryview(holder).cast("B")
 

@@ -22,7 +22,8 @@ import mmap
 import os
 import threading
 import weakref
-from collections import deque
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,24 +36,48 @@ if TYPE_CHECKING:
 
 OWN = 256 * 1024
 """Bytes from which a buffer gets a slot of its own. Smaller ones of a batch share one: copying them
-takes less than 25 microseconds each, and a mapping each would cost more."""
+takes less than 25 microseconds each, and a slot each would cost more."""
 
 IDLE = 64
-"""A slot that was passed over so many times is given back."""
+"""A segment none of whose slots was in use for so many takes is given back."""
+
+GROWTH = 512
+"""A segment of several slots takes at most this part of the limit. So a pool that is full has at most
+1,024 mappings, besides the first small ones of each size. Linux allows a process 65,530 of them
+(vm.max_map_count), and a mapping for each batch of 36 KB would use these up at 2.4 GB."""
+
+_PLACE_BITS = 24
 
 
-class Slot:
-    """One piece of memory, and how many hold it; what its pages are locked by, if they are."""
+def number_of(segment: int, place: int) -> int:
+    """The number of a slot: one int, that goes where a slot is told of."""
+    return segment << _PLACE_BITS | place
 
-    __slots__ = ("fd", "holders", "last", "locks", "mapping", "number", "ticket")
 
-    def __init__(
-        self, number: int, mapping: Mapping, ticket: Ticket | None, fd: int | None
-    ) -> None:
-        self.number, self.mapping, self.ticket, self.fd = number, mapping, ticket, fd
-        self.holders = 0
+def place_of(number: int) -> tuple[int, int]:
+    """The number of the segment that a slot is in, and which of its slots it is."""
+    return number >> _PLACE_BITS, number & (1 << _PLACE_BITS) - 1
+
+
+class Segment:
+    """One mapping, cut into slots of `capacity` bytes; what its pages are locked by, if they are."""
+
+    __slots__ = (
+        "capacity", "fd", "free", "holders", "last", "locks", "mapping", "number", "ticket"
+    )  # fmt: skip
+
+    def __init__(self, number: int, capacity: int, slots: int, made: Made) -> None:
+        self.number, self.capacity = number, capacity
+        self.mapping, self.ticket, self.fd = made
+        self.holders = [0] * slots  # of each slot
+        self.free = list(range(slots - 1, -1, -1))  # the one that was freed last at the end
         self.last = 0
         self.locks: PageLocks | None = None
+
+    @property
+    def unused(self) -> bool:
+        """Whether nobody holds any of its slots."""
+        return len(self.free) == len(self.holders)
 
     def close(self) -> None:
         """Nobody will be told of it any more."""
@@ -71,18 +96,25 @@ def capacity_for(size: int) -> int:
 
 Made = tuple[Mapping, "Ticket | None", "int | None"]
 
+_ByNumber = OrderedDict[int, Segment]  # a plain dict takes ever longer to find its first entry
+
 
 class Pool:
     """Slots of one process, up to `limit` bytes together.
 
+    Slots of one size lie together in segments, the next of which is as large as all before it of that
+    size, up to a part of the limit. So a worker that fills a few slots again and again has no more
+    than it needs, and one whose batches are kept has few mappings. No call takes longer for there
+    being many slots.
+
     Parameters
     ----------
     make
-        Makes the memory of a new slot, given its size and number, or raises `OSError`.
+        Makes the memory of a new segment, given its size and number, or raises `OSError`.
     limit
         In bytes.
     locks
-        Locks the pages of new slots; None: nobody does.
+        Locks the pages of new segments; None: nobody does.
 
     Attributes
     ----------
@@ -97,62 +129,99 @@ class Pool:
         self._limit = limit
         self.locks = locks
         # All the mutable state:
-        self.slots: dict[int, Slot] = {}
-        self.size = 0  # bytes of all slots
+        self.segments: dict[int, Segment] = {}
+        self.size = 0  # bytes of all segments
         self.retired: list[int] = []
         self.refusal: str | None = None
-        self._free: list[Slot] = []  # the one that was freed last at the end
+        self._by_address: list[Segment] = []
+        self._slots: Counter[int] = Counter()  # how many there are, by their size
+        self._roomy: dict[int, _ByNumber] = {}  # segments with a free slot, by the size of that
+        self._unused: _ByNumber = OrderedDict()  # those without another, unused for longest first
         self._left: deque[int] = deque()  # slots whose holder went; filled from any thread
-        self.made = 0  # slots, ever
+        self.made = 0  # segments, ever
         self._takes = 0
 
     def empty(self, size: int) -> Any | None:
-        """A buffer of `size` bytes over a slot of its own, with anything in it; or None."""
-        slot = self.take(size)
-        return None if slot is None else self.hold(slot, 0, size)
+        """A buffer of `size` bytes over a slot of its own, with anything in it; or None.
 
-    def hold(self, slot: Slot, start: int, size: int) -> Any:
-        """A buffer over a part of `slot`, which is held until the last view of the buffer dies."""
-        buffer = slot.mapping.view(start, size)
-        slot.holders += 1
+        The slot is held until the last view of the buffer dies.
+        """
+        number = self.take(size)
+        if number is None:
+            return None
+        segment, buffer = self.segment_of(number), self.view(number, size)
         # It also keeps the mapping alive for as long as there is a view of it.
-        gone = partial(_leave, self._left, slot.number, slot.mapping)
-        if slot.locks is None:
+        gone = partial(_leave, self._left, number, segment.mapping)
+        if segment.locks is None:
             done = weakref.finalize(buffer, gone)
         else:
-            done = weakref.finalize(buffer, slot.locks.after_device, gone)
+            done = weakref.finalize(buffer, segment.locks.after_device, gone)
         done.atexit = False
         return buffer
 
-    def take(self, size: int) -> Slot | None:
-        """A free slot of at least `size` bytes, not yet held; None if there can be none."""
+    def take(self, size: int) -> int | None:
+        """A slot of at least `size` bytes, held once, by the caller; None if there can be none."""
         if self.locks is not None and not self.locks.here:
             self._abandon()
         self._collect()
         self._takes += 1
-        best: Slot | None = None
-        for slot in reversed(self._free):
-            fits = size <= slot.mapping.size <= 2 * capacity_for(size)
-            if fits and (best is None or slot.mapping.size < best.mapping.size):
-                best = slot
-        if best is not None:
-            self._free.remove(best)
-        else:
-            best = self._new(capacity_for(size))
-        if best is not None:
-            best.last = self._takes
-        if self._free and self._takes - self._free[0].last > IDLE:
-            self._retire(self._free[0])
-        return best
+        number = None
+        segment = self._with_room(size) or self._new(capacity_for(size))
+        if segment is not None:
+            self._unused.pop(segment.number, None)
+            segment.last = self._takes
+            place = segment.free.pop()
+            segment.holders[place] = 1
+            number = number_of(segment.number, place)
+            if not segment.free:
+                del self._roomy[segment.capacity][segment.number]
+        if self._unused and self._takes - self._oldest().last > IDLE:
+            self._retire(self._oldest())
+        return number
 
-    def drop(self, slot: Slot) -> None:
+    def hold(self, number: int) -> None:
+        """One holder more of the slot with that number."""
+        segment, place = place_of(number)
+        self.segments[segment].holders[place] += 1
+
+    def release(self, number: int) -> None:
         """One holder less."""
-        self._left.append(slot.number)
+        found, place = place_of(number)
+        segment = self.segments.get(found)
+        if segment is None:  # the pool was closed meanwhile
+            return
+        segment.holders[place] -= 1
+        if segment.holders[place] == 0:
+            if not segment.free:
+                self._roomy.setdefault(segment.capacity, OrderedDict())[found] = segment
+            segment.free.append(place)
+            if segment.unused:
+                self._unused[found] = segment
 
-    def give_up(self, slot: Slot) -> None:
-        """What was taken is not wanted after all."""
-        if slot.holders == 0 and slot not in self._free:
-            self._free.append(slot)
+    def drop(self, number: int) -> None:
+        """One holder less, as soon as somebody looks. From any thread."""
+        self._left.append(number)
+
+    def segment_of(self, number: int) -> Segment:
+        """The segment that the slot with that number is in."""
+        return self.segments[place_of(number)[0]]
+
+    def view(self, number: int, size: int) -> Any:
+        """The first `size` bytes of a slot. Whoever looks must hold it."""
+        segment, place = place_of(number)
+        found = self.segments[segment]
+        return found.mapping.view(place * found.capacity, size)
+
+    def find(self, address: int, size: int) -> tuple[int, int] | None:
+        """The slot that these bytes are in, and where in it; None if they are in none, or in several."""
+        before = bisect_right(self._by_address, address, key=_address)
+        if not before:
+            return None
+        segment = self._by_address[before - 1]
+        place, start = divmod(address - segment.mapping.address, segment.capacity)
+        if place >= len(segment.holders) or start + size > segment.capacity:
+            return None
+        return number_of(segment.number, place), start
 
     def lower(self, limit: int) -> None:
         """Make do with `limit` bytes; what is in use above that goes as it becomes free."""
@@ -162,18 +231,19 @@ class Pool:
         """Forget all slots; their memory goes with the last view of each. There are no more then."""
         self._limit = 0
         self._collect()
-        for slot in self.slots.values():
-            slot.close()
-        self.slots.clear()
-        self._free.clear()
-        self.size = 0
+        for segment in self.segments.values():
+            segment.close()
+        self._forget()
 
     def _abandon(self) -> None:
         """In a fork: these slots are the parent's, which would see what is written to them."""
         self.locks = None
-        self.slots.clear()
-        self._free.clear()
         self._left.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        for kept in (self.segments, self._by_address, self._slots, self._roomy, self._unused):
+            kept.clear()
         self.size = 0
 
     def _collect(self) -> None:
@@ -181,46 +251,71 @@ class Pool:
             self.locks.collect()
         left = self._left
         while left:
-            slot = self.slots.get(left.popleft())
-            if slot is None:  # closed meanwhile
-                continue
-            slot.holders -= 1
-            if slot.holders == 0:
-                self._free.append(slot)
-        while self.size > self._limit and self._free:  # the limit was lowered
-            self._retire(self._free[0])
+            self.release(left.popleft())
+        while self.size > self._limit and self._unused:  # the limit was lowered
+            self._retire(self._oldest())
 
-    def _new(self, capacity: int) -> Slot | None:
-        in_use = self.size - sum(slot.mapping.size for slot in self._free)
-        if in_use + capacity <= self._limit:
-            while self.size + capacity > self._limit:
-                self._retire(self._free[0])
-        else:
+    def _with_room(self, size: int) -> Segment | None:
+        """A segment with a free slot for `size` bytes, none more than twice as large as needed."""
+        capacity = capacity_for(size)
+        most = 2 * capacity
+        while capacity <= most:
+            if roomy := self._roomy.get(capacity):
+                return roomy[next(reversed(roomy))]
+            capacity = capacity_for(capacity + 1)
+        return None
+
+    def _new(self, capacity: int) -> Segment | None:
+        in_use = self.size - sum(unused.mapping.size for unused in self._unused.values())
+        room = self._limit - in_use
+        if capacity > room:
             self.refusal = (
                 f"slots of {in_use:,} bytes are in use and {capacity:,} more would pass the "
                 f"limit of {self._limit:,} bytes"
             )
             return None
+        count = max(1, min(self._slots[capacity], min(room, self._limit // GROWTH) // capacity))
+        while self.size + count * capacity > self._limit:
+            self._retire(self._oldest())
         try:
-            mapping, ticket, fd = self._make(capacity, self.made)
+            segment = self._make_segment(capacity, count)
         except OSError as error:
             self.refusal = f"there is no memory for a slot of {capacity:,} bytes ({error})"
             return None
-        slot = Slot(self.made, mapping, ticket, fd)
-        if self.locks is not None and self.locks.lock(mapping):
-            slot.locks = self.locks
+        if self.locks is not None and self.locks.lock(segment.mapping):
+            segment.locks = self.locks
         self.made += 1
-        self.size += mapping.size
-        self.slots[slot.number] = slot
-        return slot
+        self.size += segment.mapping.size
+        self.segments[segment.number] = segment
+        insort(self._by_address, segment, key=_address)
+        self._slots[capacity] += len(segment.holders)
+        self._roomy.setdefault(capacity, OrderedDict())[segment.number] = segment
+        return segment
 
-    def _retire(self, slot: Slot) -> None:
-        self._free.remove(slot)
-        del self.slots[slot.number]
-        self.size -= slot.mapping.size
-        if slot.ticket is None:  # else nobody has heard of it
-            self.retired.append(slot.number)
-        slot.close()
+    def _make_segment(self, capacity: int, count: int) -> Segment:
+        try:
+            return Segment(self.made, capacity, count, self._make(count * capacity, self.made))
+        except OSError:
+            if count == 1:
+                raise
+        return self._make_segment(capacity, 1)  # a full /dev/shm may have room for one more
+
+    def _oldest(self) -> Segment:
+        return self._unused[next(iter(self._unused))]
+
+    def _retire(self, segment: Segment) -> None:
+        del self._unused[segment.number], self._roomy[segment.capacity][segment.number]
+        del self.segments[segment.number]
+        del self._by_address[bisect_left(self._by_address, _address(segment), key=_address)]
+        self._slots[segment.capacity] -= len(segment.holders)
+        self.size -= segment.mapping.size
+        if segment.ticket is None:  # else nobody has heard of it
+            self.retired.append(segment.number)
+        segment.close()
+
+
+def _address(segment: Segment) -> int:
+    return segment.mapping.address
 
 
 def _leave(left: deque[int], number: int, mapping: Mapping) -> None:
