@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from steps import steps
 
 from hybridloader.buffers import arena, segments, slots
 from hybridloader.buffers.arena import Parcel, Reader, Writer
@@ -333,23 +332,6 @@ def test_slots_cost_no_descriptors_and_few_mappings_however_many_are_kept() -> N
     assert len(lane.reader.seen) < 12
     assert descriptors() == before
     assert all(buffer[0][-1] == k for k, buffer in enumerate(kept))
-
-
-def steps(call: Callable[[], object]) -> int:
-    """Lines of Python that `call` runs through."""
-    count = 0
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
-    return count
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "free"])

@@ -17,6 +17,7 @@ from alike import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from steps import steps
 
 from hybridloader.backends.frames import Decoder, encode
 from hybridloader.backends.letters import decode_event, decode_message, encode_done, encode_message
@@ -248,6 +249,24 @@ def test_an_empty_view_of_a_storage_that_others_share_arrives() -> None:
     empty, *others = streamed([memory[:0], memory[16:20], memory[17:21]])
     assert empty.shape == (0,)
     assert [t.tolist() for t in others] == [[16, 17, 18, 19], [17, 18, 19, 20]]
+
+
+def test_views_of_neighbouring_parts_of_a_storage_share_what_they_shared() -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    back = streamed([memory[:20], memory[17:20], memory[24:40], memory[30:40]])
+    back[1][:], back[3][:] = 99, 98  # the parts begin within the same 16 bytes
+    assert back[0].tolist() == [*range(17), 99, 99, 99]
+    assert back[2].tolist() == [*range(24, 30), *[98] * 10]
+
+
+def test_many_overlapping_views_of_one_storage_take_no_longer_each_than_few() -> None:
+    def lines(pairs: int) -> int:
+        memory = torch.zeros(pairs * 20)
+        cuts = [(memory[at : at + 8], memory[at + 4 : at + 12]) for at in range(0, len(memory), 20)]
+        return steps(lambda: pack(cuts))
+
+    lines(2)  # imports, and what is looked up once
+    assert lines(400) < 11 * lines(40)
 
 
 def test_one_bfloat16_cut_out_with_a_step_arrives() -> None:

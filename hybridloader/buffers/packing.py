@@ -12,6 +12,7 @@ import io
 import pickle
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -194,7 +195,7 @@ class Tensors:
     def __init__(self) -> None:
         # All the mutable state:
         self._met: list[Any] = []
-        self._bases: dict[int, list[_Base]] = {}  # by the address of their storage
+        self._bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         torch = _torch()
@@ -214,15 +215,24 @@ class Tensors:
             plain = plain.resolve_conj().resolve_neg()
         if plain is tensor:
             self._met.append(plain)
-            for base in self._bases.get(plain.untyped_storage().data_ptr(), ()):
-                if base.covers(plain):
-                    return _rebuild_view, (base, *base.place(plain))
+            base = self._base_of(plain) if self._bases else None
+            if base is not None:
+                return _rebuild_view, (base, *base.place(plain))
         order = None if plain.is_contiguous() else _dense_order(plain)
         # In the order of its strides a dense tensor is contiguous memory: no copy, and the other
         # side gets the same strides back (channels_last stays channels_last).
         flat = plain.contiguous() if order is None else plain.permute(order).contiguous()
         name = _NAMES.get(plain.dtype) or _name(plain.dtype)
         return _rebuild_tensor, (_bytes_of(flat, name), name, tuple(flat.shape), order, grad)
+
+    def _base_of(self, tensor: torch.Tensor) -> _Base | None:
+        """What a first pass has found to be sent once, if `tensor` is a part of that."""
+        bases = self._bases.get(tensor.untyped_storage().data_ptr())
+        if bases is None or not tensor.numel():
+            return None
+        start, end = _extent(tensor)
+        place = bisect_right(bases, start, key=lambda base: base.start)
+        return bases[place - 1] if place and end <= bases[place - 1].end else None
 
     def several_over_one_storage(self) -> bool:
         """Whether a second pass is needed; prepares for it."""
@@ -283,18 +293,13 @@ class _Base:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         starts, ends = zip(*map(_extent, tensors), strict=True)
-        self._start = min(starts) // 16 * 16  # as aligned as any dtype needs
+        self.start, self.end = min(starts), max(ends)  # as `_extent` has them
+        self._start = self.start // 16 * 16  # as aligned as any dtype needs
         self._bytes = (
             _torch()
             .empty(0, dtype=_torch().uint8)
-            .set_(tensors[0].untyped_storage(), self._start, (max(ends) - self._start,), (1,))
+            .set_(tensors[0].untyped_storage(), self._start, (self.end - self._start,), (1,))
         )
-
-    def covers(self, tensor: torch.Tensor) -> bool:
-        if not tensor.numel():
-            return False
-        start, end = _extent(tensor)
-        return bool(self._start <= start and end <= self._start + self._bytes.numel())
 
     def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         offset = tensor.storage_offset() - self._start // tensor.element_size()
