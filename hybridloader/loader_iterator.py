@@ -120,6 +120,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pinner is not None and self._num_workers and backend.name != "inline":
             self._pin_thread = PinThread(self._pinner, self._timeout)
             closed_with(self, self._pin_thread)
+        self._carries = False  # whether workers send the state of the dataset with their results
         self._stage = self._start()
         self._batches: Iterator[Any] = self._stage
         self._losses: Losses | None = None
@@ -199,7 +200,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._num_workers and getattr(
             self._backend, "copy_dataset", not self._backend.in_process
         ):
-            return replace(fetch, carries=is_stateful(dataset))
+            self._carries = is_stateful(dataset)
+            return replace(fetch, carries=self._carries)
         return fetch
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
@@ -235,7 +237,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if isinstance(self._dispatch, FirstOf):
             opening.direct(self._dispatch)
         results = self._results(opening.source(self, progress, stage.next_seq), progress, changes)
-        plain = self._in_order and self._on_error is None
+        plain = self._in_order and self._on_error is None and not self._carries
         self._batches = Counting(results, progress, plain=plain)
         if self._on_error is not None or self._joins:
             self._fill_batches(results, progress)

@@ -1,18 +1,21 @@
 """The state of a dataset on its way: with results to the parent, and to the workers that go on from it.
 
 A dataset, or the iterator over it, that has `state_dict` and `load_state_dict` is asked for its state
-after every result, because only then does it belong to that result. It is frozen at once, so that
-nothing that the worker does later can change it. Never raises for a state that can't be had: a loader
-that nobody asks for its state must not fail because of one.
+behind a result, because only then does it belong to that result; how often, its `Cadence` says. It is
+frozen at once, so that nothing that the worker does later can change it. Never raises for a state that
+can't be had: a loader that nobody asks for its state must not fail because of one.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from hybridloader.errors import StateError
+from hybridloader.states.cadence import Cadence
+from hybridloader.states.copies import Frozen, duplicate
 
 
 class Start(NamedTuple):
@@ -25,16 +28,24 @@ class Start(NamedTuple):
     skip
         Samples of its shard that it is to be behind; what lies between is read and dropped.
     dataset, iterator
-        Pickled states; None where there is none.
+        States; None where there is none.
     ended
         Whether the shard has ended.
+    again
+        Tasks that were done since `dataset`, where it is asked by index: they are done once more.
     """
 
     position: int = 0
     skip: int = 0
-    dataset: bytes | None = None
-    iterator: bytes | None = None
+    dataset: Frozen | None = None
+    iterator: Frozen | None = None
     ended: bool = False
+    again: tuple[Any, ...] = ()
+
+    @property
+    def stateful(self) -> bool:
+        """Whether there is a state to go on from."""
+        return self.dataset is not None or self.iterator is not None
 
 
 class Carried:
@@ -45,7 +56,7 @@ class Carried:
     data
         The result.
     dataset, iterator
-        Pickled states; None where there is none.
+        States; None where there is none.
     ended
         Whether the shard has ended.
     fault
@@ -55,7 +66,7 @@ class Carried:
     __slots__ = ("data", "dataset", "ended", "fault", "iterator")
 
     def __init__(
-        self, data: Any, dataset: bytes | None, iterator: bytes | None, ended: bool, fault: str
+        self, data: Any, dataset: Frozen | None, iterator: Frozen | None, ended: bool, fault: str
     ) -> None:
         self.data, self.dataset, self.iterator = data, dataset, iterator
         self.ended, self.fault = ended, fault
@@ -72,7 +83,7 @@ def is_stateful(thing: Any) -> bool:
 
 
 def carrying(fetcher: Callable[[Any], Any], dataset: Any, samples: Any = None) -> Any:
-    """`fetcher`, whose results are `Carried` if the dataset, or its iterator, has a state."""
+    """`fetcher`, of whose results some are `Carried` if the dataset, or its iterator, has a state."""
     itself = samples is dataset  # torchdata saves it once then, as the iterator's
     stateful = is_stateful(dataset) and not itself
     if stateful or is_stateful(samples):
@@ -80,7 +91,7 @@ def carrying(fetcher: Callable[[Any], Any], dataset: Any, samples: Any = None) -
     return fetcher
 
 
-def frozen(thing: Any, what: str) -> bytes:
+def frozen(thing: Any, what: str) -> Frozen:
     """The state of `thing`, pickled.
 
     Raises
@@ -88,19 +99,32 @@ def frozen(thing: Any, what: str) -> bytes:
     StateError
         It raised, or can't be pickled; the message names `what`.
     """
+    return pickled(state_of(thing, what), f"{what} ({type(thing).__name__})")
+
+
+def state_of(thing: Any, what: str) -> Any:
+    """What `thing` tells of its state; raises `StateError` as `frozen` does."""
     try:
-        state = thing.state_dict()
+        return thing.state_dict()
     except Exception as error:
         raise StateError(
             f"{what} ({type(thing).__name__}): its state_dict() raised {type(error).__name__}: {error}"
         ) from error
-    return pickled(state, f"{what} ({type(thing).__name__})")
 
 
-def pickled(state: Any, what: str) -> bytes:
+def copy_of(thing: Any, what: str) -> Any:
+    """A copy of the state of `thing`; raises `StateError` as `frozen` does."""
+    return _pickled(duplicate, state_of(thing, what), f"{what} ({type(thing).__name__})")
+
+
+def pickled(state: Any, what: str) -> Frozen:
     """`state`, pickled; raises `StateError` as `frozen` does."""
+    return Frozen(_pickled(pickle.dumps, state, what))
+
+
+def _pickled(pickling: Callable[[Any], Any], state: Any, what: str) -> Any:
     try:
-        return pickle.dumps(state)
+        return pickling(state)
     except Exception as error:  # what a foreign __reduce__ raises can be anything
         culprit = ""
         if isinstance(state, dict):
@@ -121,17 +145,28 @@ def _picklable(value: Any) -> bool:
 
 
 class _Carrying:
-    """A fetcher whose results are `Carried`; in all else the one within."""
+    """A fetcher of whose results some are `Carried`: the first, the last, and those whose state is due.
+
+    In all else the one within.
+    """
 
     def __init__(self, fetcher: Callable[[Any], Any], dataset: Any, samples: Any) -> None:
-        self._fetcher, self._dataset = fetcher, dataset
+        self.within, self._dataset = fetcher, dataset
         self._samples = samples if is_stateful(samples) else None
+        self._cadence = Cadence()
         self._mend: Any = getattr(fetcher, "mend", None)
         if self._mend is not None:
             self.mend = self._mended
 
-    def __call__(self, index: Any) -> Carried:
-        return self._with_state(self._fetcher(index))
+    def __call__(self, index: Any) -> Any:
+        data = self.within(index)
+        if self._cadence.due() or self._ended:
+            return self._with_state(data)
+        return data
+
+    @property
+    def _ended(self) -> bool:
+        return getattr(self.within, "ended", False)
 
     def _with_state(self, data: Any) -> Carried:
         dataset = iterator = None
@@ -143,15 +178,18 @@ class _Carrying:
                 iterator = frozen(self._samples, "the iterator over the dataset")
         except StateError as error:
             fault = str(error)
-        return Carried(data, dataset, iterator, getattr(self._fetcher, "ended", False), fault)
+        self._cadence.taken()
+        return Carried(data, dataset, iterator, self._ended, fault)
 
-    def _mended(self, result: Carried, check: Callable[[Any], Any]) -> Carried:
+    def _mended(self, result: Any, check: Callable[[Any], Any]) -> Any:
+        if type(result) is not Carried:
+            return self._mend(result, check)
         return self._with_state(self._mend(result.data, check))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "mend":
             raise AttributeError(name)
-        return getattr(self._fetcher, name)
+        return getattr(self.within, name)
 
 
 def resumed(fetch: Any, start: Start, cancelled: Any) -> Any:
@@ -162,17 +200,30 @@ def resumed(fetch: Any, start: Start, cancelled: Any) -> Any:
     resume = getattr(fetcher, "resume", None)
     if resume is not None:
         resume(start)
+    within = fetcher.within if type(fetcher) is _Carrying else fetcher
+    _do_again(within, start.again, cancelled)
     return fetcher
 
 
-def load_iterator(samples: Any, state: bytes) -> None:
+def _do_again(fetcher: Callable[[Any], Any], tasks: tuple[Any, ...], cancelled: Any) -> None:
+    """Do what was done since the state was taken, which brings the dataset to where it had come."""
+    for task in tasks:
+        if cancelled.up:
+            return
+        with suppress(
+            Exception
+        ):  # it was a result then, and whatever raises now does so when asked
+            fetcher(task)
+
+
+def load_iterator(samples: Any, state: Frozen) -> None:
     _load(samples, state, "the iterator over the dataset")
 
 
-def _load(thing: Any, state: bytes, what: str) -> None:
+def _load(thing: Any, state: Frozen, what: str) -> None:
     if not is_stateful(thing):
         raise StateError(
             f"the state to go on from holds one of {what}, and {type(thing).__name__} has no "
             "load_state_dict(); make the loader with the dataset that it had when the state was taken"
         )
-    thing.load_state_dict(pickle.loads(state))
+    thing.load_state_dict(pickle.loads(state.kept))

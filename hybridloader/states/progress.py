@@ -8,20 +8,31 @@ remembered as indices, as many as the window has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hybridloader.beside import Beside
+from hybridloader.errors import WorkerDied
 from hybridloader.faults.refill import Waiting
 from hybridloader.faults.tried import Short
 from hybridloader.fetch import Apart
 from hybridloader.states.carried import Carried, Start
 
 if TYPE_CHECKING:
+    from hybridloader.states.cadence import Cadence
     from hybridloader.states.replay import Making, Snapshot
 
 
-Draw = tuple[Any, "Snapshot | None"]
-"""One item of the sampler, and the sampler's state behind it if it has one."""
+class Base(NamedTuple):
+    """The state of the sampler that was taken last, how many of its items were drawn then, and the one
+    before it: behind the last item of all, a sampler may tell the beginning of its next epoch."""
+
+    number: int
+    snapshot: Snapshot
+    before: Base | None = None
+
+
+Draw = tuple[Any, "Base | None"]
+"""One item of the sampler, and from where it is drawn again if the sampler has a state."""
 
 UNKNOWN = object()
 """In the place of an item that was drawn before the state that a pass goes on from."""
@@ -68,8 +79,11 @@ class Progress:
         What was drawn and not handed out, by number.
     at
         The last one before `behind`.
+    end
+        The number of all items, once the sampler has told that there are no more; before that, -1.
     places
-        Of an iterable dataset, where each worker goes on behind what was handed out.
+        Of an iterable dataset, or one whose state workers hold, where each worker goes on behind what
+        was handed out; of the latter without `Start.again`.
     remainders
         Where it went on before the last samples of its shard came, which wait to be joined.
     last_worker
@@ -100,7 +114,9 @@ class Progress:
         self.missing: set[int] = set()
         self.log: dict[int, Draw] = {}
         self.at: Draw | None = None
+        self.end = -1
         self.places = [Start()] * workers
+        self._again: list[list[Any]] = [[] for _ in range(workers)]
         self.remainders: dict[int, Start] = {}
         self.fault = ""
         self.last_worker = -1
@@ -109,7 +125,7 @@ class Progress:
         self.again: list[int] = [0] * workers
         self.of = 0
         self.first: tuple[int, ...] = ()
-        self._before = Start()
+        self._before: tuple[Start, list[Any], int] = Start(), [], 0
         self._latest: Draw | None = None
         self.shift = 0  # from the numbers of tasks to those of the sampler's items
         self._first = 0  # the number of the first task
@@ -124,8 +140,15 @@ class Progress:
             self.missing.add(number)
             number += 1
 
-    def passed(self, stage: Results, found: Any = None) -> None:
-        """A result was handed out: `found`, or an error (None). Nothing happens if it was none."""
+    def go_on(self, starts: Sequence[Start]) -> None:
+        """Each worker began where these say."""
+        self.places = [start._replace(again=()) for start in starts]
+        self._again = [list(start.again) for start in starts]
+        self.again = [max(0, start.skip - start.position) for start in starts]
+        self.of = sum(self.again)
+
+    def passed(self, stage: Results, found: Any = None, error: Exception | None = None) -> None:
+        """A result was handed out: `found`, or an error. Nothing happens if it was none."""
         seq = stage.last_seq
         if seq == self._seq or seq < self._first:  # of the pass before, and this one's are late
             return
@@ -135,9 +158,26 @@ class Progress:
         self.again[worker] = 0
         if worker in self.first:
             self.first = tuple(w for w in self.first if w != worker)
+        number = seq - self.shift
         self._note_place(worker, stage.last_position, found)
-        if not self.iterable:
-            self._count(seq - self.shift)
+        if self.iterable:
+            return
+        # What kills workers is not done again; the state of the next one comes with its first.
+        again = type(found) is not Carried and not isinstance(error, WorkerDied)
+        if again and self.places[worker].stateful and number in self.log:
+            self._again[worker].append(self.log[number][0])
+        self._count(number)
+
+    def base(self, length: Callable[[], int | None]) -> Base | None:
+        """The state of the sampler from which to go on; of how many items it gives, `length` tells."""
+        base = None if self.at is None else self.at[1]
+        if base is None or base.number < self.behind or base.before is None:
+            return base
+        if self.behind != self.end:
+            most = length()
+            if most is None or self.behind < most:
+                return base
+        return base.before
 
     @property
     def indices_left(self) -> tuple[list[Any], list[Any]]:
@@ -156,9 +196,11 @@ class Progress:
 
     def starts(self) -> list[Start]:
         """Where each worker goes on."""
-        starts = list(self.places)
+        both = zip(self.places, self._again, strict=True)
+        starts = [place._replace(again=tuple(again)) for place, again in both]
         if self.waiting.whole:
-            starts[self.last_worker] = self._before
+            place, again, count = self._before
+            starts[self.last_worker] = place._replace(again=tuple(again[:count]))
         seen = set()
         for worker, number in self.waiting.samples:
             if worker not in seen and worker in self.remainders:
@@ -177,17 +219,17 @@ class Progress:
         self.behind, self.at = number + 1, draw
 
     def _note_place(self, worker: int, position: int, found: Any) -> None:
-        if not self.iterable and type(found) is not Carried:
-            return
-        before = self._before = self.places[worker]
-        if type(found) is not Carried:
-            self.places[worker] = before._replace(skip=position)
-        else:
+        before, again = self.places[worker], self._again[worker]
+        self._before = before, again, len(again)
+        if type(found) is Carried:
             self.places[worker] = Start(
                 position, position, found.dataset, found.iterator, found.ended
             )
+            self._again[worker] = []
             self.fault = found.fault
             found = found.data
+        elif self.iterable:
+            self.places[worker] = before._replace(skip=position)
         if type(found) is Short and found.samples:
             self.remainders[worker] = before
 
@@ -203,6 +245,12 @@ class Drawing(Iterator[Any]):
         Is told.
     snapshot
         Gives the state of the sampler, if it has one.
+    number
+        Of the first item, in the sampler's.
+    base
+        The state of the sampler that a pass goes on from.
+    cadence
+        When its state is taken; None: behind every item.
     """
 
     def __init__(
@@ -211,18 +259,36 @@ class Drawing(Iterator[Any]):
         progress: Progress,
         snapshot: Callable[[], Snapshot] | None,
         number: int,
+        base: Base | None = None,
+        cadence: Cadence | None = None,
     ) -> None:
-        self._indices, self._log, self._snapshot = indices, progress.log, snapshot
-        self._number = number
+        self._indices, self._snapshot = indices, snapshot
+        self._progress, self._log = progress, progress.log
+        self._number, self._base, self._cadence = number, base, cadence
+        self._own = progress.behind  # what comes before it is not the sampler's
 
     def __next__(self) -> Any:
-        index = next(self._indices)
-        if self._snapshot is None:
-            self._log[self._number] = index, None
-        else:
-            self._log[self._number] = index, self._snapshot()
-        self._number += 1
+        number = self._number
+        try:
+            index = next(self._indices)
+        except StopIteration:
+            self._progress.end = number
+            raise
+        self._number = number + 1
+        if self._snapshot is not None and number >= self._own:
+            cadence = self._cadence
+            if cadence is None:
+                self._take()
+            elif cadence.due():
+                self._take()
+                cadence.taken()
+        self._log[number] = index, self._base
         return index
+
+    def _take(self) -> None:
+        assert self._snapshot is not None
+        base = self._base if self._cadence is not None else None  # ours always tell the place
+        self._base = Base(self._number, self._snapshot(), base and base._replace(before=None))
 
 
 class Counting(Iterator[Any]):
@@ -238,8 +304,8 @@ class Counting(Iterator[Any]):
         stage, progress = self._stage, self._progress
         try:
             found = self._pull()
-        except Exception:
-            progress.passed(stage)
+        except Exception as error:
+            progress.passed(stage, error=error)
             raise
         # What `passed` comes to where results are in order and nothing waits: 1 us less a batch.
         if self._plain and type(found) is not Carried:

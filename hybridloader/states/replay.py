@@ -8,7 +8,6 @@ calls puts it back. Nothing is fetched here, and nothing is drawn for a loader t
 
 from __future__ import annotations
 
-import copy
 import itertools
 import zlib
 from collections import deque
@@ -17,7 +16,9 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.errors import StateError
+from hybridloader.states.cadence import Cadence
 from hybridloader.states.carried import is_stateful
+from hybridloader.states.copies import Given, Kept, copied, kept
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +39,8 @@ work; for new workers, where the first iterator is thrown away; and for workers 
 class Snapshot(NamedTuple):
     """The state of a sampler, and that of the iterator over it; None for what has none."""
 
-    sampler: Any
-    iterator: Any
+    sampler: Given | None
+    iterator: Given | None
 
 
 class Making(NamedTuple):
@@ -69,7 +70,7 @@ class Making(NamedTuple):
         start = None
         if stateful is not None:
             upcoming = getattr(stateful, "upcoming_state_dict", stateful.state_dict)
-            start = Snapshot(copy.deepcopy(upcoming()), None)
+            start = Snapshot(kept(stateful, "the sampler", upcoming), None)
         states = {name: generator.get_state() for name, generator in generators_of(loader).items()}
         return Making(steps, states, start, None if stateful is not None else told_epoch(loader))
 
@@ -164,20 +165,44 @@ def tell_epoch(loader: Any, epoch: int | None) -> None:
         _seeded(loader).set_epoch(epoch)
 
 
-def snapshots(loader: Any, indices: Iterator[Any]) -> Callable[[], Snapshot] | None:
-    """What gives the sampler's state, as it is behind what `indices` gave last; None: it has none."""
+def _is_ours(sampler: Any) -> bool:
+    return type(sampler).__module__.startswith("hybridloader.")
+
+
+class Snapshots(NamedTuple):
+    """How the sampler's state is had, as it is behind the item that was drawn last.
+
+    Attributes
+    ----------
+    take
+        Gives it.
+    cadence
+        When it is taken; None: behind every item.
+    """
+
+    take: Callable[[], Snapshot]
+    cadence: Cadence | None
+
+
+def snapshots(loader: Any, indices: Iterator[Any]) -> Snapshots | None:
+    """That of what `indices` are drawn from; None: it has no state."""
     stateful = stateful_of(loader)
     iterator: Any = indices if is_stateful(indices) else None
     if stateful is None and iterator is None:
         return None
-    ours = type(stateful).__module__.startswith("hybridloader.")  # makes a new dict each time
+    if iterator is None and _is_ours(stateful):
+        # Makes a new dict each time, of two numbers; and is drawn from otherwise by other ranks.
+        return Snapshots(lambda: Snapshot(Kept(stateful.state_dict()), None), None)
 
-    def snapshot() -> Snapshot:
-        own = None if stateful is None else stateful.state_dict()
-        within = None if iterator is None else copy.deepcopy(iterator.state_dict())
-        return Snapshot(own if ours else copy.deepcopy(own), within)
+    def take() -> Snapshot:
+        own = within = None
+        if stateful is not None:
+            own = kept(stateful, "the sampler", stateful.state_dict)
+        if iterator is not None:
+            within = kept(iterator, "the iterator over the sampler", iterator.state_dict)
+        return Snapshot(own, within)
 
-    return snapshot
+    return Snapshots(take, Cadence())
 
 
 def check_of(index: Any) -> int:
@@ -214,8 +239,8 @@ class Replayed(NamedTuple):
     seed: int | None
 
 
-def load_sampler(loader: Any, snapshot: Snapshot) -> Replayed:
-    """Go on from a sampler's own state: at no cost by how far it had come."""
+def load_sampler(loader: Any, snapshot: Snapshot, since: int = 0) -> Replayed:
+    """Go on from a sampler's own state, and behind `since` items more: at no cost by how far that is."""
     stateful = stateful_of(loader)
     try:
         if snapshot.sampler is not None:
@@ -223,14 +248,19 @@ def load_sampler(loader: Any, snapshot: Snapshot) -> Replayed:
                 raise ValueError(
                     f"{type(samplers_of(loader)[-1]).__name__} has no load_state_dict()"
                 )
-            stateful.load_state_dict(copy.deepcopy(snapshot.sampler))
+            stateful.load_state_dict(copied(snapshot.sampler.kept))
         indices = iter(loader._index_sampler)
         if snapshot.iterator is not None:
-            indices.load_state_dict(copy.deepcopy(snapshot.iterator))
+            indices.load_state_dict(copied(snapshot.iterator.kept))
     except StateError:
         raise
     except Exception as error:  # whatever a foreign sampler raises
         raise StateError(f"the sampler did not take its state: {error}") from error
+    if (gone := _drop(indices, since)) < since:
+        raise StateError(
+            f"{type(loader._index_sampler).__name__} has given {gone} of the {since} items that it gave "
+            "between its state and that of the loader: it has shrunk, or the state is of another one"
+        )
     return Replayed(indices, None)
 
 
@@ -264,7 +294,7 @@ def replay(
         else:
             seed = draw_seed(loader)
     if not count:
-        return Replayed(chain(list(islice(indices, 1)), indices) if eager else indices, seed)
+        return Replayed(_begun(loader, indices, eager=eager), seed)
     short, done = _shortcut(loader, indices, count - 1)
     done += _drop(short, count - 1 - done)
     try:
@@ -278,6 +308,22 @@ def replay(
             "it a `generator`, or state_dict() and load_state_dict()"
         )
     return Replayed(short, seed)
+
+
+def _begun(loader: Any, indices: Iterator[Any], *, eager: bool) -> Iterator[Any]:
+    """A pass from its beginning.
+
+    A sampler that was asked for its state behind the end of an epoch may tell that end, as torchdata's
+    distributed one does: then nothing comes, and it begins its next epoch with the next iterator.
+    """
+    stateful = stateful_of(loader)
+    ends = stateful is not None and not _is_ours(stateful)
+    if not (eager or ends):
+        return indices
+    first = list(islice(indices, 1))
+    if ends and not first:
+        return iter(loader._index_sampler)
+    return chain(first, indices)
 
 
 def draw_seed(loader: Any) -> int:

@@ -21,7 +21,8 @@ from hybridloader.errors import StateError
 from hybridloader.fetch import Apart, seed_datapipe
 from hybridloader.scheduler import ACTIVE, Dispatch, Scheduler
 from hybridloader.states.carried import Start, is_stateful
-from hybridloader.states.progress import UNKNOWN, Drawing, Progress, progress_of
+from hybridloader.states.copies import copied
+from hybridloader.states.progress import UNKNOWN, Base, Drawing, Progress, progress_of
 from hybridloader.states.replay import (
     AGAIN,
     DEFAULT,
@@ -149,7 +150,7 @@ class Opening:
         if resume.over:
             return self._behind_the_end(resume)
         if resume.snapshot is not None:
-            replayed = load_sampler(loader, resume.snapshot)
+            replayed = load_sampler(loader, resume.snapshot, resume.since)
             return Replayed(iter(()), None) if self._is_through(resume) else replayed
         eager = self._eager and DEFAULT in resume.making.generators
         return replay(loader, resume.making, resume.count, resume.check, eager=eager)
@@ -172,13 +173,13 @@ class Opening:
         start = resume.making.start
         if upcoming is None or start is None or start.sampler is None:
             return False
-        return bool(upcoming()["epoch"] > start.sampler["epoch"])
+        return bool(upcoming()["epoch"] > start.sampler.kept["epoch"])
 
     def _behind_the_end(self, resume: Resume) -> Replayed:
         """The pass after one that somebody has declared over."""
         loader, making = self._loader, resume.making
         if resume.snapshot is not None:
-            load_sampler(loader, resume.snapshot)
+            load_sampler(loader, resume.snapshot, resume.since)
             stateful = stateful_of(loader)
             where = (
                 stateful.upcoming_state_dict() if hasattr(stateful, "upcoming_state_dict") else {}
@@ -216,9 +217,13 @@ class Opening:
         leads = self._leads()
         progress.begin(first, leads)
         indices = iterator._sampler_iter
-        snapshot = snapshots(self._loader, indices)
+        taken = snapshots(self._loader, indices)
         rest = chain(leads, indices) if leads else indices
-        return Drawing(rest, progress, snapshot, progress.behind - len(leads))
+        first = progress.behind - len(leads)
+        if taken is None:
+            return Drawing(rest, progress, None, first)
+        base = None if progress.at is None else progress.at[1]
+        return Drawing(rest, progress, taken.take, first, base, taken.cadence)
 
     def _leads(self) -> list[Any]:
         resume = self.resume
@@ -249,7 +254,8 @@ class Opening:
         resume = self.resume
         if resume is None or resume.over or not resume.starts:
             return ()
-        if any(s.skip > s.position for s in resume.starts) and is_iterable(self._loader):
+        told = any(s.skip > s.position and not s.stateful for s in resume.starts)
+        if told and is_iterable(self._loader):
             _tell_of_reading(type(self._loader.dataset).__name__)
         return resume.starts
 
@@ -262,11 +268,10 @@ def _go_on(progress: Progress, resume: Resume) -> None:
     progress.behind = 0 if progress.iterable else resume.count
     progress.results = resume.count if progress.iterable else 0
     if resume.count and not progress.iterable:
-        progress.at = UNKNOWN, resume.snapshot
+        base = resume.snapshot and Base(resume.count - resume.since, resume.snapshot)
+        progress.at = UNKNOWN, base
     if resume.starts:
-        progress.places = list(resume.starts)
-        progress.again = [max(0, start.skip - start.position) for start in resume.starts]
-    progress.of = sum(progress.again)
+        progress.go_on(resume.starts)
     progress.first, progress.last_worker = resume.first, resume.last
 
 
@@ -278,11 +283,9 @@ def steps_of(loader: Any, *, again: bool) -> tuple[str, ...]:
 
 def state_of(loader: Any, *, stays: bool) -> dict[str, Any]:
     """The state of `loader`, whose workers may stay for another pass."""
-    import copy
-
     waiting = loaded.get(loader)
     if waiting is not None:
-        return copy.deepcopy(dict(waiting))
+        return dict(copied(dict(waiting)))
     progress = progress_of.get(loader)
     if progress is not None and not progress.finished:
         return written(loader, progress, WITHIN)
@@ -299,13 +302,11 @@ def state_of(loader: Any, *, stays: bool) -> dict[str, Any]:
 
 def load(loader: Any, state: Any) -> None:
     """Have the next pass of `loader` go on from `state`."""
-    import copy
-
     if isinstance(state, Mapping) and not state:
         loaded.pop(loader, None)  # torchdata's way to say that there is none
         return
     resume = read(loader, state)
-    loaded[loader] = copy.deepcopy(dict(state))
+    loaded[loader] = copied(dict(state))
     epochs.announce(loader, resume.next_epoch)
 
 

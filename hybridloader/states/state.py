@@ -6,14 +6,14 @@ one key of ours. Nothing is moved here: no sampler, generator or worker is touch
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hybridloader.errors import StateError
-from hybridloader.states.carried import Start, frozen, is_stateful, pickled
+from hybridloader.states.carried import Start, copy_of, is_stateful, pickled
+from hybridloader.states.copies import Frozen, Given, Kept, copied
 from hybridloader.states.progress import UNKNOWN, Progress
 from hybridloader.states.replay import Making, Snapshot, check_of, samplers_of, share_of
 
@@ -38,7 +38,9 @@ class Resume:
     count
         Items of the sampler that are behind.
     snapshot
-        The sampler's state there, if that is known.
+        The sampler's state there, or some items before, if that is known.
+    since
+        How many before.
     apart, whole
         What comes again before the sampler goes on: indices of waiting samples, and items.
     starts
@@ -60,6 +62,7 @@ class Resume:
     yielded: int = 0
     check: int | None = None
     snapshot: Snapshot | None = None
+    since: int = 0
     base_seed: int | None = None
     shared_seed: int | None = None
     dataset: Any = None
@@ -121,14 +124,15 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
         raise StateError(f"this state can't be taken: {progress.fault}")
     dataset = None
     if (over or not iterable) and is_stateful(loader.dataset):
-        dataset = _thawed(frozen(loader.dataset, "the dataset"))
+        dataset = copy_of(loader.dataset, "the dataset")
     apart, whole = ([], []) if iterable or over else progress.indices_left
     at = None if over else progress.at
-    snapshot = None if at is None else at[1]
+    base = None if at is None else progress.base(partial(length_of, loader._index_sampler))
+    snapshot = None if base is None else base.snapshot
     count = progress.results if iterable else progress.behind
     size = loader.batch_size or 1
     # Nothing in the dict may be ours to go on with; a copy of all, tensors too, would take 100 us more.
-    own_state = None if snapshot is None else copy.deepcopy(snapshot.sampler)
+    own_state = None if snapshot is None else _given(snapshot.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": own_state}
     if loader.batch_size is None:  # accelerate multiplies it with batch_size if it is there
         del index_state["samples_yielded"]
@@ -136,7 +140,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
         "_sampler_iter_yielded": count,
         "_num_yielded": progress.yielded,
         "_index_sampler_state": None if iterable else index_state,
-        "_sampler_iter_state": None if snapshot is None else copy.deepcopy(snapshot.iterator),
+        "_sampler_iter_state": None if snapshot is None else _given(snapshot.iterator),
         "_IterableDataset_len_called": loader._IterableDataset_len_called,
         "_shared_seed": progress.shared_seed,
         "_base_seed": progress.base_seed,
@@ -154,13 +158,14 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
             "counts": [count, progress.yielded],
             "samples": count * size,
             "steps": list(making.steps),
-            "start": None if making.start is None else copy.deepcopy(making.start.sampler),
+            "start": None if making.start is None else _given(making.start.sampler),
             "sampler_epoch": making.epoch,
             "generators": {name: each.clone() for name, each in making.generators.items()},
             "check": None if at is None or at[0] is UNKNOWN else check_of(at[0]),
             "share": None if iterable else share_of(loader),
-            "apart": copy.deepcopy(apart),
-            "whole": copy.deepcopy(whole),
+            "since": 0 if base is None else count - base.number,
+            "apart": copied(apart) if apart else [],
+            "whole": copied(whole) if whole else [],
             "first": [] if over else _first(progress),
         },
     }
@@ -181,9 +186,10 @@ def _snapshots(progress: Progress, loader: Any) -> dict[str, Any] | None:
             "worker_id": number,
             "position": start.position,
             "skip": start.skip,
-            "dataset_state": _thawed(start.dataset),
+            "again": copied(list(start.again)) if start.again else [],
+            "dataset_state": _given(start.dataset),
             "fetcher_state": {
-                "dataset_iter_state": _thawed(start.iterator),
+                "dataset_iter_state": _given(start.iterator),
                 "fetcher_ended": start.ended,
             },
         }
@@ -191,8 +197,8 @@ def _snapshots(progress: Progress, loader: Any) -> dict[str, Any] | None:
     }
 
 
-def _thawed(state: bytes | None) -> Any:
-    return None if state is None else pickle.loads(state)
+def _given(state: Given | None) -> Any:
+    return None if state is None else state.given()
 
 
 # -- reading -----------------------------------------------------------------------------------------
@@ -240,7 +246,7 @@ def read(loader: Any, state: Any) -> Resume:
 
 
 def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resume:
-    start = None if own["start"] is None else Snapshot(own["start"], None)
+    start = None if own["start"] is None else Snapshot(Kept(own["start"]), None)
     making = Making(tuple(own["steps"]), dict(own["generators"]), start, own["sampler_epoch"])
     unknown = [step for step in making.steps if step not in ("iter", "seed")]
     if unknown or not making.steps:
@@ -267,6 +273,7 @@ def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resu
         resume.check = own["check"] if _is_of_this_rank(loader, own) else None
         resume.apart, resume.whole = list(own["apart"]), list(own["whole"])
         resume.snapshot = _snapshot(state)
+        resume.since = _whole("since", own.get("since", 0))
     _read_workers(loader, state, own, resume, edited)
     if own["kind"] == "map":
         length = length_of(loader._index_sampler)
@@ -298,7 +305,10 @@ def _snapshot(state: Mapping[str, Any]) -> Snapshot | None:
     within = state["_index_sampler_state"]
     sampler = within.get("sampler_state") if isinstance(within, Mapping) else None
     iterator = state["_sampler_iter_state"]
-    return None if sampler is None and iterator is None else Snapshot(sampler, iterator)
+    if sampler is None and iterator is None:
+        return None
+    within_iterator = None if iterator is None else Kept(iterator)
+    return Snapshot(None if sampler is None else Kept(sampler), within_iterator)
 
 
 def _count_of(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, bool]:
@@ -356,6 +366,7 @@ def _read_workers(
                 _frozen(place["dataset_state"]),
                 _frozen(within["dataset_iter_state"]),
                 within["fetcher_ended"],
+                tuple(place.get("again", ())),
             )
         )
     resume.starts = tuple(starts)
@@ -366,7 +377,7 @@ def _read_workers(
         )
 
 
-def _frozen(state: Any) -> bytes | None:
+def _frozen(state: Any) -> Frozen | None:
     return None if state is None else pickled(state, "the dataset's part of the state")
 
 

@@ -1,0 +1,56 @@
+"""When a state is taken: with every step while that is cheap, and else at most for a share of the time.
+
+Nobody knows ahead whether a state will be asked for, and once it is, whatever has it has run on: a
+sampler and a worker are always ahead of what was handed out. So states are taken on the way, and
+between two of them what was done is done again by whoever goes on: from the last state that was taken
+there are only a few steps, which took no longer than `SHARE` times as long as taking it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+SHARE = 50
+"""What taking a state takes is at most one part in so many of the time: 2 %."""
+
+FREE = 50e-6
+"""Seconds; what takes no longer is taken with every step."""
+
+_COLD = 1e-3
+"""Seconds; a first state that took less is taken a second time at once, for nothing was warm yet."""
+
+
+class Cadence:
+    """When the state of one thing is taken.
+
+    One long step does not count: what a state is thought to take at most doubles, so that a process that
+    was not run for a while does not make a small state dear.
+
+    Parameters
+    ----------
+    clock
+        Gives seconds.
+    """
+
+    __slots__ = ("_began", "_clock", "_cost", "_next")
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        # All the mutable state:
+        self._began = 0.0
+        self._cost = -1.0  # of taking one; negative: none was taken yet
+        self._next = 0.0  # when the next one is due
+
+    def due(self) -> bool:
+        """Whether the state is to be taken now; then `taken` follows."""
+        self._began = self._clock()
+        return self._began >= self._next
+
+    def taken(self) -> None:
+        """It was, or could not be."""
+        now, before = self._clock(), self._cost
+        first, cost = before < 0, now - self._began
+        self._cost = cost if first else min(cost, max(2 * before, FREE / 2))
+        dear = self._cost > (_COLD if first else FREE)
+        self._next = now + (SHARE - 1) * self._cost if dear else 0.0
