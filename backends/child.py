@@ -30,6 +30,7 @@ from hybridloader.buffers.collate import set_slots, teach_torch
 from hybridloader.buffers.packing import Packed, pack, unpack
 from hybridloader.errors import Failure, ShippingError
 from hybridloader.fetch import Fetcher, Flag
+from hybridloader.inheritance import Inherited
 from hybridloader.late import when_imported
 from hybridloader.messages import Done, Event, Exhausted, Failed, Message, Task, WorkerSpec
 from hybridloader.native import one_thread_in_this_process
@@ -72,6 +73,7 @@ def main(
     slots: tuple[int, str | None] | None,
     strays: Sequence[int],
     board: int | None = None,
+    inherited: Inherited | None = None,
 ) -> None:
     """Run one worker until it is told to stop or the parent is gone.
 
@@ -89,6 +91,8 @@ def main(
     board
         The descriptor of this worker's board; -1 if it is the last that comes with the first frame, None
         if there is no board.
+    inherited
+        Objects of the first frame that could only come with the start of the process.
     """
     for fd in strays:
         try:
@@ -112,7 +116,7 @@ def main(
             frame = channel.get()
             if board is not None and frame.fds:  # the kernel drops what there is no room for
                 side = WorkerSide.open(frame.fds.pop())
-            spec = _received(frame)
+            spec = _received(frame, inherited)
             del frame
         if side is not None:
             desk.notes_on(side)
@@ -130,10 +134,10 @@ def main(
         _leave()
 
 
-def _received(frame: Frame) -> WorkerSpec:
+def _received(frame: Frame, inherited: Inherited | None) -> WorkerSpec:
     """What to do. If it can't be loaded here, that is the answer to every task."""
     try:
-        spec: WorkerSpec = receive(frame.parts, frame.fds)
+        spec: WorkerSpec = receive(frame.parts, frame.fds, inherited)
     except ShippingError as error:
         return WorkerSpec("", 1, _Unloadable(error))
     return spec

@@ -143,7 +143,7 @@ class ProcessCrew(Crew):
         shipment = None if self._forks else self._shipment(spec)
         notes = Board.make() if self._sockets else None
         try:
-            self._start(worker, spec, notes)
+            self._start(worker, spec, notes, shipment)
         except BaseException:  # no process or descriptor can be had any more, for instance
             if notes is not None and notes not in self._boards:
                 notes.close()
@@ -162,7 +162,9 @@ class ProcessCrew(Crew):
                 raise
             self._post.send(worker, shipment.parts, fds)
 
-    def _start(self, worker: int, spec: WorkerSpec, notes: Board | None) -> None:
+    def _start(
+        self, worker: int, spec: WorkerSpec, notes: Board | None, shipment: Shipment | None
+    ) -> None:
         share = max(1, self._limit // max(1, spec.workers))
         lane = Lane(share, self._kind, forks=self._forks, locks=self._locks)
         told = None if notes is None else (notes.fd if self._forks else -1)
@@ -181,6 +183,7 @@ class ProcessCrew(Crew):
                 lane.slots,
                 tuple(strays) if self._forks else (),
                 told,
+                None if shipment is None else shipment.inherited,
             ),
             name=f"hybridloader-{spec.stage}-{worker}",
             daemon=True,

@@ -15,13 +15,16 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
 from hybridloader.buffers.arena import ALIGN
-from hybridloader.buffers.packing import Tensors, keep_small
+from hybridloader.buffers.packing import Tensors, check_leaf, keep_small
 from hybridloader.buffers.segments import anonymous_file, map_descriptor
+from hybridloader.buffers.sparse import reduce_sparse
+from hybridloader.culprit import culprit
 from hybridloader.errors import DamagedMessage, ShippingError
+from hybridloader.inheritance import Inherited, Shared, as_if_starting, reducer
 
 _local = threading.local()
 
@@ -47,10 +50,13 @@ class Shipment:
         file, else these themselves.
     fds
         Descriptors that must go along, owned by the shipment; the first is that of the file.
+    inherited
+        Objects that must be handed to each process as it is started; None if there are none.
     """
 
     def __init__(self, parts: list[Any], fds: list[int]) -> None:
         self.parts, self.fds = parts, fds
+        self.inherited: Inherited | None = None
 
     def close(self) -> None:
         while self.fds:
@@ -74,30 +80,39 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
     ShippingError
         It can't be pickled; names the attribute that is to blame.
     """
+
+    def blame(error: Exception, *, starting: bool) -> ShippingError:
+        def attempt(part: Any) -> None:
+            with open(os.devnull, "wb") as nowhere:
+                _write(part, nowhere, None, Inherited(at_once=starting))
+
+        return ShippingError(
+            f"{culprit(thing, what, attempt)} can't be pickled, so it can't be sent to a worker "
+            f"process: {error}. Open it in worker_init_fn or in __getitem__ instead of __init__, or use "
+            "backend='threads' (nothing is sent) or, where there is fork, backend='fork'."
+        )
+
     shipment = Shipment([], [])
+    inherited = Inherited(functools.partial(blame, starting=True))
     try:
         if share:
             shipment.fds.append(anonymous_file(0))
             with open(shipment.fds[0], "wb", closefd=False) as file:
-                places = _write(thing, file, shipment.fds)
+                places = _write(thing, file, shipment.fds, inherited)
             shipment.parts = [pickle.dumps(_Contents(places, len(shipment.fds)))]
         else:
             whole = io.BytesIO()
-            ((_, size), *buffers) = _write(thing, whole, None)
+            ((_, size), *buffers) = _write(thing, whole, None, inherited)
             view = whole.getbuffer()
             shipment.parts = [view[:size], *(view[at : at + n] for at, n in buffers)]
     except Exception as error:  # pickle's own errors are of many types
         shipment.close()
-        culprit = _culprit(thing, what)
-        raise ShippingError(
-            f"{culprit} can't be pickled, so it can't be sent to a worker process: {error}. "
-            "Open it in worker_init_fn or in __getitem__ instead of __init__, or use "
-            "backend='threads' (nothing is sent) or, where there is fork, backend='fork'."
-        ) from error
+        raise blame(error, starting=False) from error
+    shipment.inherited = inherited if inherited.objects else None
     return shipment
 
 
-def receive(parts: list[memoryview], fds: list[int]) -> Any:
+def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None = None) -> Any:
     """The inverse of `ship`, in the worker; closes `fds`.
 
     Raises
@@ -108,6 +123,10 @@ def receive(parts: list[memoryview], fds: list[int]) -> Any:
     """
     _local.fds = fds
     try:
+        if inherited is not None:
+            if inherited.error is not None:
+                raise inherited.error
+            _local.inherited = inherited.objects
         found = pickle.loads(parts[0], buffers=parts[1:])
         if not isinstance(found, _Contents):
             return found
@@ -127,7 +146,7 @@ def receive(parts: list[memoryview], fds: list[int]) -> Any:
             "imports it anew: is its module, and all that it needs, there and the same?"
         ) from error
     finally:
-        _local.fds = []
+        _local.fds, _local.inherited = [], []
         for fd in fds:
             os.close(fd)
 
@@ -143,15 +162,19 @@ def _take_main_along() -> None:
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
 
 
-def _write(thing: Any, file: IO[bytes], fds: list[int] | None) -> list[tuple[int, int]]:
+def _write(
+    thing: Any, file: IO[bytes], fds: list[int] | None, inherited: Inherited
+) -> list[tuple[int, int]]:
     """Write the pickle, then the buffers; give where each begins and how long it is."""
     tensors = Tensors()
     while True:
         buffers: list[memoryview] = []
         file.seek(0)
-        _pickler(file, buffers, tensors, fds).dump(thing)
+        with as_if_starting():
+            _pickler(file, buffers, tensors, fds, inherited).dump(thing)
         if not tensors.several_over_one_storage():
             break
+        inherited.objects.clear()
         if fds is not None:
             while len(fds) > 1:
                 os.close(fds.pop())
@@ -178,7 +201,8 @@ def _mapped(fd: int) -> memoryview:
 def replicate(thing: Any, what: str) -> Any:
     """A private copy of `thing` within this process, as if it had been sent to another.
 
-    Functions, classes and modules are not copied, and neither are tensors in shared memory.
+    Functions, classes and modules are not copied, and neither is what processes would share: tensors in
+    shared memory, multiprocessing's locks, values, queues and proxies.
 
     Raises
     ------
@@ -189,40 +213,111 @@ def replicate(thing: Any, what: str) -> Any:
 
     _take_main_along()
 
+    shared = Shared()
     kept: list[Any] = []
 
-    class Copier(cloudpickle.Pickler):  # type: ignore[misc]
-        def persistent_id(self, obj: Any) -> int | None:
-            if isinstance(obj, (types.FunctionType, types.ModuleType, type)) or _is_shared(obj):
-                kept.append(obj)
-                return len(kept) - 1
-            return None
+    def keep(obj: Any) -> Any:
+        kept.append(obj)
+        return _kept, (len(kept) - 1,)
 
-    class Pasting(pickle.Unpickler):
-        def persistent_load(self, pid: int) -> Any:
-            return kept[pid]
+    class Copier(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if obj is _kept:  # which the unpickler itself needs, by its name
+                return super().reducer_override(obj)
+            if isinstance(obj, _NEVER_COPIED) or obj in shared or _is_shared(obj):
+                return keep(obj)
+            found = _reduce_storage(obj, lambda storage: keep(storage.clone()))
+            if found is None and _is_tensor(obj):
+                found = reduce_sparse(obj)
+            return super().reducer_override(obj) if found is None else found
+
+    def attempt(part: Any) -> None:
+        with open(os.devnull, "wb") as nowhere:
+            Copier(nowhere, protocol=5).dump(part)
 
     out = io.BytesIO()
     try:
         Copier(out, protocol=5).dump(thing)
     except Exception as error:
         raise ShippingError(
-            f"{_culprit(thing, what)} can't be copied, and each worker needs a copy of its own: "
-            f"{error}"
+            f"{culprit(thing, what, attempt)} can't be copied, and each worker needs a copy of its "
+            f"own: {error}"
         ) from error
     out.seek(0)
-    return Pasting(out).load()
+    before, _local.kept = getattr(_local, "kept", None), kept
+    try:
+        return pickle.load(out)
+    finally:
+        _local.kept = before
+
+
+_NEVER_COPIED = (types.FunctionType, types.ModuleType, type)
+
+
+def _kept(number: int) -> Any:
+    return _local.kept[number]
+
+
+def _inherited(number: int) -> Any:
+    return _local.inherited[number]
+
+
+def _is_tensor(obj: Any) -> bool:
+    """Whether it is a tensor, and of no subclass."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(obj) is torch.Tensor
 
 
 def _is_shared(obj: Any) -> bool:
+    """Whether it is a tensor, or the storage of one, in shared memory."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    return type(obj) is torch.Tensor and obj.device.type == "cpu" and bool(obj.is_shared())
+    if _is_tensor(obj):  # a sparse one is made of others, each of which may be shared
+        return obj.device.type == "cpu" and obj.layout is torch.strided and bool(obj.is_shared())
+    return type(obj) is torch.UntypedStorage and obj.device.type == "cpu" and bool(obj.is_shared())
+
+
+def _reduce_storage(obj: Any, untyped: Callable[[Any], Any]) -> Any:
+    """By `untyped`, if `obj` is a storage without a type; one with a type is made of such a one.
+
+    Tensors of a subclass are pickled by their storage. torch can't load one without a type that it has
+    pickled, and pickles it once for each tensor over it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if type(obj) is torch.UntypedStorage:
+        return untyped(obj) if obj.device.type == "cpu" else None
+    if type(obj) is torch.TypedStorage and obj._untyped_storage.device.type == "cpu":
+        return _typed, (obj._untyped_storage, obj.dtype)
+    return None
+
+
+def _typed(untyped: Any, dtype: Any) -> Any:
+    import torch
+
+    cls: Any = torch.TypedStorage
+    return cls(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _as_bytes(untyped: Any) -> Any:
+    """A tensor, for which there are ways already."""
+    import torch
+
+    return _storage_of, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped),)
+
+
+def _storage_of(tensor: Any) -> Any:
+    return tensor.untyped_storage()
 
 
 def _pickler(
-    file: IO[bytes], buffers: list[memoryview], tensors: Tensors, fds: list[int] | None
+    file: IO[bytes],
+    buffers: list[memoryview],
+    tensors: Tensors,
+    fds: list[int] | None,
+    inherited: Inherited,
 ) -> Any:
     import cloudpickle
 
@@ -230,12 +325,18 @@ def _pickler(
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            torch = sys.modules.get("torch")
-            if torch is not None and type(obj) is torch.Tensor:
+            if _is_tensor(obj):
                 if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
                     return _reduce_shared(obj, fds)
                 return tensors.reduce(obj)
-            return super().reducer_override(obj)
+            found = _reduce_storage(obj, _as_bytes)
+            if found is not None:
+                return found
+            number = inherited.take(obj)
+            if number is not None:
+                return _inherited, (number,)
+            reduce = reducer(obj)
+            return super().reducer_override(obj) if reduce is None else reduce(obj)
 
     return Pickler(file, protocol=5, buffer_callback=keep_small(buffers))
 
@@ -243,67 +344,34 @@ def _pickler(
 def _reduce_shared(tensor: Any, fds: list[int]) -> Any:
     # torch.multiprocessing.reductions does the same over a socket of its own
     # (_share_fd_cpu_ / _new_shared_fd_cpu; torch 2.13).
+    check_leaf(tensor)
     fd, size = tensor.untyped_storage()._share_fd_cpu_()[:2]
     fds.append(os.dup(fd))
     where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-    return _rebuild_shared, (len(fds) - 1, size, str(tensor.dtype).removeprefix("torch."), *where)
+    flags = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
+    return _rebuild_shared, (
+        len(fds) - 1, size, str(tensor.dtype).removeprefix("torch."), *where, flags
+    )  # fmt: skip
 
 
 def _rebuild_shared(
-    number: int, size: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    number: int,
+    size: int,
+    dtype: str,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    flags: tuple[bool, bool, bool],
 ) -> Any:
     import torch
 
     cls: Any = torch.UntypedStorage
     storage = cls._new_shared_fd_cpu(os.dup(_local.fds[number]), size)
-    return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
-
-
-_DEEPEST = 25
-"""Steps of the path that an error shows. What is nested without an end would be looked into for minutes,
-and more than a line or two helps nobody."""
-
-
-def _culprit(thing: Any, path: str) -> str:
-    """The deepest part of `thing` that can't be pickled, as a path of attributes."""
-    import cloudpickle
-
-    _take_main_along()
-
-    deepest, seen = (path, thing), {id(thing)}
-    for _ in range(_DEEPEST):
-        for step, part in _parts(deepest[1]):
-            if id(part) in seen:
-                continue
-            seen.add(id(part))
-            try:
-                cloudpickle.dumps(part)
-            except Exception:
-                deepest = (deepest[0] + step, part)
-                break
-        else:
-            break
-    return f"{deepest[0]} (a {type(deepest[1]).__qualname__})"
-
-
-def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, dict):
-        yield from ((f"[{key!r}]", value) for key, value in thing.items())
-    elif isinstance(thing, (list, tuple)):
-        yield from ((f"[{i}]", value) for i, value in enumerate(thing))
-    elif isinstance(thing, types.FunctionType):
-        code = thing.__code__
-        for name, cell in zip(code.co_freevars, thing.__closure__ or (), strict=True):
-            if cell != types.CellType():  # an empty cell can be pickled, but not looked into
-                yield f".<closure>.{name}", cell.cell_contents
-        for name in code.co_names:
-            if name in thing.__globals__:
-                yield f".<global>.{name}", thing.__globals__[name]
-    elif isinstance(thing, types.MethodType):
-        yield ".__self__", thing.__self__
-    elif isinstance(thing, functools.partial):
-        yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
-    else:
-        slots = [slot for kind in type(thing).__mro__ for slot in getattr(kind, "__slots__", ())]
-        names = [*getattr(thing, "__dict__", ()), *slots]
-        yield from ((f".{name}", getattr(thing, name)) for name in names if hasattr(thing, name))
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
+    tensor = empty.set_(storage, offset, shape, stride)
+    conjugate, negative, grad = flags
+    if conjugate:
+        tensor = tensor.conj()
+    if negative:
+        tensor = torch._neg_view(tensor)
+    return tensor.requires_grad_() if grad else tensor

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from hybridloader.buffers.sparse import reduce_sparse
 from hybridloader.errors import DamagedMessage, ResultNotSendable
 
 if TYPE_CHECKING:
@@ -199,15 +200,11 @@ class Tensors:
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         torch = _torch()
+        check_leaf(tensor)
         odd = tensor.is_quantized or tensor.is_nested or tensor.device.type != "cpu"
         if odd or tensor.layout is not torch.strided:
-            return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+            return reduce_sparse(tensor) or tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         if tensor.requires_grad:
-            if not tensor.is_leaf:
-                raise pickle.PicklingError(
-                    "a tensor that requires grad and is not a leaf can't be sent to another "
-                    "process (autograd does not cross processes); detach() it first"
-                )
             plain, grad = tensor.detach(), True
         else:
             plain, grad = tensor, False
@@ -248,6 +245,15 @@ class Tensors:
             if bases:
                 self._bases[key] = bases
         return bool(self._bases)
+
+
+def check_leaf(tensor: torch.Tensor) -> None:
+    """Refuse what autograd knows more of than can be sent, as torch does."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise pickle.PicklingError(
+            "a tensor that requires grad and is not a leaf can't be sent to another process "
+            "(autograd does not cross processes); detach() it first"
+        )
 
 
 _NAMES: dict[Any, str] = {}

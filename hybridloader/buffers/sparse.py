@@ -1,0 +1,52 @@
+"""Sparse tensors as the dense ones that they are made of, and back.
+
+torch's own pickles of them do the same, but torch 2.13 keeps every sparse tensor that was loaded from
+one in a list (`torch._utils._sparse_tensors_to_validate`), which only `torch.load` clears: whoever
+receives sparse batches would keep them all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_ROWS, _COLUMNS = ("sparse_csr", "sparse_bsr"), ("sparse_csc", "sparse_bsc")
+
+
+def reduce_sparse(tensor: torch.Tensor) -> Any:
+    """How to pickle `tensor`, as a leaf; None if it is not sparse."""
+    plain, grad = tensor.detach(), tensor.requires_grad
+    layout = str(plain.layout).removeprefix("torch.")
+    parts: tuple[torch.Tensor, ...]
+    coalesced = None
+    if layout == "sparse_coo":
+        parts = plain._indices(), plain._values()
+        coalesced = plain.is_coalesced()
+    elif layout in _ROWS:
+        parts = plain.crow_indices(), plain.col_indices(), plain.values()
+    elif layout in _COLUMNS:
+        parts = plain.ccol_indices(), plain.row_indices(), plain.values()
+    else:
+        return None
+    return _rebuild, (layout, parts, tuple(plain.shape), coalesced, grad)
+
+
+def _rebuild(
+    layout: str,
+    parts: tuple[torch.Tensor, ...],
+    shape: tuple[int, ...],
+    coalesced: bool | None,
+    grad: bool,
+) -> torch.Tensor:
+    import torch
+
+    known: Any = {"device": parts[-1].device, "check_invariants": False}
+    make: Any = torch.sparse_coo_tensor  # Any, as torch's stubs do not know all forms of it
+    if coalesced is None:
+        make, known["layout"] = torch.sparse_compressed_tensor, getattr(torch, layout)
+    else:
+        known["is_coalesced"] = coalesced
+    made: torch.Tensor = make(*parts, shape, **known)
+    return made.requires_grad_() if grad else made

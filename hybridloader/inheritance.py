@@ -1,0 +1,223 @@
+"""Objects that processes share by nature: multiprocessing's locks, values, queues, connections, proxies.
+
+Python pickles them only while it starts a process, because a handle of the operating system has to
+go along with each start: a descriptor, or on Windows a handle made for that one process. The work of a
+stage is pickled once for all workers. So whatever holds a handle is left out of that pickle and put into
+a table, `Inherited`, which is pickled with the arguments of every process that is started.
+
+Within a process nothing is sent, and such objects are not copied: `Shared` tells them.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_SHARED = frozenset(
+    [f"multiprocessing.{name}" for name in ("connection", "heap", "managers", "queues")]
+    + [f"multiprocessing.{name}" for name in ("shared_memory", "sharedctypes", "synchronize")]
+    + [f"loky.backend.{name}" for name in ("queues", "synchronize")]
+)
+"""Modules whose classes, and what is derived from them, are shared by nature."""
+
+_HOLDERS = (
+    ("multiprocessing.synchronize", "SemLock"),
+    ("loky.backend.synchronize", "SemLock"),
+    ("multiprocessing.connection", "_ConnectionBase"),
+    ("multiprocessing.heap", "Arena"),
+    ("multiprocessing.managers", "BaseProxy"),  # holds the key that its manager asks for
+    ("socket", "socket"),
+)
+"""Classes of the objects that hold a handle themselves. The others are made of these."""
+
+Reducer = Callable[[Any], Any]
+
+_PLAIN = (
+    functools.partial,
+    types.MethodType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
+"""Types that multiprocessing was told about, and that cloudpickle sends better."""
+
+
+class Inherited:
+    """A table of objects that go along with the start of each process.
+
+    Parameters
+    ----------
+    blame
+        Makes the error that tells which of the objects has raised this exception; None raises this.
+    at_once
+        Whether each object is pickled as it is taken, to find the one that raises.
+
+    Attributes
+    ----------
+    objects
+        What was taken; in the process that was started, what has become of it there.
+    error
+        Why the objects could not be made in the process that was started; None if they were.
+    """
+
+    def __init__(
+        self, blame: Callable[[Exception], Exception] | None = None, *, at_once: bool = False
+    ) -> None:
+        self.objects: list[Any] = []
+        self.error: Exception | None = None
+        self._blame, self._at_once = blame, at_once
+        self._holders = (_Descriptor, *_known(_HOLDERS))
+
+    def take(self, thing: Any) -> int | None:
+        """Put `thing` into the table and give its number, if it holds a handle.
+
+        Raises
+        ------
+        pickle.PicklingError
+            No process but a forked one can have that handle.
+        """
+        if not isinstance(thing, self._holders):
+            return None
+        semaphore = getattr(thing, "_semlock", None)
+        if semaphore is not None and semaphore.name is None and os.name == "posix":
+            # Python itself refuses it from 3.11.5 and 3.12 on; before, using it crashes the worker.
+            raise pickle.PicklingError(
+                "it is made for forked processes alone. Make it by a context that serves others too, "
+                "as in multiprocessing.get_context('spawn').Lock()"
+            )
+        if self._at_once:
+            _dumps([thing])
+        self.objects.append(thing)
+        return len(self.objects) - 1
+
+    def __reduce__(self) -> Any:
+        try:
+            return _arrive, (_dumps(self.objects),)
+        except Exception as error:  # what a foreign __reduce__ raises can be anything
+            if self._blame is None:
+                raise
+            raise self._blame(error) from error
+
+
+def _arrive(data: bytes) -> Inherited:
+    table = Inherited()
+    try:
+        table.objects = pickle.loads(data)
+    except Exception as error:  # the worker, which is only about to begin, will tell it
+        table.error = error
+    return table
+
+
+def _dumps(objects: list[Any]) -> bytes:
+    """Pickle `objects` while a process is being started."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            reduce = reducer(obj)
+            return super().reducer_override(obj) if reduce is None else reduce(obj)
+
+    out = io.BytesIO()
+    Pickler(out, protocol=5).dump(objects)
+    return out.getvalue()
+
+
+def reducer(thing: Any) -> Reducer | None:
+    """The function by which multiprocessing pickles `thing`, if it was told of one.
+
+    Not for what has nothing to share, nor torch's: our own ways with tensors share the same ones, and
+    move none into shared memory.
+    """
+    reduction = sys.modules.get("multiprocessing.reduction")
+    if reduction is None:
+        return None
+    found: Reducer | None = reduction.ForkingPickler._extra_reducers.get(type(thing))
+    if found is None or type(thing) in _PLAIN:
+        return None
+    home = getattr(found, "__module__", None) or ""
+    if home == "multiprocessing.managers" or home.partition(".")[0] == "torch":
+        return None
+    # The type of a ctypes object is registered as soon as one of its kind lies in shared memory.
+    if home == "multiprocessing.sharedctypes" and "_wrapper" not in vars(thing):
+        return None
+    return found
+
+
+@contextmanager
+def as_if_starting() -> Iterator[None]:
+    """Have objects pickled on this thread as if a process was being started.
+
+    Those that are made of others, an event of a lock for instance, do not refuse it then.
+    """
+    from multiprocessing import context
+
+    before = context.get_spawning_popen()
+    if before is None:
+        context.set_spawning_popen(_Start())  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        context.set_spawning_popen(before)
+
+
+class _Handle(int):
+    """A handle that must not be pickled as the number that it is in this process."""
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            "a handle was duplicated for a process that is not there yet; use "
+            "multiprocessing.reduction.DupFd instead"
+        )
+
+
+class _Descriptor:
+    """A descriptor that goes along with the start of each process: `multiprocessing.reduction.DupFd`."""
+
+    def __init__(self, handle: int) -> None:
+        self._number = int(handle)
+
+    def __reduce__(self) -> Any:
+        from multiprocessing import reduction
+
+        return _taken, (reduction.DupFd(self._number),)
+
+
+def _taken(duplicate: Any) -> Any:
+    return duplicate
+
+
+class _Start:
+    """In the place of the process that is being started."""
+
+    duplicate_for_child = _Handle
+    DupFd = _Descriptor
+
+
+class Shared:
+    """Tells the objects that are never copied within a process."""
+
+    def __init__(self) -> None:
+        self._sockets = _known((("socket", "socket"),))
+        self._kinds: dict[type, bool] = {}
+
+    def __contains__(self, thing: Any) -> bool:
+        kind = type(thing)
+        shared = self._kinds.get(kind)
+        if shared is None:
+            shared = any(base.__module__ in _SHARED for base in kind.__mro__)
+            self._kinds[kind] = shared = shared or issubclass(kind, self._sockets)
+        return (
+            shared or getattr(reducer(thing), "__module__", None) == "multiprocessing.sharedctypes"
+        )
+
+
+def _known(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
+    """Those of the classes whose module this process has imported."""
+    modules = ((sys.modules.get(module), name) for module, name in names)
+    return tuple(getattr(module, name) for module, name in modules if module is not None)
