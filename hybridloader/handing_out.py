@@ -27,7 +27,9 @@ def hand_out(result: Result, roster: Roster, *, sealed: bool) -> Any:
             return payload.open()
         except Exception as error:
             add_note(error, roster.place(result.worker, index, "loading the result of"))
+            roster.failed = index
             raise
+    roster.failed = None if passed_on else index
     if passed_on:
         exception = result.failure.exception
         del result.failure.exception

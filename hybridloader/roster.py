@@ -44,6 +44,8 @@ class Roster:
         How often each place was given to another worker.
     proven
         Whether any worker has ever got ready.
+    failed
+        The index of the last task that was handed out as an error; None: it was no task.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Roster:
         self.position = [0] * workers
         self.restarts = [0] * workers
         self.proven = False
+        self.failed: Any = None
 
     def begin(self) -> None:
         """An epoch begins: all shards are read from their beginning."""

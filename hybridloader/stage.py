@@ -38,7 +38,7 @@ from hybridloader.errors import (
 from hybridloader.faults.overruns import Overruns
 from hybridloader.faults.recovery import Recovery
 from hybridloader.faults.restart import RestartPolicy
-from hybridloader.feed import UNWATCHED, Feed, Ledger
+from hybridloader.feed import UNWATCHED, Feed, Ledger, is_sealed, items_in
 from hybridloader.handing_out import hand_out
 from hybridloader.messages import (
     Begin,
@@ -180,6 +180,12 @@ class Stage(Iterator[Any]):
     def next_seq(self) -> int:
         """The number of the next task."""
         return self._scheduler.next_in
+
+    @property
+    def items_failed(self) -> int:
+        """How many items the task had whose error was raised last; 1 if that was no list of items."""
+        index = self._roster.failed
+        return items_in(index) if type(index) is list or is_sealed(index) else 1
 
     @property
     def active(self) -> bool:

@@ -41,7 +41,8 @@ class Worker:
 
     Whatever the user's code raises as an `Exception` becomes the answer to a task: an error in a
     sample answers that task, an error in `init_fn` or in opening the dataset answers every task
-    of the epoch. Anything else (`SystemExit`, `KeyboardInterrupt`) ends the worker.
+    of the epoch; of one that asks for the next of its own samples, the first, and then that shard has
+    ended. Anything else (`SystemExit`, `KeyboardInterrupt`) ends the worker.
 
     Parameters
     ----------
@@ -77,6 +78,7 @@ class Worker:
         self._fetcher: Fetcher | None = None
         self._initialised = False
         self._broken: Exception | None = None
+        self._told = False  # in this epoch, why it is broken
         self._exhausted = False
 
     def open(self) -> Ready:
@@ -126,7 +128,7 @@ class Worker:
             return self._answer(message)
 
     def _begin(self, message: Begin) -> None:
-        self._exhausted = False
+        self._exhausted = self._told = False
         self._let_go()
         if self._draws is not None and self._spec.seeding is not None:
             self._draws.begin(replace(self._spec.seeding, epoch=message.epoch))
@@ -156,6 +158,9 @@ class Worker:
             return None
         try:
             if self._broken is not None:
+                if self._told and getattr(self._spec.fetch, "in_turn", False):
+                    raise EndOfShard  # it will never have anything to give, and the others have
+                self._told = True
                 return Failed(self.worker, task.seq, Failure(twin(self._broken)), self._position)
             assert self._fetcher is not None
             began = perf_counter()

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_context import Oops, Stand, drain, errors_in, items_in, line, no_deadline
+from operator_context import Oops, Script, Stand, drain, errors_in, items_in, line, no_deadline
 
+from hybridloader.errors import WorkerTimeout
 from hybridloader.operators.base import INFINITE, Operator
 from hybridloader.operators.join import Concat, Interleave, Mix, Zip
+from hybridloader.operators.order import Enumerate, Shard, Skip, Take
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(0, 9), st.none(), st.integers(), errors), max_size=8)
@@ -47,43 +49,58 @@ def marked(scripts: list[list[Any]]) -> list[list[Any]]:
 # -- zip ---------------------------------------------------------------------------------------------
 
 
+def rows_of(scripts: list[list[Any]], *, strict: bool) -> list[Any]:
+    """What a zip gives and raises: row `i` is of item `i` of each, or its first error."""
+    shortest = min(map(len, scripts))
+    found: list[Any] = []
+    for at in range(shortest):
+        row = [script[at] for script in scripts]
+        found.append(next(iter(errors_in(row)), tuple(row)))
+    longer = [script for script in scripts if len(script) > shortest]
+    if longer:
+        ended = next(number for number, script in enumerate(scripts) if len(script) == shortest)
+        # Whoever is asked before it is known that one has ended, or at all if it was the first.
+        asked = scripts[:ended] if ended else (longer[:1] if strict else [])
+        found += errors_in(script[shortest] for script in asked)[:1]
+        found += [ValueError] if strict else []
+    return found
+
+
 @no_deadline
-@given(several)
-def test_a_zip_is_that_of_python_with_errors_between(scripts: list[list[Any]]) -> None:
-    items = [items_in(script) for script in scripts]
-    found = outcome(Zip(lines(scripts), strict=False))
-    assert items_in(found) == list(zip(*items, strict=False))
-
-    found = outcome(Zip(lines(scripts)))
-    shortest = min(map(len, items))
-    assert items_in(found) == list(zip(*items, strict=False))
-    even = all(len(each) == shortest for each in items)
-    uneven = [error for error in errors_in(found) if isinstance(error, ValueError)]
-    assert len(uneven) == (0 if even else 1)
-    if even:
-        assert Counter(errors_in(found)) == Counter(e for s in scripts for e in errors_in(s))
-    else:
-        ended = next(number for number, each in enumerate(items) if len(each) == shortest)
-        assert str(uneven[0]).startswith(f"zip: pipeline {ended} ended after {shortest} items")
-        assert found[-1] is uneven[0]
+@given(several, st.booleans())
+def test_a_zip_is_that_of_python_in_which_what_fails_takes_its_row_along(
+    scripts: list[list[Any]], strict: bool
+) -> None:
+    found = outcome(Zip(lines(scripts), strict=strict))
+    expected = rows_of(scripts, strict=strict)
+    if expected and expected[-1] is ValueError:
+        shortest = min(map(len, scripts))
+        ended = next(number for number, each in enumerate(scripts) if len(each) == shortest)
+        *found, uneven = found
+        expected.pop()
+        assert str(uneven).startswith(f"zip: pipeline {ended} ended after {shortest} items")
+    assert found == expected
 
 
-def test_an_error_leaves_the_row_as_far_as_it_came() -> None:
-    assert outcome(Zip(lines([[1, 2], [Oops(1), "a", "b"]]), strict=False)) == [
-        Oops(1),
-        (1, "a"),
-        (2, "b"),
-    ]
+def test_a_row_that_fails_twice_raises_once_and_tells_of_both() -> None:
+    row = lines([[Oops(1), 2], [Oops(2), "b"], [Oops(1), "y"]])
+    first, second = outcome(Zip(row))
+    assert first == Oops(1)
+    assert first.__notes__ == ["In the same row of zip, pipeline 1 raised Oops(2)."]
+    assert second == (2, "b", "y")
 
 
-def test_errors_behind_the_end_of_the_first_are_told() -> None:
-    found = outcome(Zip(lines([[1], ["a", Oops(1)], ["x", Oops(2), Oops(3)]])))
-    assert found == [(1, "a", "x"), Oops(1), Oops(2), Oops(3)]
-    found = outcome(Zip(lines([[1, StopIteration(), 2], ["a", Oops(1)]])))
-    assert found == [(1, "a"), Oops(1)]
-    *_, uneven = found = outcome(Zip(lines([[1], ["a"], ["x", Oops(2), "y"]])))
-    assert found[:-1] == [(1, "a", "x"), Oops(2)]
-    assert str(uneven).startswith("zip: pipeline 0 ended after 1 items and pipeline 2 goes on")
+def test_what_is_no_answer_leaves_the_row_as_far_as_it_came() -> None:
+    late = WorkerTimeout("late")
+    for make in (Zip, Interleave, Mix, Concat):
+        scripts = [[1, 2, late, 3], ["a", late, "b", Oops(1)]]
+        without = [[step for step in script if step is not late] for script in scripts]
+        found = outcome(make(lines(scripts)))
+        assert [step for step in found if step is not late] == outcome(make(lines(without)))
+    for operator in (Take(2), Skip(1), Enumerate(), Shard(1, 2)):
+        found = drain(operator.open(Script(1, late, 2, late, 3), Stand()))
+        without_late = drain(operator.open(Script(1, 2, 3), Stand()))
+        assert [step for step in found if step is not late] == without_late
 
 
 def infinite() -> Any:
@@ -200,17 +217,13 @@ def test_weights_are_kept_as_given() -> None:
 @given(several, st.integers(1, 3))
 def test_an_interleave_gives_blocks_in_turn(scripts: list[list[Any]], block: int) -> None:
     scripts = marked(scripts)
-    items = [items_in(script) for script in scripts]
-    rounds = max(map(len, items)) // block + 1
-    expected = [
-        item
+    rounds = max(map(len, scripts)) // block + 1
+    assert outcome(Interleave(lines(scripts), block)) == [
+        step
         for turn in range(rounds)
-        for each in items
-        for item in each[turn * block : (turn + 1) * block]
+        for each in scripts
+        for step in each[turn * block : (turn + 1) * block]
     ]
-    found = outcome(Interleave(lines(scripts), block))
-    assert items_in(found) == expected
-    assert Counter(errors_in(found)) == Counter(e for s in scripts for e in errors_in(s))
 
 
 # -- closing -----------------------------------------------------------------------------------------

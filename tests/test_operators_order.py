@@ -97,16 +97,9 @@ def test_a_take_pulls_what_it_gives_and_then_closes(script: list[Any], count: in
     source = Script(*script)
     found = drain(Take(count).open(source, context()))
     items = items_in(script)
-    assert items_in(found) == items[:count]
+    assert found == script[:count]  # what raises has its place among them
     assert source.closed == 1
-    if count == 0:
-        assert source.pulled == 0
-    elif len(items) >= count:
-        at = [i for i, step in enumerate(script) if not isinstance(step, Oops)][count - 1]
-        assert source.pulled == at + 1
-        assert found == script[: at + 1]
-    else:
-        assert found == script
+    assert source.pulled == (count if count <= len(script) else len(script) + 1)
     assert Take(count).length(len(items)) == min(count, len(items))
     assert Take(count).length(None) == (None if count else 0)
     assert Take(count).length(INFINITE) == count
@@ -185,7 +178,7 @@ def test_shards_make_up_the_whole(script: list[Any], world: int) -> None:
     shards = [outcome(Shard(rank, world), *script) for rank in range(world)]
     items = items_in(script)
     for rank, shard in enumerate(shards):
-        assert items_in(shard) == items[rank::world]
+        assert items_in(shard) == items_in(script[rank::world])
         assert errors_in(shard) == errors_in(script)
         assert Shard(rank, world).length(len(items)) == len(items[rank::world])
 
@@ -219,5 +212,5 @@ def test_a_skip_asks_for_nothing_before_it_is_asked() -> None:
     assert source.pulled == 0
     with pytest.raises(Oops):
         next(found)
-    assert next(found) == 4
+    assert next(found) == 3
     assert drain(run(Skip(9), 1, Oops(2), 3)) == [Oops(2)]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import GeneratorType
-from typing import Any, NoReturn
+from typing import Any
 
 from hybridloader.errors import ShardLost, no_stop
 from hybridloader.faults.guard import Guard, Swapped, miss_of, why
 from hybridloader.faults.on_error import Policy
+from hybridloader.faults.places import rest_is_lost
 from hybridloader.faults.tried import Miss, Short, Tried
 from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch
 from hybridloader.seeds.draws import innermost
@@ -151,7 +152,7 @@ class GuardedIterator:
             error = raised
         try:
             if isinstance(innermost(self._samples), GeneratorType):
-                _raise_shard_lost(number, error)
+                raise rest_is_lost(f"sample {number} of this worker's shard", error) from error
             found = self.guard.rescue(self._or_end, None, number, error)
             if found is not _END:
                 return found
@@ -183,15 +184,3 @@ class GuardedIterator:
 
 
 _END = object()
-
-
-def _raise_shard_lost(number: int, error: Exception) -> NoReturn:
-    try:
-        raise ShardLost(
-            f"sample {number} of this worker's shard raised {type(error).__name__}: {error}. The "
-            "iterator is a generator, which is over after an error, so the rest of the shard is lost. "
-            "Catch the error inside the generator, or write an iterator class with __next__, which "
-            "can go on"
-        ) from error
-    finally:
-        del error

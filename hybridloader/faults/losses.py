@@ -15,6 +15,7 @@ from typing import Any
 
 from hybridloader.errors import Failure, ShardLost, TooManyErrors, twin
 from hybridloader.faults.on_error import LEAST, Policy, Skip, final
+from hybridloader.faults.places import LeftOut, beside
 from hybridloader.faults.tried import Miss
 
 _short = reprlib.Repr()
@@ -92,6 +93,8 @@ class Losses:
         The number of the pass.
     register
         Is told too, under `key`.
+    gaps
+        Whether what is left out keeps its place: `LeftOut` is raised there.
 
     Attributes
     ----------
@@ -108,11 +111,13 @@ class Losses:
         epoch: int = 0,
         register: Register | None = None,
         key: Hashable = None,
+        *,
+        gaps: bool = False,
     ) -> None:
         last = final(policy)
         self.skips = isinstance(last, Skip)
         self._budget = None if last is None else last.budget
-        self._stage, self.epoch = stage, epoch
+        self._stage, self.epoch, self.gaps = stage, epoch, gaps
         self._register, self._key = register, key
         self._shared = None if register is None else register.records
         # All the mutable state:
@@ -130,14 +135,33 @@ class Losses:
         Raises
         ------
         TooManyErrors
-            The budget has run out. All has been recorded.
+            The budget has run out. All has been recorded. It comes beside the items.
         """
+        if self._note(tried, misses, worker):
+            raise beside(self._too_many())
+
+    def leave_out(self, miss: Miss, worker: int | None) -> None:
+        """One sample was tried, failed, and is left out.
+
+        Raises
+        ------
+        TooManyErrors
+            The budget has run out. It comes in the place of the sample.
+        LeftOut
+            That place is to be kept.
+        """
+        if self._note(1, [miss], worker):
+            raise self._too_many()
+        if self.gaps:
+            raise LeftOut
+
+    def _note(self, tried: int, misses: Iterable[Miss], worker: int | None) -> bool:
+        """Whether that is too much."""
         self.tried += tried
         before = len(self.records)
         for miss in misses:
             self._record(miss, worker)
-        if len(self.records) > before and len(self.records) > self.allowed:
-            raise self._too_many()
+        return len(self.records) > before and len(self.records) > self.allowed
 
     @property
     def allowed(self) -> float:

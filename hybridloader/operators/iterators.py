@@ -7,7 +7,11 @@ an item before it is asked for one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from hybridloader.operators.base import Context
+    from hybridloader.pipeline import Pipeline
 
 
 def close(iterator: Any) -> None:
@@ -59,3 +63,26 @@ class Over(Iterator[Any]):
         """Give up what is left, and close what comes before. Idempotent."""
         self._end()
         close(self._items)
+
+
+def opened(pipelines: tuple[Pipeline, ...], context: Context) -> list[Iterator[Any]]:
+    """All of `pipelines`, open; none of them, if one can't be opened."""
+    found: list[Iterator[Any]] = []
+    try:
+        for pipeline in pipelines:
+            found.append(context.open(pipeline, context.start))
+    except BaseException:
+        close_all(found)
+        raise
+    return found
+
+
+class Among(Iterator[Any]):
+    """A running form over several iterators."""
+
+    def __init__(self, branches: list[Iterator[Any]]) -> None:
+        self._opened = branches
+
+    def close(self) -> None:
+        """Close them all. Idempotent."""
+        close_all(self._opened)

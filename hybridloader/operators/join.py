@@ -1,7 +1,8 @@
-"""Operators that make one pipeline out of several.
+"""Operators that make one pipeline out of several, without regard to which item belongs to which.
 
 Each pulls the pipelines in one thread, in an order that its parameters alone decide, whichever of
-them has something first. An error of one of them passes through and leaves all where they are.
+them has something first. An error of one of them passes through, in the place of its item. What joins
+items by their numbers is in `rows`.
 """
 
 from __future__ import annotations
@@ -14,144 +15,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from hybridloader.faults.places import astray, takes_a_place
 from hybridloader.operators import parameters
 from hybridloader.operators.base import INFINITE, Context, Length, Mark, Part, Source
-from hybridloader.operators.iterators import close, close_all, nothing
+from hybridloader.operators.iterators import Among, close, nothing, opened
 from hybridloader.operators.parameters import is_number, short, sum_of
-from hybridloader.operators.split import Branch, Fork, may_begin_at, reaches_out
+from hybridloader.operators.rows import Zip
+from hybridloader.operators.split import Branch, Fork, reaches_out
 
 if TYPE_CHECKING:
     from hybridloader.pipeline import Pipeline
 
 __all__ = ["Branch", "Concat", "Fork", "Interleave", "Mix", "Zip"]
-
-
-@dataclass(frozen=True)
-class Zip(Source):
-    """Tuples of one item from each pipeline.
-
-    Parameters
-    ----------
-    pipelines
-        At least one.
-    strict
-        Whether pipelines of different lengths are an error: here, if the lengths are known, else
-        when the first of them has ended. If not, it ends with the shortest.
-    """
-
-    pipelines: tuple[Pipeline, ...] = field(repr=False)
-    strict: bool = True
-
-    def __post_init__(self) -> None:
-        pipelines = parameters.several(self, self.pipelines)
-        parameters.settle(self, pipelines=pipelines)
-        parameters.flag(self, "strict", self.strict)
-        lengths = [pipeline.length for pipeline in pipelines]
-        if self.strict and len({length for length in lengths if length is not None}) > 1:
-            raise ValueError(
-                f"{self.name}: the pipelines are of different lengths: {lengths}; shorten them by "
-                "take(), or give strict=False to end with the shortest"
-            )
-
-    def branches(self) -> tuple[Pipeline, ...]:
-        return self.pipelines
-
-    def start(self, context: Context) -> Iterator[Any]:
-        return ZipIterator(_opened(self.pipelines, context), self.strict, context.start)
-
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
-        if n and not may_begin_at(self.pipelines, n):
-            return None
-        return [Part(number, n, epoch) for number in range(len(self.pipelines))]
-
-    def length(self, upstream: Length) -> Length:
-        lengths = [pipeline.length for pipeline in self.pipelines]
-        known = [length for length in lengths if length is not None]
-        if self.strict and known:
-            return known[0]
-        if 0 in known:
-            return 0
-        return None if len(known) < len(lengths) else min(known)
-
-
-def _opened(pipelines: tuple[Pipeline, ...], context: Context) -> list[Iterator[Any]]:
-    opened: list[Iterator[Any]] = []
-    try:
-        for pipeline in pipelines:
-            opened.append(context.open(pipeline, context.start))
-    except BaseException:
-        close_all(opened)
-        raise
-    return opened
-
-
-class _Among(Iterator[Any]):
-    """A running form over several iterators."""
-
-    def __init__(self, branches: list[Iterator[Any]]) -> None:
-        self._opened = branches
-
-    def close(self) -> None:
-        """Close them all. Idempotent."""
-        close_all(self._opened)
-
-
-class ZipIterator(_Among):
-    """The running form of `Zip`."""
-
-    def __init__(self, branches: list[Iterator[Any]], strict: bool, start: int) -> None:
-        super().__init__(branches)
-        self._strict = strict
-        self._pulls = [branch.__next__ for branch in branches]
-        # All the mutable state:
-        self._count = start  # rows given
-        self._row: list[Any] = []  # the items of the next one, as far as they have come
-        self._checked = 0  # after the end of the first branch: how many have ended, it included
-        self._ended = False
-
-    def __next__(self) -> Any:
-        if self._ended:
-            raise StopIteration
-        if self._checked:
-            self._check()
-        row, pulls = self._row, self._pulls
-        try:
-            while len(row) < len(pulls):
-                row.append(pulls[len(row)]())
-        except StopIteration:
-            if not row and self._strict:
-                self._checked = 1
-                self._check()
-            self._ended = True
-            if row and self._strict:
-                raise self._uneven(len(row), 0) from None
-            raise
-        self._count += 1
-        self._row = []
-        return tuple(row)
-
-    def _check(self) -> None:
-        """The first branch has ended: have the others?"""
-        while self._checked < len(self._pulls):
-            try:
-                self._pulls[self._checked]()
-            except StopIteration:
-                self._checked += 1
-                continue
-            self._ended = True
-            raise self._uneven(0, self._checked) from None
-        self._ended = True
-        raise StopIteration
-
-    def _uneven(self, ended: int, other: int) -> ValueError:
-        return ValueError(
-            f"zip: pipeline {ended} ended after {self._count} items and pipeline {other} goes on; give "
-            "strict=False to end with the shortest"
-        )
-
-    def close(self) -> None:
-        self._ended, self._row = True, []
-        super().close()
 
 
 @dataclass(frozen=True)
@@ -187,7 +62,7 @@ class ConcatIterator(Iterator[Any]):
     def __init__(self, pipelines: tuple[Pipeline, ...], context: Context) -> None:
         self._pipelines, self._context = pipelines, context
         # All the mutable state:
-        self._given = context.start  # items
+        self._given = context.start  # items, and errors in their places
         since, number = context.saved or Mark(0, 0)
         self._begun: int = number  # pipelines
         self._start = self._given - since  # items of the next one that are not wanted
@@ -203,6 +78,9 @@ class ConcatIterator(Iterator[Any]):
                 self._items, self._pull = None, nothing
                 if self._begun == len(self._pipelines):
                     raise
+            except Exception as error:
+                self._given += takes_a_place(error)
+                raise
             else:
                 self._given += 1
                 return item
@@ -210,8 +88,18 @@ class ConcatIterator(Iterator[Any]):
             self._begun, self._start = number + 1, 0
             if not start:
                 self._context.mark(self._given, number)
-            items = self._context.open(self._pipelines[number], start, number)
-            self._items, self._pull = items, items.__next__
+            try:
+                items = self._context.open(self._pipelines[number], start, number)
+            except Exception as error:
+                failed = astray(error)  # nobody knows how many items it would have had
+            else:
+                self._items, self._pull = items, items.__next__
+                continue
+            self._given += 1
+            try:
+                raise failed
+            finally:
+                del failed  # a traceback whose frame holds its own exception is a cycle
 
     def close(self) -> None:
         """Give up what is left, and close what is open. Idempotent."""
@@ -222,7 +110,7 @@ class ConcatIterator(Iterator[Any]):
 
 @dataclass(frozen=True)
 class Mix(Source):
-    """Items of several pipelines, each drawn at random from one of them.
+    """Items of several pipelines, each drawn at random from one of them, errors in their places.
 
     The order is a function of the seed, the pass and the lengths of the pipelines.
 
@@ -281,8 +169,8 @@ class Mix(Source):
     def start(self, context: Context) -> Iterator[Any]:
         weights = self.weights or (1.0,) * len(self.pipelines)
         generator = context.random(self.seed)
-        opened = _opened(self.pipelines, context)
-        return MixIterator(opened, weights, generator, self.stop == "first")
+        branches = opened(self.pipelines, context)
+        return MixIterator(branches, weights, generator, self.stop == "first")
 
     def length(self, upstream: Length) -> Length:
         lengths = [pipeline.length for pipeline in self.pipelines]
@@ -291,7 +179,7 @@ class Mix(Source):
         return INFINITE if set(lengths) == {INFINITE} else None
 
 
-class MixIterator(_Among):
+class MixIterator(Among):
     """The running form of `Mix`."""
 
     def __init__(
@@ -308,19 +196,29 @@ class MixIterator(_Among):
         self._random = generator
         self._left = [(b.__next__, w) for b, w in zip(branches, weights, strict=True)]
         self._edges = self._edges_now()
+        self._place: int | None = None  # of the one that was drawn, and has given nothing yet
 
     def __next__(self) -> Any:
         while self._left:
-            edges = self._edges
-            place = bisect_right(edges, self._draw() * edges[-1], hi=len(edges) - 1)
+            place = self._place
+            if place is None:
+                edges = self._edges
+                place = bisect_right(edges, self._draw() * edges[-1], hi=len(edges) - 1)
             try:
-                return self._left[place][0]()
+                item = self._left[place][0]()
             except StopIteration:
+                self._place = None
                 if self._first:
                     self._left = []
                 else:
                     del self._left[place]
                     self._edges = self._edges_now()
+            except Exception as error:
+                self._place = None if takes_a_place(error) else place
+                raise
+            else:
+                self._place = None
+                return item
         raise StopIteration
 
     def _edges_now(self) -> list[float]:
@@ -356,13 +254,13 @@ class Interleave(Source):
         return self.pipelines
 
     def start(self, context: Context) -> Iterator[Any]:
-        return InterleaveIterator(_opened(self.pipelines, context), self.block)
+        return InterleaveIterator(opened(self.pipelines, context), self.block)
 
     def length(self, upstream: Length) -> Length:
         return sum_of(pipeline.length for pipeline in self.pipelines)
 
 
-class InterleaveIterator(_Among):
+class InterleaveIterator(Among):
     """The running form of `Interleave`."""
 
     def __init__(self, branches: list[Iterator[Any]], block: int) -> None:
@@ -386,6 +284,9 @@ class InterleaveIterator(_Among):
                 del self._left[self._turn]
                 self._given = 0
                 continue
+            except Exception as error:
+                self._given += takes_a_place(error)
+                raise
             self._given += 1
             return item
         raise StopIteration

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader.faults.places import LeftOut, beside, takes_a_place
 from hybridloader.operators import parameters
 from hybridloader.operators.base import (
     INFINITE,
@@ -94,7 +95,10 @@ class ShuffleIterator(Over):
 
 @dataclass(frozen=True)
 class Take(Operator):
-    """The first `count` items. Nothing behind them is asked for, and what is before is closed."""
+    """The first `count` items, those that raise among them.
+
+    Nothing behind them is asked for, and what is before is closed.
+    """
 
     count: int
 
@@ -132,6 +136,9 @@ class TakeIterator(Over):
         except StopIteration:
             self.close()
             raise
+        except Exception as error:
+            self._left -= takes_a_place(error)
+            raise
         self._left -= 1
         return item
 
@@ -142,7 +149,7 @@ class TakeIterator(Over):
 
 @dataclass(frozen=True)
 class Skip(Operator):
-    """All but the first `count` items. An item that raises is not one of those skipped."""
+    """All but the first `count` items. Those of them that raise do so all the same."""
 
     count: int
 
@@ -178,13 +185,33 @@ class EveryIterator(Over):
         self._skip = first  # items before the next one that is given
 
     def __next__(self) -> Any:
-        try:
-            while self._skip:
+        while self._skip:
+            try:
                 self._pull()
+            except StopIteration:
+                self._end()
+                raise
+            except Exception as error:
+                if not takes_a_place(error):
+                    raise
+                raised = error
+            else:
                 self._skip -= 1
+                continue
+            self._skip -= 1
+            try:
+                if type(raised) is not LeftOut:
+                    raise beside(raised)
+            finally:
+                del raised  # a traceback whose frame holds its own exception is a cycle
+        try:
             item = self._pull()
         except StopIteration:
             self._end()
+            raise
+        except Exception as error:
+            if takes_a_place(error):
+                self._skip = self._between
             raise
         self._skip = self._between
         return item
@@ -199,7 +226,7 @@ def _from(upstream: Length, first: int, step: int) -> Length:
 
 @dataclass(frozen=True)
 class Enumerate(Operator):
-    """Pairs of a number, counted from `start`, and an item."""
+    """Pairs of a number, counted from `start`, and an item. One that raises has a number, too."""
 
     start: int = 0
 
@@ -231,6 +258,9 @@ class EnumerateIterator(Over):
             item = self._pull()
         except StopIteration:
             self._end()
+            raise
+        except Exception as error:
+            self._number += takes_a_place(error)
             raise
         number = self._number
         self._number = number + 1
@@ -280,7 +310,7 @@ class RepeatIterator(Iterator[Any]):
     def __init__(self, upstream: Upstream, times: int | None, context: Context) -> None:
         self._upstream, self._times, self._mark = upstream, times, context.mark
         # All the mutable state:
-        self._given = context.start  # items
+        self._given = context.start  # items, and errors in their places
         self._begun = 0  # passes
         self._gave = True  # whether this pass gave anything
         self._items: Iterator[Any] | None = None
@@ -300,6 +330,9 @@ class RepeatIterator(Iterator[Any]):
                     raise
                 self._begin()
                 continue
+            except Exception as error:
+                self._given += takes_a_place(error)
+                raise
             self._gave = True
             self._given += 1
             return item

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hybridloader.errors import twin
 from hybridloader.operators import parameters
 from hybridloader.operators.base import Context, Length, Mark, Part, Source
+from hybridloader.operators.counting import leaves_out
 from hybridloader.operators.iterators import close
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class Branch(Source):
         return n  # of all branches of a fork, which `may_begin_at` sees to
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if n and leaves_out([self.fork.pipeline]):  # in a zip, what is left out has a number
+            return None
         return [Part(0, n, epoch)]
 
     def length(self, upstream: Length) -> Length:

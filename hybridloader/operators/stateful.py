@@ -11,9 +11,11 @@ import base64
 import copy
 import sys
 from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any
 
-from hybridloader.errors import StateError
+from hybridloader.errors import ShardLost, StateError
+from hybridloader.faults.places import rest_is_lost
 from hybridloader.operators.base import Context, Mark
 from hybridloader.operators.iterators import Over
 
@@ -89,6 +91,8 @@ class Opened:
         if self._generator is not None:  # all of the order follows from how it is now
             state = self._generator.get_state().numpy().tobytes()
             context.mark(0, base64.b64encode(state).decode())
+        if isinstance(self.iterator, GeneratorType):
+            return GeneratorIterator(self.iterator, ours=ours)
         return ReadIterator(self.iterator, ours=ours)
 
 
@@ -158,6 +162,28 @@ class ReadIterator(Over):
         self._end()
         if self._ours:
             super().close()
+
+
+class GeneratorIterator(ReadIterator):
+    """The same over a generator. After an error it is over, which must not look like the end of all."""
+
+    def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
+        super().__init__(items, ours=ours)
+        # All the mutable state:
+        self._lost: ShardLost | None = None
+
+    def __next__(self) -> Any:
+        if self._lost is not None:
+            lost, self._lost = self._lost, None
+            raise lost
+        try:
+            return self._pull()
+        except StopIteration:
+            self._end()
+            raise
+        except Exception as error:
+            self._lost = rest_is_lost("an item of a source", error)
+            raise
 
 
 class MarkedIterator(ReadIterator):

@@ -8,16 +8,20 @@ from typing import Any, NoReturn
 
 from hybridloader.contract import Payload
 from hybridloader.diagnosis import name_of
-from hybridloader.errors import IteratorClosed
+from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 from hybridloader.faults.losses import Losses
 from hybridloader.faults.outcomes import Bad, Damaged, Noted
+from hybridloader.faults.places import alike
 from hybridloader.feed import Portions, is_sealed
 from hybridloader.fetch import Flag
 from hybridloader.refresh import Change
-from hybridloader.relay import Relay
+from hybridloader.relay import FINAL, Relay
 from hybridloader.running.ledger import Books
 from hybridloader.scheduler import ACTIVE, Scheduler
 from hybridloader.stage import Stage
+
+_NO_RESULT = (*FINAL, NotReady, WorkerTimeout)
+"""What a stage raises that is not in the place of a result."""
 
 
 class Depth:
@@ -99,6 +103,11 @@ class StageItems(Iterator[Any]):
                 return result
             while self._outcomes:
                 outcome = self._outcomes.popleft()
+                if type(outcome) is _Raised:
+                    try:
+                        raise outcome.error
+                    finally:
+                        del outcome  # a traceback whose frame holds its own exception is a cycle
                 if type(outcome) is not Bad and type(outcome) is not Noted:
                     if self._losses is not None:
                         self._losses.take(1, (), None)
@@ -107,6 +116,12 @@ class StageItems(Iterator[Any]):
             self.books.pulled()
             try:
                 results = self._stage.pull(self._epoch, wait=wait)
+            except (StopIteration, *_NO_RESULT):
+                raise
+            except Exception as error:  # of every item of the task, each in its place
+                more = self._stage.items_failed - 1
+                self._outcomes.extend(_Raised(alike(error)) for _ in range(more))
+                raise
             finally:
                 self.books.turned_away()
             if self.sealed and is_sealed(results):
@@ -191,11 +206,18 @@ class ReaderItems(Iterator[Any]):
             self._find_turn(wait)
             reader = self._turn
             item = self._waiting[reader].popleft()
-            if type(item) is Noted or (type(item) is Bad and forgiven(item, self._losses)):
-                # It is as if it were not there, so the turn stays.
+            gone = type(item) is Noted
+            if type(item) is Bad and forgiven(item, self._losses):
+                gone = self._losses is None or not self._losses.gaps
+            if gone:  # it is as if it were not there, so the turn stays
                 sort_out(item, self._losses, self._stage, reader, "reading")
                 continue
             self._turn = (reader + 1) % len(self._waiting)
+            if type(item) is _Raised:
+                try:
+                    raise item.error
+                finally:
+                    del item  # a traceback whose frame holds its own exception is a cycle
             if type(item) is Bad:
                 sort_out(item, self._losses, self._stage, reader, "reading")
             if self._losses is not None:
@@ -220,6 +242,10 @@ class ReaderItems(Iterator[Any]):
         except StopIteration:
             self._over = True
             return
+        except _NO_RESULT:
+            raise
+        except Exception as error:
+            results = [_Raised(error)]
         finally:
             self.books.turned_away()
         if type(results) is Damaged:
@@ -232,6 +258,15 @@ class ReaderItems(Iterator[Any]):
     def close(self) -> None:
         """No more items are wanted in this pass."""
         self._stage.interrupt(self._epoch)
+
+
+class _Raised:
+    """What a whole task raised, in the place of an item: it waits for its turn."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 class _Turns:
@@ -323,7 +358,7 @@ def sort_out(
         if losses is not None:
             losses.take(outcome.tried, outcome.misses, worker)
     elif losses is not None and losses.forgives(outcome.failure):
-        losses.take(1, [outcome.miss()], worker)
+        losses.leave_out(outcome.miss(), worker)
     else:
         raise_bad(outcome, stage, worker, doing)
 

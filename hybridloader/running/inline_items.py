@@ -203,7 +203,7 @@ class GuardedInlineItems(Iterator[Any]):
         if isinstance(outcome, Noted):
             self._losses.take(outcome.tried, outcome.misses, None)
         elif self._losses.forgives(outcome.failure):
-            self._losses.take(1, [outcome.miss()], None)
+            self._losses.leave_out(outcome.miss(), None)
         else:
             where = f"In stage {self._stage!r}, the thread that asked, working on {outcome.item}."
             exception = outcome.failure.to_exception(where)

@@ -14,8 +14,10 @@ from hybridloader.errors import add_note
 from hybridloader.feed import Portions
 from hybridloader.native import one_thread_on_this_thread
 from hybridloader.operators.base import Operator, Source, Upstream
+from hybridloader.operators.counting import leaves_out
 from hybridloader.operators.order import Repeat
 from hybridloader.operators.pin import Sending, Taking, size_of
+from hybridloader.operators.rows import GapsClosed
 from hybridloader.relay import FINAL, Relay
 from hybridloader.running.flow import Depth, Fragile, Guarded, ReaderItems, StageItems, couple
 from hybridloader.running.inline_items import GuardedInlineItems, InlineItems
@@ -82,7 +84,9 @@ class Line:
             node.placement.worker_init_fn(0)
         for work in node.works:
             draws = stations.draws_of(work, self._path, run.epoch, start.items)
-            losses = stations.losses((*self._path, at), node.placement, work.name, run.epoch)
+            losses = stations.losses(
+                (*self._path, at), node.placement, work.name, run.epoch, gaps=run.rows
+            )
             policy = node.placement.on_error
             try:
                 if losses is None or policy is None:
@@ -115,6 +119,8 @@ class Line:
             )
         if isinstance(operator, Source):
             items = Guarded(items, run.left)
+            if not run.rows and leaves_out(operator.branches()):
+                items = GapsClosed(items)
         elif isinstance(items, GeneratorType):
             items = Fragile(items, node.name)
         return run.without(items, first, node.name)
@@ -176,7 +182,9 @@ class Line:
         stage, books = station.stage, station.books
         changes = station.watch.changes() if station.watch is not None and station.begun else ()
         station.begun = True
-        losses = machine.stations.losses((*path, at), node.placement, node.name, run.epoch)
+        losses = machine.stations.losses(
+            (*path, at), node.placement, node.name, run.epoch, gaps=run.rows
+        )
         if node.reads:
             station.counter.begin(run.epoch)
             station.readers = ReaderItems(stage, books, losses)

@@ -24,7 +24,7 @@ from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetch import Flag
 from hybridloader.operators.base import Operator
 from hybridloader.operators.cache import Cache
-from hybridloader.operators.join import Branch
+from hybridloader.operators.join import Branch, Zip
 from hybridloader.operators.sources import Indices
 from hybridloader.relay import Relay
 from hybridloader.running.feeder import Feeder
@@ -32,7 +32,7 @@ from hybridloader.running.flow import Depth, StageItems
 from hybridloader.running.line import Line
 from hybridloader.running.passes import Pass, Start
 from hybridloader.running.plan import Handover, Node, Single, Workers, lay_out, passes_on
-from hybridloader.running.soundness import check
+from hybridloader.running.soundness import check, forks_in_rows
 from hybridloader.running.stations import Stations
 from hybridloader.states.resume import Position, descriptions
 from hybridloader.states.trail import Layout, Trail
@@ -231,6 +231,17 @@ class Machine:
         if isinstance(operator, Branch):
             return self._forks.setdefault(id(operator.fork), (-1 - len(self._forks),))
         return (*path, number)
+
+    def joins_rows(self, operator: Operator, *, inside: bool) -> bool:
+        """Whether branches of `operator` are numbered by a `zip`: it is one, or is inside of one."""
+        if isinstance(operator, Branch):
+            return id(operator.fork) in self._forks_in_rows
+        return inside or isinstance(operator, Zip)
+
+    @functools.cached_property
+    def _forks_in_rows(self) -> set[int]:
+        """Forks of which a branch is in a `zip`, by identity."""
+        return forks_in_rows(self.pipeline)
 
     # -- what statistics ask ---------------------------------------------------------------------------
 

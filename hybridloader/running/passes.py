@@ -51,6 +51,8 @@ class Pass:
         Where that operator begins.
     saved
         What that operator marked in the run before.
+    rows
+        Whether its items are numbered by a `zip` further on, so that what is left out keeps its place.
     """
 
     def __init__(
@@ -65,11 +67,13 @@ class Pass:
         number: int = 0,
         begins: Start = Start(),  # noqa: B008 - it can't be changed
         saved: Mark | None = None,
+        *,
+        rows: bool = False,
     ) -> None:
         self._machine, self.trail, self.path = machine, trail, path
         self._operator, self._number = operator, number
         self.epoch, self.shared, self.left = epoch, shared, left
-        self.begins, self.saved = begins, saved
+        self.begins, self.saved, self.rows = begins, saved, rows
         self._opened = 0
 
     def at(
@@ -93,11 +97,12 @@ class Pass:
             number,
             begins,
             saved,
+            rows=self.rows,
         )
 
     def another(self, path: Path, epoch: int) -> Pass:
         """A pass of its own over a line, as a part of the same run."""
-        return Pass(self._machine, self.trail, path, epoch, {}, self.left)
+        return Pass(self._machine, self.trail, path, epoch, {}, self.left, rows=self.rows)
 
     @property
     def start(self) -> int:
@@ -130,7 +135,8 @@ class Pass:
         self._opened = branch + 1
         path = self._machine.path_of(self._operator, self.path, branch)
         shared, left = self.shared, self.left
-        inner = Pass(self._machine, self.trail, path, self.epoch, shared, left)
+        rows = self._machine.joins_rows(self._operator, inside=self.rows)
+        inner = Pass(self._machine, self.trail, path, self.epoch, shared, left, rows=rows)
         return self._machine.open_line(pipeline, path, inner, Start(start, self.begins.slack))
 
     def mark(self, at: int, value: Any) -> None:

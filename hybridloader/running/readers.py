@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import GeneratorType
 from typing import Any, ClassVar
 
+from hybridloader.errors import ShardLost
 from hybridloader.faults.guard import Swapped
 from hybridloader.faults.guarded_shard import GuardedIterator
 from hybridloader.faults.on_error import Policy
 from hybridloader.faults.outcomes import Damaged, Noted, bad, whole_or_damaged
+from hybridloader.faults.places import rest_is_lost
 from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, end, skip
 from hybridloader.running.work import WorkFetch
 from hybridloader.seeds.draws import innermost
@@ -80,8 +83,14 @@ class Reader:
         # All the mutable state:
         self.position = 0
         self._ended = False
+        self._lost: ShardLost | None = (
+            None  # to be raised where the rest of the items would have been
+        )
 
     def __call__(self, most: int) -> Any:
+        if self._lost is not None:
+            lost, self._lost, self._ended = self._lost, None, True
+            return Damaged([bad(lost, "the next item", self.position)])
         if self._ended:
             raise EndOfShard
         results: list[Any] = []
@@ -102,6 +111,8 @@ class Reader:
                 break
             except Exception as error:
                 number += len(results) if self._plain else 0
+                if self._plain and isinstance(innermost(self._items), GeneratorType):
+                    self._lost = rest_is_lost(f"item {number} of this reader", error)
                 results.append(bad(error, "the next item", number))
                 return Damaged(results)
             if type(item) is Swapped:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hybridloader.errors import BackendUnavailable
-from hybridloader.operators.join import Branch
+from hybridloader.operators.join import Branch, Zip
 from hybridloader.operators.order import Repeat
 from hybridloader.running.plan import Handover, Node, Single, Workers, lay_out
 
@@ -91,6 +91,27 @@ def _all_branches(
         yield source, inside
     for inner in source.branches():
         yield from _all_branches(inner, inside)
+
+
+def forks_in_rows(pipeline: Pipeline) -> set[int]:
+    """Forks of which a branch is in a `zip`, however deep, by identity."""
+    found: set[int] = set()
+    seen: set[tuple[int, bool]] = set()
+    todo = [(pipeline, False)]
+    while todo:
+        line, rows = todo.pop()
+        if (id(line), rows) in seen:
+            continue
+        seen.add((id(line), rows))
+        for operator in line.operators:
+            if isinstance(operator, Branch):
+                if rows:
+                    found.add(id(operator.fork))
+                todo.append((operator.fork.pipeline, rows))
+            else:
+                inside = rows or isinstance(operator, Zip)
+                todo.extend((inner, inside) for inner in operator.branches())
+    return found
 
 
 def every_stage(pipeline: Pipeline) -> Iterator[Workers]:

@@ -150,11 +150,13 @@ class Stations(dict[Path, Station]):
         draws.begin_at(first, epoch)
         return draws
 
-    def losses(self, where: Path, placement: Placement, name: str, epoch: int) -> Losses | None:
+    def losses(
+        self, where: Path, placement: Placement, name: str, epoch: int, *, gaps: bool
+    ) -> Losses | None:
         """The account of what one pass of a stage loses; None if errors are raised."""
         if placement.on_error is None:
             return None
-        return Losses(placement.on_error, name, epoch, self.register, where)
+        return Losses(placement.on_error, name, epoch, self.register, where, gaps=gaps)
 
 
 def _books(node: Workers) -> Books:

@@ -1,0 +1,82 @@
+"""Where an error stands in a stream of items: in the place of one, beside them, or nobody knows.
+
+An error comes out in the place of its item, so whoever counts items counts it too. Those that do not are
+told apart here. The mark is on the exception itself, because nothing else goes with it through
+threads and other people's steps.
+"""
+
+from __future__ import annotations
+
+from hybridloader.errors import (
+    HybridLoaderError,
+    IteratorClosed,
+    NotReady,
+    ShardLost,
+    StateError,
+    WorkerDied,
+    WorkerTimeout,
+    twin,
+)
+
+
+class LeftOut(HybridLoaderError):
+    """In the place of an item that `on_error` left out, on its way to the `zip` that drops its row.
+
+    It has been recorded. No user ever gets it.
+    """
+
+
+_MARK = "_hybridloader_place"
+
+_NOWHERE = (NotReady, WorkerTimeout, IteratorClosed, WorkerDied, StateError)
+"""What is raised instead of an answer: the same item may come yet, or none at all."""
+
+
+def takes_a_place(error: Exception) -> bool:
+    """Whether `error` came in the place of an item."""
+    return not isinstance(error, _NOWHERE) and error.__dict__.get(_MARK) != "beside"
+
+
+def goes_astray(error: Exception) -> bool:
+    """Whether nobody can tell how many items `error` stands for."""
+    return isinstance(error, ShardLost) or error.__dict__.get(_MARK) == "astray"
+
+
+def beside(error: Exception) -> Exception:
+    """Another exception like `error` that takes no item's place."""
+    return _marked(error, "beside")
+
+
+def astray(error: Exception) -> Exception:
+    """Another exception like `error`, behind which items can't be numbered any more."""
+    return _marked(error, "astray")
+
+
+def rest_is_lost(which: str, error: Exception) -> ShardLost:
+    """What to raise behind `error`, which item `which` raised, where a generator is read."""
+    return ShardLost(
+        f"{which} raised {type(error).__name__}: {error}. The iterator is a generator, which is over "
+        "after an error, so the rest of the shard is lost. Catch the error inside the generator, or "
+        "write an iterator class with __next__, which can go on"
+    )
+
+
+def alike(error: Exception) -> Exception:
+    """Another exception like `error`, notes included, to be raised elsewhere.
+
+    Without the last frame of its traceback, which is that of whoever caught it and keeps this one.
+    """
+    notes = error.__dict__.get("__notes__")
+    try:
+        other = twin(error)
+    except Exception:  # its class wants arguments that nobody knows
+        return error
+    if notes is not None:
+        other.__dict__["__notes__"] = list(notes)
+    return other.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+
+def _marked(error: Exception, mark: str) -> Exception:
+    other = alike(error)  # the same object may be raised again elsewhere, and mean something else
+    other.__dict__[_MARK] = mark
+    return other

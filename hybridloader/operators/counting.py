@@ -1,0 +1,91 @@
+"""Whether the numbers of a pipeline's items can be told when something in it fails: a `zip` must know.
+
+A step that gives one item, or one error, for each that it takes keeps count. One that makes several of
+one, or one of several, loses it as soon as something fails: what came of that is not one item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hybridloader.faults.on_error import Skip as SkipPolicy
+from hybridloader.faults.on_error import final
+from hybridloader.operators.base import Operator
+from hybridloader.operators.cache import Cache
+from hybridloader.operators.order import Repeat, Shard, Skip, Take
+from hybridloader.operators.work import Lookup, Map, Readers, Work
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline import Pipeline
+
+
+def loses_count(pipeline: Pipeline) -> str | None:
+    """The name of a step behind which a failure's number can't be told; None if there is none."""
+    return next((operator.name for operator in _steps(pipeline) if not _counts(operator)), None)
+
+
+def leaves_out(pipelines: Sequence[Pipeline]) -> bool:
+    """Whether a step in one of `pipelines` leaves out items that fail."""
+    return any(_skips(operator) for pipeline in pipelines for operator in _steps(pipeline))
+
+
+def check(name: str, number: int, pipeline: Pipeline) -> None:
+    """Refuse a pipeline in which items are left out by policy and then not counted any more.
+
+    Raises
+    ------
+    ValueError
+        The rows behind such an item could not be told from those of other pipelines.
+    """
+    skipping: str | None = None
+    for operator in _steps(pipeline):
+        culprit = None
+        if _skips(operator):
+            skipping = operator.name
+            if not _leaves_a_gap(operator):
+                culprit = f"{skipping} makes no one item of one"
+        elif skipping is not None and (isinstance(operator, Cache) or not _counts(operator)):
+            culprit = f"behind {operator.name} nobody knows which item that was"
+        if culprit is not None:
+            raise ValueError(
+                f"{name}: in pipeline {number}, {skipping} leaves out items that fail, and {culprit}: "
+                "all rows behind it would be joined wrongly. Put the step with on_error, or those "
+                "behind it, behind the zip; or give on_error=Replace(...), which keeps every place"
+            )
+
+
+def _steps(pipeline: Pipeline) -> Iterator[Operator]:
+    """All steps that items of `pipeline` may come through, those before others first."""
+    seen: set[int] = set()
+
+    def walk(line: Pipeline) -> Iterator[Operator]:
+        for operator in getattr(line, "operators", ()):
+            for inner in operator.branches():
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    yield from walk(inner)
+            yield operator
+
+    return walk(pipeline)
+
+
+def _skips(operator: Operator) -> bool:
+    if not isinstance(operator, (Work, Readers)):
+        return False
+    return isinstance(final(operator.placement.on_error), SkipPolicy)
+
+
+def _leaves_a_gap(operator: Operator) -> bool:
+    if isinstance(operator, Lookup):
+        return not operator.function.batched  # of a batch, one sample fails and the rest stays
+    return isinstance(operator, (Map, Readers))
+
+
+def _counts(operator: Operator) -> bool:
+    """Whether it gives one item, or one error, for each that it takes, or knows how many not."""
+    if isinstance(operator, (Map, Lookup, Readers, Take, Skip, Shard, Repeat, Cache)):
+        return True
+    if operator.branches():  # they are looked at themselves
+        return True
+    return operator.seek(1) == 1 and operator.seek(2) == 2
