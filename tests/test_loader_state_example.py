@@ -1,12 +1,17 @@
-"""The example of docs/resuming.md: a run that is killed and gone on with loses nothing."""
+"""The examples of docs/resuming.md: what is gone on with loses nothing."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "resume.py"
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "resume.py"
 
 
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
@@ -21,3 +26,13 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     assert "by signal 9" in done.stdout
     assert done.stdout.endswith("the same to the last bit\n")
     assert len(done.stdout.splitlines()) > 10
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_sampler_and_a_dataset_of_ones_own_go_on_as_the_page_says() -> None:
+    page = (ROOT / "docs" / "resuming.md").read_text()
+    _, block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {"__name__": "__page__"}
+    exec(block, found)  # it asserts
+    assert found["batch"].shape == (8,)
+    found["batches"].close()
