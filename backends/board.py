@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from hybridloader.backends import stacks
@@ -132,12 +133,23 @@ class Board:
         """The sample within that task, from 0; None: not known."""
         return self._number(_AT)
 
-    def stack(self, pid: int, patience: float = 0.5) -> str:
+    def stack(
+        self, pid: int, patience: float = 0.5, *, send: Callable[[int], None] | None = None
+    ) -> str:
         """Ask the living worker for the Python stacks of its threads.
 
         That interrupts one system call of the worker, as signals do: Python's own are begun anew,
         but a `sleep` or `poll` in native code may return early. So it is for workers that are
         overdue, not for those that do well.
+
+        Parameters
+        ----------
+        pid
+            Its process number.
+        patience
+            Seconds to wait for the answer.
+        send
+            Sends it a signal; None: by its number.
 
         Returns
         -------
@@ -145,14 +157,14 @@ class Board:
             At most `stacks.MOST` characters; "" if nothing came, and then `why_none` says why.
         """
         try:
-            return self._stack(pid, patience)
+            return self._stack(pid, patience, send or partial(self._kill, pid))
         except OSError:  # another thread has ended the crew meanwhile, and closed the board
             if self.fd >= 0:
                 raise
             self.why_none = "it was ended meanwhile"
             return ""
 
-    def _stack(self, pid: int, patience: float) -> str:
+    def _stack(self, pid: int, patience: float, send: Callable[[int], None]) -> str:
         numbers = self._numbers()
         signum = numbers[_SIGNAL]
         if not signum or numbers[_PID] != pid:
@@ -165,7 +177,7 @@ class Board:
             return ""
         if not _has(status, "ShdPnd", signum):  # else it was asked before, and has yet to answer
             try:
-                self._kill(pid, signum)
+                send(signum)
             except ProcessLookupError:
                 self.why_none = "it has ended"
                 return ""

@@ -5,15 +5,12 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import select
-import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any
 
 from hybridloader.backends.board import WorkerSide
 from hybridloader.backends.frames import Frame
@@ -25,6 +22,7 @@ from hybridloader.backends.letters import (
     encode_failed,
     encode_ready,
 )
+from hybridloader.backends.parent import Life, leave_signals
 from hybridloader.buffers import arena
 from hybridloader.buffers.collate import set_slots, teach_torch
 from hybridloader.buffers.packing import Packed, pack, unpack
@@ -42,12 +40,6 @@ from hybridloader.worker_info import set_process_info
 _LARGE = 64 * 1024
 """Bytes from which a frame is written by a thread of its own: it may not fit into the socket, and
 the worker should make the next batch meanwhile."""
-
-_POLL = 0.5
-"""Seconds between two looks at the parent, where its end can't be waited for."""
-
-_GRACE = 1.0
-"""Seconds that a worker has to end by itself once the parent is gone."""
 
 
 class _Result:
@@ -99,13 +91,13 @@ def main(
             os.close(fd)
         except OSError:
             pass
-    _reset_signals()
+    leave_signals()
     side = WorkerSide.open(board) if board is not None and board >= 0 else None
     channel = channel_class(connection)
     writer = None if slots is None else arena.Writer(*slots)
     share, names = slots or (0, None)
     desk = _Desk(number, channel, writer, share, None if names is None else arena.task_names(names))
-    life = _Life(channel, parent, desk.sweep)
+    life = Life(channel, parent, desk.sweep)
     fresh = spec is None
     try:
         one_thread_in_this_process(fresh)
@@ -172,19 +164,6 @@ def _leave() -> None:
         except (AttributeError, OSError, ValueError):  # None, broken or closed
             pass
     os._exit(0)
-
-
-def _reset_signals() -> None:
-    """Leave Ctrl-C to the parent, and do not run its handlers here."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    # A handler that does nothing, rather than SIG_IGN, which programs started by the user's
-    # dataset would inherit.
-    signal.signal(signal.SIGINT, lambda *_: None)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    if hasattr(signal, "pthread_sigmask"):  # the parent has held Ctrl-C back until now
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class _Desk:
@@ -325,91 +304,3 @@ class _Desk:
         self._channel.send(parts, fds)
         for fd in fds:
             os.close(fd)
-
-
-class _Life:
-    """Watches the parent and the connection from a thread.
-
-    When the iterator is closed the rest of a batch is left out; when the parent is gone the process
-    ends, whatever it is doing. `multiprocessing.parent_process().sentinel` would not do: it is None
-    under loky.
-
-    Parameters
-    ----------
-    sweep
-        Called before that end.
-    """
-
-    def __init__(self, channel: Any, parent: int, sweep: Callable[[], None]) -> None:
-        self.flag = Flag()
-        self._sweep = sweep
-        self._changing = threading.Lock()
-        thread = threading.Thread(
-            target=self._watch, args=(channel.fileno(), parent), name="hybridloader-life"
-        )
-        thread.daemon = True
-        thread.start()
-
-    def change(self, flag: Flag) -> None:
-        """Raise `flag` from now on; it is up if the one before was."""
-        with self._changing:
-            flag.up, self.flag = self.flag.up, flag
-
-    def _watch(self, line: int | None, parent: int) -> None:
-        if line is None or not hasattr(os, "pidfd_open"):
-            self._watch_by_looking(parent)
-            return
-        try:
-            pidfd = os.pidfd_open(parent)
-        except ProcessLookupError:
-            os._exit(1)  # gone already
-        except OSError:  # a kernel before 5.3, or a sandbox that forbids it
-            self._watch_by_looking(parent)
-            return
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.register(line, 0)  # POLLHUP is always told
-        while True:
-            for fd, _ in poll.poll():
-                if fd == pidfd:
-                    self._end()
-                with self._changing:
-                    self.flag.up = True
-                poll.unregister(line)
-
-    def _watch_by_looking(self, parent: int) -> None:
-        while alive(parent):
-            time.sleep(_POLL)
-        self._end()
-
-    def _end(self) -> NoReturn:
-        """The parent is gone: let the worker close what it reads, and end the process in any case."""
-        with self._changing:
-            self.flag.up = True
-        time.sleep(
-            _GRACE
-        )  # the worker, which reads the end of its stream, ends the process meanwhile
-        self._sweep()
-        os._exit(1)
-
-
-def alive(pid: int) -> bool:
-    """Whether there is a process with that number."""
-    if sys.platform == "win32":
-        import _winapi
-
-        try:
-            handle = _winapi.OpenProcess(0x00100000, False, pid)  # SYNCHRONIZE
-        except OSError:
-            return False
-        try:
-            return _winapi.WaitForSingleObject(handle, 0) != 0
-        finally:
-            _winapi.CloseHandle(handle)
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -1,40 +1,55 @@
 """Worker processes as their parent has them: how they are started, asked, ended and waited for.
 
-Knows nothing of what a worker does, nor of the connection to it.
+Where there are pidfds, one tells of a worker's end and carries signals to it: a process number may be
+another process's by the time that it is used, if other code waits for the children of this process or
+SIGCHLD is ignored. Knows nothing of what a worker does, nor of the connection to it.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from hybridloader.backends.child import alive
+from hybridloader.backends.parent import LEFT_TO_PARENT, alive
+from hybridloader.contract import WorkerHandle
+from hybridloader.crews import before_each
 
 GRACE = 1.0
-"""Seconds that a worker gets to finish its sample before it is terminated, then killed."""
+"""Seconds that a worker gets to finish its sample before it is killed."""
+
+UNKNOWN = 255
+"""The exit code of a process whose own is not known, as asyncio and the fork server have it."""
 
 
 @contextmanager
-def interrupts_held_back(forks: bool) -> Iterator[None]:
-    """Hold Ctrl-C back, from a process that starts within the block too: it inherits the mask.
+def signals_held_back(method: str) -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back, also from a process that starts within the block.
 
-    Until that has its own handler, Ctrl-C would end it with a traceback of its own.
+    It inherits the mask. Until it has its own handlers, Ctrl-C would end it with a traceback of its own,
+    and SIGTERM to all processes of a job would end it before this process could act on it.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    if not forks:
+    if method != "fork":
         from multiprocessing import resource_tracker
 
         resource_tracker.ensure_running()  # else `start` does it, and that lifts the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if method == "forkserver":
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()  # else it would have the mask, and all that it ever forks
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
     try:
         yield
     finally:
@@ -52,65 +67,209 @@ seems to be alive, and its number is nobody's, or somebody else's. Stages of a p
 threads."""
 
 
-class ProcessHandle:
-    """A worker process; also what tells how it ended."""
+pidfds: set[int] = set()
+"""Those of all handles; a forked worker must close them."""
+
+_dying: set[ProcessHandle] = set()
+"""Processes that were killed, and that the kernel had not taken apart when their crew was closed."""
+
+
+class ProcessHandle(WorkerHandle):
+    """A worker process; also what tells how it ended.
+
+    Parameters
+    ----------
+    process
+        A `multiprocessing.Process`, or loky's, that was started by now.
+
+    Attributes
+    ----------
+    pidfd
+        Readable once the process has ended; None where there is none. It is open until `release`.
+    """
+
+    name = "process"
 
     def __init__(self, process: Any) -> None:
         self._process = process
-        self.name = "process"
+        # All the mutable state:
+        self.pidfd: int | None = None
+        self._ended = self._terminated = False
+        self._code: int | None = None  # once it has ended; None: not known
+        try:
+            self.pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:  # SIGCHLD is ignored, and it is gone already
+            self._has_ended()
+        except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox, no descriptor left
+            pass
+        else:
+            pidfds.add(self.pidfd)
+            self._releasing = weakref.finalize(self, _close_pidfd, self.pidfd)
+            self._releasing.atexit = False
+        popen = getattr(process, "_popen", None)
+        if popen is not None and hasattr(signal, "SIGKILL"):
+            # What multiprocessing calls at exit, and then it waits, for ever if need be.
+            popen.terminate = functools.partial(_kill, weakref.ref(popen))
 
     @property
     def pid(self) -> int | None:
         return self._process.pid  # type: ignore[no-any-return]
 
+    @property
+    def sentinel(self) -> int:
+        return self._process.sentinel  # type: ignore[no-any-return]
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; then its exit code, ``-N`` if signal N has ended it, or `UNKNOWN`.
+
+        After `terminate` it is ``-SIGTERM``, as multiprocessing has it on all platforms.
+        """
+        if self.is_alive():
+            return None
+        if self._code is None:
+            return UNKNOWN
+        if self._terminated and self._code == -getattr(signal, "SIGKILL", 0):
+            return -signal.SIGTERM
+        return self._code
+
     def is_alive(self) -> bool:
         with reaping:
-            return self._process.is_alive()  # type: ignore[no-any-return]
+            if self._ended:
+                return False
+            if self.pidfd is not None:
+                ended = bool(multiprocessing.connection.wait([self.pidfd], 0))
+            else:  # what somebody else has waited for, multiprocessing takes to be alive for ever
+                ended = not (self._process.is_alive() and alive(self._process.pid))
+            if ended:
+                self._has_ended()
+            return not ended
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to this process, and never to another that has got its number.
+
+        Raises
+        ------
+        ProcessLookupError
+            It has ended.
+        """
+        with reaping:
+            if not self.is_alive():
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, signum)
+            else:
+                os.kill(self._process.pid, signum)
 
     def terminate(self) -> None:
+        """End it at once: by SIGKILL, because workers leave SIGTERM to their parent."""
         with reaping:
+            self._terminated = self._terminated or self.is_alive()
+        self.kill()
+
+    def kill(self) -> None:
+        if not hasattr(signal, "SIGKILL"):
             self._process.terminate()
+            return
+        with suppress(ProcessLookupError):
+            self.send_signal(signal.SIGKILL)
 
     def join(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        if multiprocessing.connection.wait([self._process.sentinel], timeout):
+        line = self._line()
+        if line is not None:
+            try:
+                multiprocessing.connection.wait([line], timeout)
+            finally:
+                os.close(line)
+            self.is_alive()  # else it would stay a zombie
+        elif not self._ended and multiprocessing.connection.wait([self._process.sentinel], timeout):
             pause = _LOOK / 100
-            # What somebody else has waited for seems to be alive for ever.
-            while self.is_alive() and alive(self._process.pid):
+            while self.is_alive():
                 if deadline is not None and time.monotonic() >= deadline:
                     return
                 time.sleep(pause)
                 pause = min(2 * pause, _LOOK)
 
-    def kill(self) -> None:
-        """SIGKILL where there is one (`LokyProcess.kill` raises AttributeError in loky 3.7)."""
-        with reaping:
-            if hasattr(signal, "SIGKILL") and self.is_alive():
-                os.kill(self._process.pid, signal.SIGKILL)
-            else:
-                self._process.terminate()
-
     def disown(self) -> None:
-        """Take it off the list of those that multiprocessing ends when this process exits."""
+        """Take it off multiprocessing's list of children, which it ends when this process exits."""
         children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
         children.discard(self._process)
+
+    def release(self) -> None:
+        """Close the pidfd as soon as it has ended. Whoever waits by it has let go of it."""
+        with reaping:
+            if self.is_alive():
+                _dying.add(self)
+                return
+            _dying.discard(self)
+            if self.pidfd is not None:
+                self._releasing()
+                self.pidfd = None
 
     def cause(self) -> str:
         """How it ended, for a worker that was not asked to."""
         self.join(GRACE)
-        code = self._process.exitcode
-        if code is None:
-            if not self.is_alive():
-                return "ended; its exit code is not known"
+        if self.is_alive():
             self.kill()
             self.join(GRACE)
             return "closed its connection while it was running, and was killed"
+        code = self.exitcode
+        if self._code is None or code is None:
+            return (
+                "ended; its exit code is not known, because SIGCHLD is ignored in this process or other "
+                "code in it has waited for the worker"
+            )
         if code < 0:
             try:
                 return f"was killed by signal {signal.Signals(-code).name} ({-code})"
             except ValueError:
                 return f"was killed by signal {-code}"
         return f"exited with code {code}"
+
+    def _line(self) -> int | None:
+        """A duplicate of the pidfd, to wait by: another thread may release it meanwhile."""
+        with reaping:
+            if self.pidfd is None or self._ended:
+                return None
+            with suppress(OSError):  # no descriptor left
+                return os.dup(self.pidfd)
+        return None
+
+    def _has_ended(self) -> None:
+        """Ask for the exit code, by which the kernel, too, hears that it may forget the process."""
+        self._ended = True
+        code = self._process.exitcode
+        if code is None:
+            # The fork server tells a moment later. And another thread may have asked just now, whose
+            # answer is there in a moment, unless it is somebody else's, or nobody's.
+            if getattr(self._process, "_start_method", None) == "forkserver":
+                multiprocessing.connection.wait([self._process.sentinel], GRACE)
+            else:
+                time.sleep(_LOOK)
+            code = self._process.exitcode
+        self._code = code
+        self.disown()
+
+
+def _close_pidfd(fd: int) -> None:
+    pidfds.discard(fd)
+    os.close(fd)
+
+
+def _kill(reference: weakref.ref[Any]) -> None:
+    """End a process as multiprocessing does, but for the signal: a worker leaves SIGTERM alone."""
+    popen = reference()
+    if popen is not None and popen.returncode is None:
+        with suppress(OSError):
+            os.kill(popen.pid, signal.SIGKILL)
+
+
+@before_each
+def bury() -> None:
+    """Ask after those that were dying still when their crew was closed; else they would stay zombies."""
+    for handle in list(_dying):
+        handle.release()
 
 
 def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:

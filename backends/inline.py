@@ -7,7 +7,6 @@ a debugger sees the very data that k processes would have made.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -53,13 +52,13 @@ class Inline(Backend):
         return _InlineCrew(self.copy_dataset, PrivateSlots(self.memory.bytes()))
 
 
-class _Handle:
+class _Handle(WorkerHandle):
     """A played worker, for those who ask after workers."""
+
+    name = "inline"
 
     def __init__(self, crew: _InlineCrew, worker: int) -> None:
         self._crew, self._worker = crew, worker
-        self.name = "inline"
-        self.pid = os.getpid()
 
     def is_alive(self) -> bool:
         return self._worker in self._crew.workers

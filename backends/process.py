@@ -20,9 +20,11 @@ from hybridloader.backends.frames import Frame
 from hybridloader.backends.handles import (
     GRACE,
     ProcessHandle,
-    interrupts_held_back,
+    bury,
     join_all,
+    pidfds,
     reaping,
+    signals_held_back,
 )
 from hybridloader.backends.lane import Lane
 from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event, decode_failure
@@ -51,13 +53,10 @@ from hybridloader.shipping import Shipment, ship
 if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
 
-_LEAST = 0.1
-"""Seconds that it gets in any case to act on being terminated, however long ago it was told to leave."""
-
 _DYING = 1.0
 """Seconds that the kernel gets to take a killed process apart. It needs some milliseconds, and more than
-a tenth of a second where many end at once on few cores. Who does not wait for it leaves a zombie and its
-descriptors, until some later start of a process looks after all children."""
+a tenth of a second where many end at once on few cores. What takes longer is looked after whenever a
+crew is made or closed (`handles.bury`)."""
 
 
 def check_children_allowed(name: str) -> None:
@@ -117,7 +116,8 @@ class ProcessCrew(Crew):
 
     def __init__(self, context: Any, memory: Memory, *, sockets: bool) -> None:
         self._context = context
-        self._forks = context.get_start_method() == "fork"
+        self._method = context.get_start_method()
+        self._forks = self._method == "fork"
         self._kind = slot_kind(memory, sockets=sockets)
         self._limit = memory.bytes()
         self._sockets = sockets
@@ -170,7 +170,7 @@ class ProcessCrew(Crew):
         told = None if notes is None else (notes.fd if self._forks else -1)
         ours, theirs = self._context.Pipe(duplex=True)
         self._post.connect(worker, ours)
-        strays = {*parent_ends, *descriptors.kept, *board.parent_ends} - {told}
+        strays = {*parent_ends, *pidfds, *descriptors.kept, *board.parent_ends} - {told}
         channel = SocketChannel if self._sockets else PortableChannel
         process = self._context.Process(
             target=main,
@@ -189,12 +189,13 @@ class ProcessCrew(Crew):
             daemon=True,
         )
         try:
-            with reaping, interrupts_held_back(self._forks):
+            with reaping, signals_held_back(self._method):
                 process.start()
-                self._take_place(worker, ProcessHandle(process), lane, notes)
+                handle = ProcessHandle(process)
+                self._take_place(worker, handle, lane, notes)
         finally:
             theirs.close()
-        self._post.watch(worker, process)
+        self._post.watch(worker, handle)
 
     def send(self, worker: int, message: Message) -> None:
         lane = self._lanes[worker]
@@ -246,10 +247,13 @@ class ProcessCrew(Crew):
         self._handles[worker].kill()
 
     def stack(self, worker: int) -> str:
-        notes, pid = self._boards[worker], self._handles[worker].pid
-        if notes is None or pid is None:
+        notes, handle = self._boards[worker], self._handles[worker]
+        if notes is None or handle.pid is None:
             return "Its stack can't be had on this platform."
-        return notes.stack(pid) or f"Its stack could not be had: {notes.why_none}."
+        return (
+            notes.stack(handle.pid, send=handle.send_signal)
+            or f"Its stack could not be had: {notes.why_none}."
+        )
 
     def leave(self) -> None:
         self._post.hang_up()
@@ -262,12 +266,13 @@ class ProcessCrew(Crew):
         assert self._left is not None
         deadline = self._left + GRACE
         join_all(self._handles, deadline)
-        for end, least in ((ProcessHandle.terminate, _LEAST), (ProcessHandle.kill, _DYING)):
-            running = [handle for handle in self._handles if handle.is_alive()]
-            for handle in running:
-                end(handle)
-            deadline += GRACE / 2
-            join_all(running, max(deadline, time.monotonic() + least))
+        running = [handle for handle in self._handles if handle.is_alive()]
+        for handle in running:
+            handle.kill()
+        join_all(running, time.monotonic() + _DYING)
+        for handle in self._handles:
+            handle.release()
+        bury()
         if isinstance(self._post, PortablePost):
             self._post.join()
         for lane in self._lanes:
@@ -340,6 +345,7 @@ class ProcessCrew(Crew):
         if board_before is not None:
             board_before.close()
         self._handles[worker].join(GRACE)
+        self._handles[worker].release()
         self._handles[worker], self._lanes[worker], self._boards[worker] = handle, lane, notes
         self._gone.discard(worker)
 

@@ -173,7 +173,7 @@ class SocketPost:
         self._poll = select.poll()
         self._lines: dict[int, _Line] = {}
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
-        self._sentinels: dict[int, tuple[int, bool]] = {}  # worker -> descriptor, is it ours
+        self._sentinels: dict[int, int] = {}  # worker -> descriptor
         self._alarm_r, self._alarm_w = os.pipe()
         os.set_blocking(self._alarm_r, False)
         os.set_blocking(self._alarm_w, False)
@@ -196,15 +196,10 @@ class SocketPost:
         self._worker_of[sock.fileno()] = worker
         self._poll.register(sock, select.POLLIN)
 
-    def watch(self, worker: int, process: Any) -> None:
-        """Watch for the end of the worker's process."""
-        try:
-            fd, ours = os.pidfd_open(process.pid), True
-        except (AttributeError, OSError):
-            fd, ours = process.sentinel, False
-        if ours:
-            parent_ends.add(fd)
-        self._sentinels[worker] = fd, ours
+    def watch(self, worker: int, handle: Any) -> None:
+        """Watch for the end of the worker's process, by its pidfd or multiprocessing's sentinel."""
+        fd = handle.sentinel if handle.pidfd is None else handle.pidfd
+        self._sentinels[worker] = fd
         self._worker_of[fd] = worker
         self._poll.register(fd, select.POLLIN)
 
@@ -287,11 +282,9 @@ class SocketPost:
         line.sock.close()
         line.drop_unsent()
         _close_all(line.decoder.fds)
-        fd, ours = self._sentinels.pop(worker, (-1, False))
+        fd = self._sentinels.pop(worker, -1)
         if fd >= 0:
             self._forget(fd)
-            if ours:
-                os.close(fd)
 
     def hang_up(self) -> None:
         """Drop all workers; they leave."""

@@ -83,7 +83,7 @@ class _Noted:
         return message
 
 
-class _Thread:
+class _Thread(WorkerHandle):
     """A worker thread and how to reach it; the thread itself holds none of this."""
 
     name = "thread"
@@ -99,16 +99,24 @@ class _Thread:
         fetch = spec.fetch
         if copy_dataset or fetch.private:
             spec = replace(spec, fetch=fetch.with_dataset(replicate(fetch.dataset, "the dataset")))
-        self.pid = os.getpid()
         self.flag = NotingFlag() if spec.tracked else Flag()
         self.messages = _Messages()
         self.opened = threading.Event()
+        self._codes: list[int] = []
         self.thread = threading.Thread(
             target=_main,
-            args=(worker, spec, self.messages, events, slots, self.flag, self.opened),
+            args=(worker, spec, self.messages, events, slots, self.flag, self.opened, self._codes),
             name=f"hybridloader-{spec.stage}-{worker}",
             daemon=True,
         )
+
+    @property
+    def ident(self) -> int | None:
+        return self.thread.ident
+
+    @property
+    def exitcode(self) -> int | None:
+        return None if self.is_alive() else sum(self._codes)
 
     def is_alive(self) -> bool:
         return self.thread.is_alive()
@@ -130,6 +138,7 @@ def _main(
     slots: PrivateSlots,
     flag: Flag,
     opened: threading.Event,
+    codes: list[int],
 ) -> None:
     def report(event: Event) -> None:
         flag.task = -1
@@ -150,6 +159,7 @@ def _main(
         if not flag.up:
             evidence = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             cause = f"was ended by {type(error).__name__}: {error}"
+            codes.append(1)  # as of a process that an exception has ended
     finally:
         opened.set()
         task, at = (flag.task, flag.at) if flag.notes else (None, None)

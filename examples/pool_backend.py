@@ -6,7 +6,6 @@ Register it by name with the entry-point group ``hybridloader.backends``, or pas
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ class Pool(Backend):
         return PoolCrew()
 
 
-class PoolWorker:
+class PoolWorker(WorkerHandle):
     """One worker and its thread."""
 
     name = "pool"
@@ -42,7 +41,7 @@ class PoolWorker:
         if spec.fetch.private:  # iterable datasets: each worker reads a copy of its own
             dataset = replicate(spec.fetch.dataset, "the dataset")
             spec = replace(spec, fetch=spec.fetch.with_dataset(dataset))
-        self.number, self.pid = number, os.getpid()
+        self.number = number
         self.ended = Flag()
         seeds = ThreadSeeds(borrows=spec.init_fn is not None)
         self.worker = Worker(number, spec, seeds, ByReference, self.ended)

@@ -9,9 +9,10 @@ of this page; a backend that passes it can serve.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hybridloader.messages import Event, Message, WorkerSpec
 
@@ -55,23 +56,78 @@ class ByReference:
         self._value = None
 
 
-@runtime_checkable
-class WorkerHandle(Protocol):
-    """What can be asked of one worker; the methods are those of `multiprocessing.Process`."""
+class WorkerHandle(ABC):
+    """One worker, for whoever looks after it: what a `multiprocessing.Process` has.
 
-    @property
-    def name(self) -> str: ...
+    A backend writes `is_alive`, `terminate` and `join`. All else has a default, which is right for
+    workers within this process.
+    """
+
+    name: str = "worker"
+    """The kind of worker, for errors."""
+
+    daemon: bool = True
+    """Workers end with this process."""
 
     @property
     def pid(self) -> int | None:
         """The process id; this process's own for a worker that is a thread of it."""
+        return os.getpid()
 
+    @property
+    def ident(self) -> int | None:
+        """The identity of the process or thread; None if there is none yet."""
+        return self.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; then 0, another exit code, or ``-N`` if signal N has ended it."""
+        return None if self.is_alive() else 0
+
+    @property
+    def sentinel(self) -> int:
+        """What `multiprocessing.connection.wait` waits for the worker's end by.
+
+        Raises
+        ------
+        AttributeError
+            The worker is no process of its own; use `join`.
+        """
+        raise AttributeError(f"a worker of kind {self.name!r} has no sentinel; use join(timeout)")
+
+    @abstractmethod
     def is_alive(self) -> bool: ...
 
+    @abstractmethod
     def terminate(self) -> None:
         """End the worker now if that is possible, else as soon as its current sample is done."""
 
+    def kill(self) -> None:
+        """End the worker as `terminate` does, or by stronger means if there are."""
+        self.terminate()
+
+    @abstractmethod
     def join(self, timeout: float | None = None) -> None: ...
+
+    def start(self) -> None:
+        """Raise `AssertionError`: the crew has started it, and a worker starts once."""
+        raise AssertionError(
+            "a loader's worker was started by its loader; it can't be started again"
+        )
+
+    def close(self) -> None:
+        """Do nothing: what the worker needs is freed by its crew.
+
+        Raises
+        ------
+        ValueError
+            It is still running.
+        """
+        if self.is_alive():
+            raise ValueError(
+                "can't close a worker while it is still running; call terminate() and join() first, or "
+                "close its loader's iterator"
+            )
 
 
 class Crew(ABC):

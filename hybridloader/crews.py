@@ -23,11 +23,22 @@ _crews: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
 
 def ended_with(holder: Any, crew: Crew) -> weakref.finalize[[Crew, int], Any]:
     """Have `crew` closed when `holder` is let go, at exit, or by calling the result."""
+    for chore in _chores:
+        chore()
     owner = os.getpid()
     _crews[crew] = owner
     finalizer = weakref.finalize(holder, _close, crew, owner)
     finalizer.atexit = False  # _close_all does it, in the right order
     return finalizer
+
+
+_chores: list[Callable[[], None]] = []
+
+
+def before_each(chore: Callable[[], None]) -> Callable[[], None]:
+    """Have `chore` done whenever a crew is made: what there was no time for before. A decorator."""
+    _chores.append(chore)
+    return chore
 
 
 _runners: weakref.WeakSet[Any] = weakref.WeakSet()

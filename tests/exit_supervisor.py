@@ -121,8 +121,8 @@ def follow(given: Trial, script: int, line: int) -> dict[str, Any]:
         reached = line in select.select([line, os.pidfd_open(script)], [], [])[0]
         signal.setitimer(signal.ITIMER_REAL, KILL_AFTER)
         began = time.monotonic()
-        if given.cause == "SIGINT":
-            os.killpg(script, signal.SIGINT)
+        if given.cause in ("SIGINT", "SIGTERM"):  # as from a terminal, and as from Slurm
+            os.killpg(script, signal.Signals[given.cause])
         elif given.cause in SIGNALS:
             os.kill(script, signal.Signals[given.cause])
         while True:

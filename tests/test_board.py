@@ -414,7 +414,7 @@ def test_only_the_process_whose_board_it_is_gets_the_signal(board: Board) -> Non
 
 
 def test_threads_of_the_users_are_told_and_ours_are_not(board: Board) -> None:
-    from hybridloader.backends.child import _Life
+    from hybridloader.backends.parent import Life
 
     class Channel:
         def __init__(self, fd: int) -> None:
@@ -423,7 +423,7 @@ def test_threads_of_the_users_are_told_and_ours_are_not(board: Board) -> None:
     def body(me: Child) -> None:
         import threading
 
-        _Life(Channel(me.told), os.getppid(), sweep=int)
+        Life(Channel(me.told), os.getppid(), sweep=int)
         ready, done = threading.Event(), threading.Event()
 
         def the_users_thread() -> None:
@@ -449,7 +449,7 @@ def test_threads_of_the_users_are_told_and_ours_are_not(board: Board) -> None:
 
 
 def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: Board) -> None:
-    from hybridloader.backends.child import _Life
+    from hybridloader.backends.parent import Life
 
     class Channel:
         def __init__(self, fd: int) -> None:
@@ -457,7 +457,7 @@ def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: Board) -
 
     def body(me: Child) -> None:
         line, _ = os.pipe()  # which nobody hangs up
-        life = _Life(Channel(line), os.getppid(), sweep=int)
+        life = Life(Channel(line), os.getppid(), sweep=int)
         flags = [me.side.flag(), me.side.flag()]
         life.change(flags[0])
         assert life.flag is flags[0]

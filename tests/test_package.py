@@ -386,6 +386,7 @@ BACKENDS_MAY_USE = {
     "buffers.slots",
     "caller",
     "contract",
+    "crews",
     "errors",
     "faults.memory_state",
     "fetch",

@@ -371,7 +371,6 @@ def test_workers_that_take_long_to_die_are_waited_for(
 ) -> None:
     """Else they stay as zombies, with their descriptors: many that end at once take a while."""
     monkeypatch.setattr("hybridloader.backends.process.GRACE", 0.0)
-    monkeypatch.setattr("hybridloader.backends.process._LEAST", 0.0)
     before = set(multiprocessing.process._children)
     pipe = Pipeline.from_dataset(range(1))
     pipes = [pipe.map(Stick(gate), backend="fork", workers=1) for _ in range(4)]

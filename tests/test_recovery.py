@@ -104,12 +104,22 @@ def test_a_worker_that_dies_while_it_starts_is_replaced_too() -> None:
     assert backend.crews[0].started == [0, 1, 1, 1]
 
 
-def test_where_no_worker_ever_got_ready_none_is_replaced() -> None:
-    it, backend = stage([[dead()]])
+def test_the_first_workers_are_replaced_as_well_and_no_sample_is_blamed() -> None:
+    script = [[dead()], [dead()], [dead()], [*ready(), *answer(0)]]
+    it, backend = stage(script)
     it.begin(iter([["a"]]))
-    with pytest.raises(WorkerDied, match="No worker of this stage has ever got ready"):
+    assert list(it) == ["value 0"]
+    assert backend.crews[0].started == [0] * 4
+    sent = [message for _, message in backend.crews[0].sent if isinstance(message, Task)]
+    assert sent == [Task(0, ["a"])] * 4
+
+
+def test_where_no_worker_ever_gets_ready_the_error_says_so_in_the_end() -> None:
+    it, backend = stage([[dead()]] * 4, policy=RestartPolicy(max_restarts=3))
+    it.begin(iter([["a"]]))
+    with pytest.raises(WorkerDied, match=r"3 workers .* None of them has ever got ready"):
         next(it)
-    assert backend.crews[0].started == [0]
+    assert backend.crews[0].started == [0] * 4
 
 
 def test_without_a_policy_a_death_is_raised() -> None:

@@ -162,6 +162,15 @@ def test_nothing_is_lost_doubled_or_out_of_order(
     assert values(loader) == list(range(LENGTH))
 
 
+def test_a_fresh_worker_that_is_killed_at_once_is_replaced() -> None:
+    data: Any = range(LENGTH)  # it has what a dataset needs
+    loader = DataLoader(data, 4, num_workers=1, backend="spawn", on_worker_death="restart")
+    with iter(loader) as it:
+        [worker] = it._workers
+        worker.kill()
+        assert values(it) == list(range(LENGTH))
+
+
 def test_a_thread_that_is_ended_is_replaced(tmp_path: Path) -> None:
     data = Deadly(sys_exit, (0, 5, 17), Once(tmp_path))
     loader = DataLoader(data, 4, num_workers=2, backend="threads", on_worker_death="restart")

@@ -94,8 +94,6 @@ class Recovery:
     def _refusal(self, deadly: bool) -> str:
         """Why the worker can't be replaced; empty if it can."""
         policy = self._deaths.policy
-        if not self._roster.proven:
-            return "No worker of this stage has ever got ready, so none was put in its place."
         if deadly and getattr(self._spec.fetch, "in_turn", False):
             return (
                 f"{policy.deaths_per_sample} workers died at this place of their shard, which can't be "
@@ -104,13 +102,23 @@ class Recovery:
         if not self._deaths.may_restart(self._roster.clock()):
             return (
                 f"{policy.max_restarts} workers of this stage were replaced within "
-                f"{policy.window_seconds:g} seconds, and RestartPolicy allows no more."
+                f"{policy.window_seconds:g} seconds, and RestartPolicy allows no more.{self._never()}"
             )
         return ""
 
-    @staticmethod
-    def _blamed(death: Exited, held: Sequence[int]) -> int | None:
+    def _never(self) -> str:
+        """What to look at where it is no sample that ends the workers; empty if that may be."""
+        if self._roster.proven:
+            return ""
+        return (
+            " None of them has ever got ready: what each does first ends it (imports, loading the "
+            "dataset, worker_init_fn)."
+        )
+
+    def _blamed(self, death: Exited, held: Sequence[int]) -> int | None:
         """The task that the worker died of, as far as one can tell."""
+        if self._scheduler.workers[death.worker] is Work.STARTING:
+            return None  # it has not come to any
         if death.at is None:
             return held[0] if held else None
         return death.task if death.at >= 0 and death.task in held else None

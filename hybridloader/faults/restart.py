@@ -11,8 +11,8 @@ from typing import Any
 class RestartPolicy:
     """Replace workers that die, and send what they had in hand to the new ones.
 
-    Where no worker of a stage has ever got ready (the dataset's import ends it, for instance), none is
-    replaced: the next would die the same way.
+    A worker that dies before it has got ready is replaced too. Where none ever gets ready (the dataset's
+    import ends it, for instance), that goes on until `max_restarts`, and the error says so.
 
     Parameters
     ----------
