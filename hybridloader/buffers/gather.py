@@ -137,7 +137,7 @@ def _of_concat(dataset: Any) -> Gather | None:
             return None
         if len({(tensor.dtype, tensor.shape[1:]) for tensor in column}) != 1:
             return None
-    ends = torch.tensor(dataset.cumulative_sizes)
+    ends = torch.tensor(dataset.cumulative_sizes, device="cpu")
     starts = [0, *dataset.cumulative_sizes]
 
     def gather(index: Any) -> Any:
@@ -148,8 +148,9 @@ def _of_concat(dataset: Any) -> Gather | None:
         found = []
         for column in columns:
             shape = (index.numel(), *column[0].shape[1:])
-            out = slot_for(shape, column[0].dtype)
-            found.append(torch.empty(shape, dtype=column[0].dtype) if out is None else out)
+            dtype = column[0].dtype
+            out = slot_for(shape, dtype)
+            found.append(torch.empty(shape, dtype=dtype, device="cpu") if out is None else out)
         for part in sorted(set(part_of.tolist())):
             rows = (part_of == part).nonzero()[:, 0]
             local = index[rows] - starts[part]

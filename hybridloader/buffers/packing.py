@@ -303,7 +303,7 @@ class _Base:
         self._start = self.start // 16 * 16  # as aligned as any dtype needs
         self._bytes = (
             _torch()
-            .empty(0, dtype=_torch().uint8)
+            .empty(0, dtype=_torch().uint8, device="cpu")
             .set_(tensors[0].untyped_storage(), self._start, (self.end - self._start,), (1,))
         )
 
@@ -358,7 +358,7 @@ def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    empty = _torch().empty(0, dtype=flat.dtype)
+    empty = _torch().empty(0, dtype=flat.dtype, device="cpu")
     return empty.set_(flat.untyped_storage(), 0, shape, stride)  # type: ignore[no-any-return]
 
 
@@ -368,7 +368,7 @@ def _rebuild_tensor(
     kind = getattr(_torch(), dtype)
     tensor: torch.Tensor
     if not len(data):
-        tensor = _torch().empty(shape, dtype=kind)
+        tensor = _torch().empty(shape, dtype=kind, device="cpu")
     elif order is None:
         tensor = tensor_over(data, kind, shape)
     else:  # `shape` is in the order of the memory: back to that of the dimensions
@@ -387,5 +387,5 @@ def _rebuild_view(
     base: torch.Tensor, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
     torch = _torch()
-    empty = torch.empty(0, dtype=getattr(torch, dtype))
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
     return empty.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]

@@ -112,7 +112,7 @@ class Pad:
         batch = self._stack(tensors, shapes, place)
         if not self.lengths or not shapes[0]:
             return batch, None
-        return batch, torch.tensor([shape[0] for shape in shapes])
+        return batch, torch.tensor([shape[0] for shape in shapes], device="cpu")
 
     def _stack(
         self, tensors: list[torch.Tensor], shapes: list[tuple[int, ...]], place: str

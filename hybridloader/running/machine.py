@@ -320,12 +320,13 @@ def _name_of(path: Path) -> str:
 def drawn() -> int:
     """A seed, from the generator that the training script's own seed governs.
 
-    With torch's it is the same draw that torch's loader makes first at every ``iter``.
+    With torch's it is the same draw that torch's loader makes first at every ``iter``, but always on
+    the CPU, where torch's asks the default device.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return random.getrandbits(62)
-    return int(torch.empty((), dtype=torch.int64).random_().item())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def _start_order(node: Workers) -> int:

@@ -1,0 +1,82 @@
+"""A default device, as of `torch.set_default_device`, is for the user's tensors: none of ours follow it.
+
+The device of the tests is "meta": it is there on every machine, and holds no data that could be right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
+
+from hybridloader import DataLoader, Pipeline
+
+ROWS, COLUMNS = 4, 32 * 1024  # 512 KB a batch: beyond what is sent without a slot
+
+
+class Views(Dataset[Any]):
+    """Large and small tensors, views of one storage, an empty one, some in another order."""
+
+    def __init__(self) -> None:
+        self.rows = torch.arange(2.0 * ROWS).repeat(COLUMNS, 1).t()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.rows[index].contiguous()
+        return {
+            "large": row,
+            "view": row[: COLUMNS // 2],
+            "turned": row.view(2, -1).t(),
+            "small": row[:3].clone(),
+            "empty": row[:0],
+            "sparse": row[:3].to_sparse(),
+        }
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(found, dict):
+        return all(_same(found[key], expected[key]) for key in expected)
+    if isinstance(found, list):
+        return all(map(_same, found, expected))
+    return bool(torch.equal(found.to_dense(), expected.to_dense()))
+
+
+def _as_lists(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "as samples"])
+def test_batches_come_from_every_backend(backend: str, stacked: bool) -> None:
+    dataset = Views()
+    options: Any = {} if stacked else {"collate_fn": _as_lists}
+    given: Any = dataset if not stacked else dataset.rows.contiguous()
+    loader = DataLoader(given, ROWS, num_workers=1, backend=backend, **options)
+    batches = iter(loader)
+    with torch.device("meta"):
+        found = list(batches)
+    assert _same(found, list(torch.utils.data.DataLoader(given, ROWS, **options)))
+
+
+@pytest.mark.parametrize("concatenated", [False, True])
+def test_batches_come_without_workers(concatenated: bool) -> None:
+    rows = Views().rows.contiguous()
+    parts = [TensorDataset(rows[:3]), TensorDataset(rows[3:])]
+    for dataset in (rows, ConcatDataset(parts) if concatenated else TensorDataset(rows)):
+        batches = iter(DataLoader(dataset, ROWS))  # type: ignore[arg-type]
+        with torch.device("meta"):
+            found = list(batches)
+        assert _same(found, list(torch.utils.data.DataLoader(dataset, ROWS)))  # type: ignore[arg-type]
+
+
+def test_a_pipeline_draws_its_seed_and_pads() -> None:
+    rows = [torch.ones(length) for length in (3, 1)]
+    pipeline = Pipeline.from_dataset(rows).padded_batch(2, lengths=True)
+    with torch.device("meta"):
+        ((batch, lengths),) = list(pipeline)
+    assert batch.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert lengths.tolist() == [3, 1]
