@@ -515,9 +515,8 @@ def test_what_is_large_is_not_sent_with_each_batch(
     taken = [next(iterator) for _ in range(7)]
     if backend == "fork":
         assert come == [True, True, *[False] * 5]
-    one, two = loader.state_dict(), loader.state_dict()
-    first, second = one["dataset_state"]["weight"], two["dataset_state"]["weight"]
-    assert first.data_ptr() != second.data_ptr(), "the dict is of who asked for it"
+    one = loader.state_dict()
+    assert one["dataset_state"]["weight"].data_ptr() != loader.dataset.weight.data_ptr()
     other = DataLoader(Module(), 20, num_workers=2, backend=backend)  # type: ignore[arg-type]
     other.load_state_dict(one)
     assert torch.cat([*taken, *other]).tolist() == list(range(400))
@@ -563,6 +562,40 @@ def test_a_copy_shares_nothing_that_can_be_changed() -> None:
     odd = copied({"odd": Unpicklable()})["odd"]
     odd.values.append(3)
     assert odd.values == [1, 2, 3]
+
+
+def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hybridloader.states import copies
+
+    monkeypatch.setattr(copies, "Cadence", lambda: Every(100))
+    module = torch.nn.BatchNorm1d(3)
+    latest = copies.Latest()
+    first = latest.copy(module.state_dict())
+    assert latest.copy(module.state_dict()) is first
+    for change in (
+        lambda: module.train()(torch.randn(4, 3)),
+        lambda: torch.optim.SGD([module.weight], 1.0).step(module.weight.sum().backward),
+        lambda: setattr(module.weight, "data", torch.zeros(3)),
+        lambda: module.load_state_dict(torch.nn.BatchNorm1d(3).state_dict()),
+    ):
+        change()
+        found = latest.copy(module.state_dict())
+        assert found is not first
+        assert all(torch.equal(found[n], value) for n, value in module.state_dict().items())
+        first = found
+    assert latest.copy({"order": [1, 2]}) == {"order": [1, 2]}
+    assert latest.copy({"order": [1, 3]}) == {"order": [1, 3]}
+
+
+def test_a_state_that_is_cheap_is_of_each_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridloader.states import copies
+
+    monkeypatch.setattr(copies, "Cadence", lambda: Every(1))
+    latest, state = copies.Latest(), {"order": [1, 2]}
+    one = latest.copy(state)
+    assert latest.copy(state) is not one
 
 
 @pytest.mark.parametrize("kind", [Kept, Frozen])

@@ -327,7 +327,7 @@ LAYERS = {
     },
     "states.cadence": set(),
     "states.carried": {"errors", "states.cadence", "states.copies"},
-    "states.copies": {"errors"},
+    "states.copies": {"errors", "states.cadence"},
     "states.dropping": {"errors", "feed", "fetch", "relay"},
     "states.progress": {
         "beside",
@@ -336,6 +336,7 @@ LAYERS = {
         "faults.tried",
         "fetch",
         "states.carried",
+        "states.copies",
     },
     "states.replay": {"errors", "states.cadence", "states.carried", "states.copies"},
     "states.resume": {"errors", "operators", "running.plan", "states.trail"},

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hybridloader.errors import StateError
 from hybridloader.states.cadence import Cadence
-from hybridloader.states.copies import Frozen, duplicate
+from hybridloader.states.copies import Frozen, Latest
 
 
 class Start(NamedTuple):
@@ -112,9 +112,9 @@ def state_of(thing: Any, what: str) -> Any:
         ) from error
 
 
-def copy_of(thing: Any, what: str) -> Any:
+def copy_of(thing: Any, what: str, latest: Latest) -> Any:
     """A copy of the state of `thing`; raises `StateError` as `frozen` does."""
-    return _pickled(duplicate, state_of(thing, what), f"{what} ({type(thing).__name__})")
+    return _pickled(latest.copy, state_of(thing, what), f"{what} ({type(thing).__name__})")
 
 
 def pickled(state: Any, what: str) -> Frozen:

@@ -16,6 +16,7 @@ from hybridloader.faults.refill import Waiting
 from hybridloader.faults.tried import Short
 from hybridloader.fetch import Apart
 from hybridloader.states.carried import Carried, Start
+from hybridloader.states.copies import Latest
 
 if TYPE_CHECKING:
     from hybridloader.states.cadence import Cadence
@@ -102,6 +103,8 @@ class Progress:
         Workers that are to be asked first and have not answered.
     fault
         Why the state of the dataset can't be had.
+    own
+        The state of the caller's own copy of it.
     """
 
     def __init__(self, making: Making, epoch: int, workers: int, *, iterable: bool) -> None:
@@ -119,6 +122,7 @@ class Progress:
         self._again: list[list[Any]] = [[] for _ in range(workers)]
         self.remainders: dict[int, Start] = {}
         self.fault = ""
+        self.own = Latest()
         self.last_worker = -1
         self.finished = False
         self.waiting = Waiting()

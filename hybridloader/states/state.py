@@ -124,7 +124,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
         raise StateError(f"this state can't be taken: {progress.fault}")
     dataset = None
     if (over or not iterable) and is_stateful(loader.dataset):
-        dataset = copy_of(loader.dataset, "the dataset")
+        dataset = copy_of(loader.dataset, "the dataset", progress.own)
     apart, whole = ([], []) if iterable or over else progress.indices_left
     at = None if over else progress.at
     base = None if at is None else progress.base(partial(length_of, loader._index_sampler))
