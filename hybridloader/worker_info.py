@@ -124,13 +124,13 @@ def _teach_torch() -> None:
         info = _hybridloader_current.info  # type: ignore[name-defined]  # noqa: F821
         if info is None:
             return _worker_info  # type: ignore[name-defined]  # noqa: F821
-        if _hybridloader_caller(1).f_code is _hybridloader_collate:  # type: ignore[name-defined]  # noqa: F821
+        if _hybridloader_caller(1).f_code.co_filename == _hybridloader_collate:  # type: ignore[name-defined]  # noqa: F821
             return None
         return info
 
     original.__globals__.update(
         _hybridloader_current=_current,
         _hybridloader_caller=sys._getframe,
-        _hybridloader_collate=collate.collate_tensor_fn.__code__,
+        _hybridloader_collate=collate.default_collate.__code__.co_filename,
     )
     original.__code__ = body.__code__

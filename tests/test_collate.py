@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch.utils.data._utils import collate as torchs
 from hybridloader import DataLoader, Memory, Threads
 from hybridloader.buffers.collate import set_slots, slot_for, teach_torch
 from hybridloader.buffers.slots import OWN, PrivateSlots
+from hybridloader.worker_info import worker_info_set
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -129,6 +131,88 @@ def arrays(index: int) -> Any:
         "scalar": np.float32(index),
         "0-d": np.array(index),
     }
+
+
+class Tagged(torch.Tensor):
+    """Carries an attribute along, and knows what was done to it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(found, cls) and isinstance(args[0], (list, cls)):
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            vars(found).update({**vars(first), "by": getattr(func, "__name__", None)})
+        return found
+
+
+class Unwrapped(torch.Tensor):
+    """Gives plain tensors, as torchvision's `tv_tensors` do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Fussy(torch.Tensor):
+    """Knows nothing of memory that it is given."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.new:
+            raise TypeError("I make no others")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def of_subclasses(index: int) -> Any:
+    tagged = square(index).as_subclass(Tagged)
+    tagged.label = {"of": [index]}  # type: ignore[attr-defined]
+    return {
+        "marked": square(index).as_subclass(Marked),
+        "tagged": tagged,
+        "unwrapped": square(index).as_subclass(Unwrapped),
+        "frozen": torch.nn.Parameter(square(index), requires_grad=False),
+        "small": square(index)[0].as_subclass(Tagged),
+    }
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 1)])
+def test_subclasses_keep_type_and_attributes_as_torchs_workers_have_them(
+    backend: Any, workers: int
+) -> None:
+    expected = torchs_own(of_subclasses, num_workers=workers)
+    for batch, other in zip(ours(of_subclasses, backend, workers), expected, strict=True):
+        for name, tensor in batch.items():
+            assert type(tensor) is type(other[name])
+            assert vars(tensor) == vars(other[name])
+        same(batch, other)
+
+
+@pytest.mark.parametrize("kind", [Marked, Tagged, Unwrapped])
+def test_subclasses_are_collated_into_slots_where_torchs_workers_give_memory(
+    kind: Any, slots: PrivateSlots
+) -> None:
+    samples = [square(k).as_subclass(kind) for k in range(4)]
+    default_collate(samples)
+    assert slots.size == 0
+    with worker_info_set(Info()):  # type: ignore[arg-type]
+        found = default_collate(samples)
+    assert slots.size >= found.nbytes
+    assert slots._pool.find(found.data_ptr(), found.nbytes) is not None
+    assert torch.equal(found[3].as_subclass(torch.Tensor), square(3))
+
+
+class Info:
+    """That of a worker, whichever."""
+
+
+def test_a_subclass_that_refuses_a_slot_is_collated_all_the_same(slots: PrivateSlots) -> None:
+    with worker_info_set(Info()):  # type: ignore[arg-type]
+        found = default_collate([square(k).as_subclass(Fussy) for k in range(4)])
+    assert type(found) is Fussy
+    assert torch.equal(found[3].as_subclass(torch.Tensor), square(3))
 
 
 @pytest.mark.parametrize("make", [squares, nested, arrays])
@@ -401,15 +485,20 @@ def test_who_has_changed_torchs_map_finds_it_as_it_was(torchs_map: dict[Any, Any
     assert torchs_map[torch.Tensor] is mine
 
 
-def test_torch_is_taught_once_and_only_its_entry_for_tensors(torchs_map: dict[Any, Any]) -> None:
-    torchs_map[torch.Tensor] = torchs.collate_tensor_fn
-    before = dict(torchs_map)
+def test_torchs_function_is_the_same_and_is_changed_once() -> None:
     teach_torch()
-    entry = torchs_map[torch.Tensor]
+    code = torchs.collate_tensor_fn.__code__
     teach_torch()
-    assert torchs_map[torch.Tensor] is entry
-    assert entry is not torchs.collate_tensor_fn
-    assert [key for key in before if torchs_map[key] is not before[key]] == [torch.Tensor]
+    assert torchs.collate_tensor_fn.__code__ is code
+    assert torchs.default_collate_fn_map[torch.Tensor] is torchs.collate_tensor_fn
+    assert pickle.loads(pickle.dumps(torchs.collate_tensor_fn)) is torchs.collate_tensor_fn
+
+
+def test_who_calls_torchs_function_for_tensors_itself_gets_a_slot(slots: PrivateSlots) -> None:
+    held = torchs.collate_tensor_fn  # as a library that has taken it from there
+    found = held([square(k) for k in range(4)])
+    assert torch.equal(found[3], square(3))
+    assert slots.size >= found.nbytes
 
 
 def test_a_thread_without_slots_collates_as_ever() -> None:
@@ -470,7 +559,6 @@ def test_a_loader_in_the_caller_gives_the_thread_back_without_slots(slots: Priva
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchs_own_loader_works_as_ever_after_ours(workers: int) -> None:
     expected = ours(nested, "threads", 1)  # and torch is taught
-    assert torchs.default_collate_fn_map[torch.Tensor] is not torchs.collate_tensor_fn
     options: dict[str, Any] = {"multiprocessing_context": "fork"} if workers else {}
     found = torchs_own(nested, num_workers=workers, **options)
     for batch, ours_ in zip(found, expected, strict=True):

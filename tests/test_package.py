@@ -24,7 +24,7 @@ LAYERS = {
     "arguments": {"buffers.memory"},
     "beside": set(),
     "buffers.arena": {"buffers.seen", "buffers.segments", "buffers.slots"},
-    "buffers.collate": {"buffers.packing", "buffers.slots"},
+    "buffers.collate": {"buffers.packing", "buffers.slots", "worker_info"},
     "buffers.gather": {"buffers.collate", "buffers.slots"},
     "buffers.memory": set(),
     "buffers.packing": {"buffers.sparse", "errors"},

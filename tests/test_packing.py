@@ -56,6 +56,13 @@ class Marked(torch.Tensor):
     """A user's own kind of tensor."""
 
 
+class Own(torch.Tensor):
+    """A kind that says by itself how it is pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return str, ("mine",)
+
+
 def streamed(value: Any) -> Any:
     """As over a stream: every buffer in memory of its own."""
     header, buffers = pack(value)
@@ -206,10 +213,49 @@ def test_a_tensor_inside_a_graph_is_refused_as_torch_does() -> None:
         pack([tensor * 2])
 
 
-def test_a_tensor_subclass_keeps_its_type() -> None:
-    back = streamed(torch.arange(20_000).as_subclass(Marked))
+def test_a_tensor_subclass_keeps_type_and_attributes_and_goes_out_of_band() -> None:
+    sent = torch.arange(40_000).view(200, 200).T.as_subclass(Marked)
+    sent.label, sent.other = {"a": [1]}, torch.ones(20_000)  # type: ignore[attr-defined]
+    header, buffers = pack([sent, sent])
+    assert [buffer.nbytes for buffer in buffers] == [320_000, 80_000]
+    assert len(header) < 2000
+    back, again = unpack(header, [memoryview(bytearray(buffer)) for buffer in buffers])
+    assert again is back
     assert type(back) is Marked
-    assert torch.equal(back.as_subclass(torch.Tensor), torch.arange(20_000))
+    assert back.label == {"a": [1]}
+    assert torch.equal(back.other, torch.ones(20_000))
+    assert_same(back.as_subclass(torch.Tensor), sent.as_subclass(torch.Tensor))
+    assert back.stride() == sent.stride()
+
+
+def test_a_tensor_subclass_that_reduces_itself_is_left_to_do_so() -> None:
+    back = streamed([torch.arange(4).as_subclass(Own), torch.nn.Parameter(torch.ones(20_000))])
+    assert back[0] == "mine"
+    assert type(back[1]) is torch.nn.Parameter
+    assert back[1].requires_grad
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Marked])
+def test_views_of_one_storage_share_it_whatever_their_classes(kind: Any) -> None:
+    memory = torch.arange(40_000)
+    whole, part = streamed([memory.as_subclass(kind), memory[7:]])
+    part[0] = -1
+    assert whole[7] == -1
+
+
+class Metal(type):
+    """A metaclass: its classes go by their names."""
+
+
+class Plate(metaclass=Metal):
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Plate
+
+
+def test_classes_and_objects_of_metaclasses_go_as_ever() -> None:
+    assert streamed([Plate, Plate(), Metal, int, {Plate: Plate()}]) == [
+        Plate, Plate(), Metal, int, {Plate: Plate()}
+    ]  # fmt: skip
 
 
 # -- several tensors over one storage --------------------------------------------------------------

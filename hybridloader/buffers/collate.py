@@ -1,9 +1,9 @@
 """Collation: torch's own, made to write large batches into slots; and one for workers without torch.
 
-torch's `default_collate` looks up how to stack tensors in `default_collate_fn_map`. The entry for
-tensors is replaced by one that stacks into a slot of the worker that runs it, and does what the old
-entry did on any thread that has no slots. So a user's own collate function that calls
-`default_collate`, or passes that map on, gains as well.
+torch's `default_collate` stacks tensors by `collate_tensor_fn`. That function gets another body, which
+stacks into a slot of the worker that runs it, and does what it did on any thread that has no slots. So a
+user's own collate function that calls one of these two, or passes `default_collate_fn_map` on, gains as
+well.
 
 A worker process that has not imported torch collates what is plainly a number or an array with numpy,
 to arrive as the tensor that torch would have made. Anything else makes it import torch after all, so
@@ -15,10 +15,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any, Protocol
 
 from hybridloader.buffers.packing import AsTensor, tensor_over
 from hybridloader.buffers.slots import OWN
+from hybridloader.worker_info import get_worker_info
 
 
 class Slots(Protocol):
@@ -56,38 +59,72 @@ def slot_for(shape: tuple[int, ...], dtype: Any) -> Any | None:
 
 
 def teach_torch() -> None:
-    """Give torch's map our entry for tensors, unless somebody else has changed it. Idempotent."""
-    import torch
+    """Give torch's `collate_tensor_fn` a body that looks for slots first. Once per process.
+
+    An entry of ours in `default_collate_fn_map` would not reach whoever calls that function itself, as
+    MONAI's collation does.
+    """
     from torch.utils.data._utils import collate
 
-    if collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn:
-        collate.default_collate_fn_map[torch.Tensor] = _stack
+    function: Any = collate.collate_tensor_fn
+    if "_hybridloader_stack" in function.__globals__:
+        return
+
+    def body(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        return _hybridloader_stack(batch, collate_fn_map=collate_fn_map)  # type: ignore[name-defined]  # noqa: F821
+
+    before = FunctionType(function.__code__, function.__globals__, function.__name__)
+    before.__kwdefaults__ = function.__kwdefaults__
+    function.__globals__["_hybridloader_stack"] = partial(_stack, before)
+    function.__code__ = body.__code__
 
 
-def _stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """As torch's `collate_tensor_fn`, into a slot where there is one."""
+def _stack(torchs: Callable[..., Any], batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """As `torchs`, into a slot where there is one."""
     import torch
-    from torch.utils.data._utils.collate import collate_tensor_fn
 
     if _current.slots is not None:
         elem = batch[0]
-        plain = type(elem) is torch.Tensor and not elem.is_nested
+        kind = type(elem)
         if (
-            plain
+            (kind is torch.Tensor or _is_subclass(kind))
+            and not elem.is_nested
             and elem.layout is torch.strided
             and elem.nbytes * len(batch) >= OWN
             and elem.device.type == "cpu"
             and not elem.is_quantized
-            and {*map(type, batch)} == {torch.Tensor}
+            and {*map(type, batch)} == {kind}
             and {t.dtype for t in batch} == {elem.dtype}
         ):
             out = slot_for((len(batch), *elem.shape), elem.dtype)
             if out is not None:
                 try:
-                    return torch.stack(batch, 0, out=out)
-                except RuntimeError:
+                    return torch.stack(
+                        batch, 0, out=out if kind is torch.Tensor else _as(elem, out)
+                    )
+                except Exception:
                     pass  # of different shapes, say, or one requires grad: as torch has it
-    return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+    return torchs(batch, collate_fn_map=collate_fn_map)
+
+
+def _is_subclass(kind: type) -> bool:
+    """Whether torch's workers stack tensors of this class into memory that they give."""
+    import torch
+
+    return (
+        issubclass(kind, torch.Tensor)
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and get_worker_info() is not None  # with num_workers=0 they don't, and the class may care
+    )
+
+
+def _as(elem: Any, plain: Any) -> Any:
+    """What a subclass makes of new memory, asked as torch asks in its worker processes."""
+    import torch
+
+    whole = plain.untyped_storage()
+    storage = torch.TypedStorage(wrap_storage=whole, dtype=elem.dtype, _internal=True)
+    return elem.new(storage).resize_(plain.shape)
 
 
 # -- without torch -------------------------------------------------------------------------------
