@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -54,6 +55,39 @@ def signals_held_back(method: str) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def occupy_standard_descriptors() -> None:
+    """Open os.devnull for stdin, stdout and stderr where they are closed, as in some daemons.
+
+    Else something of ours gets the number, here or in a worker, and what native code has to say goes
+    there.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened == fd:
+                os.set_inheritable(fd, True)
+            else:  # another thread was faster
+                os.close(opened)
+
+
+@contextmanager
+def streams_to_flush(method: str) -> Iterator[None]:
+    """Let loky flush `sys.stdout` and `sys.stderr` before it starts a process, if there are none."""
+    before = sys.stdout, sys.stderr
+    usable = [s is not None and not getattr(s, "closed", False) for s in before]
+    if method != "loky" or all(usable):
+        yield
+        return
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout, sys.stderr = (s if u else nowhere for s, u in zip(before, usable, strict=True))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
 
 
 _LOOK = 1e-2

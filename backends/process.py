@@ -22,9 +22,11 @@ from hybridloader.backends.handles import (
     ProcessHandle,
     bury,
     join_all,
+    occupy_standard_descriptors,
     pidfds,
     reaping,
     signals_held_back,
+    streams_to_flush,
 )
 from hybridloader.backends.lane import Lane
 from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event, decode_failure
@@ -121,6 +123,7 @@ class ProcessCrew(Crew):
         self._kind = slot_kind(memory, sockets=sockets)
         self._limit = memory.bytes()
         self._sockets = sockets
+        occupy_standard_descriptors()
         self._post: Any = SocketPost() if sockets else PortablePost()
         # All the mutable state:
         self._handles: list[ProcessHandle] = []
@@ -189,7 +192,7 @@ class ProcessCrew(Crew):
             daemon=True,
         )
         try:
-            with reaping, signals_held_back(self._method):
+            with reaping, signals_held_back(self._method), streams_to_flush(self._method):
                 process.start()
                 handle = ProcessHandle(process)
                 self._take_place(worker, handle, lane, notes)

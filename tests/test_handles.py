@@ -7,11 +7,14 @@ import multiprocessing.connection
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from failing import Samples, load, start
+from forked import in_a_fork
 
 from hybridloader import WorkerDied
 from hybridloader.backends.handles import UNKNOWN, ProcessHandle
@@ -197,3 +200,30 @@ def test_a_worker_that_dies_slowly_is_waited_for_by_whoever_comes_next(
     with pytest.raises(ChildProcessError):
         os.waitpid(worker.pid or 0, os.WNOHANG)
     other.close()
+
+
+# -- daemons -------------------------------------------------------------------------------------------
+
+
+def standard_streams(index: int) -> list[str]:
+    print("who reads this?", index)
+    return [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads /proc")
+def test_a_process_without_standard_streams_has_workers_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def daemon() -> None:
+        with open(tmp_path / "told", "w") as told:
+            for fd in range(3):
+                os.close(fd)
+            for name in ("stdin", "stdout", "stderr"):
+                monkeypatch.setattr(sys, name, None)
+            for backend in ("fork", "spawn"):
+                found = list(load(Samples(standard_streams, 2), backend))
+                told.write("".join(sorted({path for [paths] in found for path in paths})))
+            told.write(str(sys.stderr))
+
+    assert in_a_fork(daemon) == 0
+    assert (tmp_path / "told").read_text() == "/dev/null/dev/nullNone"
