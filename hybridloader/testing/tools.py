@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +33,18 @@ class Gate:
     """Workers wait at it until the test opens it; the test waits until workers have arrived.
 
     It is a folder, so it works across threads, processes and start methods, and it can be pickled.
+
+    Parameters
+    ----------
+    folder
+        Where it is, an empty folder; None: a temporary one, which goes with this object. Then whoever
+        still waits may pass.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = Path(folder or tempfile.mkdtemp(prefix="hybridloader-gate-"))
+        if folder is None:
+            weakref.finalize(self, _remove, self.folder, os.getpid())
 
     def open(self) -> None:
         (self.folder / "open").touch()
@@ -43,7 +53,10 @@ class Gate:
         """In the worker: tell that it is here, and wait until the gate is open."""
         descriptor, _ = tempfile.mkstemp(prefix="arrived-", dir=self.folder)
         os.close(descriptor)
-        self._until((self.folder / "open").exists, "the gate was never opened")
+        opened = self.folder / "open"
+        self._until(
+            lambda: opened.exists() or not self.folder.exists(), "the gate was never opened"
+        )
 
     def await_arrivals(self, count: int = 1) -> None:
         """In the test: wait until `count` workers have come."""
@@ -58,6 +71,11 @@ class Gate:
             if time.monotonic() > deadline:
                 raise TimeoutError(complaint)
             time.sleep(0.002)  # the one place that looks again and again, so that tests need not
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a fork has a copy of the gate
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass
