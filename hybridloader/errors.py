@@ -8,8 +8,10 @@ A user's exception keeps its type and its arguments. Where it happened is told i
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import traceback
+import types
 from typing import Any
 
 
@@ -92,7 +94,8 @@ class Failure:
     Within a process it carries the exception itself. When pickled it carries the exception's type,
     arguments and attributes, and its traceback as text. An exception whose own pickling is broken
     (a constructor with several arguments is the common case) is rebuilt without calling the
-    constructor, so it arrives with the same type and ``args``.
+    constructor, so it arrives with the same type and ``args``; so is each that it holds, as a group
+    holds its members.
     """
 
     def __init__(self, exception: BaseException) -> None:
@@ -118,7 +121,8 @@ class Failure:
                 type(self.exception), self.exception, self.exception.__traceback__
             )
         )
-        return _rebuild_failure, (_freeze(self.exception), id(type(self.exception)), text)
+        frozen = _Freezer().freeze(self.exception)
+        return _rebuild_failure, (frozen, id(type(self.exception)), text)
 
 
 def add_note(exception: BaseException, note: str) -> None:
@@ -165,36 +169,83 @@ def twin(exception: Exception) -> Exception:
     return other.with_traceback(exception.__traceback__)
 
 
-def _freeze(exception: BaseException) -> bytes:
-    """Pickle `exception` so that it is certain to load again."""
-    kind = type(exception)
-    try:
-        whole = _dumps(exception)
-        thawed = pickle.loads(whole)
-        if type(thawed).__qualname__ == kind.__qualname__ and len(thawed.args) == len(
-            exception.args
-        ):
-            return whole
-    except Exception:  # what a broken __reduce__ or __init__ raises can be anything
-        pass
-    args = tuple(_sendable(value) for value in exception.args)
-    state = {name: _sendable(value) for name, value in vars(exception).items()}
-    try:
-        parts = _dumps(_Parts(kind, args, state))
-    except Exception:  # the class itself can't be pickled: tell its name
-        message = f"{kind.__module__}.{kind.__qualname__}: {exception}"
-        parts = _dumps(_Parts(RuntimeError, (message,), {}))
-    return parts
+class _Freezer:
+    """Pickles exceptions so that they are certain to load again, those that they hold among them.
+
+    Members of a group, causes kept in attributes: each by itself, so that one that is broken costs none
+    of the others its type.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[BaseException] = []
+        self._frozen: dict[int, bytes] = {}
+
+    def freeze(self, exception: BaseException) -> bytes:
+        frozen = self._frozen.get(id(exception))
+        if frozen is None:
+            self._under_way.append(exception)
+            frozen = self._frozen[id(exception)] = self._freeze(exception)
+            self._under_way.pop()
+        return frozen
+
+    def _freeze(self, exception: BaseException) -> bytes:
+        kind = type(exception)
+        try:
+            whole = self._dumps(exception)
+            thawed = pickle.loads(whole)
+            if type(thawed).__qualname__ == kind.__qualname__ and _alike(thawed, exception):
+                return whole
+        except Exception:  # what a broken __reduce__, __new__ or __init__ raises can be anything
+            pass
+        args = tuple(map(self._sendable, exception.args))
+        state = {name: self._sendable(value) for name, value in vars(exception).items()}
+        try:
+            parts = self._dumps(_Parts(kind, args, state))
+        except Exception:  # the class itself can't be pickled: tell its name
+            message = f"{kind.__module__}.{kind.__qualname__}: {exception}"
+            parts = self._dumps(_Parts(RuntimeError, (message,), {}))
+        return parts
+
+    def _sendable(self, value: Any) -> Any:
+        try:
+            pickle.loads(self._dumps(value))
+        except Exception:  # as above
+            try:
+                return repr(value)
+            except Exception:  # of something nested without end, for instance
+                return f"<{type(value).__qualname__} that can't be shown>"
+        return value
+
+    def _dumps(self, thing: Any) -> bytes:
+        """Classes by reference where that can be: an ``except`` at home must know them again."""
+        try:
+            return self._dump(thing, pickle.Pickler)
+        except Exception:  # as above
+            import cloudpickle
+
+            return self._dump(thing, cloudpickle.Pickler)
+
+    def _dump(self, thing: Any, base: Any) -> bytes:
+        otherwise = getattr(base, "reducer_override", lambda pickler, obj: NotImplemented)
+
+        class Pickler(base):  # type: ignore[misc]
+            def reducer_override(pickler, obj: Any) -> Any:
+                if not isinstance(obj, BaseException) or any(obj is e for e in self._under_way):
+                    return otherwise(pickler, obj)
+                return _thaw, (self.freeze(obj), id(type(obj)))
+
+        out = io.BytesIO()
+        Pickler(out).dump(thing)
+        return out.getvalue()
 
 
-def _dumps(thing: Any) -> bytes:
-    """Classes by reference where that can be: an ``except`` at home must know them again."""
-    try:
-        return pickle.dumps(thing)
-    except Exception:  # as above
-        import cloudpickle
-
-        return cloudpickle.dumps(thing)  # type: ignore[no-any-return]
+def _alike(found: BaseException, sent: BaseException) -> bool:
+    """Whether they have the same arguments, as far as these can be compared for sure."""
+    plain = (str, bytes, int, bool, type(None))
+    return len(found.args) == len(sent.args) and all(
+        type(a) is type(b) and (a == b or type(a) not in plain)
+        for a, b in zip(found.args, sent.args, strict=True)
+    )
 
 
 class _Parts:
@@ -206,21 +257,16 @@ class _Parts:
         self.kind, self.args, self.state = kind, args, state
 
     def assemble(self) -> BaseException:
-        exception = self.kind.__new__(self.kind, *self.args)
+        # By the `__new__` of the built-in class: one in Python may want other arguments, as __init__.
+        home = next(
+            base
+            for base in self.kind.__mro__
+            if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
+        )
+        exception: BaseException = home.__new__(self.kind, *self.args)
         exception.args = self.args
         exception.__dict__.update(self.state)
         return exception
-
-
-def _sendable(value: Any) -> Any:
-    try:
-        pickle.loads(_dumps(value))
-    except Exception:  # as above
-        try:
-            return repr(value)
-        except Exception:  # of something nested without end, for instance
-            return f"<{type(value).__qualname__} that can't be shown>"
-    return value
 
 
 def _original(received: type[BaseException], address: int) -> type[BaseException]:
@@ -238,15 +284,19 @@ def _original(received: type[BaseException], address: int) -> type[BaseException
     return received
 
 
-def _rebuild_failure(frozen: bytes, address: int, text: str) -> Failure:
+def _thaw(frozen: bytes, address: int) -> BaseException:
     try:
         thawed = pickle.loads(frozen)
-        exception = thawed.assemble() if isinstance(thawed, _Parts) else thawed
+        exception: BaseException = thawed.assemble() if isinstance(thawed, _Parts) else thawed
         original = _original(type(exception), address)
         if original is not type(exception):
             exception.__class__ = original
     except Exception as error:  # e.g. a class that this process can't import
-        exception = RuntimeError(f"a worker's exception could not be loaded here: {error!r}")
-    failure = Failure(exception)
+        return RuntimeError(f"a worker's exception could not be loaded here: {error!r}")
+    return exception
+
+
+def _rebuild_failure(frozen: bytes, address: int, text: str) -> Failure:
+    failure = Failure(_thaw(frozen, address))
     failure.traceback = text
     return failure

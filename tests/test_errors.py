@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,6 +46,27 @@ class KeywordOnly(Exception):
         super().__init__(code, "by keyword")
 
 
+class CustomNew(Exception):
+    """Can't be unpickled either: it is `__new__` that wants more than it passes on."""
+
+    def __new__(cls, code: int, *, reason: str) -> CustomNew:
+        made = super().__new__(cls, code)
+        made.reason = reason
+        return made
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(code)
+
+    reason: str
+
+
+class Decorated(Exception):
+    """Is unpickled with other arguments than it had, without an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"<{text}>")
+
+
 class WithAttribute(Exception):
     detail: Any = None
 
@@ -82,6 +104,8 @@ EXCEPTIONS: list[tuple[Callable[[], Exception], dict[str, Any]]] = [
     (lambda: IndexError(3), {}),
     (lambda: TwoArguments(404, "not found"), {"code": 404}),
     (lambda: KeywordOnly(code=5), {}),
+    (lambda: CustomNew(404, reason="not found"), {"reason": "not found"}),
+    (lambda: Decorated("text"), {}),
     (_with_attribute, {"detail": {"path": "x.png", "position": 7}}),
     (lambda: RefusesToPickle("really", 2), {}),
     (lambda: RefusesToLoad("really", 2), {}),
@@ -119,6 +143,40 @@ def test_exceptions_keep_their_type_arguments_and_attributes(backend: str) -> No
         assert f"worker {index % 2} " in notes_of(error)
         assert f"[{index}]" in notes_of(error)
     assert "the user's own note" in notes_of(found[len(EXCEPTIONS) - 1])
+
+
+def raise_group(index: int) -> Any:
+    inner = ExceptionGroup("inner", [TwoArguments(404, "not found"), RefusesToLoad("really", 2)])  # noqa: F821
+    first = CustomNew(3, reason="three")
+    first.seen = inner  # type: ignore[attr-defined]
+    raise ExceptionGroup("outer", [first, inner, KeyError("a key")])  # noqa: F821
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
+@every_backend
+def test_a_group_keeps_its_type_and_its_members(backend: str) -> None:
+    (error,) = outcomes(iter(load(Samples(raise_group, 1), backend, workers=1)))
+    assert (type(error).__name__, error.message) == ("ExceptionGroup", "outer")
+    first, inner, last = error.exceptions
+    assert (type(first), first.args, first.reason) == (CustomNew, (3,), "three")
+    assert (type(inner).__name__, inner.message) == ("ExceptionGroup", "inner")
+    assert [type(member) for member in inner.exceptions] == [TwoArguments, RefusesToLoad]
+    assert inner.exceptions[0].code == 404
+    assert inner.exceptions[1].args == ("really", 2)
+    assert first.seen.message == "inner"
+    assert (type(last), last.args) == (KeyError, ("a key",))
+
+
+def raise_each_other(index: int) -> Any:
+    first, second = TwoArguments(1, "one"), TwoArguments(2, "two")
+    first.other, second.other = second, first  # type: ignore[attr-defined]
+    raise first
+
+
+def test_exceptions_that_hold_each_other_come_without_an_end() -> None:
+    (error,) = outcomes(iter(load(Samples(raise_each_other, 1), "fork", workers=1)))
+    assert (type(error), error.code, error.other.code) == (TwoArguments, 1, 2)
+    assert error.other.other == repr(error)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
