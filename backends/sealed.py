@@ -79,7 +79,7 @@ class Sealed:
         At Python's own end all memory goes back by itself, and modules may be empty already: nothing
         that `discard` needs is there, hence the function as a default.
         """
-        if not ending() and not getattr(self, "_state", "never made"):
+        if not ending() and getattr(self, "_state", "never made") == "":
             self.discard()
 
     @property

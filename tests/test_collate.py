@@ -564,3 +564,19 @@ def test_torchs_own_loader_works_as_ever_after_ours(workers: int) -> None:
     for batch, ours_ in zip(found, expected, strict=True):
         same(batch, ours_)
     assert found[0]["tuple"][0].is_shared() == (workers > 0)  # by torch's own way
+
+
+def test_a_large_batch_of_the_caller_is_resized_as_little_as_one_of_torchs_workers() -> None:
+    """As docs/backends.md says; and what it says to do instead does it."""
+    [batch, *_] = ours(square, "inline", 0)
+    [theirs, *_] = torchs_own(square, num_workers=1, multiprocessing_context="fork")
+    for one in (batch, theirs):
+        assert one.clone().resize_(5, SIDE, SIDE).shape == (5, SIDE, SIDE)
+        with pytest.raises(RuntimeError, match="resize storage that is not resizable"):
+            one[:].resize_(5, SIDE, SIDE)  # a view: what torch refuses to resize is in ruins
+    [small, *_] = ours(index_alone, "inline", 0)
+    assert small.resize_(9).shape == (9,)
+
+
+def index_alone(index: int) -> int:
+    return index

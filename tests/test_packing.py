@@ -436,12 +436,34 @@ def test_arrays_with_any_strides_come_back_equal(view: Any, way: Any) -> None:
     assert back.dtype == array.dtype
 
 
-def test_a_read_only_array_stays_read_only_and_arrives_whole() -> None:
-    array = np.arange(100_000)
-    array.flags.writeable = False
-    for back in (streamed(array), through_slots(array)):
-        np.testing.assert_array_equal(back, array)
-        assert not back.flags.writeable
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [0, 3, 100_000])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda a: a,
+        lambda a: a[::-2],
+        lambda a: a[None].T,
+        lambda a: a[: len(a) // 2 * 2].reshape(2, -1).T,
+    ],
+    ids=["whole", "reversed", "column", "transposed"],
+)
+def test_a_read_only_array_arrives_writable_as_a_copy_does(view: Any, size: int, way: Any) -> None:
+    array = view(np.frombuffer(np.arange(size).tobytes(), np.int64))
+    assert not array.flags.writeable
+    back = way([array, {"again": array}])
+    np.testing.assert_array_equal(back[0], array)
+    assert back[0] is back[1]["again"]
+    assert back[0].flags.writeable
+    back[0][...] = 7
+    np.testing.assert_array_equal(array, view(np.arange(size)))  # that of the sender is its own
+
+
+def test_the_memory_of_a_read_only_array_lives_as_long_as_its_buffers() -> None:
+    header, buffers = pack(np.frombuffer(b"abcd" * 20_000, np.uint8))
+    gc.collect()
+    assert bytes(buffers[0]) == b"abcd" * 20_000
+    assert unpack(header, buffers)[-1] == ord("d")
 
 
 def test_arrays_of_objects_and_numpy_scalars_come_back_equal() -> None:

@@ -123,7 +123,8 @@ def _as(elem: Any, plain: Any) -> Any:
     import torch
 
     whole = plain.untyped_storage()
-    storage = torch.TypedStorage(wrap_storage=whole, dtype=elem.dtype, _internal=True)
+    typed: Any = torch.TypedStorage
+    storage = typed(wrap_storage=whole, dtype=elem.dtype, _internal=True)
     return elem.new(storage).resize_(plain.shape)
 
 

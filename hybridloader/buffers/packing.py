@@ -8,6 +8,7 @@ carries them can do so without another copy. Nothing here knows how they travel.
 from __future__ import annotations
 
 import copyreg
+import ctypes
 import io
 import pickle
 import re
@@ -159,26 +160,23 @@ class _Plain(pickle.Pickler):
 
     def __init__(self, out: io.BytesIO, keep: Callable[..., bool], tensors: Tensors) -> None:
         super().__init__(out, protocol=5, buffer_callback=keep)
-        if "torch" in sys.modules:  # a process that has not imported torch has no tensor to send
-            self.dispatch_table = _Table(tensors)
+        self.dispatch_table = _Table(tensors)
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """How to reduce objects, by their class: tensors, and those of subclasses, by ours.
+    """How to reduce objects, by their class: `Tensors` is asked once for each.
 
     A `reducer_override` would do as well, and take another microsecond for each object of whatever kind.
     """
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__(copyreg.dispatch_table)
-        self[_torch().Tensor] = tensors.reduce
-        self._of_subclass = tensors.reduce_subclass
+        self._way_of = tensors.way_of
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         if issubclass(kind, type):  # these go by their name, if they are not in the table
             raise KeyError(kind)
-        ours = issubclass(kind, _torch().Tensor)
-        found = self[kind] = self._of_subclass if ours else _as_it_says
+        found = self[kind] = self._way_of(kind) or _as_it_says
         return found
 
 
@@ -195,8 +193,8 @@ def _cloud() -> Any:
             self._tensors = tensors
 
         def reducer_override(self, obj: Any) -> Any:
-            found = self._tensors.override(obj) if "torch" in sys.modules else NotImplemented
-            return super().reducer_override(obj) if found is NotImplemented else found
+            way = self._tensors.way_of(type(obj))
+            return super().reducer_override(obj) if way is None else way(obj)
 
     return Cloud
 
@@ -228,14 +226,16 @@ class Tensors:
         self._met: list[Any] = []
         self._bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
 
-    def override(self, obj: Any) -> Any:
-        """How to pickle `obj`, for a `reducer_override`: NotImplemented if it is no tensor."""
-        kind = type(obj)
-        if kind is _torch().Tensor:
-            return self.reduce(obj)
-        if issubclass(kind, _torch().Tensor):
-            return self.reduce_subclass(obj)
-        return NotImplemented
+    def way_of(self, kind: type) -> Callable[[Any], Any] | None:
+        """What reduces objects of this class, for a pickler; None if that is as it is without us.
+
+        A process that has imported neither torch nor numpy has nothing of theirs to send.
+        """
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and issubclass(kind, torch.Tensor):
+            return self.reduce if kind is torch.Tensor else self.reduce_subclass
+        numpy: Any = sys.modules.get("numpy")
+        return reduce_array if numpy is not None and kind is numpy.ndarray else None
 
     def reduce_subclass(self, tensor: torch.Tensor) -> Any:
         """As its class has it; only that its memory goes as that of a plain tensor does."""
@@ -303,6 +303,20 @@ def check_leaf(tensor: torch.Tensor) -> None:
             "a tensor that requires grad and is not a leaf can't be sent to another process "
             "(autograd does not cross processes); detach() it first"
         )
+
+
+def reduce_array(array: Any) -> Any:
+    """An array as numpy has it; one that is read-only arrives writable, as a copy is."""
+    reduced = array.__reduce_ex__(5)
+    if array.flags.writeable or type(reduced[1][0]) is not pickle.PickleBuffer:
+        return reduced
+    rebuild, (_, *how) = reduced
+    memory: Any = bytearray()
+    if array.nbytes:
+        # Contiguous memory, which the pickle may not take for read-only. Nobody writes to it here.
+        memory = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
+        memory.kept = array
+    return rebuild, (pickle.PickleBuffer(memory), *how)
 
 
 _NAMES: dict[Any, str] = {}
