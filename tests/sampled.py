@@ -125,3 +125,17 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 def epochs_of(loader: Any, count: int, seed: int = 0) -> list[list[Any]]:
     torch.manual_seed(seed)
     return [flat(loader) for _ in range(count)]
+
+
+class Every:
+    """In the place of a cadence: the first step and then every so many."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._count = steps, 0
+
+    def due(self) -> bool:
+        self._count += 1
+        return (self._count - 1) % self._steps == 0
+
+    def taken(self) -> None:
+        pass

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import Every
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
 
 from hybridloader import DataLoader, StateError
@@ -25,20 +26,6 @@ from hybridloader.states.copies import Frozen, Kept, copied
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 LENGTH = 23
-
-
-class Every:
-    """In the place of a cadence: the first step and then every so many."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps, self._count = steps, 0
-
-    def due(self) -> bool:
-        self._count += 1
-        return (self._count - 1) % self._steps == 0
-
-    def taken(self) -> None:
-        pass
 
 
 @pytest.fixture

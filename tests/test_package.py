@@ -360,7 +360,7 @@ LAYERS = {
         "states.progress",
         "states.replay",
     },
-    "states.trail": {"errors", "operators", "running.plan"},
+    "states.trail": {"errors", "operators", "running.plan", "states.copies"},
     "steps": {"buffers.memory", "operators"},
     "supply": {"contract", "errors", "feed", "messages", "roster", "scheduler"},
     "worker": {

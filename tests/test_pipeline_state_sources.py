@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resuming import events, saved
+from sampled import Every
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from hybridloader import Pipeline
@@ -24,6 +25,16 @@ from hybridloader.sampling import (
 )
 
 LENGTHS = [1 + k * 7 % 13 for k in range(2000)]
+
+
+@pytest.fixture
+def cadence(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how often a mark that would be due is made; else that depends on what it costs."""
+
+    def pace(steps: int) -> None:
+        monkeypatch.setattr("hybridloader.operators.stateful.Cadence", lambda: Every(steps))
+
+    return pace
 
 
 def generator(seed: int) -> torch.Generator:
@@ -139,7 +150,10 @@ class Counted(ShuffleSampler):
             yield index
 
 
-def test_a_sampler_is_found_again_without_what_it_gave_before() -> None:
+def test_a_sampler_is_found_again_without_what_it_gave_before(
+    cadence: Callable[[int], None],
+) -> None:
+    cadence(1)
     sampler = Counted(10**8, seed=1)
     pipe = Pipeline.from_dataset(range(10**8), sampler=sampler)
     with pipe.batch(100, collate_fn=list).run() as run:
@@ -289,7 +303,10 @@ def test_an_iterator_is_read_anew_up_to_where_it_was() -> None:
     assert list(Pipeline.from_iterable(iter(range(50))).run(state=state)) == list(range(20, 50))
 
 
-def test_what_tells_its_state_is_not_read_again_from_its_beginning() -> None:
+def test_what_tells_its_state_is_not_read_again_from_its_beginning(
+    cadence: Callable[[int], None],
+) -> None:
+    cadence(1)
     pipe = Pipeline.from_iterable(Steps(100_000))
     with pipe.run() as run:
         events(run, 60_000)
@@ -298,6 +315,28 @@ def test_what_tells_its_state_is_not_read_again_from_its_beginning() -> None:
     with pipe.run(state=state) as run:
         assert next(run) == expected
     assert StepsIterator.read <= 65
+
+
+def test_what_is_dear_to_tell_is_told_less_often_and_found_again(
+    cadence: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    tell = StepsIterator.state_dict
+
+    def told(self: StepsIterator) -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        return tell(self)
+
+    monkeypatch.setattr(StepsIterator, "state_dict", told)
+    cadence(500)
+    pipe = Pipeline.from_iterable(Steps(2000))
+    with pipe.run() as run:
+        events(run, 900)
+        state, expected = saved(run), [next(run), next(run)]
+    assert asked == 2
+    with pipe.run(state=state) as run:
+        assert [next(run), next(run)] == expected
 
 
 def test_a_state_that_can_not_be_told_troubles_only_who_asks_for_it() -> None:

@@ -18,6 +18,8 @@ from hybridloader.errors import ShardLost, StateError
 from hybridloader.faults.places import rest_is_lost
 from hybridloader.operators.base import Context, Mark
 from hybridloader.operators.iterators import Over
+from hybridloader.states.cadence import Cadence
+from hybridloader.states.copies import copied
 
 INDICES = 1024
 """From one mark of a sampler to the next: an index is drawn in 0.1 us, a state taken in 10."""
@@ -66,7 +68,7 @@ class Opened:
 
     def _load(self, mark: Mark, name: str) -> None:
         try:
-            self._told.load_state_dict(copy.deepcopy(mark.value))
+            self._told.load_state_dict(copied(mark.value))
         except Exception as error:
             raise StateError(
                 f"{name}: {type(self._told).__qualname__}.load_state_dict() refused the state that was "
@@ -187,7 +189,7 @@ class GeneratorIterator(ReadIterator):
 
 
 class MarkedIterator(ReadIterator):
-    """The same over an iterator whose state is taken every so many items.
+    """The same over an iterator whose state is taken every so many items, and less often if it is dear.
 
     A state from behind the last item is never used: it may mean the beginning of the next epoch.
 
@@ -206,13 +208,15 @@ class MarkedIterator(ReadIterator):
     ) -> None:
         super().__init__(items, ours=ours)
         self._told, self._mark, self._every = told, context.mark, every
-        # All the mutable state:
+        self._cadence = Cadence()
+        # All the other mutable state:
         self._given = at  # items, also those that raised
+        self._cadence.due()
         self._mark(at, self._state())
         self._due = at + every
 
     def __next__(self) -> Any:
-        if self._given < self._due:
+        if self._given < self._due or not self._cadence.due():
             item = self._draw()
         else:
             self._due = self._given + self._every
@@ -236,6 +240,8 @@ class MarkedIterator(ReadIterator):
     def _state(self) -> Any:
         """Or the error, for whoever wants the state: nobody else is to be troubled with it."""
         try:
-            return copy.deepcopy(self._told.state_dict())
+            return copied(self._told.state_dict())
         except Exception as error:
             return error.with_traceback(None)
+        finally:
+            self._cadence.taken()

@@ -7,7 +7,6 @@ and on workers never matters. Marks are made by whoever pulls and read from any 
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from hybridloader.operators.base import Mark, Operator, Part
 from hybridloader.operators.sources import Indices, Items
 from hybridloader.operators.work import Lookup, Readers, Work
 from hybridloader.running.plan import Handover, Inline, Node, Single, Workers
+from hybridloader.states.copies import copied
 
 if TYPE_CHECKING:
     from hybridloader.pipeline import Pipeline
@@ -186,7 +186,7 @@ class Trail:
                         f"{saved.mark.value!r}"
                     ) from saved.mark.value
                 found[place_of(stop.path, stop.number)] = saved
-        return counts, copy.deepcopy(found)
+        return counts, copied(found)
 
     def _back(self, counts: Counts) -> Iterator[_Stop]:
         if self.layout is None:  # nothing was opened
