@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.dataloader import DataLoader, check
+from hybridloader.foreign import has
 from hybridloader.options import Options
 from hybridloader.registry import get_backend
 
@@ -118,7 +119,7 @@ def _refuse(loader: Any) -> None:
 def _is_fastais(loader: Any) -> bool:
     kinds = loader.__mro__ if isinstance(loader, type) else type(loader).__mro__
     return any(k.__module__.partition(".")[0] == "fastai" for k in kinds) or (
-        hasattr(loader, "fake_l") and hasattr(loader, "create_batches")
+        has(loader, "fake_l") and has(loader, "create_batches")
     )
 
 

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hybridloader.foreign import attribute, has
 from hybridloader.inheritance import Shared
 
 _DEEPEST = 25
@@ -53,5 +54,5 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
     else:
         slots = [slot for kind in type(thing).__mro__ for slot in getattr(kind, "__slots__", ())]
-        names = [*getattr(thing, "__dict__", ()), *slots]
-        yield from ((f".{name}", getattr(thing, name)) for name in names if hasattr(thing, name))
+        names = [*attribute(thing, "__dict__", ()), *slots]
+        yield from ((f".{name}", attribute(thing, name)) for name in names if has(thing, name))

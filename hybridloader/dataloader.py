@@ -19,6 +19,7 @@ from hybridloader import epochs
 from hybridloader.arguments import check_loader
 from hybridloader.choice import backend_for, contradiction, warn_idle
 from hybridloader.contract import Backend
+from hybridloader.foreign import attribute
 from hybridloader.loader_iterator import LoaderIterator, latest_of, losses_of
 from hybridloader.options import Options
 from hybridloader.registry import get_backend
@@ -223,7 +224,7 @@ persistent_workers, pin_memory_device, in_order
         epochs.announce(self, epoch)
         told: list[Any] = []
         for one in (*samplers_of(self), self.dataset):
-            tell = getattr(one, "set_epoch", None)
+            tell = attribute(one, "set_epoch")
             if callable(tell) and not any(one is other for other in told):
                 told.append(one)
                 tell(epoch)

@@ -14,6 +14,8 @@ import traceback
 import types
 from typing import Any
 
+from hybridloader.foreign import attribute
+
 
 class HybridLoaderError(Exception):
     """Base class of all errors of this package."""
@@ -127,7 +129,7 @@ class Failure:
 
 def add_note(exception: BaseException, note: str) -> None:
     """``exception.add_note(note)``, also on Python 3.10, and only once for the same note."""
-    notes = getattr(exception, "__notes__", None)
+    notes = attribute(exception, "__notes__")
     if notes is None:
         try:
             exception.__notes__ = [note]  # type: ignore[attr-defined]

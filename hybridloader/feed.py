@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from hybridloader.errors import NotReady
+from hybridloader.foreign import attribute
 from hybridloader.messages import Result
 
 TASK_SECONDS = 1e-3
@@ -96,7 +97,7 @@ UNWATCHED: Ledger = _Unwatched()
 
 def is_sealed(item: Any) -> bool:
     """Whether `item` is several items that come unopened from another process."""
-    return getattr(item, "forwardable", False) is True
+    return attribute(item, "forwardable", False) is True
 
 
 def items_in(index: Any) -> int:
@@ -133,8 +134,8 @@ class Portions:
         most: int | None = None,
         final: tuple[type[Exception], ...] = (),
     ) -> None:
-        self._next: Callable[[], Any] = getattr(items, "next_nowait", items.__next__)
-        self._when_ready = getattr(items, "when_ready", None)
+        self._next: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+        self._when_ready = attribute(items, "when_ready")
         self._sealed, self._least = sealed, least
         self._most = MOST if most is None else min(MOST, most)
         self._others: list[Portions] = []

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from hybridloader.buffers.gather import Odd, gatherer
 from hybridloader.errors import WorkerDied
 from hybridloader.faults.on_error import Policy
+from hybridloader.foreign import attribute
 from hybridloader.seeds.sample_seeds import key_of
 from hybridloader.states.carried import carrying
 
@@ -195,7 +196,7 @@ class MapFetch:
                 raise next(index for index in indices if type(index) is GivenUp).error()
             if spread is not None and one_by_one(dataset):
                 return collate_fn(spread(fetch_one, indices))
-            many = getattr(dataset, "__getitems__", None)
+            many = attribute(dataset, "__getitems__")
             if many and not (notes and one_by_one(dataset)):
                 return collate_fn(many(indices))
             samples = []
@@ -275,7 +276,7 @@ def one_by_one(dataset: Any) -> bool:
 
     torch's `Subset` and `StackDataset` have a `__getitems__` that is just this if those below have none.
     """
-    if not getattr(dataset, "__getitems__", None):
+    if not attribute(dataset, "__getitems__"):
         return True
     if "torch" not in sys.modules:
         return False

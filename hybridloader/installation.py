@@ -22,6 +22,7 @@ from hybridloader.caller import stacklevel
 from hybridloader.choice import backend_for, contradiction, is_foreign
 from hybridloader.contract import Backend
 from hybridloader.errors import BackendUnavailable, ShippingError
+from hybridloader.foreign import attribute
 from hybridloader.late import when_imported
 from hybridloader.options import Options
 from hybridloader.registry import get_backend
@@ -253,7 +254,7 @@ def _put_in() -> None:
     there: Any = vars(DataLoader)["_get_iterator"]
     if there is _get_iterator:
         return
-    code = getattr(there, "__code__", None)
+    code = attribute(there, "__code__")
     if code is not None and code.co_filename == DataLoader.__init__.__code__.co_filename:
         _place.torchs = there
         DataLoader._get_iterator = _get_iterator  # type: ignore[method-assign]
@@ -321,8 +322,8 @@ def _draws_taken_back(loader: Any) -> Iterator[None]:
 
 
 def _name(function: Any) -> str:
-    module = getattr(function, "__module__", None)
-    return f"{module}.{getattr(function, '__qualname__', function)}"
+    module = attribute(function, "__module__")
+    return f"{module}.{attribute(function, '__qualname__', function)}"
 
 
 def _calling_line() -> str:

@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from hybridloader.foreign import attribute, has
+
 Path = tuple[Any, ...]  # names of attributes and places in lists, from the dataset inwards
 Change = tuple[Path, Any]
 
@@ -64,7 +66,7 @@ def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
             target = target[step] if isinstance(step, int) else getattr(target, step)
         name = path[-1]
         assert isinstance(name, str)
-        if not _same(getattr(target, name, _MISSING), value):
+        if not _same(attribute(target, name, _MISSING), value):
             object.__setattr__(target, name, value)
 
 
@@ -85,7 +87,7 @@ def _bindings(dataset: Any) -> dict[Path, tuple[Any, bool]]:
     """Every attribute of the dataset and of the datasets within: path -> value, has set_epoch."""
     found: dict[Path, tuple[Any, bool]] = {}
     for path, node in _nodes(dataset):
-        by_epoch = hasattr(node, "set_epoch")
+        by_epoch = has(node, "set_epoch")
         for name, value in vars(node).items():
             if not _is_dataset(value):
                 here = (*path, name)
@@ -98,7 +100,7 @@ def _nodes(dataset: Any) -> Iterator[tuple[Path, Any]]:
     todo: list[tuple[Path, Any]] = [((), dataset)]
     while todo:
         path, node = todo.pop()
-        if id(node) in seen or not isinstance(getattr(node, "__dict__", None), dict):
+        if id(node) in seen or not isinstance(attribute(node, "__dict__"), dict):
             continue
         seen.add(id(node))
         yield path, node
@@ -111,8 +113,8 @@ def _nodes(dataset: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _is_dataset(value: Any) -> bool:
-    if isinstance(value, type) or not hasattr(value, "__dict__"):
+    if isinstance(value, type) or not has(value, "__dict__"):
         return False
     from torch.utils.data import Dataset
 
-    return isinstance(value, Dataset) or hasattr(value, "set_epoch")
+    return isinstance(value, Dataset) or has(value, "set_epoch")

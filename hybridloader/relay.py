@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridloader.errors import IteratorClosed, NotReady, WorkerDied
+from hybridloader.foreign import attribute
 
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread."""
@@ -146,7 +147,7 @@ def _pull(belt: _Belt, source: Iterator[Any], prepare: Callable[[], None] | None
         error = caught
     finally:
         try:
-            close = getattr(source, "close", None)
+            close = attribute(source, "close")
             if close is not None:
                 close()
         finally:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
+from hybridloader.foreign import has
 from hybridloader.operators.base import Operator
 from hybridloader.operators.cache import Cache
 from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
@@ -249,6 +250,6 @@ class Steps:
 def _pipelines(what: str, first: Any, others: Sequence[Any]) -> tuple[Pipeline, ...]:
     for other in (first, *others):
         if not isinstance(other, Steps):
-            hint = "; make one with Pipeline.from_iterable" if hasattr(other, "__iter__") else ""
+            hint = "; make one with Pipeline.from_iterable" if has(other, "__iter__") else ""
             raise TypeError(f"{what} joins pipelines, not {other!r}{hint}")
     return (first, *others)

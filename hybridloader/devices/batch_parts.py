@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from hybridloader.foreign import attribute, has
+
 if TYPE_CHECKING:
     import torch
 
@@ -43,7 +45,7 @@ def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], An
             return changed
     if isinstance(data, tuple):
         parts = [mapped(value, is_part, change) for value in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+        return type(data)(*parts) if has(data, "_fields") else type(data)(parts)
     if isinstance(data, abc.Sequence):
         parts = [mapped(value, is_part, change) for value in data]
         try:
@@ -63,7 +65,7 @@ def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], An
 def _with_fields(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
     clone = None
     for field in dataclasses.fields(data):
-        if not hasattr(data, field.name):
+        if not has(data, field.name):
             continue
         before = getattr(data, field.name)
         after = mapped(before, is_part, change)
@@ -95,7 +97,7 @@ def _tensors(data: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
     elif dataclasses.is_dataclass(data):
         for field in dataclasses.fields(data):
-            yield from _tensors(getattr(data, field.name, None))
+            yield from _tensors(attribute(data, field.name))
 
 
 def is_tensor(part: Any) -> bool:
@@ -107,7 +109,7 @@ def is_tensor(part: Any) -> bool:
 
 def pins_itself(part: Any) -> bool:
     """Whether it is pinned as a whole: a tensor, or what has a `pin_memory()`."""
-    return is_tensor(part) or hasattr(part, "pin_memory")
+    return is_tensor(part) or has(part, "pin_memory")
 
 
 def moves_itself(part: Any) -> bool:

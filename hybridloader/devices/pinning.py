@@ -27,6 +27,7 @@ from hybridloader.devices.batch_parts import (
     takes_non_blocking,
     tensors_in,
 )
+from hybridloader.foreign import has
 from hybridloader.native import one_thread_on_this_thread
 
 AHEAD = 2
@@ -305,13 +306,13 @@ class Mover(Pinner):
         if not takes_device(type(part)):
             # It is what its pin_memory() gave, and perhaps something to be looked into.
             return mapped(part, is_tensor_or_movable, functools.partial(self._move, sent, later))
-        if later and not hasattr(part, "record_stream") and tensors_in(part) is None:
+        if later and not has(part, "record_stream") and tensors_in(part) is None:
             # Nobody could tell the allocator what it uses, so it is moved by whoever takes it.
             sent.late = True
             return _Late(part)
         part = self._ask(part)
         tensors = tensors_in(part)
-        if hasattr(part, "record_stream"):
+        if has(part, "record_stream"):
             sent.used.append(part)
         else:
             sent.used.extend(tensors or ())

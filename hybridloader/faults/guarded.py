@@ -28,6 +28,7 @@ from hybridloader.fetch import (
     numbered,
     one_by_one,
 )
+from hybridloader.foreign import attribute
 
 
 class _Lost:
@@ -220,7 +221,7 @@ def _one_of(dataset: Any) -> Callable[[Any], Any]:
 
         if own is Dataset.__getitem__:  # it is there only to raise NotImplementedError
             own = None
-    if own is None and getattr(dataset, "__getitems__", None):
+    if own is None and attribute(dataset, "__getitems__"):
         return lambda index: next(iter(dataset.__getitems__([index])))
     return partial(operator.getitem, dataset)
 

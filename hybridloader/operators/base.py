@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from hybridloader.foreign import attribute
+
 if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
     from hybridloader.pipeline import Pipeline
@@ -189,7 +191,7 @@ class Operator(ABC):
                 continue
             if longest is not None and type(value) in (list, tuple):
                 value = value[:longest]  # the rest would be cut off, and may be a million numbers
-            shown = getattr(value, "__qualname__", None) or _ADDRESS.sub("", repr(value))
+            shown = attribute(value, "__qualname__") or _ADDRESS.sub("", repr(value))
             if " at 0x" in shown:  # of no use to a reader, and another one in every run
                 shown = type(value).__qualname__
             cut = longest is not None and len(shown) > longest

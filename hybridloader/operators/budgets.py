@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
+from hybridloader.foreign import attribute
 from hybridloader.operators import parameters
 from hybridloader.operators.base import INFINITE, Context, Length, Operator
 from hybridloader.operators.collating import SIZE, CollateFn, Collating, check_collation
@@ -165,7 +166,7 @@ class BatchByIterator(Over):
 
 def _number(cost: Any, item: Any) -> Any:
     """A cost as a number, if it is one; also one in a tensor or array of no dimension."""
-    if not is_number(cost) and getattr(cost, "ndim", None) == 0:
+    if not is_number(cost) and attribute(cost, "ndim") == 0:
         cost = cost.item()
     if not is_number(cost):
         raise TypeError(

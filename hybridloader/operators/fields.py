@@ -13,12 +13,13 @@ import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from hybridloader.foreign import has
 from hybridloader.operators.parameters import short
 
 
 def is_named(value: Any) -> bool:
     """Whether it is a namedtuple."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+    return isinstance(value, tuple) and has(value, "_fields")
 
 
 def like(first: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hybridloader.foreign import attribute
+
 if TYPE_CHECKING:
     from hybridloader.operators.base import Context
     from hybridloader.pipeline import Pipeline
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 def close(iterator: Any) -> None:
     """Close what can be closed; most iterators hold nothing and have no `close`."""
-    shut = getattr(iterator, "close", None)
+    shut = attribute(iterator, "close")
     if shut is not None:
         shut()
 

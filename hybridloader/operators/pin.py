@@ -21,6 +21,7 @@ from hybridloader.devices.pinning import (
     pinner_for,
 )
 from hybridloader.errors import add_note
+from hybridloader.foreign import attribute
 from hybridloader.operators.base import Context, Length, Operator
 from hybridloader.relay import FINAL, Relay
 
@@ -137,7 +138,7 @@ class Sending(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        close = getattr(self._items, "close", None)
+        close = attribute(self._items, "close")
         if close is not None:
             close()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from hybridloader.foreign import attribute
 from hybridloader.operators import parameters
 from hybridloader.operators.base import Context, Length, Source
 from hybridloader.operators.parameters import leak, short
@@ -250,17 +251,17 @@ class Items(Source):
 
 
 def _tell_epoch(source: Any, context: Context) -> None:
-    inner = getattr(source, "sampler", None)
+    inner = attribute(source, "sampler")
     if is_stateful(inner):  # in torch's BatchSampler, which tells nothing on
         _tell_epoch(inner, context)
-    set_epoch = getattr(source, "set_epoch", None)
+    set_epoch = attribute(source, "set_epoch")
     if callable(set_epoch):
         set_epoch(context.epoch)
 
 
 def _described(without: str, data: Any) -> str:
     """With the type of `data` and its length: the repr of a dataset may be as long as the dataset."""
-    told = getattr(data, "__qualname__", None) or type(data).__qualname__
+    told = attribute(data, "__qualname__") or type(data).__qualname__
     if isinstance(_length(data), int):
         told += f" of {_length(data)}"
     name, _, rest = without.partition("(")

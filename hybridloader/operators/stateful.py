@@ -16,6 +16,7 @@ from typing import Any
 
 from hybridloader.errors import ShardLost, StateError
 from hybridloader.faults.places import rest_is_lost
+from hybridloader.foreign import attribute, has
 from hybridloader.operators.base import Context, Mark
 from hybridloader.operators.iterators import Over
 from hybridloader.states.cadence import Cadence
@@ -100,16 +101,16 @@ class Opened:
 
 def _generator_of(order: Any) -> Any:
     """torch's generator of random numbers in one of its samplers, also in its `BatchSampler`."""
-    for sampler in (order, getattr(order, "sampler", None)):
-        generator = getattr(sampler, "generator", None)
-        if hasattr(generator, "get_state") and hasattr(generator, "initial_seed"):
+    for sampler in (order, attribute(order, "sampler")):
+        generator = attribute(sampler, "generator")
+        if has(generator, "get_state") and has(generator, "initial_seed"):
             return generator
     return None
 
 
 def is_stateful(thing: Any) -> bool:
-    return callable(getattr(thing, "state_dict", None)) and callable(
-        getattr(thing, "load_state_dict", None)
+    return callable(attribute(thing, "state_dict")) and callable(
+        attribute(thing, "load_state_dict")
     )
 
 
@@ -133,9 +134,9 @@ def with_drawn_seed(order: Any, context: Context) -> Any:
     from torch import Generator
 
     order = copy.copy(order)
-    if hasattr(order, "sampler"):
+    if has(order, "sampler"):
         order.sampler = copy.copy(order.sampler)
-    sampler = getattr(order, "sampler", order)
+    sampler = attribute(order, "sampler", order)
     sampler.generator = Generator().manual_seed(context.draw())
     return order
 

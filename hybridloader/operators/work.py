@@ -13,6 +13,7 @@ from hybridloader.contract import Backend
 from hybridloader.faults.on_error import Policy, Replace, Retry, Skip, parse
 from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import MapFetch
+from hybridloader.foreign import attribute
 from hybridloader.operators.base import INFINITE, Context, Length, Operator, Source
 from hybridloader.registry import get_backend
 from hybridloader.running.work import Step
@@ -320,7 +321,7 @@ class Readers(Source):
 
 def name_of_function(function: Any) -> str:
     """A short name for tables: ``decode``, ``Decoder``, ``lambda``."""
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    name = attribute(function, "__qualname__") or type(function).__qualname__
     return str(name).rpartition(".")[2].strip("<>")
 
 
@@ -334,7 +335,7 @@ def check_function(stage: str, function: Any) -> None:
     """Raise `TypeError` unless `function` can be called with one item."""
     if not callable(function):
         raise TypeError(f"stage {stage!r} needs a function of one item, not {function!r}")
-    if isinstance(function, type) and callable(getattr(function, "setup", None)):
+    if isinstance(function, type) and callable(attribute(function, "setup")):
         raise TypeError(
             f"stage {stage!r} got the class {function.__name__}, which has a setup(); give an object "
             f"of it, as in map({function.__name__}()): every worker gets its own"

@@ -12,6 +12,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
+from hybridloader.foreign import has
 from hybridloader.records.columns import Column, Layout, next_size
 from hybridloader.records.key_table import (
     KEYS,
@@ -261,7 +262,7 @@ def _pairs_of(source: Any) -> Iterator[Any]:
     if isinstance(source, Mapping):
         _check(source)
         return iter(source.items())
-    if hasattr(source, "keys"):  # what dict() takes for a mapping
+    if has(source, "keys"):  # what dict() takes for a mapping
         return ((key, source[key]) for key in source.keys())  # noqa: SIM118
     return iter(source)
 

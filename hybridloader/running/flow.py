@@ -14,6 +14,7 @@ from hybridloader.faults.outcomes import Bad, Damaged, Noted
 from hybridloader.faults.places import alike
 from hybridloader.feed import Portions, is_sealed
 from hybridloader.fetch import Flag
+from hybridloader.foreign import attribute
 from hybridloader.refresh import Change
 from hybridloader.relay import FINAL, Relay
 from hybridloader.running.ledger import Books
@@ -379,6 +380,6 @@ def _discard(item: Any) -> None:
 
 
 def _close(items: Any) -> None:
-    close = getattr(items, "close", None)
+    close = attribute(items, "close")
     if close is not None:
         close()

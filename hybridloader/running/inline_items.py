@@ -16,6 +16,7 @@ from hybridloader.faults.losses import Losses
 from hybridloader.faults.on_error import Policy
 from hybridloader.faults.outcomes import Bad, Noted, bad, leak
 from hybridloader.fetch import Abandoned, Flag
+from hybridloader.foreign import attribute
 from hybridloader.running.work import Step
 from hybridloader.seeds.draws import Draws, now
 
@@ -90,7 +91,7 @@ class InlineItems(Iterator[Any]):
         raise error
 
     def close(self) -> None:
-        close = getattr(self._items, "close", None)
+        close = attribute(self._items, "close")
         if close is not None:
             close()
 
@@ -213,6 +214,6 @@ class GuardedInlineItems(Iterator[Any]):
                 del exception  # a traceback whose frame holds its own exception is a cycle
 
     def close(self) -> None:
-        close = getattr(self._items, "close", None)
+        close = attribute(self._items, "close")
         if close is not None:
             close()

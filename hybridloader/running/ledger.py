@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from hybridloader.contract import ByReference
 from hybridloader.feed import items_in
+from hybridloader.foreign import attribute, has
 from hybridloader.messages import Done, Result
 
 
@@ -204,7 +205,7 @@ def size_of(value: Any) -> int:
 
 
 def _size_of(value: Any) -> int:
-    found = getattr(value, "nbytes", None)
+    found = attribute(value, "nbytes")
     if isinstance(found, int):
         return found
     if isinstance(value, dict):
@@ -212,10 +213,10 @@ def _size_of(value: Any) -> int:
     if isinstance(value, (list, tuple, set, frozenset)):
         return sum(map(size_of, value)) + sys.getsizeof(value)
     if is_dataclass(value) and not isinstance(value, type):
-        parts = vars(value).values() if hasattr(value, "__dict__") else _slots_of(value)
+        parts = vars(value).values() if has(value, "__dict__") else _slots_of(value)
         return sum(map(size_of, parts)) + sys.getsizeof(value)
     return sys.getsizeof(value)
 
 
 def _slots_of(value: Any) -> list[Any]:
-    return [getattr(value, field.name, None) for field in fields(value)]
+    return [attribute(value, field.name) for field in fields(value)]

@@ -24,6 +24,7 @@ from hybridloader.fetch import (
     noting_the_end,
     numbered,
 )
+from hybridloader.foreign import attribute
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Step:
                 return self._open_fetch(function, cancelled, on_error)
         if isinstance(function, MapFetch):
             return self._open_fetch(function, cancelled, on_error)
-        setup = getattr(function, "setup", None)
+        setup = attribute(function, "setup")
         if callable(setup) and not isinstance(function, type):
             function = copy.copy(function)
             function.setup()

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hybridloader.foreign import has
+
 LARGEST = 2**63 - 1
 """The most that a length or an epoch can be: that of int64."""
 
@@ -51,7 +53,7 @@ def count_of(n_or_data_source: int | Sized) -> int:
     """How many samples there are: the number itself, or the length of what has one."""
     if isinstance(n_or_data_source, Sized):
         return whole("len(n_or_data_source)", len(n_or_data_source), 0, MOST_SAMPLES)
-    if hasattr(n_or_data_source, "__index__"):
+    if has(n_or_data_source, "__index__"):
         return whole("n_or_data_source", n_or_data_source, 0, MOST_SAMPLES)
     raise TypeError(
         "n_or_data_source must be a number of samples or something with a length, got "
@@ -61,7 +63,7 @@ def count_of(n_or_data_source: int | Sized) -> int:
 
 def _array(name: str, values: Any) -> npt.NDArray[Any]:
     """One dimension of numbers, from a sequence, an array or a tensor."""
-    if hasattr(values, "detach"):
+    if has(values, "detach"):
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
     try:

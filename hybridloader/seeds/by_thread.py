@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from hybridloader.foreign import attribute
 from hybridloader.seeds.draws import now
 
 
@@ -277,7 +278,7 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
     device = kwargs.get("device")
     if device is not None:
         return str(device).partition(":")[0] == "cpu"
-    device = getattr(args[0], "device", None) if args else None
+    device = attribute(args[0], "device") if args else None
     return device is None or device.type == "cpu"
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from hybridloader.foreign import attribute
+
 _LIMITS = -(1 << 63), 1 << 64
 """What torch takes for a seed."""
 
@@ -177,7 +179,7 @@ def _other_key(index: Any) -> bytes:
         return b"i%d" % operator.index(index)
     except TypeError:
         pass
-    listed = getattr(index, "tolist", None)  # an array, or a tensor
+    listed = attribute(index, "tolist")  # an array, or a tensor
     if callable(listed) and not isinstance(index, type):
         return b"a" + key_of(listed())
     raise TypeError(

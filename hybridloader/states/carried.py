@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from hybridloader.errors import StateError
+from hybridloader.foreign import attribute
 from hybridloader.states.cadence import Cadence
 from hybridloader.states.copies import Frozen, Latest
 
@@ -78,7 +79,7 @@ class Carried:
 def is_stateful(thing: Any) -> bool:
     """Whether it has both methods, as torchdata's `Stateful`."""
     return all(
-        callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")
+        callable(attribute(thing, name)) for name in ("state_dict", "load_state_dict")
     ) and not isinstance(thing, type)
 
 

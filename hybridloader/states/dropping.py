@@ -12,6 +12,7 @@ from typing import Any
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
 from hybridloader.feed import is_sealed
 from hybridloader.fetch import Flag
+from hybridloader.foreign import attribute
 from hybridloader.relay import FINAL
 
 NO_ITEM = (NotReady, WorkerTimeout)
@@ -46,7 +47,7 @@ class Dropping(Iterator[Any]):
         self.items, self.count, self._slack = items, count, slack
         self._left, self._name = left, name
         self._pull: Callable[[], Any] = items.__next__
-        self._pull_now: Callable[[], Any] = getattr(items, "next_nowait", items.__next__)
+        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
         # All the mutable state:
         self.done = 0
         self._opened: Iterator[Any] = iter(())  # what is left of several that came unopened
@@ -104,6 +105,6 @@ class Dropping(Iterator[Any]):
     def close(self) -> None:
         """Close what it pulls."""
         self._opened = iter(())
-        close = getattr(self.items, "close", None)
+        close = attribute(self.items, "close")
         if close is not None:
             close()

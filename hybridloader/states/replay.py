@@ -16,6 +16,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.errors import StateError
+from hybridloader.foreign import attribute
 from hybridloader.states.cadence import Cadence
 from hybridloader.states.carried import is_stateful
 from hybridloader.states.copies import Given, Kept, copied, kept
@@ -69,7 +70,7 @@ class Making(NamedTuple):
         stateful = stateful_of(loader)
         start = None
         if stateful is not None:
-            upcoming = getattr(stateful, "upcoming_state_dict", stateful.state_dict)
+            upcoming = attribute(stateful, "upcoming_state_dict", stateful.state_dict)
             start = Snapshot(kept(stateful, "the sampler", upcoming), None)
         states = {name: generator.get_state() for name, generator in generators_of(loader).items()}
         return Making(steps, states, start, None if stateful is not None else told_epoch(loader))
@@ -90,9 +91,9 @@ def samplers_of(loader: Any) -> list[Any]:
     found = [loader._index_sampler]
     while True:
         last = found[-1]
-        inner = getattr(last, "batch_sampler", None)
+        inner = attribute(last, "batch_sampler")
         if inner is None:
-            inner = getattr(last, "sampler", None)
+            inner = attribute(last, "sampler")
         if inner is None or any(inner is one for one in found):
             return found
         found.append(inner)
@@ -104,7 +105,7 @@ def share_of(loader: Any) -> list[int] | None:
         return None
     for sampler in samplers_of(loader):
         for names in (("rank", "num_replicas"), ("process_index", "num_processes")):
-            share: list[Any] = [getattr(sampler, name, None) for name in names]
+            share: list[Any] = [attribute(sampler, name) for name in names]
             if all(type(number) is int for number in share):
                 return share
     return None
@@ -132,7 +133,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
         found["loader"] = loader.generator
     samplers = samplers_of(loader)
     inner = samplers[-1]
-    own = getattr(inner, "generator", None)
+    own = attribute(inner, "generator")
     if isinstance(own, torch.Generator):
         if own is not loader.generator:
             found[SAMPLERS] = own
@@ -148,14 +149,14 @@ def generators_of(loader: Any) -> dict[str, Any]:
 def _seeded(loader: Any) -> Any:
     """The sampler whose order follows from an epoch that it is told."""
     for sampler in samplers_of(loader):
-        if callable(getattr(sampler, "set_epoch", None)):
+        if callable(attribute(sampler, "set_epoch")):
             return sampler
     return None
 
 
 def told_epoch(loader: Any) -> int | None:
     """The epoch that such a sampler was told last."""
-    epoch = getattr(_seeded(loader), "epoch", None)
+    epoch = attribute(_seeded(loader), "epoch", None)
     return epoch if type(epoch) is int else None
 
 
@@ -338,7 +339,7 @@ def _shortcut(loader: Any, indices: Iterator[Any], count: int) -> tuple[Iterator
     from torch.utils.data import BatchSampler, SequentialSampler
 
     outer = loader._index_sampler
-    inner: Any = getattr(outer, "sampler", None)
+    inner: Any = attribute(outer, "sampler")
     if type(outer) is SequentialSampler:
         return iter(range(count, len(outer.data_source))), count
     if type(outer) is not BatchSampler or not count:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.errors import StateError
+from hybridloader.foreign import attribute
 from hybridloader.operators.base import INFINITE, Mark, Operator
 from hybridloader.operators.order import Shard
 from hybridloader.operators.pin import PinMemory
@@ -124,9 +125,9 @@ def _description(operator: Operator) -> str:
 def _ranks_of(source: Indices) -> int | None:
     """How many ranks its sampler shares the indices among, if it tells: ours, torch's."""
     order = source.sampler if source.batch_sampler is None else source.batch_sampler
-    for sampler in (order, getattr(order, "sampler", None)):
+    for sampler in (order, attribute(order, "sampler")):
         for name in ("world", "num_replicas"):
-            ranks = getattr(sampler, name, None)
+            ranks = attribute(sampler, name)
             if type(ranks) is int:
                 return ranks
     return None

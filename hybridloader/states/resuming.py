@@ -19,6 +19,7 @@ from hybridloader.beside import Beside
 from hybridloader.caller import stacklevel
 from hybridloader.errors import StateError
 from hybridloader.fetch import Apart, seed_datapipe
+from hybridloader.foreign import attribute, has
 from hybridloader.scheduler import ACTIVE, Dispatch, Scheduler
 from hybridloader.states.carried import Start, is_stateful
 from hybridloader.states.copies import copied
@@ -169,7 +170,7 @@ class Opening:
         The sampler that has loaded the state is asked: with another number of ranks, what is left may be
         too little for ``uneven="drop"``.
         """
-        upcoming = getattr(stateful_of(self._loader), "upcoming_state_dict", None)
+        upcoming = attribute(stateful_of(self._loader), "upcoming_state_dict", None)
         start = resume.making.start
         if upcoming is None or start is None or start.sampler is None:
             return False
@@ -181,9 +182,7 @@ class Opening:
         if resume.snapshot is not None:
             load_sampler(loader, resume.snapshot, resume.since)
             stateful = stateful_of(loader)
-            where = (
-                stateful.upcoming_state_dict() if hasattr(stateful, "upcoming_state_dict") else {}
-            )
+            where = stateful.upcoming_state_dict() if has(stateful, "upcoming_state_dict") else {}
             if where.get("position"):
                 stateful.set_epoch(where["epoch"] + 1)
         else:

@@ -1,0 +1,119 @@
+"""Objects whose ``__getattr__`` raises something else than `AttributeError`, wherever users put them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+from hybridloader import DataLoader, Pipeline
+from hybridloader.foreign import attribute, has
+
+
+class Config(dict[str, Any]):
+    """Many projects have one like this."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Raising:
+    """As hostile as can be."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # else it could not even be pickled
+            raise AttributeError(name)
+        raise ValueError(f"what is {name}?")
+
+
+class Items(Raising, Dataset[Any]):
+    def __init__(self) -> None:
+        self.config = Config(scale=2.0)
+        self.parts = [Config(), Raising()]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return Config(x=torch.tensor(index * self.config.scale))
+
+
+class Stream(Raising, IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.config = Config(scale=2.0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Config(x=torch.tensor(1.0))])
+
+
+class Order(Raising, Sampler[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Collate(Raising):
+    def __call__(self, samples: list[Any]) -> Any:
+        return Config(x=torch.stack([sample.x for sample in samples]))
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+def test_every_part_of_a_loader_may_be_one(backend: str) -> None:
+    loader = DataLoader(
+        Items(),
+        2,
+        sampler=Order(),
+        collate_fn=Collate(),
+        num_workers=1,
+        backend=backend,
+        persistent_workers=backend != "inline",
+    )
+    for _ in range(2):
+        assert [batch.x.tolist() for batch in loader] == [[0, 2], [4, 6]]
+    next(iter(loader))
+    assert isinstance(loader.state_dict(), dict)
+    if backend != "spawn":
+        stream = DataLoader(Stream(), None, num_workers=1, backend=backend)
+        assert [item.x.item() for item in stream] == [1]
+
+
+def test_every_part_of_a_loader_without_workers_may_be_one() -> None:
+    loader = DataLoader(Items(), 2, sampler=Order(), collate_fn=Collate(), pin_memory=False)
+    assert [batch.x.tolist() for batch in loader] == [[0, 2], [4, 6]]
+    batches = torch.utils.data.BatchSampler(Order(), 2, drop_last=False)
+    loader = DataLoader(Items(), batch_sampler=batches, collate_fn=Collate(), on_error="skip")
+    assert [batch.x.tolist() for batch in loader] == [[0, 2], [4, 6]]
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_every_part_of_a_pipeline_may_be_one(backend: str) -> None:
+    pipeline = (
+        Pipeline.from_dataset(Items(), sampler=Order())
+        .batch(2, collate_fn=Collate())
+        .map(Times(), backend=backend, workers=1)
+    )
+    assert [batch.x.tolist() for batch in pipeline] == [[0, 20], [40, 60]]
+
+
+class Times(Raising):
+    def __call__(self, batch: Any) -> Any:
+        return Config(x=batch.x * 10)
+
+
+class Broken:
+    @property
+    def state(self) -> int:
+        raise KeyError("mine")
+
+
+def test_what_a_class_defines_raises_what_it_raises() -> None:
+    assert attribute(Config(), "state") is None
+    assert not has(Config(), "state")
+    assert has(Config(state=1), "state")
+    assert attribute(Raising(), "state", 3) == 3
+    with pytest.raises(KeyError, match="mine"):
+        attribute(Broken(), "state")
