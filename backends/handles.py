@@ -1,4 +1,4 @@
-"""Worker processes as their parent has them: how they are started, asked, ended and waited for.
+"""Worker processes as their parent has them: how they are asked, ended and waited for.
 
 Where there are pidfds, one tells of a worker's end and carries signals to it: a process number may be
 another process's by the time that it is used, if other code waits for the children of this process or
@@ -13,15 +13,14 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from hybridloader.backends.parent import LEFT_TO_PARENT, alive
+from hybridloader.backends.parent import alive
 from hybridloader.contract import WorkerHandle
 from hybridloader.crews import before_each
 
@@ -30,65 +29,6 @@ GRACE = 1.0
 
 UNKNOWN = 255
 """The exit code of a process whose own is not known, as asyncio and the fork server have it."""
-
-
-@contextmanager
-def signals_held_back(method: str) -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back, also from a process that starts within the block.
-
-    It inherits the mask. Until it has its own handlers, Ctrl-C would end it with a traceback of its own,
-    and SIGTERM to all processes of a job would end it before this process could act on it.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    if method != "fork":
-        from multiprocessing import resource_tracker
-
-        resource_tracker.ensure_running()  # else `start` does it, and that lifts the mask
-    if method == "forkserver":
-        from multiprocessing import forkserver
-
-        forkserver.ensure_running()  # else it would have the mask, and all that it ever forks
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def occupy_standard_descriptors() -> None:
-    """Open os.devnull for stdin, stdout and stderr where they are closed, as in some daemons.
-
-    Else something of ours gets the number, here or in a worker, and what native code has to say goes
-    there.
-    """
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened == fd:
-                os.set_inheritable(fd, True)
-            else:  # another thread was faster
-                os.close(opened)
-
-
-@contextmanager
-def streams_to_flush(method: str) -> Iterator[None]:
-    """Let loky flush `sys.stdout` and `sys.stderr` before it starts a process, if there are none."""
-    before = sys.stdout, sys.stderr
-    usable = [s is not None and not getattr(s, "closed", False) for s in before]
-    if method != "loky" or all(usable):
-        yield
-        return
-    with open(os.devnull, "w") as nowhere:
-        sys.stdout, sys.stderr = (s if u else nowhere for s, u in zip(before, usable, strict=True))
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before
-
 
 _LOOK = 1e-2
 """Seconds at most between two looks at a process whose files are all closed. It is about to be gone,
@@ -297,6 +237,17 @@ def _kill(reference: weakref.ref[Any]) -> None:
     if popen is not None and popen.returncode is None:
         with suppress(OSError):
             os.kill(popen.pid, signal.SIGKILL)
+
+
+def _forked() -> None:
+    """In a fork: the dying are the parent's, and the lock may be held by a thread that is not here."""
+    global reaping
+    reaping = threading.RLock()
+    _dying.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 @before_each

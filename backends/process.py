@@ -17,22 +17,13 @@ from hybridloader.backends import board, descriptors
 from hybridloader.backends.board import Board
 from hybridloader.backends.child import main
 from hybridloader.backends.frames import Frame
-from hybridloader.backends.handles import (
-    GRACE,
-    ProcessHandle,
-    bury,
-    join_all,
-    occupy_standard_descriptors,
-    pidfds,
-    reaping,
-    signals_held_back,
-    streams_to_flush,
-)
+from hybridloader.backends.handles import GRACE, ProcessHandle, bury, join_all, pidfds
 from hybridloader.backends.lane import Lane
 from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event, decode_failure
 from hybridloader.backends.portable import PortableChannel, PortablePost
 from hybridloader.backends.sealed import Sealed
 from hybridloader.backends.sockets import SocketChannel, SocketPost, parent_ends
+from hybridloader.backends.starting import occupy_standard_descriptors, starting
 from hybridloader.buffers import segments
 from hybridloader.buffers.memory import Memory, warn_of_overflow
 from hybridloader.contract import Crew, WorkerHandle
@@ -192,7 +183,7 @@ class ProcessCrew(Crew):
             daemon=True,
         )
         try:
-            with reaping, signals_held_back(self._method), streams_to_flush(self._method):
+            with starting(self._method):
                 process.start()
                 handle = ProcessHandle(process)
                 self._take_place(worker, handle, lane, notes)

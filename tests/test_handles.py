@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from failing import Samples, load, start
 from forked import in_a_fork
 
 from hybridloader import WorkerDied
+from hybridloader.backends import handles
 from hybridloader.backends.handles import UNKNOWN, ProcessHandle
 from hybridloader.testing.tools import DEADLINE
 
@@ -200,6 +202,24 @@ def test_a_worker_that_dies_slowly_is_waited_for_by_whoever_comes_next(
     with pytest.raises(ChildProcessError):
         os.waitpid(worker.pid or 0, os.WNOHANG)
     other.close()
+
+
+def test_a_fork_waits_for_no_lock_that_a_thread_of_its_parent_had() -> None:
+    held, enough = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with handles.reaping:
+            held.set()
+            enough.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert in_a_fork(lambda: list(load(Samples(int, 1), "fork")), seconds=10) == 0
+    finally:
+        enough.set()
+        thread.join()
 
 
 # -- daemons -------------------------------------------------------------------------------------------
