@@ -99,13 +99,24 @@ class _Thread(WorkerHandle):
         fetch = spec.fetch
         if copy_dataset or fetch.private:
             spec = replace(spec, fetch=fetch.with_dataset(replicate(fetch.dataset, "the dataset")))
+        seeds = ThreadSeeds(borrows=spec.init_fn is not None)
         self.flag = NotingFlag() if spec.tracked else Flag()
         self.messages = _Messages()
         self.opened = threading.Event()
         self._codes: list[int] = []
         self.thread = threading.Thread(
             target=_main,
-            args=(worker, spec, self.messages, events, slots, self.flag, self.opened, self._codes),
+            args=(
+                worker,
+                spec,
+                seeds,
+                self.messages,
+                events,
+                slots,
+                self.flag,
+                self.opened,
+                self._codes,
+            ),
             name=f"hybridloader-{spec.stage}-{worker}",
             daemon=True,
         )
@@ -133,6 +144,7 @@ class _Thread(WorkerHandle):
 def _main(
     number: int,
     spec: WorkerSpec,
+    seeds: ThreadSeeds,
     messages: _Messages,
     events: SimpleQueue[Event | None],
     slots: PrivateSlots,
@@ -147,7 +159,6 @@ def _main(
 
     cause, evidence = None, ""
     try:
-        seeds = ThreadSeeds(borrows=spec.init_fn is not None)
         worker = Worker(number, spec, seeds, ByReference, flag)
         set_worker_info(worker.info)
         set_slots(slots)
@@ -176,6 +187,7 @@ class _ThreadCrew(Crew):
         self._warned = False
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None wakes
         self._threads: list[_Thread] = []
+        self._opening: list[_Thread] = []  # whose `init_fn` may run
         self._patience = _PATIENCE
         self._left: float | None = None  # when the threads were told to leave
 
@@ -187,9 +199,13 @@ class _ThreadCrew(Crew):
         self._threads[worker : worker + 1] = [thread]
         thread.thread.start()
         if spec.init_fn is not None:
-            # It borrows the global generators of this process while the user's function reseeds
-            # them; the caller, who would draw from them, waits.
-            thread.opened.wait()
+            self._opening.append(thread)
+            if fetch.is_datapipe(spec.fetch.dataset):
+                self.settle()  # before the next one is copied
+
+    def settle(self) -> None:
+        while self._opening:
+            self._opening.pop().opened.wait()
 
     def send(self, worker: int, message: Message) -> None:
         self._threads[worker].messages.put(message)

@@ -143,9 +143,14 @@ class Crew(ABC):
         Of a number that has exited, a new worker takes the place. What was sent to the old one is not
         known to it.
 
-        What can be known to fail is raised here. One exception to not waiting: workers that share
-        the caller's random generators run `spec.init_fn` while the caller waits, because they
-        must borrow these generators.
+        What can be known to fail is raised here.
+        """
+
+    def settle(self) -> None:  # noqa: B027  # workers with a process of their own disturb nobody
+        """Wait for what must be over before the caller goes on; called behind a row of `start`.
+
+        Workers that share the caller's random generators run `spec.init_fn` while the caller waits, here
+        or in `start`: what that does to these generators is put back when all are through.
         """
 
     def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # memory of its own need not be

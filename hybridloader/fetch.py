@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -369,9 +370,24 @@ def end(samples: Any) -> None:
         samples.close()
 
 
+def is_datapipe(dataset: Any) -> bool:
+    """Whether it is one of torch's data pipes, of which one thread at a time may walk the graph.
+
+    torch finds the parts of a pipe by pickling it, and keeps what is to be noticed meanwhile on the
+    class (torch/utils/data/graph.py, 2.13): a pipe that is walked or pickled on another thread in that
+    moment comes out as ``'STUB'``.
+    """
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(dataset, (data.IterDataPipe, data.MapDataPipe))
+
+
+_walking = threading.Lock()
+
+
 def seed_datapipe(dataset: Any, shared_seed: int) -> Any:
     """Seed the shufflers of an `IterDataPipe` from the seed that all its workers share."""
     import torch
     from torch.utils.data.graph_settings import apply_random_seed
 
-    return apply_random_seed(dataset, torch.Generator().manual_seed(shared_seed))
+    with _walking:
+        return apply_random_seed(dataset, torch.Generator().manual_seed(shared_seed))

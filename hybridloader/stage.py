@@ -158,6 +158,7 @@ class Stage(Iterator[Any]):
         try:
             for worker in range(workers):
                 self._crew.start(worker, self.spec)
+            self._crew.settle()
         except BaseException:
             self.close()
             raise

@@ -31,7 +31,7 @@ from hybridloader.messages import (
 )
 from hybridloader.refresh import apply
 from hybridloader.seeds.draws import Draws
-from hybridloader.seeds.seeding import ProcessSeeds, Seeds, lent
+from hybridloader.seeds.seeding import ProcessSeeds, Seeds, seeds_by_sample
 from hybridloader.states.carried import resumed
 from hybridloader.worker_info import describe
 
@@ -73,7 +73,7 @@ class Worker:
         self.cancelled = cancelled
         self._draws = _draws_of(spec, worker, seeds)
         if self._draws is not None and spec.seeding is not None:
-            self._seeds = lent(seeds, any_thread=spec.seeding.any_thread)
+            self._seeds = seeds_by_sample(seeds, any_thread=spec.seeding.any_thread)
         self.info = self._describe()
         self._fetcher: Fetcher | None = None
         self._initialised = False

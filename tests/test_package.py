@@ -284,6 +284,7 @@ LAYERS = {
     "scheduler": {"errors", "messages"},
     "script": set(),
     "seeds.by_thread": {"seeds.draws"},
+    "seeds.borrowing": {"seeds.draws"},
     "seeds.draws": {"faults.on_error", "late", "seeds.sample_seeds"},
     "seeds.numbering": {"contract", "feed", "messages"},
     "seeds.pass_seeds": {
@@ -297,7 +298,7 @@ LAYERS = {
     "seeds.sample_generators": {"seeds.draws", "seeds.sample_seeds"},
     "seeds.sample_seeds": set(),
     "seeds.seeded_items": {"fanout", "faults.careful", "faults.outcomes", "fetch", "seeds.draws"},
-    "seeds.seeding": {"late", "seeds.draws"},
+    "seeds.seeding": {"late", "seeds.borrowing", "seeds.draws"},
     "seeds.stand_ins": {"late", "seeds.by_thread", "seeds.draws", "seeds.sample_seeds"},
     "seeds.thread_draws": {"seeds.draws", "seeds.sample_seeds", "seeds.stand_ins", "worker_info"},
     "shard": {"faults.tried", "fetch", "seeds.draws", "states.carried"},

@@ -58,6 +58,7 @@ class Recovery:
             self._spec, shared_seed=self._shared_seed, skip=self._roster.position[worker]
         )
         self._crew.start(worker, spec)
+        self._crew.settle()
 
     def take_in(self, death: Exited) -> bool:
         """Replace the worker; False if its death is to be raised."""

@@ -1,13 +1,15 @@
 """How `random`, `numpy.random` and torch come to look for what a thread has instead of theirs.
 
-Only while something is installed, which is while workers on threads run under ``seeding="sample"``:
+Only while something is installed, which is while workers on threads run under ``seeding="sample"``, or
+run their `init_fn`:
 
 - `random`: its one hidden instance gets a class that asks the thread first. So all of the module's
   functions do, however they were imported, except `random` and `getrandbits` themselves, which are C:
   those are replaced in the module.
 - `numpy.random`: the functions of the module are replaced. They are methods of one C object that has no
   class to exchange.
-- torch: a `TorchFunctionMode`, on that thread alone, gives its generator to whatever takes one.
+- torch: a `TorchFunctionMode`, on that thread alone, gives its generator to whatever takes one; what
+  seeds the default generator, or tells of it, has other code.
 
 On threads that make no sample all is as ever, but counted. Nothing here says when it is installed.
 """
@@ -18,6 +20,7 @@ import functools
 import inspect
 import random
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -282,6 +285,14 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
     return device is None or device.type == "cpu"
 
 
+def _asking(name: str) -> types.CodeType:
+    """Code of a function that calls what its module has under a name of ours."""
+    made: dict[str, Any] = {}
+    exec(f"def {name}(*args, **kwargs): return _hybridloader_{name}(*args, **kwargs)", made)
+    code: types.CodeType = made[name].__code__
+    return code
+
+
 def install_torch(patches: Patches) -> None:
     import torch
 
@@ -289,7 +300,6 @@ def install_torch(patches: Patches) -> None:
         mine.set_state(new_state)
 
     def shim(function: Any, instead: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
         def by_thread(*args: Any, **kwargs: Any) -> Any:
             mine = now.stand_ins
             if mine is None or mine.tensor is None:
@@ -298,6 +308,7 @@ def install_torch(patches: Patches) -> None:
 
         return by_thread
 
+    # Their code is replaced, not the names: they may have been imported on their own.
     generator: Any = torch.Generator
     for name, instead in {
         "manual_seed": lambda mine, seed: mine.manual_seed(int(seed)),
@@ -306,6 +317,8 @@ def install_torch(patches: Patches) -> None:
         "get_rng_state": generator.get_state,
         "set_rng_state": set_state,
     }.items():
-        made = shim(getattr(torch.random, name), instead)
-        for module in (torch, torch.random):
-            patches.set(module, name, made)
+        function = getattr(torch.random, name)
+        code = function.__code__
+        before = types.FunctionType(code, function.__globals__, name)
+        function.__globals__[f"_hybridloader_{name}"] = shim(before, instead)
+        patches.set(function, "__code__", _asking(name))

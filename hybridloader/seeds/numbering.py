@@ -90,6 +90,9 @@ class _NumberingCrew(Crew):
         self._told[worker] = epoch, 0
         self._crew.start(worker, spec)
 
+    def settle(self) -> None:
+        self._crew.settle()
+
     def send(self, worker: int, message: Message) -> None:
         counter = self._counter
         if isinstance(message, Begin):

@@ -1,10 +1,10 @@
 """Seeds exactly as torch's: worker ``i`` gets ``base_seed + i``, whatever kind of worker it is.
 
 A process worker owns the global generators of its process and seeds them. A thread shares them with
-the training code, so it gets generators of its own and borrows the global ones only while its
-`init_fn` runs. An inline worker plays a process: it swaps the states of the global generators in
-before it works and out again afterwards. The fourth kind is no worker at all: with
-``num_workers=0`` the caller does the work, with its own generators, as torch does.
+the training code, so it gets generators of its own; while its `init_fn` runs, these are what
+`random`, `numpy.random` and torch find on that thread. An inline worker plays a process: it swaps the
+states of the global generators in before it works and out again afterwards. The fourth kind is no
+worker at all: with ``num_workers=0`` the caller does the work, with its own generators, as torch does.
 
 The rules are torch's `_worker_loop` (torch/utils/data/_utils/worker.py, 2.13); numpy's seed there is
 a copy of `numpy.random.SeedSequence`, so numpy's own is used here.
@@ -21,15 +21,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hybridloader.late import when_imported
+from hybridloader.seeds.borrowing import Globals, lent
 from hybridloader.seeds.draws import now
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import _RNG
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-_borrowing = threading.RLock()
-"""Held while someone has borrowed the global generators of this process."""
 
 
 def numpy_seed(base_seed: int, worker: int) -> list[int]:
@@ -53,7 +51,9 @@ def seed_globals(base_seed: int, worker: int) -> None:
     import torch
 
     random.seed(base_seed + worker)
-    torch.default_generator.manual_seed(base_seed + worker)
+    mine = now.stand_ins  # of a thread that plays a worker within its own
+    default = torch.default_generator if mine is None or mine.tensor is None else mine.tensor
+    default.manual_seed(base_seed + worker)
     _seed_numpy(base_seed, worker)
 
 
@@ -78,36 +78,6 @@ def _seed_torch(seed: int) -> None:
             del sys.tracebacklimit
         else:
             sys.tracebacklimit = limit
-
-
-class _Globals:
-    """The states of the three global generators.
-
-    Parameters
-    ----------
-    devices
-        Whether also those of CUDA devices in use, which a user's ``torch.manual_seed`` sets too.
-    """
-
-    def __init__(self, *, devices: bool = False) -> None:
-        import numpy as np
-        import torch
-
-        # The CPU generator only: torch.get_rng_state and set_rng_state leave the devices alone.
-        self._states = random.getstate(), torch.get_rng_state(), np.random.get_state()
-        cuda = devices and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._devices = torch.cuda.get_rng_state_all() if cuda else []
-
-    def restore(self) -> None:
-        import numpy as np
-        import torch
-
-        python, tensor, array = self._states
-        random.setstate(python)
-        torch.set_rng_state(tensor)
-        np.random.set_state(array)
-        if self._devices:
-            torch.cuda.set_rng_state_all(self._devices)
 
 
 class Seeds(Protocol):
@@ -149,16 +119,20 @@ class ProcessSeeds:
 class ThreadSeeds:
     """For a thread: the global generators belong to the training code and stay as they are.
 
+    Made on the thread that starts the worker, which must wait while `init_fn` runs: what goes past the
+    thread's own generators is put back afterwards.
+
     Parameters
     ----------
     borrows
-        Whether there is an `init_fn` to lend them to; the training code must wait meanwhile.
+        Whether there is an `init_fn`, which reseeds and draws as if it had a process of its own.
     """
 
     method: ClassVar[str] = "thread"
 
     def __init__(self, *, borrows: bool) -> None:
         self._borrows = borrows
+        self._starter = threading.get_ident()
 
     def generators(self, base_seed: int, worker: int) -> _RNG | None:
         import numpy as np
@@ -176,13 +150,13 @@ class ThreadSeeds:
         if not self._borrows:
             yield
             return
-        with _borrowing:
-            before = _Globals(devices=True)
-            seed_globals(base_seed, worker)
-            try:
-                yield
-            finally:
-                before.restore()
+        from hybridloader.seeds.stand_ins import StandIns
+
+        seed = base_seed + worker
+        mine = StandIns()
+        with lent.together(self._starter), mine.in_place():
+            mine.seed_with(seed, numpy_seed(base_seed, worker), seed)
+            yield
 
     def working(self) -> AbstractContextManager[None]:
         return _NOTHING
@@ -194,32 +168,32 @@ class InlineSeeds:
     method: ClassVar[str] = "inline"
 
     def __init__(self) -> None:
-        self._mine: _Globals | None = None
+        self._mine: Globals | None = None
 
     def generators(self, base_seed: int, worker: int) -> _RNG | None:
         return None
 
     @contextmanager
     def initialising(self, base_seed: int, worker: int) -> Iterator[None]:
-        with _borrowing:
-            before = _Globals(devices=True)
+        with lent.alone():
+            before = Globals(devices=True)
             seed_globals(base_seed, worker)
             try:
                 yield
             finally:
-                self._mine = _Globals()
+                self._mine = Globals()
                 before.restore()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        with _borrowing:
-            before = _Globals()
+        with lent.alone():
+            before = Globals()
             if self._mine is not None:
                 self._mine.restore()
             try:
                 yield
             finally:
-                self._mine = _Globals()
+                self._mine = Globals()
                 before.restore()
 
 
@@ -250,7 +224,7 @@ class LentSeeds:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        with _borrowing, kept():
+        with lent.alone(), kept():
             yield
 
 
@@ -262,7 +236,7 @@ class StrangerSeeds(InlineSeeds):
         yield
 
 
-def lent(seeds: Seeds, *, any_thread: bool) -> Seeds:
+def seeds_by_sample(seeds: Seeds, *, any_thread: bool) -> Seeds:
     """What a worker with `seeds` does under ``seeding="sample"``."""
     if isinstance(seeds, (ProcessSeeds, ThreadSeeds)):
         return seeds

@@ -1,8 +1,9 @@
 """What a thread has in place of the global generators, and for how long libraries look for it.
 
-How they do is in `by_thread`. It is installed as long as there is somebody who needs it; then everything
-is as it was before. No state of a global generator is ever changed here; but the memory of two is looked
-at, so that what gets past is noticed.
+A thread that makes samples under ``seeding="sample"`` has them, and one that runs an `init_fn`. How
+libraries look is in `by_thread`. It is installed as long as there is somebody who needs it; then
+everything is as it was before. No state of a global generator is ever changed here; but the memory of
+two is looked at, so that what gets past is noticed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import random
 import struct
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hybridloader.late import when_imported
@@ -51,15 +54,30 @@ class StandIns:
         self.past: set[str] = set()
         self._rng: Any = None
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have this thread find these in place of the global ones, also if nobody else needs that."""
+        installation.take()
+        outer, now.stand_ins = now.stand_ins, self
+        try:
+            self._make()
+            with self.mode:
+                yield
+        finally:
+            now.stand_ins = outer
+            installation.give_back()
+
     def seed(self, digest: bytes) -> None:
-        python, array, tensor = seeds(digest)
+        self.seed_with(*seeds(digest))
+
+    def seed_with(self, python: int, array: int | list[int], tensor: int) -> None:
         self.python.seed(python)
         if "numpy" in sys.modules:
             self._seed_array(array)
         if "torch" in sys.modules:
             self._seed_tensor(tensor)
 
-    def _seed_array(self, seed: int) -> None:
+    def _seed_array(self, seed: int | list[int]) -> None:
         import numpy as np
 
         if self.array is None:
@@ -88,18 +106,24 @@ class StandIns:
         """As `WorkerInfo.rng` has it: the very generators, so they are seeded with them."""
         if self._rng is None:
             import numpy as np
-            import torch
             from torch.utils.data._utils.worker import _RNG
 
-            if self.array is None:
-                self.array = np.random.RandomState()
-            if self.tensor is None:
-                self.tensor = torch.Generator()
-                self.mode = mode_class()(self)
+            self._make()
             # The same bit generator as the RandomState's, so seeded with it.
             generator = np.random.Generator(self.array._bit_generator)
             self._rng = _RNG(self.python, self.tensor, generator)
         return self._rng
+
+    def _make(self) -> None:
+        """Make those that have yet to be made, whose libraries may have yet to be imported."""
+        import numpy as np
+        import torch
+
+        if self.array is None:
+            self.array = np.random.RandomState()
+        if self.tensor is None:
+            self.tensor = torch.Generator()
+            self.mode = mode_class()(self)
 
 
 # -- all of them -------------------------------------------------------------------------------------

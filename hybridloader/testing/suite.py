@@ -330,6 +330,7 @@ class BackendContract:
                 crew.send(1, Task(2, 7))
                 crew.collect_until(lambda event: isinstance(event, Exited))
                 crew.raw.start(1, spec)
+                crew.raw.settle()
                 crew.send(1, Task(seq, seq))
                 [result] = crew.collect(1)
                 assert result.seq == seq
@@ -395,6 +396,7 @@ class _Running:
         try:
             for worker in range(self._spec.workers):
                 self.raw.start(worker, self._spec)
+            self.raw.settle()
         except BaseException:
             self.raw.close()
             raise

@@ -1,0 +1,123 @@
+"""Who has the global generators of this process for a while, and gives them back as they were.
+
+A worker that the caller plays has them alone, swapped for its own. Threads that run an `init_fn` have
+them together: each finds generators of its own in their place (see `stand_ins`), and only what goes
+past these, such as the generators of devices, is put back when the last is through. Never seeds
+anything.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hybridloader.seeds.draws import now
+
+
+class Globals:
+    """The states of the three global generators.
+
+    Parameters
+    ----------
+    devices
+        Whether also those of CUDA devices in use, which a user's ``torch.manual_seed`` sets too.
+    """
+
+    def __init__(self, *, devices: bool = False) -> None:
+        import numpy as np
+        import torch
+
+        # The CPU generator only: torch.get_rng_state and set_rng_state leave the devices alone.
+        self._states = random.getstate(), torch.get_rng_state(), np.random.get_state()
+        cuda = devices and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._devices = torch.cuda.get_rng_state_all() if cuda else []
+
+    def restore(self) -> None:
+        import numpy as np
+        import torch
+
+        python, tensor, array = self._states
+        random.setstate(python)
+        torch.set_rng_state(tensor)
+        np.random.set_state(array)
+        if self._devices:
+            torch.cuda.set_rng_state_all(self._devices)
+
+
+class _Lent:
+    """One thread alone, or any number of threads together.
+
+    Whoever has stand-ins on its thread borrows nothing: what it takes for the global generators are its
+    own.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        # All the mutable state:
+        self._owner: int | None = None  # the thread that has them alone
+        self._depth = 0
+        self._inside: set[int] = set()  # the threads that have them together
+        self._before: Globals | None = None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else borrows them within. Again on the same thread, and beneath `together`, at once."""
+        if now.stand_ins is not None:
+            yield
+            return
+        me = threading.get_ident()
+        with self._free:
+            self._free.wait_for(
+                lambda: self._owner == me or (self._owner is None and not self._inside)
+            )
+            self._owner, self._depth = me, self._depth + 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._depth -= 1
+                if not self._depth:
+                    self._owner = None
+                    self._free.notify_all()
+
+    @contextmanager
+    def together(self, starter: int) -> Iterator[None]:
+        """Behind the last thread that is within, they are as they were before the first.
+
+        Parameters
+        ----------
+        starter
+            The thread that has started this one and waits for it: it may have them alone.
+        """
+        me = threading.get_ident()
+        with self._free:
+            self._free.wait_for(lambda: self._owner in (None, starter))
+            if not self._inside:
+                self._before = Globals(devices=True)
+            self._inside.add(me)
+        try:
+            yield
+        finally:
+            with self._free:
+                self._inside.discard(me)
+                if not self._inside:
+                    before, self._before = self._before, None
+                    assert before is not None
+                    before.restore()
+                    self._free.notify_all()
+
+    def forked(self) -> None:
+        """Forget threads that are not in this child of a fork; one may have been at the condition."""
+        me = threading.get_ident()
+        self._free = threading.Condition()
+        if self._owner != me:
+            self._owner, self._depth = None, 0
+        self._inside &= {me}
+
+
+lent = _Lent()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lent.forked)
