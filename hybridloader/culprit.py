@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridloader.foreign import attribute, has
 from hybridloader.inheritance import Shared
 
 _DEEPEST = 25
@@ -17,14 +17,14 @@ and more than a line or two helps nobody."""
 
 def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
     """The deepest part of `thing` for which `attempt` raises, as a path of attributes."""
-    deepest, seen, shared = (path, thing), {id(thing)}, Shared()
+    deepest, seen, shared = (path, thing), {id(thing): thing}, Shared()
     for _ in range(_DEEPEST):
         if deepest[1] in shared:  # made by a library: what it is made of is nothing to the user
             break
         for step, part in _parts(deepest[1]):
             if id(part) in seen:
                 continue
-            seen.add(id(part))
+            seen[id(part)] = part  # kept, as some are made as we look, and a number may come again
             try:
                 attempt(part)
             except Exception:
@@ -36,23 +36,62 @@ def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What is pickled with `thing`, and how to come to it from there."""
     if isinstance(thing, dict):
         yield from ((f"[{key!r}]", value) for key, value in thing.items())
-    elif isinstance(thing, (list, tuple)):
+        yield from ((f".<key>[{i}]", key) for i, key in enumerate(thing))
+    elif isinstance(thing, (list, tuple, deque)):
         yield from ((f"[{i}]", value) for i, value in enumerate(thing))
-    elif isinstance(thing, types.FunctionType):
-        code = thing.__code__
-        for name, cell in zip(code.co_freevars, thing.__closure__ or (), strict=True):
-            if cell != types.CellType():  # an empty cell can be pickled, but not looked into
-                yield f".<closure>.{name}", cell.cell_contents
-        for name in code.co_names:
-            if name in thing.__globals__:
-                yield f".<global>.{name}", thing.__globals__[name]
+    elif isinstance(thing, (set, frozenset)):
+        yield from ((f".<element>[{i}]", value) for i, value in enumerate(thing))
+    if isinstance(thing, types.FunctionType):
+        yield from _parts_of_function(thing)
     elif isinstance(thing, types.MethodType):
         yield ".__self__", thing.__self__
     elif isinstance(thing, functools.partial):
         yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
-    else:
-        slots = [slot for kind in type(thing).__mro__ for slot in getattr(kind, "__slots__", ())]
-        names = [*attribute(thing, "__dict__", ()), *slots]
-        yield from ((f".{name}", attribute(thing, name)) for name in names if has(thing, name))
+    elif isinstance(thing, type):  # one that can't be imported goes along with all that is in it
+        yield from ((f".{name}", value) for name, value in vars(thing).items() if not _own(value))
+        yield from ((f".<base>.{base.__name__}", base) for base in thing.__bases__)
+    elif type(thing) not in _CONTAINERS:
+        yield from _parts_of_state(thing)
+
+
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+
+
+def _own(value: Any) -> bool:
+    """Whether Python makes it anew for each class: slots, ``__dict__``, ``__weakref__``."""
+    return isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if cell != types.CellType():  # an empty cell can be pickled, but not looked into
+            yield f".<closure>.{name}", cell.cell_contents
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield f".<global>.{name}", function.__globals__[name]
+    yield from ((f".<default>[{i}]", value) for i, value in enumerate(function.__defaults__ or ()))
+    named = {**(function.__kwdefaults__ or {}), **vars(function)}
+    yield from ((f".{name}", value) for name, value in named.items())
+
+
+def _parts_of_state(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What an object says to be made of: what its ``__getstate__`` leaves out is not to blame."""
+    try:
+        reduced = thing.__reduce_ex__(5)
+    except Exception:  # it is to blame itself
+        return
+    if not isinstance(reduced, tuple):
+        return
+    arguments, state = reduced[1], reduced[2] if len(reduced) > 2 else None
+    # What has slots gives a pair, of its `__dict__` and of its slots.
+    for named in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+        if isinstance(named, dict):
+            yield from ((f".{name}", value) for name, value in named.items())
+        elif named is not None:
+            yield ".<state>", named
+    yield ".<class>", type(thing)
+    yield from ((f".<argument>[{i}]", value) for i, value in enumerate(arguments))

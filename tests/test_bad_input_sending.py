@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hybridloader import Backend, DataLoader, SharedMemory, ShippingError
@@ -120,6 +122,75 @@ def test_an_attribute_in_slots_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     loader = DataLoader(Holder(Slotted(threading.Lock())), num_workers=1, backend="spawn")
     with pytest.raises(ShippingError, match=r"dataset\.inner\.handle"):
         iter(loader)
+
+
+class Choosy(Box):
+    """Leaves its lock out, and sends something else."""
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> Any:
+        return {"handle": self.handle}
+
+
+class Listed(list[Any]):
+    """A list with an attribute."""
+
+
+def _listed(handle: Any) -> Listed:
+    listed = Listed([1, 2])
+    listed.handle = handle  # type: ignore[attr-defined]
+    return listed
+
+
+def _of_the_main_module(handle: Any) -> Any:
+    class Local:
+        inner = handle
+
+    Local.__module__ = "__main__"
+    return Local()
+
+
+def _with_default(handle: Any) -> Any:
+    def collate(batch: Any, first: int = 1, second: Any = handle) -> Any:
+        return batch
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (Choosy, ".handle (a lock)"),
+        (_listed, ".handle (a lock)"),
+        (lambda lock: deque([1, lock]), "[1] (a lock)"),
+        (lambda lock: {lock}, ".<element>[0] (a lock)"),
+        (lambda lock: {1: 2, lock: 3}, ".<key>[1] (a lock)"),
+        (_of_the_main_module, ".<class>.inner (a lock)"),
+        (_with_default, ".<default>[1] (a lock)"),
+    ],
+)
+def test_whatever_goes_along_is_named(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any], path: str
+) -> None:
+    _no_process_may_start(monkeypatch)
+    with pytest.raises(ShippingError) as caught:
+        iter(DataLoader(Holder(make(threading.Lock())), num_workers=1, backend="spawn"))
+    assert str(caught.value).startswith(f"the loader.fetch.dataset.inner{path} can't")
+
+
+def test_a_tensor_that_autograd_knows_more_of_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own pickles take it; what sends it does not."""
+    _no_process_may_start(monkeypatch)
+    for tensor in (torch.ones(2), torch.ones(2).share_memory_()):
+        inner = {"weights": tensor.requires_grad_() * 2}
+        inner["weights"].share_memory_()
+        with pytest.raises(
+            ShippingError, match=r"dataset\.inner\['weights'\] \(a Tensor\) .*detach"
+        ):
+            iter(DataLoader(Holder(inner), num_workers=1, backend="spawn"))
 
 
 class Trainer:
