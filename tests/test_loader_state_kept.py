@@ -226,6 +226,28 @@ def assert_followed_by(
     assert [flat(other), flat(other)] == [whole, whole]
 
 
+@pytest.mark.parametrize("where", [(0, "inline"), (2, "threads")], ids=str)
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_behind_the_last_batch_an_end_that_is_declared_is_followed_by_the_next_pass(
+    kind: str, where: tuple[int, str]
+) -> None:
+    """As accelerate does it, while the iterator has not told its end."""
+    uninterrupted = loader_of(kind, where)
+    whole, following = flat(uninterrupted), flat(uninterrupted)
+    loader = loader_of(kind, where)
+    iterator = iter(loader)
+    for _ in whole:
+        next(iterator)
+    state = loader.state_dict()
+    rest = loader_of(kind, (0, "inline"))
+    rest.load_state_dict(state)
+    assert flat(rest) == []
+    state["_iterator_finished"] = True
+    other = loader_of(kind, where)
+    other.load_state_dict(state)
+    assert flat(other) == following
+
+
 @pytest.mark.parametrize("kind", ["reordering", "drawing", "iterator"])
 def test_the_same_with_processes(kind: str, every: Callable[[int], None]) -> None:
     every(3)
