@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
 from hybridloader.buffers.arena import ALIGN
-from hybridloader.buffers.packing import Tensors, check_leaf, keep_small
+from hybridloader.buffers.packing import keep_small
 from hybridloader.buffers.segments import anonymous_file, map_descriptor
 from hybridloader.buffers.sparse import reduce_sparse
+from hybridloader.buffers.tensors import Tensors, check_leaf
 from hybridloader.culprit import culprit
 from hybridloader.errors import DamagedMessage, ShippingError
 from hybridloader.inheritance import Inherited, Shared, as_if_starting, reducer
@@ -335,7 +336,7 @@ def _pickler(
             number = inherited.take(obj)
             if number is not None:
                 return _inherited, (number,)
-            reduce = reducer(obj)
+            reduce = reducer(obj) or tensors.way_of(type(obj))
             return super().reducer_override(obj) if reduce is None else reduce(obj)
 
     return Pickler(file, protocol=5, buffer_callback=keep_small(buffers))

@@ -19,8 +19,8 @@ from steps import steps
 
 from hybridloader.buffers import arena, segments, slots
 from hybridloader.buffers.arena import Parcel, Reader, Writer
-from hybridloader.buffers.packing import tensor_over
 from hybridloader.buffers.slots import OWN, PrivateSlots, capacity_for
+from hybridloader.buffers.tensors import tensor_over
 
 LARGE = 1 << 40
 

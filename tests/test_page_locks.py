@@ -22,9 +22,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from hybridloader.buffers import page_locks, segments, slots
 from hybridloader.buffers.arena import Reader, Writer
-from hybridloader.buffers.packing import tensor_over
 from hybridloader.buffers.page_locks import PageLocks
 from hybridloader.buffers.slots import OWN, PrivateSlots
+from hybridloader.buffers.tensors import tensor_over
 from hybridloader.testing import FakeAccelerator
 
 LARGE = 1 << 40
@@ -424,7 +424,7 @@ def test_an_interpreter_that_ends_while_the_device_reads_ends_quietly() -> None:
     code = """
 import torch
 from hybridloader.buffers.page_locks import PageLocks
-from hybridloader.buffers.packing import tensor_over
+from hybridloader.buffers.tensors import tensor_over
 from hybridloader.buffers.slots import OWN, PrivateSlots
 from hybridloader.testing import FakeAccelerator
 device = FakeAccelerator()

@@ -6,11 +6,13 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from hybridloader import Backend, DataLoader, Threads
+from hybridloader.shipping import receive, ship
 
 
 class Subclass(torch.Tensor):
@@ -111,3 +113,15 @@ def test_sparse_results_keep_their_layout_and_are_kept_by_nobody() -> None:
     del found
     gc.collect()
     assert not kept
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["mapped", "streamed"])
+def test_arrays_that_are_read_only_are_the_workers_own_to_write_to(share: bool) -> None:
+    arrays = [np.frombuffer(bytes(size), np.uint8) for size in (10, 100_000)]
+    shipment = ship(arrays, "the dataset", share=share)
+    parts, fds = [memoryview(bytearray(part)) for part in shipment.parts], shipment.fds
+    shipment.fds = []  # taken over
+    for array, own in zip(arrays, receive(parts, fds), strict=True):
+        own[:] = 1
+        assert own.sum() == len(array)
+        assert array.sum() == 0

@@ -19,8 +19,9 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Protocol
 
-from hybridloader.buffers.packing import AsTensor, tensor_over
+from hybridloader.buffers.packing import AsTensor
 from hybridloader.buffers.slots import OWN
+from hybridloader.buffers.tensors import tensor_over
 from hybridloader.worker_info import get_worker_info
 
 
