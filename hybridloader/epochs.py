@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridloader.beside import Beside
+from hybridloader.foreign import attribute
 
 _begun: Beside[int] = Beside()
 """The epoch of the pass that began last, unless another was announced since."""
@@ -38,4 +39,4 @@ def current(loader: Any) -> int:
 
 def _announced(loader: Any) -> int:
     """0 for a loader of torch's, which nobody can tell an epoch."""
-    return int(getattr(loader, "_epoch", 0))
+    return int(attribute(loader, "_epoch", 0))

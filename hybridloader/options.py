@@ -14,6 +14,7 @@ from hybridloader.devices.pinning import check as check_device
 from hybridloader.faults.on_error import Replace, Retry, Skip
 from hybridloader.faults.on_error import parse as parse_on_error
 from hybridloader.faults.restart import RestartPolicy
+from hybridloader.foreign import attribute
 from hybridloader.seeds.sample_seeds import SampleSeeding
 from hybridloader.seeds.sample_seeds import parse as parse_seeding
 
@@ -68,7 +69,7 @@ class Options:
     @classmethod
     def of(cls, loader: Any) -> Self:
         """Those of one of our loaders, as they are now."""
-        values: dict[str, Any] = {f.name: getattr(loader, f.name, f.default) for f in fields(cls)}
+        values: dict[str, Any] = {f.name: attribute(loader, f.name, f.default) for f in fields(cls)}
         return cls(**values)
 
     def check(self) -> None:

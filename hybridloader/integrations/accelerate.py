@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from hybridloader.caller import stacklevel
+from hybridloader.foreign import attribute
 
 TESTED = ("1.15", "1.15")
 """The first and the last release of accelerate with which all tests pass. The older ones, from 1.0 on,
@@ -321,7 +322,7 @@ def _ineffective(module: types.ModuleType) -> Iterator[str]:
     samples: Any = [0]
     ours, torchs = DataLoader(samples), torch.utils.data.DataLoader(samples)
     for loader in (ours, torchs):
-        kwargs = {KEY: getattr(loader, KEY, None)}
+        kwargs = {KEY: attribute(loader, KEY)}
         try:
             made = module.DataLoaderAdapter(samples, batch_sampler=loader.batch_sampler, **kwargs)
             kind: Any = type(made.base_dataloader)
