@@ -31,24 +31,31 @@ class Cadence:
     ----------
     clock
         Gives seconds.
+    every
+        Steps from one state to the next at least; the first is taken with the first step.
     """
 
-    __slots__ = ("_began", "_clock", "_cost", "_next")
+    __slots__ = ("_began", "_clock", "_cost", "_every", "_left", "_next")
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = perf_counter, *, every: int = 1) -> None:
+        self._clock, self._every = clock, every
         # All the mutable state:
+        self._left = 0  # steps before which none is due
         self._began = 0.0
         self._cost = -1.0  # of taking one; negative: none was taken yet
         self._next = 0.0  # when the next one is due
 
     def due(self) -> bool:
         """Whether the state is to be taken now; then `taken` follows."""
+        if self._left:
+            self._left -= 1
+            return False
         self._began = self._clock()
         return self._began >= self._next
 
     def taken(self) -> None:
         """It was, or could not be."""
+        self._left = self._every - 1
         now, before = self._clock(), self._cost
         first, cost = before < 0, now - self._began
         self._cost = cost if first else min(cost, max(2 * before, FREE / 2))

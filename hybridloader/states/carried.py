@@ -161,9 +161,13 @@ class _Carrying:
 
     def __call__(self, index: Any) -> Any:
         data = self.within(index)
-        if self._cadence.due() or self._ended:
-            return self._with_state(data)
-        return data
+        due = self._cadence.due()
+        if not (due or self._ended):
+            return data
+        carried = self._with_state(data)
+        if due:
+            self._cadence.taken()
+        return carried
 
     @property
     def _ended(self) -> bool:
@@ -179,7 +183,6 @@ class _Carrying:
                 iterator = frozen(self._samples, "the iterator over the dataset")
         except StateError as error:
             fault = str(error)
-        self._cadence.taken()
         return Carried(data, dataset, iterator, self._ended, fault)
 
     def _mended(self, result: Any, check: Callable[[Any], Any]) -> Any:
