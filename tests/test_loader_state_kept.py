@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from sampled import Every
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
 
-from hybridloader import DataLoader, StateError
+from hybridloader import DataLoader, StateError, Threads
 from hybridloader.sampling import ShuffleSampler
-from hybridloader.states import replay
+from hybridloader.states import carried, replay
 from hybridloader.states.cadence import FREE, SHARE, Cadence
 from hybridloader.states.copies import Frozen, Kept, copied
 
@@ -496,6 +496,36 @@ def test_a_dataset_is_where_it_was_also_between_two_of_its_states(
         assert taken + ahead_of(iter(last), 20) == whole, count
 
 
+parts = st.lists(
+    st.tuples(st.integers(0, 6), st.booleans(), st.integers(1, 4)), min_size=1, max_size=4
+)
+
+
+@given(st.sampled_from([Curriculum, Growing]), st.integers(0, 3), st.integers(1, 5), parts)
+@settings(max_examples=60, deadline=None)
+def test_a_dataset_stopped_anywhere_on_any_backend_gives_one_stream(
+    kind: type[Any], workers: int, steps: int, legs: list[tuple[int, bool, int]]
+) -> None:
+    def loader(threads: bool, ahead: int) -> DataLoader:
+        backend: Any = Threads(copy_dataset=True) if threads and workers else "inline"
+        more: dict[str, Any] = {"prefetch_factor": ahead} if workers else {}
+        return DataLoader(kind(), 2, num_workers=workers, backend=backend, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carried, "Cadence", lambda: Every(steps))
+        whole = ahead_of(iter(loader(False, 2)), 99)
+        taken: list[Any] = []
+        state: dict[str, Any] = {}
+        for count, threads, ahead in legs:
+            one = loader(threads, ahead)
+            one.load_state_dict(state)
+            taken += ahead_of(iter(one), min(count, len(whole) - len(taken)))
+            state = one.state_dict()
+        last = loader(False, 2)
+        last.load_state_dict(state)
+        assert taken + ahead_of(iter(last), 99) == whole
+
+
 class Module(torch.nn.Module):
     """A dataset that is a module: what it tells is what it was made with."""
 
@@ -514,7 +544,7 @@ class Module(torch.nn.Module):
 def test_what_is_large_is_not_sent_with_each_batch(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridloader.states import carried, progress
+    from hybridloader.states import progress
 
     monkeypatch.setattr(carried, "Cadence", lambda: Every(1000))
     come = []
