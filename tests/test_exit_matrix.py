@@ -123,7 +123,8 @@ def outcome_of(
 ) -> Callable[[Trial], Outcome]:
     """Makes a trial, and those near it: in the same interpreters, which take seconds to get ready.
 
-    Not all of them, because tests may be divided among several processes.
+    Not all of them, because tests may be divided among several processes; each part is made once, by
+    whichever of these comes to it first.
     """
     chosen: list[Any] = [
         item.callspec.params["trial"]
@@ -131,21 +132,36 @@ def outcome_of(
         if isinstance(item, pytest.Function) and item.path == Path(__file__)
         if item.originalname == test_a_program_ends_with_all_its_processes_and_no_noise.__name__
     ]
+    together = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # all of them share what lies above theirs
+        together = together.parent
     found: dict[Trial, Outcome] = {}
 
     def make(trial: Trial) -> Outcome:
         if trial not in found:
             first = chosen.index(trial) // TOGETHER * TOGETHER
-            found.update(run(chosen[first : first + TOGETHER], tmp_path_factory.mktemp("exits")))
+            given = chosen[first : first + TOGETHER]
+            root = together / f"exits-{first}"
+            import fcntl
+
+            with open(f"{root}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not root.exists():
+                    run(given, root)
+                found.update(outcomes(given, root))
         return found[trial]
 
     return make
 
 
-def run(trials: list[Trial], root: Path) -> dict[Trial, Outcome]:
+def run(trials: list[Trial], root: Path) -> None:
+    root.mkdir()
     (root / "trials.json").write_text(json.dumps(trials))
     script = Path(__file__).with_name("exit_trial.py")
     subprocess.run([sys.executable, script, root], check=True, stdin=subprocess.DEVNULL)
+
+
+def outcomes(trials: list[Trial], root: Path) -> dict[Trial, Outcome]:
     found = {}
     for number, trial in enumerate(trials):
         where = root / str(number)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from hybridloader.buffers.collate import WithoutTorch
 from hybridloader.buffers.page_locks import PageLocks
-from hybridloader.contract import Backend, Crew
+from hybridloader.contract import Backend, Crew, WorkerHandle
 from hybridloader.fetch import EndOfShard, Fetcher, Flag
 from hybridloader.messages import (
     Begin,
@@ -357,8 +357,10 @@ class BackendContract:
             for seq in range(20):
                 crew.send(0, Task(seq, seq))
             handles = list(crew.raw.handles())
+            assert all(isinstance(handle, WorkerHandle) for handle in handles)
             crew.raw.close()
             assert not any(handle.is_alive() for handle in handles)
+            assert None not in [handle.exitcode for handle in handles]
             crew.raw.close()
             crew.raw.wake()
 
