@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from hybridloader.fetch import MapFetch
 from hybridloader.operators.base import INFINITE, Length, Operator, Source
 from hybridloader.operators.order import Repeat
 from hybridloader.operators.sources import Indices, Items
-from hybridloader.operators.work import Lookup, Placement, Readers
+from hybridloader.operators.split import Branch
+from hybridloader.operators.work import Lookup, Placement, Readers, Work
 from hybridloader.steps import Steps
 
 if TYPE_CHECKING:
@@ -45,9 +47,10 @@ class Pipeline(Steps):
     [[0, 1, 4], [9, 16, 25]]
     """
 
-    __slots__ = ("_epoch", "operators")
+    __slots__ = ("_calls", "_epoch", "operators")
 
     operators: tuple[Operator, ...]
+    _calls: int
     _epoch: Iterator[int]
 
     def __init__(self, operators: Sequence[Operator]) -> None:
@@ -56,7 +59,15 @@ class Pipeline(Steps):
         for operator in operators[1:]:
             if not isinstance(operator, Operator) or isinstance(operator, Source):
                 raise TypeError(f"{operator!r} can't be a step of a pipeline: it is no Operator")
+        calls = _calls(operators)
+        if calls > _MOST_CALLS:
+            raise ValueError(
+                f"{operators[-1].name}: too many steps within one another: up to {calls} calls deep, "
+                f"and Python allows {sys.getrecursionlimit()} in all. Make one function of several, and "
+                "give all pipelines to one concat(a, b, c, ...), zip or mix, not two by two"
+            )
         object.__setattr__(self, "operators", tuple(operators))
+        object.__setattr__(self, "_calls", calls)
         object.__setattr__(self, "_epoch", itertools.count())
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -300,6 +311,32 @@ class Pipeline(Steps):
 
     def _made(self, operators: Sequence[Operator]) -> Pipeline:
         return Pipeline(operators)
+
+
+_MOST_CALLS = 600
+"""Calls within one another that running a pipeline may take; the loop around it needs some of the 1,000
+that Python allows, too."""
+
+
+def _calls(operators: Sequence[Operator]) -> int:
+    """How many calls are within one another, at most, while these are opened, pulled or closed.
+
+    As measured with each in a row. A step that opens what is before it by itself takes most. A fork is
+    looked at anew for every branch, so that the time it takes doubles with each one within another.
+    """
+    deep = 0
+    for operator in operators:
+        branches = operator.branches()
+        if isinstance(operator, Branch) and operator.fork.count > 1:
+            deep += 60
+        elif branches or type(operator).begin not in (Operator.begin, Source.begin):
+            deep += 10
+        else:
+            deep += 1 if isinstance(operator, Work) else 2
+    inner = (
+        getattr(branch, "_calls", 0) for operator in operators for branch in operator.branches()
+    )
+    return deep + max(inner, default=0)
 
 
 def _check_number(name: str, value: Any, least: int | None = None) -> None:

@@ -64,7 +64,11 @@ class Over(Iterator[Any]):
     def close(self) -> None:
         """Give up what is left, and close what comes before. Idempotent."""
         self._end()
-        close(self._items)
+        shut = getattr(self._items, "close", None)
+        if (
+            shut is not None
+        ):  # called from here, because a long line is that many calls in one another
+            shut()
 
 
 def opened(pipelines: tuple[Pipeline, ...], context: Context) -> list[Iterator[Any]]:

@@ -144,7 +144,8 @@ class TakeIterator(Over):
 
     def close(self) -> None:
         self._left = -1
-        super().close()
+        self._end()
+        close(self._items)
 
 
 @dataclass(frozen=True)

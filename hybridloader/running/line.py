@@ -6,7 +6,7 @@ itself and keeps nothing for the next pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,14 @@ from hybridloader.states.dropping import Dropping
 from hybridloader.states.trail import Path, before, number_of, passes_one_by_one
 
 if TYPE_CHECKING:
+    from hybridloader.faults.losses import Losses
+    from hybridloader.refresh import Change
     from hybridloader.running.machine import Machine
+    from hybridloader.running.stations import Station
+
+
+Opening = Generator[tuple[int, Start], Iterator[Any], Iterator[Any]]
+"""Opens one node: asks for the one of a number, from where that begins, is sent it, returns its own."""
 
 
 class Line:
@@ -55,22 +62,44 @@ class Line:
         return items
 
     def _open(self, at: int, start: Start) -> Iterator[Any]:
-        """Open the nodes up to number `at`, to give what is behind the first items."""
+        """Open the nodes up to number `at`, to give what is behind the first items.
+
+        Each asks for the one before it here, and not by a call: a long line would be too many calls
+        within one another.
+        """
+        todo = [self._opening(at, start)]
+        items: Any = None
+        while True:
+            try:
+                wanted = todo[-1].send(items)
+            except StopIteration as done:
+                todo.pop()
+                items = done.value
+                if not todo:
+                    return items  # type: ignore[no-any-return]
+            else:
+                todo.append(self._opening(*wanted))
+                items = None
+
+    def _opening(self, at: int, start: Start) -> Opening:
+        """Open the node number `at`, as `_open` does."""
         node = self._nodes[at]
         if isinstance(node, Single):
-            return self._open_single(at, start)
+            return (yield from self._open_single(at, start))
         raised = bool(self._run.trail.start.raised)
         if not start.items or passes_one_by_one(node, raised):
-            return self._open_node(at, start)
-        items = self._open_node(at, Start())
+            return (yield from self._open_node(at, start))
+        items = yield from self._open_node(at, Start())
         return self._run.without(items, start, node.name)
 
-    def _open_node(self, at: int, start: Start) -> Iterator[Any]:
+    def _open_node(self, at: int, start: Start) -> Opening:
         """The same, if what comes before is to begin behind as many items."""
         node = self._nodes[at]
+        if isinstance(node, Workers) and node.reads:
+            return self._open_readers(at)
         if isinstance(node, Workers):
-            return self._open_stage(at, start)
-        items = self._open(at - 1, start)
+            return (yield from self._open_stage(at, start))
+        items = yield at - 1, start
         if isinstance(node, Inline):
             return self._open_inline(node, at, items, start)
         assert isinstance(node, Handover)
@@ -100,7 +129,7 @@ class Line:
                 raise
         return items
 
-    def _open_single(self, at: int, start: Start) -> Iterator[Any]:
+    def _open_single(self, at: int, start: Start) -> Opening:
         node, run, path = self._nodes[at], self._run, self._path
         assert isinstance(node, Single)
         operator, number = node.operator, number_of(self._nodes, at)
@@ -110,8 +139,12 @@ class Line:
         first, begins = start, Start()  # to be dropped here, if it can't begin behind them
         if parts is not None:
             first, begins = Start(), start
-        upstream = self._upstream(operator, at, _upstream_of(operator, begins))
-        items = operator.begin(upstream, run.at((*path, at), number, operator, begins, saved))
+        context = run.at((*path, at), number, operator, begins, saved)
+        begins = _upstream_of(operator, begins)
+        if type(operator).begin is Operator.begin:
+            items = operator.open((yield at - 1, begins), context)
+        else:
+            items = operator.begin(self._upstream(operator, at, begins), context)
         if not isinstance(items, Iterator):
             raise TypeError(
                 f"operator {node.name!r}: open() must return an iterator, not {items!r}; "
@@ -174,23 +207,30 @@ class Line:
 
         return upstream
 
-    def _open_stage(self, at: int, start: Start) -> Iterator[Any]:
-        nodes, path, run, machine = self._nodes, self._path, self._run, self._machine
-        node = nodes[at]
+    def _station(self, at: int) -> tuple[Workers, Station, tuple[Change, ...], Losses | None]:
+        """The stage at number `at` as it begins this pass."""
+        node, path, machine = self._nodes[at], self._path, self._machine
         assert isinstance(node, Workers)
         station = machine.stations.of((*path, at), node)
-        stage, books = station.stage, station.books
         changes = station.watch.changes() if station.watch is not None and station.begun else ()
         station.begun = True
         losses = machine.stations.losses(
-            (*path, at), node.placement, node.name, run.epoch, gaps=run.rows
+            (*path, at), node.placement, node.name, self._run.epoch, gaps=self._run.rows
         )
-        if node.reads:
-            station.counter.begin(run.epoch)
-            station.readers = ReaderItems(stage, books, losses)
-            station.readers.begin(changes)
-            return station.readers
-        items = self._open(at - 1, start)
+        return node, station, changes, losses
+
+    def _open_readers(self, at: int) -> Iterator[Any]:
+        _, station, changes, losses = self._station(at)
+        station.counter.begin(self._run.epoch)
+        station.readers = ReaderItems(station.stage, station.books, losses)
+        station.readers.begin(changes)
+        return station.readers
+
+    def _open_stage(self, at: int, start: Start) -> Opening:
+        nodes, path, run, machine = self._nodes, self._path, self._run, self._machine
+        node, station, changes, losses = self._station(at)
+        stage, books = station.stage, station.books
+        items = yield at - 1, start
         stage_before = nodes[at - 2] if at > 1 else None
         portions = Portions(
             items,

@@ -9,9 +9,10 @@ something else. What only counts and reorders is pulled by whoever needs it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader.fallback import usable
 from hybridloader.operators.base import Operator
@@ -152,8 +153,62 @@ _CHEAP = (Indices, Shard, Take, Skip, Enumerate, Shuffle, Repeat, Cache)
 _PLAIN = (list, tuple, range, str, bytes)
 
 
+class _Laid(NamedTuple):
+    """One pipeline as it is laid out.
+
+    Attributes
+    ----------
+    nodes
+        In order, the source first.
+    quick
+        Whether it need not be waited for.
+    live
+        Whether something runs besides whoever pulls it, in its branches too.
+    """
+
+    nodes: tuple[Node, ...]
+    quick: bool
+    live: bool
+
+
+class _Known(threading.local):
+    """What has been laid out since the outermost call on this thread, by the identity of the pipeline.
+
+    Every line asks several times what those within it are; without this, each level of joins would take
+    several times as long as the one below it.
+    """
+
+    laid: dict[int, _Laid] | None = None
+
+
+_known = _Known()
+
+
 def lay_out(pipeline: Pipeline) -> tuple[Node, ...]:
     """The nodes of one pipeline, in order, its source first; branches have a layout of their own."""
+    if _known.laid is not None:
+        return _laid(pipeline).nodes
+    _known.laid = {}
+    try:
+        return _laid(pipeline).nodes
+    finally:
+        _known.laid = None
+
+
+def _laid(pipeline: Pipeline) -> _Laid:
+    known = _known.laid
+    assert known is not None
+    found = known.get(id(pipeline))
+    if found is None:
+        nodes = _nodes_of(pipeline)
+        live = any(
+            isinstance(node, (Workers, Handover)) or _has_live_branch(node) for node in nodes
+        )
+        found = known[id(pipeline)] = _Laid(nodes, _state(list(nodes)) == "quick", live)
+    return found
+
+
+def _nodes_of(pipeline: Pipeline) -> tuple[Node, ...]:
     nodes: list[Node] = []
     for node in _grouped(_with_shards_first(pipeline.operators)):
         state = _state(nodes)
@@ -285,7 +340,7 @@ def _is_quick(node: Node) -> bool:
     assert isinstance(node, Single)
     branches = node.operator.branches()
     if branches:
-        return all(_state(list(lay_out(branch))) == "quick" for branch in branches)
+        return all(_laid(branch).quick for branch in branches)
     return isinstance(node.operator, _CHEAP)
 
 
@@ -316,11 +371,7 @@ def _runs_ahead(stage: Node) -> bool:
 def _has_live_branch(node: Node) -> bool:
     if not isinstance(node, Single):
         return False
-    return any(
-        isinstance(inner, (Workers, Handover)) or _has_live_branch(inner)
-        for branch in node.operator.branches()
-        for inner in lay_out(branch)
-    )
+    return any(_laid(branch).live for branch in node.operator.branches())
 
 
 def _sealed(nodes: list[Node]) -> Iterator[Node]:

@@ -1,0 +1,65 @@
+"""Pipelines of many steps in a row, and of many joins within one another."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+
+from hybridloader import Pipeline
+from hybridloader.running import plan
+
+STEPS: dict[str, Callable[[Pipeline], Pipeline]] = {
+    "take": lambda pipe: pipe.take(9),
+    "batch": lambda pipe: pipe.batch(1, collate_fn=list),
+    "map": lambda pipe: pipe.map(abs),
+    "repeat": lambda pipe: pipe.repeat(1),
+    "cache": lambda pipe: pipe.cache(),
+    "concat": lambda pipe: pipe.concat(Pipeline.from_dataset([])),
+    "zip": lambda pipe: pipe.zip(),
+    "fork": lambda pipe: Pipeline.zip(*pipe.fork()).map(max),
+}
+
+
+def longest(step: Callable[[Pipeline], Pipeline]) -> tuple[Pipeline, str]:
+    """With as many steps as there may be, and what is said of one more."""
+    pipe = Pipeline.from_dataset([3, 4])
+    while True:
+        try:
+            pipe = step(pipe)
+        except ValueError as error:
+            return pipe, str(error)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_longest_that_is_not_refused_runs(name: str) -> None:
+    pipe, refusal = longest(STEPS[name])
+    assert "too many steps within one another: up to 6" in refusal
+    assert len(pipe) == len(pickle.loads(pickle.dumps(pipe))) == 2
+    assert repr(pipe)
+    assert str(pipe)
+    assert pipe.to_mermaid()
+    with pipe.run() as run:
+        next(run)
+        state = run.state_dict()
+        assert len(list(run)) == 1
+    if name != "cache":  # which another run may not fill
+        assert len(list(pipe.run(state=state))) == 1
+
+
+def test_what_is_joined_again_and_again_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid: list[int] = []
+    real = plan._nodes_of
+
+    def counting(pipe: Pipeline) -> tuple[plan.Node, ...]:
+        laid.append(id(pipe))
+        return real(pipe)
+
+    monkeypatch.setattr(plan, "_nodes_of", counting)
+    pipe = Pipeline.from_dataset([0])
+    for number in range(1, 20):
+        pipe = pipe.map(abs).prefetch(1).concat(Pipeline.from_dataset([number]))
+    plan.lay_out(pipe)
+    assert len(laid) == len(set(laid))
+    assert list(pipe) == list(range(20))
