@@ -30,7 +30,16 @@ from hybridloader.errors import Failure, ShippingError
 from hybridloader.fetch import Fetcher, Flag
 from hybridloader.inheritance import Inherited
 from hybridloader.late import when_imported
-from hybridloader.messages import Done, Event, Exhausted, Failed, Message, Task, WorkerSpec
+from hybridloader.messages import (
+    Done,
+    Event,
+    Exhausted,
+    Failed,
+    Message,
+    Ready,
+    Task,
+    WorkerSpec,
+)
 from hybridloader.native import one_thread_in_this_process
 from hybridloader.seeds.seeding import ProcessSeeds
 from hybridloader.shipping import receive
@@ -238,9 +247,10 @@ class _Desk:
         elif isinstance(event, Failed):
             parts = encode_failed(event, returned)
         elif isinstance(event, Exhausted):
-            parts = encode_exhausted(event.seq, returned)
+            parts = encode_exhausted(event, returned)
         else:
-            parts = encode_ready()
+            assert isinstance(event, Ready)
+            parts = encode_ready(event)
         self._write(parts, fds)
         if self._side is not None:
             self._side.end()

@@ -22,7 +22,8 @@ from hybridloader.buffers.arena import Parcel, Reader, Writer
 from hybridloader.buffers.packing import IN_BAND, Packed, pack, unpack
 from hybridloader.buffers.slots import OWN
 from hybridloader.errors import DamagedMessage, Failure, ResultNotSendable
-from hybridloader.messages import Begin, Failed, First, Message, Stop, Task
+from hybridloader.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
+from hybridloader.states.carried import Carried
 
 READY, DONE, FAILED, EXHAUSTED = range(4)
 
@@ -180,12 +181,30 @@ def _prefix(*fields: float) -> bytes:
     return told + _CHECK.pack(crc32(told))
 
 
-def encode_ready() -> list[Any]:
-    return [_prefix(READY, 0, 0, 0, -1, 0.0, 0)]
+def encode_ready(event: Ready) -> list[Any]:
+    return [_prefix(READY, 0, 0, 0, -1, 0.0, 0) + _told(event.told)]
 
 
-def encode_exhausted(seq: int, returned: Sequence[int] = ()) -> list[Any]:
-    return [_prefix(EXHAUSTED, seq, 0, len(returned), -1, 0.0, 0) + _numbers(returned)]
+def encode_exhausted(event: Exhausted, returned: Sequence[int] = ()) -> list[Any]:
+    prefix = _prefix(EXHAUSTED, event.seq, 0, len(returned), -1, 0.0, event.position)
+    return [prefix + _numbers(returned) + _told(event.told)]
+
+
+def _told(told: Carried | Failure | None) -> bytes:
+    return b"" if told is None else pickle.dumps(told, 5)  # both are made to be sent
+
+
+def decode_told(rest: memoryview) -> Any:
+    """What a worker told besides. Raises `DamagedMessage`."""
+    if not len(rest):
+        return None
+    try:
+        told = unpack(rest, ())
+    except Exception as error:  # whatever a pickle that is none may raise
+        raise DamagedMessage(f"what a worker told can't be read: {error!r}") from error
+    if not isinstance(told, (Carried, Failure)):
+        raise DamagedMessage(f"a worker told {type(told)} of itself")
+    return told
 
 
 def encode_failed(event: Failed, returned: Sequence[int] = ()) -> list[Any]:

@@ -19,7 +19,14 @@ from hybridloader.backends.child import main
 from hybridloader.backends.frames import Frame
 from hybridloader.backends.handles import GRACE, ProcessHandle, bury, join_all, pidfds
 from hybridloader.backends.lane import Lane
-from hybridloader.backends.letters import DONE, EXHAUSTED, FAILED, decode_event, decode_failure
+from hybridloader.backends.letters import (
+    DONE,
+    EXHAUSTED,
+    FAILED,
+    decode_event,
+    decode_failure,
+    decode_told,
+)
 from hybridloader.backends.portable import PortableChannel, PortablePost
 from hybridloader.backends.sealed import Sealed
 from hybridloader.backends.sockets import SocketChannel, SocketPost, parent_ends
@@ -306,9 +313,9 @@ class ProcessCrew(Crew):
             return Failed(worker, seq, decode_failure(rest), position)
         if kind == EXHAUSTED:
             lane.all_answered()
-            return Exhausted(worker, seq)
+            return Exhausted(worker, seq, position, decode_told(rest))
         self._arrived(worker)
-        return Ready(worker)
+        return Ready(worker, decode_told(rest))
 
     def _shipment(self, spec: WorkerSpec) -> Shipment:
         """What the worker is sent first: packed once for all that start together."""

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from hybridloader.seeds.sample_generators import rng
     from hybridloader.seeds.sample_seeds import SampleSeeding
+    from hybridloader.stateful_dataloader import StatefulDataLoader
     from hybridloader.worker_info import get_worker_info
 
 _HOMES = {
@@ -88,6 +89,7 @@ _HOMES = {
     "Skipped": "faults.losses",
     "Spawn": "backends.spawn",
     "StateError": "errors",
+    "StatefulDataLoader": "stateful_dataloader",
     "TaskTimeout": "errors",
     "Threads": "backends.threads",
     "TokenBudgetBatchSampler": "sampling",
@@ -137,6 +139,7 @@ __all__ = [
     "Skipped",
     "Spawn",
     "StateError",
+    "StatefulDataLoader",
     "TaskTimeout",
     "Threads",
     "TokenBudgetBatchSampler",

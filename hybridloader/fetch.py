@@ -148,7 +148,9 @@ class MapFetch:
     fill
         Whether a batch that came short is sent uncollated, to be filled up from others.
     carries
-        Whether the state of a dataset that has one goes with every result.
+        Whether the state of a dataset that has one goes with results.
+    told_every
+        With every so many of a worker's; 0: with as many as is cheap.
     """
 
     dataset: Any
@@ -159,6 +161,7 @@ class MapFetch:
     on_error: Policy | None = None
     fill: bool = True
     carries: bool = False
+    told_every: int = 0
 
     def with_dataset(self, dataset: Any) -> MapFetch:
         return replace(self, dataset=dataset)
@@ -170,7 +173,7 @@ class MapFetch:
             fetcher = cancelled.draws.task(fetcher, first)
         if not self.carries:
             return fetcher
-        carrier: Fetcher = carrying(fetcher, self.dataset)
+        carrier: Fetcher = carrying(fetcher, self.dataset, every=self.told_every)
         return carrier
 
     def _open(self, cancelled: Flag) -> Fetcher:
@@ -305,6 +308,9 @@ class IterableFetch:
     join
         Whether the last samples of the shard, if they are no full batch, are sent uncollated, to be
         joined to those of other shards.
+    told_every
+        With how many of its results a worker sends a state that the dataset or its iterator has; 0: with
+        as many as is cheap.
     """
 
     dataset: Any
@@ -314,6 +320,7 @@ class IterableFetch:
     datapipe: bool = False
     on_error: Policy | None = None
     join: bool = False
+    told_every: int = 0
 
     in_turn: ClassVar[bool] = True
 
@@ -343,7 +350,7 @@ class IterableFetch:
         own: Fetcher = shard
         if draws is not None:
             own = draws.task(shard, lambda _: draws.at(shard.position))
-        fetcher: Fetcher = carrying(own, dataset, samples)
+        fetcher: Fetcher = carrying(own, dataset, samples, every=self.told_every)
         return fetcher
 
 

@@ -30,7 +30,7 @@ from hybridloader.crews import closed_with, park_at_exit
 from hybridloader.devices.pin_thread import PinThread
 from hybridloader.devices.pinning import pinner_for
 from hybridloader.diagnosis import workers_table
-from hybridloader.errors import IteratorClosed, StateError, add_note
+from hybridloader.errors import Failure, IteratorClosed, StateError, add_note
 from hybridloader.faults.losses import Losses, Skipped
 from hybridloader.faults.on_error import Policy, parse
 from hybridloader.faults.refill import FullBatches
@@ -100,6 +100,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             super().__init__(loader)
             self._opening.move(self)
         self._backend = backend
+        self._told_every: int = getattr(loader, "_told_every", 0)
         self._prefetch_factor = loader.prefetch_factor or 2
         self._in_order = loader.in_order
         self._options = options
@@ -155,6 +156,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             shared_seed=self._shared_seed,
             seeding=self._seeds.origin,
             starts=self._opening.starts,
+            tells=self._told_every > 0,
         )
         # With a pinning thread, whoever waits for that counts; an inline worker is the caller itself.
         waits = self._pin_thread is None and self._backend.name != "inline"
@@ -191,6 +193,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 datapipe,
                 self._on_error,
                 join=self._joins,
+                told_every=self._told_every,
             )
         private = isinstance(dataset, MapDataPipe)
         threads = self._options.threads_per_worker
@@ -201,7 +204,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._backend, "copy_dataset", not self._backend.in_process
         ):
             self._carries = is_stateful(dataset)
-            return replace(fetch, carries=self._carries)
+            return replace(fetch, carries=self._carries, told_every=self._told_every)
         return fetch
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
@@ -234,6 +237,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         opening, stage = self._opening, self._stage
         del self._opening  # it holds the loader
         progress = self._progress = opening.progress(self)
+        progress.exhausted = stage.exhausted
         if isinstance(self._dispatch, FirstOf):
             opening.direct(self._dispatch)
         results = self._results(opening.source(self, progress, stage.next_seq), progress, changes)
@@ -241,9 +245,22 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._batches = Counting(results, progress, plain=plain)
         if self._on_error is not None or self._joins:
             self._fill_batches(results, progress)
+        if self._told_every:
+            self._wait_for_workers(progress)
         if opening.resume is not None:
             self._num_yielded = progress.yielded
             self._discard(opening.resume.discard)
+
+    def _wait_for_workers(self, progress: Progress) -> None:
+        for worker, event in self._stage.opened().items():
+            told = event.told
+            if isinstance(told, Failure):
+                self.close()
+                raise told.to_exception(
+                    f"In worker {worker} of stage 'DataLoader', at its beginning."
+                )
+            if told is not None:
+                progress.opened(worker, told)
 
     def _results(
         self, source: Iterator[Any], progress: Progress, changes: tuple[Change, ...]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybridloader.fetch import Fetch
     from hybridloader.refresh import Change
     from hybridloader.seeds.sample_seeds import Origin
-    from hybridloader.states.carried import Start
+    from hybridloader.states.carried import Carried, Start
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class WorkerSpec:
         Where each worker goes on in its first epoch, if not at the beginning.
     seeding
         What the seeds of samples follow from, under ``seeding="sample"``.
+    tells
+        Whether `Ready` tells the first state of the dataset, or why the worker could not begin.
     """
 
     stage: str
@@ -58,6 +60,7 @@ class WorkerSpec:
     skip: int = 0
     starts: tuple[Start, ...] = ()
     seeding: Origin | None = None
+    tells: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,16 @@ Message = Task | Begin | First | Stop
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker has started and ran its `init_fn`."""
+    """The worker has started and ran its `init_fn`.
+
+    Attributes
+    ----------
+    told
+        If it was to tell: the state of the dataset, or what its beginning has raised.
+    """
 
     worker: int
+    told: Carried | Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -134,10 +144,19 @@ class Exhausted:
     """The worker's shard of an iterable dataset ended when it was asked for task `seq`.
 
     It answers no further task of this epoch.
+
+    Attributes
+    ----------
+    position
+        Samples that the shard had.
+    told
+        The state of the dataset behind its end, if it has one.
     """
 
     worker: int
     seq: int
+    position: int = 0
+    told: Carried | None = None
 
 
 @dataclass(frozen=True)

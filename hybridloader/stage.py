@@ -46,6 +46,7 @@ from hybridloader.messages import (
     Event,
     Exhausted,
     Exited,
+    Ready,
     Result,
     Stop,
     WorkerSpec,
@@ -138,6 +139,8 @@ class Stage(Iterator[Any]):
         self._broken_off = -1  # the epoch of which nobody wants more
         # Of the result that was handed out last:
         self.last_worker, self.last_seq, self.last_position = 0, -1, 0
+        self.exhausted: dict[int, Exhausted] = {}  # of this epoch, by worker
+        self._opened: dict[int, Ready] = {}  # those that told
         self._owner = os.getpid()
         self._pulling = threading.RLock()
         self._crew = backend.open()
@@ -228,6 +231,29 @@ class Stage(Iterator[Any]):
             except Exception:
                 raise
             except BaseException:  # an interrupt, after which not all workers may know of it
+                self._closing = True
+                raise
+            finally:
+                self._come_out()
+
+    def opened(self) -> dict[int, Ready]:
+        """Wait until every worker has begun; what each has told of that, if it was to tell."""
+        with self._pulling:
+            self._inside += 1
+            try:
+                deadline = self._clock() + self._timeout if self._timeout > 0 else None
+                while Work.STARTING in self._scheduler.workers:
+                    remaining = None if deadline is None else deadline - self._clock()
+                    if remaining is not None and remaining <= 0:
+                        raise WorkerTimeout(self._roster.lateness(self._timeout))
+                    if self._overruns is not None:
+                        remaining = self._overruns.sooner(remaining)
+                    self._listen(remaining)
+                told, self._opened = self._opened, {}
+                return told
+            except Exception:
+                raise
+            except BaseException:  # as in `pull`
                 self._closing = True
                 raise
             finally:
@@ -362,6 +388,7 @@ class Stage(Iterator[Any]):
         absent = [i for i, w in enumerate(self._scheduler.workers) if w is Work.ABSENT]
         self._discard(self._scheduler.begin())
         self._supply.forget()
+        self.exhausted.clear()
         self.epoch += 1
         self._roster.begin()
         if self.epoch > 0:
@@ -485,8 +512,11 @@ class Stage(Iterator[Any]):
         if not wanted:
             self._discard([event])
         elif isinstance(event, Exhausted):
+            self.exhausted[event.worker] = event
             self._supply.forget_skipped()
             self._retire(event.worker)
+        elif isinstance(event, Ready) and event.told is not None:
+            self._opened[event.worker] = event
 
     def _retire(self, worker: int) -> None:
         """The worker's shard has ended: its place in the window goes to the others."""

@@ -32,7 +32,7 @@ from hybridloader.messages import (
 from hybridloader.refresh import apply
 from hybridloader.seeds.draws import Draws
 from hybridloader.seeds.seeding import ProcessSeeds, Seeds, seeds_by_sample
-from hybridloader.states.carried import resumed
+from hybridloader.states.carried import Carried, resumed
 from hybridloader.worker_info import describe
 
 
@@ -107,7 +107,16 @@ class Worker:
                 if spec.workers == 0:
                     raise
                 self._broken = no_stop(error)
-        return Ready(self.worker)
+            return Ready(self.worker, self._first_state() if spec.tells else None)
+
+    def _first_state(self) -> Carried | Failure | None:
+        return self._state if self._broken is None else Failure(twin(self._broken))
+
+    @property
+    def _state(self) -> Carried | None:
+        """That of the dataset as it is now, if it has one."""
+        now: Callable[[], Carried] | None = getattr(self._fetcher, "carried_now", None)
+        return None if now is None else now()
 
     def close(self) -> None:
         """Nothing more will be done. What the worker was reading is closed."""
@@ -169,7 +178,7 @@ class Worker:
             return Done(self.worker, task.seq, payload, seconds, self._position)
         except EndOfShard:
             self._exhausted = True
-            return Exhausted(self.worker, task.seq)
+            return Exhausted(self.worker, task.seq, self._position, self._state)
         except Abandoned:
             return None
         except Exception as error:

@@ -35,7 +35,7 @@ from hybridloader.backends.letters import (
 from hybridloader.buffers.arena import Parcel, Span
 from hybridloader.buffers.packing import pack, unpack
 from hybridloader.errors import DamagedMessage, Failure, HybridLoaderError
-from hybridloader.messages import Begin, Failed, Stop, Task
+from hybridloader.messages import Begin, Exhausted, Failed, Ready, Stop, Task
 
 thorough = settings(max_examples=300, deadline=None)
 
@@ -233,8 +233,8 @@ def test_a_damaged_stream_stays_damaged() -> None:
 
 PARCEL = Parcel((Span(3, 0, 70_000), None), (), (5,), "too much is kept")
 EVENTS: list[bytes] = [
-    bytes(encode_ready()[0]),
-    bytes(encode_exhausted(7, [1, -2])[0]),
+    bytes(encode_ready(Ready(0))[0]),
+    bytes(encode_exhausted(Exhausted(0, 7), [1, -2])[0]),
     bytes(encode_failed(Failed(0, 3, Failure(KeyError("k"))), [9])[0]),
     bytes(encode_done(1 << 40, pack([1, "two"]), None, count=2, seconds=0.5)[0][0]),
     bytes(encode_done(4, pack(None), None, returned=[4, 5], refusal="why")[0][0]),

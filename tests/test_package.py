@@ -313,6 +313,7 @@ LAYERS = {
         "errors",
         "inheritance",
     },
+    "stateful_dataloader": {"dataloader", "sampling", "states.torchdata_form"},
     "stage": {
         "contract",
         "crews",
@@ -364,6 +365,17 @@ LAYERS = {
         "states.progress",
         "states.replay",
     },
+    "states.torchdata_form": {
+        "beside",
+        "epochs",
+        "errors",
+        "states.carried",
+        "states.copies",
+        "states.progress",
+        "states.replay",
+        "states.resuming",
+        "states.state",
+    },
     "states.trail": {"errors", "operators", "running.plan", "states.copies"},
     "steps": {"buffers.memory", "operators"},
     "supply": {"contract", "errors", "feed", "messages", "roster", "scheduler"},
@@ -404,6 +416,7 @@ BACKENDS_MAY_USE = {
     "native",
     "seeds.seeding",
     "shipping",
+    "states.carried",
     "worker",
     "worker_info",
 }

@@ -1,4 +1,4 @@
-"""torchdata: datasets and samplers with a state, saved and loaded with the loader."""
+"""torchdata: its loader's place is taken by ours, with datasets and samplers that have a state."""
 
 import pickle
 
@@ -6,7 +6,7 @@ import torch
 from torchdata.stateful_dataloader import Stateful
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from hybridloader import DataLoader
+from hybridloader import StatefulDataLoader
 
 
 class Log(torch.utils.data.IterableDataset, Stateful):
@@ -32,19 +32,19 @@ class Log(torch.utils.data.IterableDataset, Stateful):
 
 def main():
     def loader():
-        return DataLoader(Log(list(range(20))), 3, num_workers=2, backend="threads")
+        return StatefulDataLoader(Log(list(range(20))), 3, num_workers=2, backend="threads")
 
     first = iter(interrupted := loader())
     print("before:", [next(first).tolist() for _ in range(3)])
     saved = pickle.dumps(interrupted.state_dict())
 
     resumed = loader()  # in another process, if you like
-    resumed.load_state_dict(pickle.loads(saved))
+    resumed.load_state_dict(pickle.loads(saved))  # or what torchdata's loader saved
     print("after: ", [batch.tolist() for batch in resumed])
 
     data = torch.utils.data.TensorDataset(torch.arange(8))
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(0))
-    shuffled = DataLoader(data, 4, sampler=sampler, num_workers=2, backend="threads")
+    shuffled = StatefulDataLoader(data, 4, sampler=sampler, num_workers=2, backend="threads")
     print("by torchdata's sampler:", [batch.tolist() for (batch,) in shuffled])
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hybridloader.errors import StateError
 from hybridloader.foreign import attribute
-from hybridloader.states.cadence import Cadence
+from hybridloader.states.cadence import Cadence, Every
 from hybridloader.states.copies import Frozen, Latest
 
 
@@ -34,6 +34,8 @@ class Start(NamedTuple):
         Whether the shard has ended.
     again
         Tasks that were done since `dataset`, where it is asked by index: they are done once more.
+    behind
+        Whether the states are of the end of a pass, and the worker is to begin the one behind it.
     """
 
     position: int = 0
@@ -42,6 +44,7 @@ class Start(NamedTuple):
     iterator: Frozen | None = None
     ended: bool = False
     again: tuple[Any, ...] = ()
+    behind: bool = False
 
     @property
     def stateful(self) -> bool:
@@ -83,12 +86,19 @@ def is_stateful(thing: Any) -> bool:
     ) and not isinstance(thing, type)
 
 
-def carrying(fetcher: Callable[[Any], Any], dataset: Any, samples: Any = None) -> Any:
-    """`fetcher`, of whose results some are `Carried` if the dataset, or its iterator, has a state."""
+def carrying(
+    fetcher: Callable[[Any], Any], dataset: Any, samples: Any = None, *, every: int = 0
+) -> Any:
+    """`fetcher`, of whose results some are `Carried` if the dataset, or its iterator, has a state.
+
+    Those are every so many, or, with 0, as many as is cheap.
+    """
     itself = samples is dataset  # torchdata saves it once then, as the iterator's
     stateful = is_stateful(dataset) and not itself
     if stateful or is_stateful(samples):
-        return _Carrying(fetcher, dataset if stateful else None, samples)
+        return _Carrying(
+            fetcher, dataset if stateful else None, samples, Every(every) if every else Cadence()
+        )
     return fetcher
 
 
@@ -151,10 +161,16 @@ class _Carrying:
     In all else the one within.
     """
 
-    def __init__(self, fetcher: Callable[[Any], Any], dataset: Any, samples: Any) -> None:
+    def __init__(
+        self,
+        fetcher: Callable[[Any], Any],
+        dataset: Any,
+        samples: Any,
+        cadence: Cadence | Every,
+    ) -> None:
         self.within, self._dataset = fetcher, dataset
         self._samples = samples if is_stateful(samples) else None
-        self._cadence = Cadence()
+        self._cadence = cadence
         self._mend: Any = getattr(fetcher, "mend", None)
         if self._mend is not None:
             self.mend = self._mended
@@ -172,6 +188,10 @@ class _Carrying:
     @property
     def _ended(self) -> bool:
         return getattr(self.within, "ended", False)
+
+    def carried_now(self) -> Carried:
+        """The state alone, as it is now."""
+        return self._with_state(None)
 
     def _with_state(self, data: Any) -> Carried:
         dataset = iterator = None
@@ -201,9 +221,12 @@ def resumed(fetch: Any, start: Start, cancelled: Any) -> Any:
     if start.dataset is not None:
         _load(fetch.dataset, start.dataset, "the dataset")
     fetcher = fetch.open(None, cancelled)
+    if start.behind and start.iterator is not None:
+        fetcher.resume(start)
+        fetcher = fetch.open(None, cancelled)
     resume = getattr(fetcher, "resume", None)
     if resume is not None:
-        resume(start)
+        resume(start._replace(iterator=None, ended=False) if start.behind else start)
     within = fetcher.within if type(fetcher) is _Carrying else fetcher
     _do_again(within, start.again, cancelled)
     return fetcher

@@ -7,7 +7,7 @@ remembered as indices, as many as the window has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hybridloader.beside import Beside
@@ -19,7 +19,8 @@ from hybridloader.states.carried import Carried, Start
 from hybridloader.states.copies import Latest
 
 if TYPE_CHECKING:
-    from hybridloader.states.cadence import Cadence
+    from hybridloader.messages import Exhausted
+    from hybridloader.states.cadence import Cadence, Every
     from hybridloader.states.replay import Making, Snapshot
 
 
@@ -105,6 +106,8 @@ class Progress:
         Why the state of the dataset can't be had.
     own
         The state of the caller's own copy of it.
+    exhausted
+        How the shards ended that have ended, by worker; also those whose last results are on their way.
     """
 
     def __init__(self, making: Making, epoch: int, workers: int, *, iterable: bool) -> None:
@@ -129,6 +132,7 @@ class Progress:
         self.again: list[int] = [0] * workers
         self.of = 0
         self.first: tuple[int, ...] = ()
+        self.exhausted: Mapping[int, Exhausted] = {}
         self._before: tuple[Start, list[Any], int] = Start(), [], 0
         self._latest: Draw | None = None
         self.shift = 0  # from the numbers of tasks to those of the sampler's items
@@ -184,6 +188,11 @@ class Progress:
         return base.before
 
     @property
+    def carried(self) -> bool:
+        """Whether workers have told of states."""
+        return any(start.stateful for start in self.places)
+
+    @property
     def indices_left(self) -> tuple[list[Any], list[Any]]:
         """What was drawn and must be fetched again: indices of waiting samples, and whole items."""
         apart = [index for _, index in self.waiting.samples]
@@ -198,10 +207,31 @@ class Progress:
             whole.append(self._latest[0])
         return apart, whole
 
+    def opened(self, worker: int, told: Carried) -> None:
+        """A worker has told the state with which it began."""
+        at = self.places[worker].skip
+        self.places[worker] = Start(at, at, told.dataset, told.iterator, told.ended)
+        self.fault, self.again[worker], self._again[worker] = told.fault, 0, []
+
+    def ends(self) -> list[Start]:
+        """Where each worker begins the pass behind this one, if it stays."""
+        ends = []
+        for worker, at in enumerate(self.places):
+            end = self.exhausted.get(worker)
+            last = at if end is None or end.told is None else end.told
+            start = Start(0, 0, last.dataset, last.iterator, again=tuple(self._again[worker]))
+            ends.append(start._replace(behind=start.stateful))
+        return ends
+
     def starts(self) -> list[Start]:
         """Where each worker goes on."""
         both = zip(self.places, self._again, strict=True)
         starts = [place._replace(again=tuple(again)) for place, again in both]
+        for worker, end in self.exhausted.items():
+            if starts[worker].skip == end.position:  # all that came of it was handed out
+                last = starts[worker] if end.told is None else end.told
+                at = starts[worker].position if end.told is None else end.position
+                starts[worker] = Start(at, end.position, last.dataset, last.iterator, True)
         if self.waiting.whole:
             place, again, count = self._before
             starts[self.last_worker] = place._replace(again=tuple(again[:count]))
@@ -264,7 +294,7 @@ class Drawing(Iterator[Any]):
         snapshot: Callable[[], Snapshot] | None,
         number: int,
         base: Base | None = None,
-        cadence: Cadence | None = None,
+        cadence: Cadence | Every | None = None,
     ) -> None:
         self._indices, self._snapshot = indices, snapshot
         self._progress, self._log = progress, progress.log

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.errors import StateError
 from hybridloader.foreign import attribute
-from hybridloader.states.cadence import Cadence
+from hybridloader.states.cadence import Cadence, Every
 from hybridloader.states.carried import is_stateful
 from hybridloader.states.copies import Given, Kept, copied, kept
 
@@ -113,20 +113,22 @@ def share_of(loader: Any) -> list[int] | None:
 
 def stateful_of(loader: Any) -> Any:
     """The sampler that has a state which follows what is drawn, if there is one."""
-    from torch.utils.data import BatchSampler
+    from hybridloader.sampling.torchdata_order import is_plain
 
     outer = loader._index_sampler
     if is_stateful(outer):
         return outer
-    # What another class than torch's has drawn ahead of its batches, nobody knows.
-    inner = outer.sampler if type(outer) is BatchSampler else None
+    # What another class has drawn ahead of its batches, nobody knows.
+    inner = outer.sampler if is_plain(outer) else None
     return inner if is_stateful(inner) else None
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
     """The generators that the loader and its samplers draw from, as far as one can tell."""
     import torch
-    from torch.utils.data import BatchSampler, SequentialSampler
+    from torch.utils.data import SequentialSampler
+
+    from hybridloader.sampling.torchdata_order import is_plain
 
     found: dict[str, Any] = {}
     if loader.generator is not None:
@@ -138,7 +140,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
         if own is not loader.generator:
             found[SAMPLERS] = own
         return found
-    known = type(samplers[0]) is BatchSampler or len(samplers) == 1
+    known = is_plain(samplers[0]) or len(samplers) == 1
     fixed = type(inner) is SequentialSampler or stateful_of(loader) is not None
     iterable = type(inner).__name__ == "_InfiniteConstantSampler" and loader.generator is not None
     if not (known and fixed) and not iterable:
@@ -182,11 +184,13 @@ class Snapshots(NamedTuple):
     """
 
     take: Callable[[], Snapshot]
-    cadence: Cadence | None
+    cadence: Cadence | Every | None
 
 
-def snapshots(loader: Any, indices: Iterator[Any]) -> Snapshots | None:
-    """That of what `indices` are drawn from; None: it has no state."""
+def snapshots(loader: Any, indices: Iterator[Any], *, each: bool = False) -> Snapshots | None:
+    """That of what `indices` are drawn from, with `each` of them; None: it has no state."""
+    from hybridloader.sampling.torchdata_order import tells_anew
+
     stateful = stateful_of(loader)
     iterator: Any = indices if is_stateful(indices) else None
     if stateful is None and iterator is None:
@@ -194,6 +198,8 @@ def snapshots(loader: Any, indices: Iterator[Any]) -> Snapshots | None:
     if iterator is None and _is_ours(stateful):
         # Makes a new dict each time, of two numbers; and is drawn from otherwise by other ranks.
         return Snapshots(lambda: Snapshot(Kept(stateful.state_dict()), None), None)
+    if stateful is None and tells_anew(iterator):
+        return Snapshots(lambda: Snapshot(None, Kept(iterator.state_dict())), None)
 
     def take() -> Snapshot:
         own = within = None
@@ -203,7 +209,7 @@ def snapshots(loader: Any, indices: Iterator[Any]) -> Snapshots | None:
             within = kept(iterator, "the iterator over the sampler", iterator.state_dict)
         return Snapshot(own, within)
 
-    return Snapshots(take, Cadence())
+    return Snapshots(take, Every(1) if each else Cadence())
 
 
 def check_of(index: Any) -> int:
@@ -240,8 +246,23 @@ class Replayed(NamedTuple):
     seed: int | None
 
 
-def load_sampler(loader: Any, snapshot: Snapshot, since: int = 0) -> Replayed:
-    """Go on from a sampler's own state, and behind `since` items more: at no cost by how far that is."""
+def load_sampler(
+    loader: Any,
+    snapshot: Snapshot,
+    since: int = 0,
+    steps: tuple[str, ...] = (),
+    *,
+    begins: bool = False,
+) -> Replayed:
+    """Go on from a sampler's own state, and behind `since` items more: at no cost by how far that is.
+
+    Parameters
+    ----------
+    steps
+        How the iterator was made.
+    begins
+        Whether nothing was drawn from it.
+    """
     stateful = stateful_of(loader)
     try:
         if snapshot.sampler is not None:
@@ -253,6 +274,13 @@ def load_sampler(loader: Any, snapshot: Snapshot, since: int = 0) -> Replayed:
         indices = iter(loader._index_sampler)
         if snapshot.iterator is not None:
             indices.load_state_dict(copied(snapshot.iterator.kept))
+            own = getattr(samplers_of(loader)[-1], "generator", None)
+            if steps[-1:] == ("seed",) and own is not None and own is loader.generator:
+                draw_seed(
+                    loader
+                )  # as was done behind it, so that the next pass draws what it would have
+        if begins:
+            indices = _begun(loader, indices, eager=False)
     except StateError:
         raise
     except Exception as error:  # whatever a foreign sampler raises
@@ -338,16 +366,20 @@ def _shortcut(loader: Any, indices: Iterator[Any], count: int) -> tuple[Iterator
     """`indices` without its first `count` items, if that can be had cheaply: how many were left out."""
     from torch.utils.data import BatchSampler, SequentialSampler
 
+    from hybridloader.sampling.torchdata_order import is_plain
+
     outer = loader._index_sampler
     inner: Any = attribute(outer, "sampler")
     if type(outer) is SequentialSampler:
         return iter(range(count, len(outer.data_source))), count
-    if type(outer) is not BatchSampler or not count:
+    if not is_plain(outer) or not count:
         return indices, 0
     size = outer.batch_size
     if type(inner) is SequentialSampler:
         rest: Any = iter(range(min(count * size, len(inner)), len(inner)))
         return iter(BatchSampler(rest, size, outer.drop_last)), count
+    if type(outer) is not BatchSampler:  # has begun the sampler already
+        return indices, 0
     samples = iter(inner)
     gone = _drop(samples, count * size)
     return iter(BatchSampler(samples, size, outer.drop_last)), gone // size

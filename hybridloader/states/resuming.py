@@ -31,6 +31,8 @@ from hybridloader.states.replay import (
     FIRST_WITHOUT_WORKERS,
     Making,
     Replayed,
+    Snapshot,
+    draw_seed,
     load_sampler,
     replay,
     set_generators,
@@ -91,11 +93,14 @@ class Opening:
     """
 
     def __init__(self, loader: Any, *, again: bool) -> None:
-        self._loader = loader
+        self._loader, self._again = loader, again
+        self._every: int = getattr(loader, "_told_every", 0)
         state = loaded.get(loader)
         self.resume: Resume | None = None if state is None else read(loader, state)
         if self.resume is not None and self.resume.fresh:
             self.resume.making = self.resume.making.as_told(loader)
+        if self.resume is not None and self.resume.as_they_stand:
+            self.resume.making = Making.of(loader, self.resume.making.steps)
         self.making = Making.of(loader, steps_of(loader, again=again))
         self.epoch = 0
         self._eager = False
@@ -112,6 +117,7 @@ class Opening:
         saved = self.resume.making.generators.get(DEFAULT)
         # Where the training code has restored it, a new pass draws from it as if nothing had happened.
         keeps = self.resume.fresh and saved is not None and torch.equal(saved, before)
+        keeps = keeps or self.resume.as_they_stand
         self._eager = not keeps
         try:
             set_generators(self._loader, self.resume.making)
@@ -121,6 +127,8 @@ class Opening:
             raise
         if not keeps:
             torch.set_rng_state(before)
+        if self.resume.dataset is not None:  # which may hold that very generator
+            _load_dataset(self._loader.dataset, self.resume.dataset)
 
     def move(self, iterator: Any) -> None:
         """Bring the iterator, the sampler and the dataset to the place of the state."""
@@ -135,9 +143,9 @@ class Opening:
         if resume.shared_seed is not None:
             iterator._shared_seed = resume.shared_seed
             iterator._dataset = seed_datapipe(iterator._dataset, resume.shared_seed)
-        if resume.dataset is not None:
-            _load_dataset(loader.dataset, resume.dataset)
         if is_iterable(loader):
+            if resume.as_they_stand and resume.over and resume.base_seed is None:
+                iterator._base_seed = draw_seed(loader)  # another than the pass had that is over
             return
         replayed = self._replayed(resume)
         iterator._sampler_iter = replayed.indices
@@ -151,7 +159,9 @@ class Opening:
         if resume.over:
             return self._behind_the_end(resume)
         if resume.snapshot is not None:
-            replayed = load_sampler(loader, resume.snapshot, resume.since)
+            replayed = load_sampler(
+                loader, resume.snapshot, resume.since, resume.making.steps, begins=not resume.count
+            )
             return Replayed(iter(()), None) if self._is_through(resume) else replayed
         eager = self._eager and DEFAULT in resume.making.generators
         return replay(loader, resume.making, resume.count, resume.check, eager=eager)
@@ -180,7 +190,7 @@ class Opening:
         """The pass after one that somebody has declared over."""
         loader, making = self._loader, resume.making
         if resume.snapshot is not None:
-            load_sampler(loader, resume.snapshot, resume.since)
+            load_sampler(loader, resume.snapshot, resume.since, making.steps)
             stateful = stateful_of(loader)
             where = stateful.upcoming_state_dict() if has(stateful, "upcoming_state_dict") else {}
             if where.get("position"):
@@ -192,6 +202,9 @@ class Opening:
             deque(replayed.indices, maxlen=0)
             tell_epoch(loader, epoch)
         self.making = Making.of(loader, making.steps)
+        if resume.as_they_stand and resume.snapshot is not None and self.making.start is not None:
+            # What a sampler says of itself before it is asked again may be of the pass before.
+            self.making = self.making._replace(start=Snapshot(resume.snapshot.sampler, None))
         return replay(loader, self.making, 0, None, eager=True)
 
     def progress(self, iterator: Any) -> Progress:
@@ -200,6 +213,9 @@ class Opening:
         workers, iterable = max(1, loader.num_workers), is_iterable(loader)
         made = Progress(self.making, self.epoch, workers, iterable=iterable)
         made.base_seed, made.shared_seed = int(iterator._base_seed), iterator._shared_seed
+        before = progress_of.get(loader) if self._again else None
+        if before is not None and before.finished:
+            made.go_on(before.ends())
         if resume is not None and not resume.over:
             made.making, made.finished = resume.making, resume.empty
             _go_on(made, resume)
@@ -216,7 +232,9 @@ class Opening:
         leads = self._leads()
         progress.begin(first, leads)
         indices = iterator._sampler_iter
-        taken = snapshots(self._loader, indices)
+        taken = snapshots(self._loader, indices, each=self._every == 1)
+        if taken is not None and not progress.behind and stateful_of(self._loader) is None:
+            progress.at = UNKNOWN, Base(0, taken.take())
         rest = chain(leads, indices) if leads else indices
         first = progress.behind - len(leads)
         if taken is None:
@@ -251,7 +269,9 @@ class Opening:
     def starts(self) -> tuple[Start, ...]:
         """Where the workers go on."""
         resume = self.resume
-        if resume is None or resume.over or not resume.starts:
+        if resume is None or not resume.starts:
+            return ()
+        if resume.over and not any(start.behind for start in resume.starts):
             return ()
         told = any(s.skip > s.position and not s.stateful for s in resume.starts)
         if told and is_iterable(self._loader):
@@ -261,9 +281,6 @@ class Opening:
 
 def _go_on(progress: Progress, resume: Resume) -> None:
     progress.yielded = resume.yielded
-    if resume.discard:
-        progress.yielded = 0
-        return
     progress.behind = 0 if progress.iterable else resume.count
     progress.results = resume.count if progress.iterable else 0
     if resume.count and not progress.iterable:
@@ -296,6 +313,13 @@ def state_of(loader: Any, *, stays: bool) -> dict[str, Any]:
     if progress is not None:
         next_one.base_seed, next_one.yielded = progress.base_seed, progress.yielded
         next_one.behind, next_one.results = progress.behind, progress.results
+        if stays and loader.num_workers:
+            next_one.go_on(progress.ends())
+        elif not loader.num_workers:  # the dataset itself is asked below
+            next_one.places = [
+                Start(iterator=end.iterator, behind=end.iterator is not None)
+                for end in progress.ends()
+            ]
     return written(loader, next_one, START if progress is None else END)
 
 

@@ -50,7 +50,10 @@ class Resume:
     last
         The worker whose turn was last.
     discard
-        Batches to be made and dropped, where nobody knows how to come by the place otherwise.
+        Batches to be made and dropped, where nobody knows how to come by the place otherwise. `count`
+        and `yielded` are those before them.
+    as_they_stand
+        Whether nothing is known of the generators, and they are drawn from as they are found.
     """
 
     making: Making
@@ -72,6 +75,7 @@ class Resume:
     first: tuple[int, ...] = ()
     last: int = -1
     discard: int = 0
+    as_they_stand: bool = False
 
     @property
     def next_epoch(self) -> int:
@@ -87,11 +91,18 @@ def agreement(loader: Any) -> dict[str, Any]:
         "length": None if iterable else length_of(loader.dataset),
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
-        "samplers": [] if iterable else [type(s).__name__ for s in samplers_of(loader)],
+        "samplers": [] if iterable else [name_of(s) for s in samplers_of(loader)],
     }
     if iterable:
         own["shard_remainders"] = loader.shard_remainders
     return own
+
+
+def name_of(sampler: Any) -> str:
+    """The name of its class; torch's for those samplers of batches that draw as torch's."""
+    from hybridloader.sampling.torchdata_order import is_plain
+
+    return "BatchSampler" if is_plain(sampler) else type(sampler).__name__
 
 
 def is_iterable(loader: Any) -> bool:
@@ -132,7 +143,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
     count = progress.results if iterable else progress.behind
     size = loader.batch_size or 1
     # Nothing in the dict may be ours to go on with; a copy of all, tensors too, would take 100 us more.
-    own_state = None if snapshot is None else _given(snapshot.sampler)
+    own_state = None if snapshot is None else given(snapshot.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": own_state}
     if loader.batch_size is None:  # accelerate multiplies it with batch_size if it is there
         del index_state["samples_yielded"]
@@ -140,7 +151,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
         "_sampler_iter_yielded": count,
         "_num_yielded": progress.yielded,
         "_index_sampler_state": None if iterable else index_state,
-        "_sampler_iter_state": None if snapshot is None else _given(snapshot.iterator),
+        "_sampler_iter_state": None if snapshot is None else given(snapshot.iterator),
         "_IterableDataset_len_called": loader._IterableDataset_len_called,
         "_shared_seed": progress.shared_seed,
         "_base_seed": progress.base_seed,
@@ -148,7 +159,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
         "_last_yielded_worker_id": progress.last_worker,
         "dataset_state": dataset,
         "fetcher_state": None,
-        "_worker_snapshots": None if over else _snapshots(progress, loader),
+        "_worker_snapshots": _snapshots(progress, every=iterable and not over),
         "_iterator_finished": where == END,
         OWN: {
             "version": VERSION,
@@ -158,7 +169,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
             "counts": [count, progress.yielded],
             "samples": count * size,
             "steps": list(making.steps),
-            "start": None if making.start is None else _given(making.start.sampler),
+            "start": None if making.start is None else given(making.start.sampler),
             "sampler_epoch": making.epoch,
             "generators": {name: each.clone() for name, each in making.generators.items()},
             "check": None if at is None or at[0] is UNKNOWN else check_of(at[0]),
@@ -167,6 +178,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
             "apart": copied(apart) if apart else [],
             "whole": copied(whole) if whole else [],
             "first": [] if over else _first(progress),
+            "behind": [number for number, start in enumerate(progress.places) if start.behind],
         },
     }
 
@@ -177,9 +189,8 @@ def _first(progress: Progress) -> list[int]:
     return list(dict.fromkeys([*waiting, *progress.first]))
 
 
-def _snapshots(progress: Progress, loader: Any) -> dict[str, Any] | None:
-    carried = any(start.dataset is not None for start in progress.places)
-    if not progress.iterable and not carried:
+def _snapshots(progress: Progress, *, every: bool) -> dict[str, Any] | None:
+    if not (every or progress.carried):
         return None
     return {
         f"worker_{number}": {
@@ -187,9 +198,9 @@ def _snapshots(progress: Progress, loader: Any) -> dict[str, Any] | None:
             "position": start.position,
             "skip": start.skip,
             "again": copied(list(start.again)) if start.again else [],
-            "dataset_state": _given(start.dataset),
+            "dataset_state": given(start.dataset),
             "fetcher_state": {
-                "dataset_iter_state": _given(start.iterator),
+                "dataset_iter_state": given(start.iterator),
                 "fetcher_ended": start.ended,
             },
         }
@@ -197,7 +208,8 @@ def _snapshots(progress: Progress, loader: Any) -> dict[str, Any] | None:
     }
 
 
-def _given(state: Given | None) -> Any:
+def given(state: Given | None) -> Any:
+    """A copy of a state that is kept, if there is one."""
     return None if state is None else state.given()
 
 
@@ -216,7 +228,9 @@ def read(loader: Any, state: Any) -> Resume:
         raise StateError(f"the state of a loader is a dict, got {type(state).__name__}")
     own = state.get(OWN)
     if not isinstance(own, Mapping):
-        more = ", as torchdata's loaders do" if "_snapshot" in state or COUNTS[0] in state else ""
+        more = ""
+        if "_snapshot" in state or COUNTS[0] in state:
+            more = ", as torchdata's loaders do; hybridloader.StatefulDataLoader reads these"
         raise StateError(
             f"this is not the state of a hybridloader.DataLoader: it has no {OWN!r}, but "
             f"{sorted(map(str, state))}{more}"
@@ -247,7 +261,8 @@ def read(loader: Any, state: Any) -> Resume:
 
 def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resume:
     start = None if own["start"] is None else Snapshot(Kept(own["start"]), None)
-    making = Making(tuple(own["steps"]), dict(own["generators"]), start, own["sampler_epoch"])
+    generators = own["generators"]
+    making = Making(tuple(own["steps"]), dict(generators or {}), start, own["sampler_epoch"])
     unknown = [step for step in making.steps if step not in ("iter", "seed")]
     if unknown or not making.steps:
         raise StateError(f"steps is {list(making.steps)!r} in the state, which says nothing")
@@ -260,15 +275,18 @@ def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resu
     if own["at"] not in (START, WITHIN, END):
         raise StateError(f"at is {own['at']!r} in the state, which says nothing")
     resume = Resume(making, epoch, base_seed=seed, shared_seed=state["_shared_seed"])
-    resume.dataset = state["dataset_state"]
+    resume.dataset, resume.as_they_stand = state["dataset_state"], generators is None
     if not within:
         resume.empty = own["at"] == END and not finished
         resume.fresh, resume.shared_seed = not resume.empty, None
+        if resume.fresh and state["_num_workers"] == loader.num_workers:
+            _read_workers(loader, state, own, resume, edited=False)
         return resume
     resume.over = finished
     count, edited = _count_of(loader, state, own)
     resume.count = count
     resume.yielded = count if edited else _whole("_num_yielded", state["_num_yielded"])
+    resume.discard = _whole("again", own.get("again", 0))
     if not edited:
         resume.check = own["check"] if _is_of_this_rank(loader, own) else None
         resume.apart, resume.whole = list(own["apart"]), list(own["whole"])
@@ -351,9 +369,10 @@ def _read_workers(
         )
     resume.first = tuple(own["first"])
     if edited and own["kind"] == "iterable":
-        resume.first, resume.last, resume.discard = (), -1, resume.count
+        resume.first, resume.last = (), -1
+        resume.discard, resume.count, resume.yielded = resume.count, 0, 0
         return
-    starts = []
+    starts, behind = [], own.get("behind", ())
     for number in range(workers):
         place = places.get(f"worker_{number}")
         if not isinstance(place, Mapping):
@@ -367,6 +386,7 @@ def _read_workers(
                 _frozen(within["dataset_iter_state"]),
                 within["fetcher_ended"],
                 tuple(place.get("again", ())),
+                number in behind,
             )
         )
     resume.starts = tuple(starts)

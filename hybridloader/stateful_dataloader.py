@@ -1,0 +1,207 @@
+"""A home for users of torchdata's `StatefulDataLoader`: its order and its states on our engine.
+
+A `DataLoader` in all but two things: ``shuffle=True`` draws as torchdata's sampler does, and states are
+written and read in torchdata's form. What is in a state, and what becomes of it, is not known here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, IterableDataset
+
+from hybridloader.dataloader import DataLoader
+from hybridloader.sampling.torchdata_order import BatchOrder, RandomOrder
+from hybridloader.states import torchdata_form
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+    import torch
+    from torch.utils.data import Dataset, Sampler
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    from hybridloader.contract import Backend
+    from hybridloader.devices.accelerator import Accelerator
+    from hybridloader.devices.pinning import Transfer
+    from hybridloader.faults.on_error import Replace, Retry, Skip
+    from hybridloader.faults.restart import RestartPolicy
+    from hybridloader.seeds.sample_seeds import SampleSeeding
+
+
+class StatefulDataLoader(DataLoader):
+    """A `DataLoader` in the place of torchdata's `StatefulDataLoader`.
+
+    Its `state_dict` has the keys and shapes of torchdata's, and `load_state_dict` takes states that
+    torchdata saved. See docs/frameworks/torchdata.md for where it differs.
+
+    Parameters
+    ----------
+    dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, \
+drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor, \
+persistent_workers, pin_memory_device, in_order
+        As torchdata's, which are torch's. ``shuffle=True`` draws the order that torchdata's sampler
+        draws, which is not that of torch's.
+    snapshot_every_n_steps
+        With how many of its batches each worker tells the state of a stateful dataset; what was done
+        since then is done again when a state is loaded. 0 or None: only at the beginning, and at the end
+        of its part. torchdata can load states that were taken with 1.
+    backend, threads_per_worker, on_error, on_worker_death, task_timeout, seeding, shard_remainders, \
+device
+        As `DataLoader`'s.
+
+    Raises
+    ------
+    BackendUnavailable, ShippingError, ValueError
+        As `DataLoader`'s.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from hybridloader import StatefulDataLoader
+    >>> data = torch.utils.data.TensorDataset(torch.arange(6))
+    >>> loader = StatefulDataLoader(data, 2, num_workers=2, backend="threads")
+    >>> first = next(iter(loader))
+    >>> state = loader.state_dict()
+    >>> state["_snapshot"]["_snapshot_step"]
+    1
+    >>> resumed = StatefulDataLoader(data, 2, num_workers=2, backend="threads")
+    >>> resumed.load_state_dict(state)
+    >>> [batch.tolist() for (batch,) in resumed]
+    [[2, 3], [4, 5]]
+    """
+
+    _begun = False
+    """Whether `_iterator` was made for a state, and nobody has asked for it."""
+
+    @property
+    def _told_every(self) -> int:  # type: ignore[override]
+        return self.snapshot_every_n_steps or sys.maxsize
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        snapshot_every_n_steps: int | None = 1,
+        backend: str | Backend | None = None,
+        threads_per_worker: int = 1,
+        on_error: str | Skip | Retry | Replace = "raise",
+        on_worker_death: str | RestartPolicy = "raise",
+        task_timeout: float = 0,
+        seeding: str | SampleSeeding = "worker",
+        shard_remainders: str = "keep",
+        device: str | torch.device | Accelerator | Transfer | None = None,
+    ) -> None:
+        ordered = sampler is not None or batch_sampler is not None
+        if shuffle and not ordered and not isinstance(dataset, IterableDataset):
+            sampler, shuffle = RandomOrder(dataset, generator), None  # type: ignore[arg-type]
+        steps: Any = snapshot_every_n_steps
+        if isinstance(steps, bool) or not (
+            steps is None or (isinstance(steps, int) and steps >= 0)
+        ):
+            raise ValueError(
+                f"snapshot_every_n_steps must be a whole number, 0 or more, got {steps!r}"
+            )
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+            backend=backend,
+            threads_per_worker=threads_per_worker,
+            on_error=on_error,
+            on_worker_death=on_worker_death,
+            task_timeout=task_timeout,
+            seeding=seeding,
+            shard_remainders=shard_remainders,
+            device=device,
+        )
+        if batch_sampler is None and type(self.batch_sampler) is BatchSampler:
+            made = self.batch_sampler
+            # torch's loader refuses another one once it is made, and a `batch_sampler` that is given
+            # takes its `batch_size` from it.
+            vars(self)["batch_sampler"] = BatchOrder(made.sampler, made.batch_size, made.drop_last)
+
+    def __iter__(self) -> _BaseDataLoaderIter:
+        begun = self._drop_begun()
+        if begun is None:
+            return super().__iter__()
+        if self.persistent_workers:
+            self._iterator = begun
+        return begun
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        torchdata_form.check(self)
+        return super()._get_iterator()
+
+    def _drop_begun(self) -> _BaseDataLoaderIter | None:
+        if not self._begun:
+            return None
+        self._begun = False
+        begun, self._iterator = self._iterator, None
+        return begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass made last has come to, in torchdata's form.
+
+        Before any pass the first one is begun, as with torchdata, and the next ``iter`` gives that.
+
+        Raises
+        ------
+        StateError
+            The dataset has a state that raised or can't be pickled.
+        """
+        if torchdata_form.is_new(self):
+            self._iterator = self._get_iterator()
+            self._begun = True
+        return torchdata_form.state_of(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Have the next pass go on where `state_dict` was taken.
+
+        Parameters
+        ----------
+        state_dict
+            What `state_dict` gave, or that of torchdata's loader. ``{}`` says that there is none.
+
+        Raises
+        ------
+        StateError
+            A `ValueError`: it is of another kind of loader, or was cut off; the message names the
+            field. That it is of another number of workers is raised by ``iter``, as an
+            `AssertionError` too, as with torchdata.
+        """
+        self._drop_begun()
+        torchdata_form.load(self, state_dict, super().load_state_dict)

@@ -1,0 +1,380 @@
+"""The state of a loader in torchdata's form: our own dict in other shapes, and back.
+
+torchdata has two shapes, one without workers and one with. What it has no place for is under one key of
+ours, in plain values, and torchdata does not look at it. A state without that key is one that torchdata
+saved: it says nothing of torch's generators, so they are drawn from as they stand, as torchdata does.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hybridloader import epochs
+from hybridloader.beside import Beside
+from hybridloader.errors import StateError
+from hybridloader.states.carried import is_stateful
+from hybridloader.states.copies import copied
+from hybridloader.states.progress import progress_of
+from hybridloader.states.replay import told_epoch
+from hybridloader.states.resuming import loaded, steps_of
+from hybridloader.states.state import (
+    OWN,
+    VERSION,
+    WITHIN,
+    agreement,
+    given,
+    is_iterable,
+    length_of,
+)
+
+_SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed")
+"""What both shapes have, and our own dict under the same name."""
+
+
+class WorkersDiffer(StateError, AssertionError):
+    """A state is of another number of workers, and each has a part of it. torchdata asserts that."""
+
+
+_given: Beside[Any] = Beside()
+"""What was loaded, as it was given; or the error of what could not be."""
+
+
+def load(
+    loader: Any, state: Mapping[str, Any], load_own: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Have `load_own` load `state`, in the form that it knows."""
+    _given.pop(loader, None)
+    if isinstance(state, Mapping) and not state:
+        load_own(state)
+        return
+    try:
+        load_own(read(loader, state))
+        _given[loader] = copied(dict(state))
+    except WorkersDiffer as error:  # told by `check`
+        load_own({})
+        _given[loader] = error
+
+
+def check(loader: Any) -> None:
+    """Raise `WorkersDiffer` if what was loaded can't be gone on from."""
+    waiting = _given.get(loader)
+    if isinstance(waiting, WorkersDiffer):
+        raise waiting
+
+
+def is_new(loader: Any) -> bool:
+    """Whether it has made no iterator and loaded nothing."""
+    return progress_of.get(loader) is None and loader not in loaded
+
+
+def state_of(loader: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """`own`, which is the state of `loader`, in torchdata's form."""
+    waiting = _given.get(loader)
+    if waiting is not None and not isinstance(waiting, WorkersDiffer):
+        if loader in loaded:  # not used yet
+            return dict(copied(waiting))
+        del _given[loader]
+    return written(loader, own)
+
+
+# -- writing -----------------------------------------------------------------------------------------
+
+
+def written(loader: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """A state of ours, in torchdata's form."""
+    main = {name: own[name] for name in _SHARED}
+    main["_index_sampler_state"], main["_sampler_iter_state"] = _sampler_states(loader, own)
+    more = dict(own[OWN])
+    more["generators"] = {name: _text(state) for name, state in more["generators"].items()}
+    workers, places = max(1, loader.num_workers), own["_worker_snapshots"] or {}
+    shown = _ends(loader, own) or places
+    snapshots = {name: _worker(loader, number, shown.get(name)) for number, name in _names(workers)}
+    more["places"] = [
+        [place["position"], place["skip"], place["again"]] for place in places.values()
+    ]
+    if more["since"]:  # torchdata has no place for what is to be drawn again
+        within = own["_index_sampler_state"] or {}
+        more["base"] = [within.get("sampler_state"), own["_sampler_iter_state"]]
+    finished, yielded = own["_iterator_finished"], own["_num_yielded"]
+    if not loader.num_workers:
+        only = snapshots["worker_0"]
+        itself = only["dataset_state"] is None and _has_iterator_state(only)
+        within = is_iterable(loader) and not finished
+        return {
+            **main,
+            "_num_yielded": yielded,
+            "fetcher_state": only["fetcher_state"],
+            "dataset_state": only["dataset_state"] if within or itself else own["dataset_state"],
+            "_iterator_finished": finished,
+            OWN: more,
+        }
+    last = own["_last_yielded_worker_id"]
+    last_shown = _last_of(loader) if finished else last
+    return {
+        "_snapshot": {
+            "_snapshot_step": yielded,
+            "_last_yielded_worker_id": last_shown if last_shown >= 0 else workers - 1,
+            "_main_snapshot": {
+                "_num_workers": workers,
+                **main,
+                "_base_seed": own["_base_seed"],
+            },
+            "_worker_snapshots": snapshots,
+        },
+        "_steps_since_snapshot": 0,
+        "_iterator_finished": finished,
+        OWN: {**more, "last": last, "dataset_state": own["dataset_state"]},
+    }
+
+
+def _has_iterator_state(worker: Mapping[str, Any]) -> bool:
+    fetcher = worker["fetcher_state"]
+    return fetcher is not None and fetcher["dataset_iter_state"] is not None
+
+
+def _names(workers: int) -> list[tuple[int, str]]:
+    return [(number, f"worker_{number}") for number in range(workers)]
+
+
+def _worker(loader: Any, number: int, place: Mapping[str, Any] | None) -> dict[str, Any]:
+    fetcher = None
+    if is_iterable(loader):
+        fetcher = {"dataset_iter_state": None, "fetcher_ended": False}
+        if place is not None:
+            fetcher = dict(place["fetcher_state"])
+    return {
+        "worker_id": number,
+        "dataset_state": None if place is None else place["dataset_state"],
+        "fetcher_state": fetcher,
+    }
+
+
+def _is_of_batches(loader: Any) -> bool:
+    """Whether indices come from the loader's own sampler of batches, whose iterator torchdata asks."""
+    return loader.batch_size is not None
+
+
+def _sampler_states(loader: Any, own: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The states of what is drawn from, and of its iterator."""
+    within = own["_index_sampler_state"] or {}
+    sampler, iterator = within.get("sampler_state"), own["_sampler_iter_state"]
+    if own["_iterator_finished"] or own[OWN]["since"]:
+        sampler, iterator = _told_last(loader)
+    elif sampler is None and not own["_sampler_iter_yielded"]:
+        sampler = copied(own[OWN]["start"])
+    if not _is_of_batches(loader):
+        return sampler, iterator
+    samples = own["_sampler_iter_yielded"] * loader.batch_size
+    if not is_iterable(loader):
+        samples = min(samples, length_of(loader.sampler) or samples)
+    found = {"samples_yielded": samples, **(iterator or {})}
+    if sampler is not None:
+        found["sampler_state"] = sampler
+    return None, found
+
+
+def _last_of(loader: Any) -> int:
+    progress = progress_of.get(loader)
+    return -1 if progress is None else progress.last_worker
+
+
+def _ends(loader: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What workers told at the end of a pass, if it is over: torchdata writes it, and we have no use for
+    it where none of them stays."""
+    progress = progress_of.get(loader)
+    if progress is None or not own["_iterator_finished"]:
+        return {}
+    return {
+        f"worker_{number}": {
+            "dataset_state": given(end.dataset),
+            "fetcher_state": {"dataset_iter_state": given(end.iterator), "fetcher_ended": True},
+        }
+        for number, end in enumerate(progress.ends())
+    }
+
+
+def _told_last(loader: Any) -> tuple[Any, Any]:
+    """What sampler and iterator told behind the last item that was handed out.
+
+    That is what torchdata writes; our own dict is of a while before, or of how the next pass begins.
+    """
+    progress = progress_of.get(loader)
+    base = None if progress is None or progress.at is None else progress.at[1]
+    if base is None:
+        return None, None
+    return given(base.snapshot.sampler), given(base.snapshot.iterator)
+
+
+def _text(state: Any) -> str:
+    """The state of a generator, some 5 kB, in as many characters."""
+    return base64.b64encode(zlib.compress(state.numpy().tobytes(), 1)).decode()
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+def read(loader: Any, state: Any) -> dict[str, Any]:
+    """`state` in the form of our own.
+
+    Raises
+    ------
+    WorkersDiffer
+        It holds what each of another number of workers had.
+    StateError
+        It is in none of torchdata's two shapes.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(f"the state of a loader is a dict, got {type(state).__name__}")
+    if "_snapshot" not in state and "_num_workers" in state:
+        return dict(state)  # a `DataLoader`'s
+    try:
+        return _read(loader, state)
+    except StateError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the state is not one of a StatefulDataLoader, torchdata's or ours, or was cut off "
+            f"({type(error).__name__}: {error}); it has {sorted(map(str, state))}"
+        ) from error
+
+
+def _read(loader: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    finished, more = state["_iterator_finished"], state.get(OWN)
+    own: dict[str, Any] = {"_iterator_finished": finished, "fetcher_state": None}
+    if "_snapshot" in state:
+        taken = state["_snapshot"]
+        main, snapshots = taken["_main_snapshot"], dict(taken["_worker_snapshots"])
+        workers, again = main["_num_workers"], state["_steps_since_snapshot"]
+        own["_num_yielded"], own["_last_yielded_worker_id"] = (
+            taken["_snapshot_step"],
+            taken["_last_yielded_worker_id"],
+        )
+        own["dataset_state"] = None if more is None else more["dataset_state"]
+    else:
+        main, workers, again = state, 0, 0
+        own["_num_yielded"], own["_last_yielded_worker_id"] = state["_num_yielded"], -1
+        only = {name: state[name] for name in ("dataset_state", "fetcher_state")}
+        snapshots = {"worker_0": {"worker_id": 0, **only}}
+        own["dataset_state"] = state["dataset_state"]
+    own.update({name: main[name] for name in _SHARED})
+    own["_base_seed"], own["_num_workers"] = main.get("_base_seed", 0), workers
+    _check_workers(loader, workers, snapshots)
+    own["_index_sampler_state"], own["_sampler_iter_state"] = _own_sampler_states(loader, main)
+    if more is not None:
+        _read_ours(own, more, snapshots)
+    else:
+        _read_theirs(loader, own, snapshots, again)
+    return own
+
+
+def _check_workers(loader: Any, workers: int, snapshots: Mapping[str, Any]) -> None:
+    if workers == loader.num_workers:
+        return
+    held = is_iterable(loader) or is_stateful(loader.dataset)
+    if held or any(place["dataset_state"] is not None for place in snapshots.values()):
+        raise WorkersDiffer(
+            f"_num_workers is {workers} in the state and {loader.num_workers} in this loader: each "
+            "worker goes on with the part of the dataset, and with the state, that it had, so their "
+            "number must be the same"
+        )
+
+
+def _own_sampler_states(loader: Any, main: Mapping[str, Any]) -> tuple[Any, Any]:
+    index, iterator = main["_index_sampler_state"], main["_sampler_iter_state"]
+    if not _is_of_batches(loader):
+        return (None if index is None else {"sampler_state": index}), iterator
+    if iterator is None:
+        return {"sampler_state": None}, None
+    return {"sampler_state": iterator.get("sampler_state")}, (
+        iterator if "sampler_iter_state" in iterator else None
+    )
+
+
+def _read_ours(own: dict[str, Any], more: Mapping[str, Any], snapshots: Mapping[str, Any]) -> None:
+    import torch
+
+    places = more["places"]
+    own["_worker_snapshots"] = None
+    if places:
+        own["_worker_snapshots"] = {
+            name: _place(snapshots[name], *places[number]) for number, name in _names(len(places))
+        }
+    if more.get("base") is not None:
+        sampler, own["_sampler_iter_state"] = more["base"]
+        own["_index_sampler_state"] = {"sampler_state": sampler}
+        if "last" not in more:  # the caller's own dataset has one state, in one of the two places
+            ended = more["at"] != WITHIN
+            (own["_worker_snapshots"]["worker_0"] if ended else own)["dataset_state"] = None
+    own["_last_yielded_worker_id"] = more.get("last", own["_last_yielded_worker_id"])
+    if not own["_sampler_iter_yielded"] and own["_index_sampler_state"] is not None:
+        own["_index_sampler_state"]["sampler_state"] = None  # that of its beginning is with ours
+    own[OWN] = {
+        **more,
+        "generators": {
+            name: torch.frombuffer(
+                bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8
+            )
+            for name, text in more["generators"].items()
+        },
+    }
+
+
+def _place(
+    snapshot: Mapping[str, Any], position: int = 0, skip: int = 0, again: Sequence[Any] = ()
+) -> dict[str, Any]:
+    fetcher = snapshot["fetcher_state"] or {"dataset_iter_state": None, "fetcher_ended": False}
+    return {
+        "position": position,
+        "skip": skip,
+        "again": list(again),
+        "dataset_state": snapshot["dataset_state"],
+        "fetcher_state": fetcher,
+    }
+
+
+def _read_theirs(
+    loader: Any, own: dict[str, Any], snapshots: Mapping[str, Any], again: int
+) -> None:
+    """What our own form needs besides, for a state that torchdata saved."""
+    finished, iterable = own["_iterator_finished"], is_iterable(loader)
+    places = {name: _place(place) for name, place in snapshots.items()}
+    told = any(
+        place["dataset_state"] is not None
+        or place["fetcher_state"]["dataset_iter_state"] is not None
+        for place in places.values()
+    )
+    if not loader.num_workers and not iterable:
+        places = {}  # `dataset_state` is the caller's own
+    elif iterable and not loader.num_workers and told:
+        own["dataset_state"] = None
+    stays = bool(finished and (loader.persistent_workers or not loader.num_workers))
+    own["_worker_snapshots"] = places if told and places and (stays or not finished) else None
+    if iterable and not told:  # as torchdata: by all that was read
+        again, own["_last_yielded_worker_id"] = again + own["_num_yielded"], -1
+        own["_num_yielded"] = own["_sampler_iter_yielded"] = 0
+    if finished and not loader.persistent_workers:
+        own["_base_seed"] = None
+    count, size = own["_sampler_iter_yielded"], loader.batch_size or 1
+    own[OWN] = {
+        "version": VERSION,
+        **agreement(loader),
+        "epoch": epochs.upcoming(loader),
+        "at": WITHIN,
+        "counts": [count, own["_num_yielded"]],
+        "samples": count * size,
+        "steps": list(steps_of(loader, again=bool(finished and loader.persistent_workers))),
+        "start": None,
+        "sampler_epoch": told_epoch(loader),
+        "generators": None,
+        "check": None,
+        "share": None,
+        "since": 0,
+        "apart": [],
+        "whole": [],
+        "first": [],
+        "behind": [number for number, _ in _names(len(places))] if finished else [],
+        "again": 0 if finished else again,
+    }

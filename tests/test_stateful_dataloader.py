@@ -1,0 +1,343 @@
+"""`StatefulDataLoader` without torchdata: its form, states that torchdata saved, and what is our own.
+
+tests/frameworks/test_torchdata_states.py holds it against torchdata itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, get_worker_info
+
+from hybridloader import DataLoader, StateError, StatefulDataLoader
+from hybridloader.backends.threads import Threads
+from hybridloader.errors import DamagedMessage
+
+COPIES = Threads(copy_dataset=True)
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["fork", COPIES, "inline"], ids=["fork", "threads", "inline"]
+)
+
+
+class Counted(Dataset[Any]):
+    """By index; its state is how many samples this copy has given. It tells how often it was asked."""
+
+    def __init__(self) -> None:
+        self.given = self.asked = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> list[int]:
+        self.given += 1
+        return [index, self.given, self.asked]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+class Stream(IterableDataset[Any]):
+    """What a worker reads, with the number of the epoch, which it counts itself."""
+
+    at = epoch = begin = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        number, self.at, self.begin = 0 if info is None else info.id, self.begin, 0
+        while self.at < 3 + number:
+            self.at += 1
+            yield [number, self.at, self.epoch]
+        self.at = 0
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin, self.epoch = state["at"], state["epoch"]
+
+
+def same(batch: list[Any]) -> list[Any]:
+    return batch
+
+
+def loader_of(dataset: Any, *args: Any, **options: Any) -> StatefulDataLoader:
+    return StatefulDataLoader(dataset, *args, collate_fn=same, **options)
+
+
+# -- states that torchdata 0.11 saved ----------------------------------------------------------------
+
+MAIN: dict[str, Any] = {
+    "_sampler_iter_state": {"samples_yielded": 6},
+    "_index_sampler_state": None,
+    "_sampler_iter_yielded": 2,
+    "_IterableDataset_len_called": None,
+    "_shared_seed": None,
+}
+ALONE: dict[str, Any] = {
+    **MAIN,
+    "_num_yielded": 2,
+    "fetcher_state": None,
+    "dataset_state": {"given": 6},
+    "_iterator_finished": False,
+}
+
+
+def of_workers(
+    main: dict[str, Any], workers: list[Any], *, step: int, last: int, since: int = 0
+) -> dict[str, Any]:
+    return {
+        "_snapshot": {
+            "_snapshot_step": step,
+            "_last_yielded_worker_id": last,
+            "_main_snapshot": {"_num_workers": len(workers), **main, "_base_seed": 5},
+            "_worker_snapshots": {
+                f"worker_{number}": {"worker_id": number, **worker}
+                for number, worker in enumerate(workers)
+            },
+        },
+        "_steps_since_snapshot": since,
+        "_iterator_finished": False,
+    }
+
+
+def test_a_state_that_torchdata_saved_without_workers_is_gone_on_from() -> None:
+    loader = loader_of(Counted(), 3)
+    loader.load_state_dict(ALONE)
+    assert loader.state_dict() == ALONE
+    assert [[n for n, *_ in batch] for batch in loader] == [[6, 7, 8], [9, 10, 11]]
+    assert loader.dataset.given == 12  # type: ignore[attr-defined]
+
+
+@BACKENDS
+def test_a_state_that_torchdata_saved_with_workers_is_gone_on_from(backend: Any) -> None:
+    workers = [{"dataset_state": {"given": n}, "fetcher_state": None} for n in (30, 50)]
+    state = of_workers(MAIN, workers, step=2, last=1, since=1)
+    loader = loader_of(Counted(), 3, num_workers=2, backend=backend)
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    assert [[sample[:2] for sample in batch] for batch in loader] == [[[9, 51], [10, 52], [11, 53]]]
+
+
+@BACKENDS
+def test_a_stream_that_torchdata_broke_off_is_gone_on_from(backend: Any) -> None:
+    states = [({"at": 0, "epoch": 1}, True), ({"at": 2, "epoch": 7}, False)]
+    workers = [
+        {
+            "dataset_state": own,
+            "fetcher_state": {"dataset_iter_state": None, "fetcher_ended": ended},
+        }
+        for own, ended in states
+    ]
+    loader = loader_of(Stream(), 1, num_workers=2, backend=backend)
+    loader.load_state_dict(of_workers(MAIN, workers, step=2, last=0))
+    # torchdata itself would read all of the part that had ended once more.
+    assert list(loader) == [[[1, 3, 7]], [[1, 4, 7]]]
+
+
+def test_an_order_that_torchdata_drew_is_drawn_on() -> None:
+    generator = torch.Generator().manual_seed(8)
+    before = generator.get_state()
+    order = torch.randperm(12, generator=generator).tolist()
+    behind = torch.randperm(12, generator=generator).tolist()
+    sampler = {"samples_yielded": 8, "sampler_iter_state": {"yielded": 8, "generator": before}}
+    loader = loader_of(range(12), 4, shuffle=True)
+    loader.load_state_dict({**ALONE, "dataset_state": None, "_sampler_iter_state": sampler})
+    assert [*loader] == [order[8:]]
+    assert [index for batch in loader for index in batch] == behind
+
+
+# -- our own states, in that form --------------------------------------------------------------------
+
+
+@BACKENDS
+@pytest.mark.parametrize("dataset", [Counted, Stream])
+def test_a_state_is_plain_json_and_a_copy(backend: Any, dataset: type) -> None:
+    def made() -> StatefulDataLoader:
+        return loader_of(dataset(), 2, num_workers=2, backend=backend)
+
+    loader = made()
+    whole = list(made())
+    iterator = iter(loader)
+    taken = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    kept = copy.deepcopy(state)
+    text = json.dumps(state)
+    rest = list(iterator)
+    assert state == kept
+    assert state["_snapshot"]["_snapshot_step"] == 3
+    assert state["_snapshot"]["_worker_snapshots"].keys() == {"worker_0", "worker_1"}
+    again = made()
+    again.load_state_dict(json.loads(text))
+    assert again.state_dict() == json.loads(text)
+    assert [[s[:2] for s in b] for b in again] == [[s[:2] for s in b] for b in rest]
+    assert [[s[:2] for s in b] for b in taken + rest] == [[s[:2] for s in b] for b in whole]
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind", [StatefulDataLoader, DataLoader])
+def test_workers_that_stay_take_their_datasets_into_the_next_epoch(backend: Any, kind: Any) -> None:
+    def made() -> Any:
+        return kind(
+            Stream(),
+            2,
+            num_workers=2,
+            collate_fn=same,
+            persistent_workers=True,
+            backend=backend,
+        )
+
+    loader = made()
+    epochs = [list(loader) for _ in range(2)]
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    third = list(loader)
+    assert [sample[2] for batch in third for sample in batch] == [2] * 7
+    other = made()
+    other.load_state_dict(state)
+    assert list(other) == third
+    # And before a worker has told anything in an epoch.
+    iterator = iter(loader)
+    first = next(iterator)
+    between = loader.state_dict()
+    other = made()
+    other.load_state_dict(between)
+    assert [first, *other] == [first, *iterator]
+    assert epochs[0] != epochs[1]
+
+
+def test_before_any_pass_the_first_one_is_begun_and_is_then_given() -> None:
+    loader = loader_of(Counted(), 3, num_workers=2, backend=COPIES)
+    state = loader.state_dict()
+    begun = loader._iterator
+    told = state["_snapshot"]["_worker_snapshots"]
+    assert [worker["dataset_state"] for worker in told.values()] == [{"given": 0}] * 2
+    iterator = iter(loader)
+    assert iterator is begun
+    assert len(list(iterator)) == 4
+    assert iter(loader) is not begun
+
+
+def test_what_workers_tell_and_how_often() -> None:
+    def asked(steps: int | None) -> int:
+        options: dict[str, Any] = {"num_workers": 1, "snapshot_every_n_steps": steps}
+        loader = loader_of(Counted(), 1, backend="inline", **options)
+        whole = list(loader)
+        for broken_off in (5, 6):
+            iterator = iter(first := loader_of(Counted(), 1, backend="inline", **options))
+            for _ in range(broken_off):
+                next(iterator)
+            other = loader_of(Counted(), 1, backend="inline", **options)
+            other.load_state_dict(first.state_dict())
+            numbers = [sample[:2] for (sample,) in other]
+            assert numbers == [sample[:2] for (sample,) in whole[broken_off:]]
+        count: int = whole[-1][0][2]
+        return count
+
+    # When it begins, with the first batch, and with every so many behind that.
+    assert [asked(1), asked(4), asked(0), asked(None)] == [12, 4, 2, 2]
+    for wrong in (-1, 1.5, True, "1"):
+        with pytest.raises(ValueError, match="snapshot_every_n_steps must be"):
+            loader_of(Counted(), snapshot_every_n_steps=wrong)
+
+
+def failing(worker: int) -> None:
+    raise ArithmeticError(f"init of {worker}")
+
+
+@BACKENDS
+def test_what_the_beginning_of_a_worker_raises_is_raised_by_iter(backend: Any) -> None:
+    loader = loader_of(Counted(), num_workers=2, backend=backend, worker_init_fn=failing)
+    with pytest.raises(ArithmeticError, match="init of"):
+        iter(loader)
+
+
+def test_another_number_of_workers_is_refused_by_iter_where_workers_have_a_state() -> None:
+    first = loader_of(Counted(), 3, num_workers=2, backend=COPIES)
+    state = first.state_dict()
+    other = loader_of(Counted(), 3)
+    other.load_state_dict(state)
+    for error in (AssertionError, StateError):
+        with pytest.raises(error, match="_num_workers is 2 in the state and 0 in this loader"):
+            iter(other)
+    other.load_state_dict({})
+    assert len(list(other)) == 4
+
+    # Where they have none, any number will do, which torchdata refuses.
+    whole = loader_of(range(12), 3, shuffle=True, num_workers=2, backend="threads")
+    iterator = iter(whole)
+    next(iterator)
+    other = loader_of(range(12), 3, shuffle=True)
+    other.load_state_dict(whole.state_dict())
+    assert list(other) == list(iterator)
+
+
+def test_a_state_that_is_none_is_refused_by_name() -> None:
+    loader = loader_of(range(12), 3)
+    for wrong, text in [
+        ([1], "is a dict, got list"),
+        ({"epoch": 1}, "it has \\['epoch'\\]"),
+        ({**ALONE, "_sampler_iter_yielded": -1}, "_sampler_iter_yielded is -1"),
+        ({**ALONE, "_sampler_iter_yielded": 9}, "has only 4 items"),
+    ]:
+        with pytest.raises(StateError, match=text):
+            loader.load_state_dict(wrong)  # type: ignore[arg-type]
+
+
+def test_a_state_of_our_dataloader_is_loaded_too() -> None:
+    first = DataLoader(Counted(), 3, collate_fn=same)
+    iterator = iter(first)
+    next(iterator)
+    other = loader_of(Counted(), 3)
+    other.load_state_dict(first.state_dict())
+    assert [[s[:2] for s in b] for b in other] == [[s[:2] for s in b] for b in iterator]
+
+
+def test_the_order_is_that_of_a_generator_of_its_own() -> None:
+    torch.manual_seed(4)
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(4)
+    loader = loader_of(range(12), 5, shuffle=True, drop_last=True)
+    expected = [torch.randperm(12, generator=generator).tolist() for _ in range(2)]
+    for order in expected:
+        assert [index for batch in loader for index in batch] == order[:10]
+    assert isinstance(loader.sampler, RandomSampler)
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    assert (loader.batch_size, loader.drop_last, len(loader)) == (5, True, 2)
+
+
+def test_what_was_drawn_is_replayed_by_number_after_an_edit() -> None:
+    """accelerate takes off batches that it has read ahead."""
+    loader = loader_of(range(12), 3, shuffle=True)
+    iterator = iter(loader)
+    batches = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    state["_sampler_iter_yielded"] -= 1
+    state["_num_yielded"] -= 1
+    other = loader_of(range(12), 3, shuffle=True)
+    other.load_state_dict(state)
+    assert list(other) == [batches[2], *iterator]
+
+
+def test_our_dataloader_says_who_reads_such_a_state() -> None:
+    with pytest.raises(StateError, match=r"hybridloader.StatefulDataLoader reads these"):
+        DataLoader(Counted(), 3).load_state_dict(ALONE)
+
+
+def test_what_a_worker_told_is_looked_at() -> None:
+    from hybridloader.backends.letters import decode_told
+
+    assert decode_told(memoryview(b"")) is None
+    for damaged in (b"no pickle", pickle.dumps("neither")):
+        with pytest.raises(DamagedMessage):
+            decode_told(memoryview(damaged))
