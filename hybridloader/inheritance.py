@@ -149,6 +149,40 @@ def reducer(thing: Any) -> Reducer | None:
     return found
 
 
+def reduce_structure(kind: Any) -> Any:
+    """How to pickle a ctypes structure or union that can't be imported; None for all else.
+
+    One of the main script, for instance: cloudpickle stumbles over what ctypes makes of its fields.
+    """
+    ctypes = sys.modules.get("ctypes")
+    if ctypes is None or not isinstance(kind, (type(ctypes.Structure), type(ctypes.Union))):
+        return None
+    home: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        home = getattr(home, name, None)
+    if home is kind and kind.__module__ not in ("__main__", "__mp_main__"):
+        return None
+    names = vars(kind)
+    core = {name: names[name] for name in _LAYOUT if name in names}
+    made = {*core, *_OF_EACH, *(field[0] for field in core.get("_fields_", ()))}
+    rest = {name: value for name, value in names.items() if name not in made}
+    # In two steps, as its methods may name it themselves.
+    return _structure, (kind.__name__, kind.__bases__, core), rest, None, None, _complete
+
+
+_LAYOUT = ("_pack_", "_layout_", "_align_", "_anonymous_", "_fields_", "__module__", "__qualname__")
+_OF_EACH = ("__dict__", "__weakref__")
+
+
+def _structure(name: str, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
+    return types.new_class(name, bases, {}, lambda namespace: namespace.update(names))
+
+
+def _complete(kind: Any, names: dict[str, Any]) -> None:
+    for name, value in names.items():
+        setattr(kind, name, value)
+
+
 @contextmanager
 def as_if_starting() -> Iterator[None]:
     """Have objects pickled on this thread as if a process was being started.

@@ -25,7 +25,7 @@ from hybridloader.buffers.sparse import reduce_sparse
 from hybridloader.buffers.tensors import Tensors, check_leaf
 from hybridloader.culprit import culprit
 from hybridloader.errors import DamagedMessage, ShippingError
-from hybridloader.inheritance import Inherited, Shared, as_if_starting, reducer
+from hybridloader.inheritance import Inherited, Shared, as_if_starting, reduce_structure, reducer
 
 _local = threading.local()
 
@@ -337,7 +337,10 @@ def _pickler(
             if number is not None:
                 return _inherited, (number,)
             reduce = reducer(obj) or tensors.way_of(type(obj))
-            return super().reducer_override(obj) if reduce is None else reduce(obj)
+            if reduce is not None:
+                return reduce(obj)
+            found = reduce_structure(obj) if isinstance(obj, type) else None
+            return super().reducer_override(obj) if found is None else found
 
     return Pickler(file, protocol=5, buffer_callback=keep_small(buffers))
 

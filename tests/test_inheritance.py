@@ -138,3 +138,29 @@ def test_a_ctypes_object_that_lies_in_no_shared_memory_is_copied() -> None:
     assert copied[0] is shared
     assert copied[1] is not box.inner[1]
     assert copied[1].value == 2
+
+
+def test_a_structure_of_the_main_script_goes_along() -> None:
+    """One that can't be imported, with a method that names its own class."""
+
+    class Point(ctypes.Structure):
+        _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
+
+        def __init__(self, *values: int) -> None:
+            super().__init__(*values)
+
+        def total(self) -> int:
+            return int(self.x + self.y)
+
+    Point.__module__ = "__main__"
+    point = SPAWN.Value(Point, 3, 4)
+
+    def function(value: int) -> int:
+        with point.get_lock():
+            point.x += 1
+        return value + point.get_obj().total()
+
+    function.__module__ = "__main__"
+    pipeline = Pipeline.from_iterable(range(2)).map(function, backend="spawn", workers=1)
+    assert list(pipeline) == [8, 10]
+    assert point.x == 5
