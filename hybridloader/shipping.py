@@ -232,24 +232,23 @@ def replicate(thing: Any, what: str) -> Any:
                 found = reduce_sparse(obj)
             return super().reducer_override(obj) if found is None else found
 
-    def attempt(part: Any) -> None:
-        with open(os.devnull, "wb") as nowhere:
-            Copier(nowhere, protocol=5).dump(part)
+    def copy(part: Any) -> Any:
+        out = io.BytesIO()
+        before, _local.kept = getattr(_local, "kept", None), kept
+        try:
+            Copier(out, protocol=5).dump(part)
+            return pickle.loads(out.getbuffer())
+        finally:
+            kept.clear()  # a class, as Copier, is garbage that holds on to it until it is collected
+            _local.kept = before
 
-    out = io.BytesIO()
     try:
-        Copier(out, protocol=5).dump(thing)
+        return copy(thing)
     except Exception as error:
         raise ShippingError(
-            f"{culprit(thing, what, attempt)} can't be copied, and each worker needs a copy of its "
+            f"{culprit(thing, what, copy)} can't be copied, and each worker needs a copy of its "
             f"own: {error}"
         ) from error
-    out.seek(0)
-    before, _local.kept = getattr(_local, "kept", None), kept
-    try:
-        return pickle.load(out)
-    finally:
-        _local.kept = before
 
 
 _NEVER_COPIED = (types.FunctionType, types.ModuleType, type)

@@ -259,6 +259,21 @@ def test_a_dataset_that_inline_workers_can_not_copy_is_shared_with_a_warning() -
     assert batches == [list(range(8))]
 
 
+class Unloadable:
+    def __setstate__(self, state: Any) -> None:
+        raise OSError("there is no such device here")
+
+    def __getstate__(self) -> Any:
+        return {"some": "state"}
+
+
+def test_what_a_copy_can_not_be_made_of_is_named() -> None:
+    stream = Stream()
+    stream.inner = [1, Unloadable()]  # type: ignore[attr-defined]
+    with pytest.raises(ShippingError, match=r"dataset\.inner\[1\] .*copied.*no such device"):
+        iter(DataLoader(stream, num_workers=1, backend="threads"))
+
+
 def test_an_iterable_dataset_that_threads_can_not_copy_is_refused() -> None:
     class Locked(Stream):
         def __init__(self) -> None:
