@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
 import hybridloader
-from hybridloader import DataLoader, SampleSeeding, Skip, Threads
+from hybridloader import DataLoader, SampleSeeding, Skip, StatefulDataLoader, Threads
 
 pytest.importorskip("accelerate")
 import accelerate
@@ -567,3 +567,14 @@ def test_without_accelerate_the_error_says_what_to_install(monkeypatch: pytest.M
     with pytest.raises(ImportError, match=r'pip install "accelerate>='):
         keep_loaders()
     assert not integration._holders
+
+
+@pytest.mark.usefixtures("kept")
+def test_our_loader_in_torchdatas_place_is_kept_as_a_plain_one() -> None:
+    """Its constructor is not known to what rebuilds it; backend and options stay."""
+    pytest.importorskip("torchdata")  # accelerate asks for it
+    loader = StatefulDataLoader(list(range(20)), BATCH, backend="inline")  # type: ignore[arg-type]
+    prepared = accelerator(use_stateful_dataloader=True).prepare(loader)
+    assert type(prepared.base_dataloader) is DataLoader
+    assert prepared.backend == "inline"
+    assert flat(prepared) == list(range(20))

@@ -17,7 +17,7 @@ from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, Regression, torchs
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hybridloader import DataLoader, SampleSeeding, SharedMemory, Skip, Threads
+from hybridloader import DataLoader, SampleSeeding, SharedMemory, Skip, StatefulDataLoader, Threads
 
 pytest.importorskip("lightning")
 import lightning
@@ -379,3 +379,22 @@ def test_a_checkpoint_at_the_last_step_of_an_epoch_is_as_with_torchdata(tmp_path
     fit(None, max_steps=BATCHES)
     theirs = fit(tmp_path / f"theirs-step={BATCHES}.ckpt").seen
     assert len(ours) == len(theirs) == BATCHES
+
+
+def test_a_checkpoint_of_torchdatas_loader_is_gone_on_from_with_ours_in_its_place(
+    tmp_path: Path,
+) -> None:
+    theirs = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def fit(kind: Any, checkpoint: Path | None, **options: Any) -> list[list[float]]:
+        torch.manual_seed(6)
+        loader = kind(Augmented(noise=0), BATCH, shuffle=True, num_workers=WORKERS)
+        model, one = Model(), trainer(max_epochs=1, **options)
+        one.fit(model, loader, ckpt_path=checkpoint, weights_only=False)
+        return model.seen
+
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    whole = fit(theirs, None, callbacks=[saving], enable_checkpointing=True)
+    checkpoint = tmp_path / "step=2.ckpt"
+    rest = [fit(kind, checkpoint) for kind in (StatefulDataLoader, theirs)]
+    assert rest == [whole[2:], whole[2:]]
