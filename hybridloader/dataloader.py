@@ -164,8 +164,8 @@ persistent_workers, pin_memory_device, in_order
             get_backend(backend)
         if prefetch_factor == 0:
             raise ValueError(
-                "prefetch_factor=0 would ask the workers for nothing (torch's loader then yields "
-                "nothing at all); use prefetch_factor=1, or num_workers=0"
+                "prefetch_factor=0 would ask the workers for nothing; use prefetch_factor=1, or "
+                "num_workers=0"
             )
         self.backend = backend
         self.threads_per_worker = threads_per_worker
