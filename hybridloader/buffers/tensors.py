@@ -111,9 +111,9 @@ class Tensors:
             if tensor.numel():
                 groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         for key, group in groups.items():
-            bases = [_Base(cluster) for cluster in _clusters(group) if len(cluster) > 1]
-            if bases:
-                self._bases[key] = bases
+            if len(group) > 1 and (parts := _shared_parts(group)):
+                storage = group[0].untyped_storage()
+                self._bases[key] = [_Base(storage, *part) for part in parts]
         return bool(self._bases)
 
 
@@ -179,16 +179,15 @@ def _bytes_of(flat: torch.Tensor, dtype: str) -> Any:
 
 
 class _Base:
-    """The part of one storage that some tensors cover; pickled once, by the pickle's memo."""
+    """A part of one storage that several tensors cover; pickled once, by the pickle's memo."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        starts, ends = zip(*map(_extent, tensors), strict=True)
-        self.start, self.end = min(starts), max(ends)  # as `_extent` has them
-        self._start = self.start // 16 * 16  # as aligned as any dtype needs
+    def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        self._start = start // 16 * 16  # as aligned as any dtype needs
         self._bytes = (
             _torch()
             .empty(0, dtype=_torch().uint8, device="cpu")
-            .set_(tensors[0].untyped_storage(), self._start, (self.end - self._start,), (1,))
+            .set_(storage, self._start, (end - self._start,), (1,))
         )
 
     def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -199,17 +198,16 @@ class _Base:
         return _rebuild_base, (pickle.PickleBuffer(self._bytes.numpy()),)
 
 
-def _clusters(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those that overlap or touch belong together; what lies between others is not sent."""
-    clusters: list[list[torch.Tensor]] = []
-    reached = -1
-    for tensor in sorted(tensors, key=_extent):
-        start, end = _extent(tensor)
-        if start > reached:
-            clusters.append([])
-        clusters[-1].append(tensor)
-        reached = max(reached, end)
-    return clusters
+def _shared_parts(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """First byte and end of each part of their storage where several overlap or touch, in order."""
+    parts: list[tuple[int, int, int]] = []
+    for start, end in sorted(map(_extent, tensors)):
+        if parts and start <= parts[-1][1]:
+            first, reached, count = parts[-1]
+            parts[-1] = first, max(reached, end), count + 1
+        else:
+            parts.append((start, end, 1))
+    return [(start, end) for start, end, count in parts if count > 1]
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
