@@ -332,7 +332,7 @@ LAYERS = {
     },
     "states.cadence": set(),
     "states.carried": {"errors", "states.cadence", "states.copies"},
-    "states.copies": {"errors", "states.cadence"},
+    "states.copies": {"errors", "inheritance", "states.cadence"},
     "states.dropping": {"errors", "feed", "fetch", "relay"},
     "states.progress": {
         "beside",
