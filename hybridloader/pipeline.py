@@ -10,11 +10,13 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.buffers.collate import WithoutTorch
 from hybridloader.fetch import MapFetch
 from hybridloader.operators.base import INFINITE, Length, Operator, Source
+from hybridloader.operators.fingerprint import fingerprint
 from hybridloader.operators.order import Repeat
 from hybridloader.operators.sources import Indices, Items
 from hybridloader.operators.split import Branch
@@ -299,11 +301,11 @@ class Pipeline(Steps):
         return as_mermaid(self)
 
     def _fingerprint(self) -> str:
-        """What it is made of, in full: a cache of it is not good for anything else."""
+        """What it is made of, values in a few letters: a cache of it is not good for anything else."""
         told = []
         for operator in self.operators:
             branches = "".join(f"[{branch._fingerprint()}]" for branch in operator.branches())
-            told.append(operator.describe(None) + branches)
+            told.append(f"{operator.describe(None)} #{fingerprint(_values(operator))}{branches}")
         return " -> ".join(told)
 
     def _then(self, operator: Operator) -> Pipeline:
@@ -311,6 +313,27 @@ class Pipeline(Steps):
 
     def _made(self, operators: Sequence[Operator]) -> Pipeline:
         return Pipeline(operators)
+
+
+_NOT_OF_ITEMS = ("fork", "memory", "pipelines", "placement")
+"""Fields of operators that say nothing of what comes out, or are told otherwise."""
+
+
+def _values(operator: Operator) -> dict[str, Any]:
+    """What decides which items come out of `operator`, and not where or how fast."""
+    own: Any = operator
+    names = [field.name for field in fields(own)] if is_dataclass(own) else []
+    if not names:
+        return dict(getattr(operator, "__dict__", {}))
+    found = {
+        name: getattr(operator, name)
+        for name in names
+        if name not in _NOT_OF_ITEMS and not name.startswith("_")
+    }
+    placement = getattr(operator, "placement", None)
+    if placement is not None:
+        found["on_error"], found["seeding"] = placement.on_error, placement.seeding
+    return found
 
 
 _MOST_CALLS = 600

@@ -174,9 +174,20 @@ class Steps:
         """
         return self._then(Shard(rank, world))
 
-    def cache(self, path: Any = None) -> Pipeline:
-        """Keep the items of the first whole pass, in memory or in a file; see `Cache`."""
-        return self._then(Cache(path, fingerprint=self._fingerprint()))
+    def cache(self, path: Any = None, *, fingerprint: str | None = None) -> Pipeline:
+        """Keep the items of the first whole pass, in memory or in a file; see `Cache`.
+
+        Parameters
+        ----------
+        path
+            Of the file.
+        fingerprint
+            What the file is good for, in your words; another one is refused. None: the steps before,
+            with what they were given: arguments, attributes, and a sample of the data.
+        """
+        if fingerprint is None:
+            fingerprint = "" if path is None else self._fingerprint()
+        return self._then(Cache(path, fingerprint=fingerprint))
 
     def prefetch(self, count: int) -> Pipeline:
         """Keep `count` items at hand, made by a thread of their own."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import re
 import stat
 import struct
 import sys
@@ -40,6 +41,9 @@ _HEADER = struct.Struct("<8sII16s")
 _RECORD = struct.Struct("<QQ16s")
 _TAIL = struct.Struct("<QQ16s8s")
 _ALIGNED = 64
+
+_LETTERS = re.compile(" #[0-9a-f]{10}")
+"""What a fingerprint tells of the values that a step was given."""
 
 _DIRECT = 64 * 1024
 """Bytes from which a piece is written by itself, without a copy into the block."""
@@ -290,9 +294,15 @@ class Reader:
         if _digest(told) != digest:
             raise self._damaged("its header is not as it was written")
         if told != fingerprint.encode():
+            before = told.decode()
+            why = ""
+            if before == _LETTERS.sub("", fingerprint):
+                why = ". It is of a release that did not look at arguments, attributes and data"
+            elif _LETTERS.sub("", before) == _LETTERS.sub("", fingerprint):
+                why = ". Letters behind # stand for arguments, attributes and a sample of the data"
             raise CacheError(
-                f"the cache file {self.path!r} was written by another pipeline, {told.decode()!r}, and "
-                f"this one is {fingerprint!r}; delete it, or give another path"
+                f"the cache file {self.path!r} was written by another pipeline, {before!r}, and this "
+                f"one is {fingerprint!r}{why}; delete it, or give another path"
             )
 
     def _read_table(self) -> array[int]:
