@@ -125,8 +125,8 @@ persistent_workers, pin_memory_device, in_order
     """The one that was announced last."""
 
     _told_every = 0
-    """With how many of its results a worker tells the state of the dataset, the first when it has begun,
-    which ``iter`` waits for; 0: with as many as is cheap."""
+    """Results of a worker from one that brings the state of the dataset to the next, at least; the first
+    comes when it has begun, which ``iter`` waits for. 0: with as many as is cheap, and not before."""
 
     # ``DataLoader[int]``, as with torch's, although this class is not generic: see its base.
     __class_getitem__ = classmethod(types.GenericAlias)  # type: ignore[var-annotated]

@@ -150,7 +150,7 @@ class MapFetch:
     carries
         Whether the state of a dataset that has one goes with results.
     told_every
-        With every so many of a worker's; 0: with as many as is cheap.
+        Results of a worker from one with a state to the next, at least; 0: as many as is cheap.
     """
 
     dataset: Any
@@ -309,8 +309,7 @@ class IterableFetch:
         Whether the last samples of the shard, if they are no full batch, are sent uncollated, to be
         joined to those of other shards.
     told_every
-        With how many of its results a worker sends a state that the dataset or its iterator has; 0: with
-        as many as is cheap.
+        Results of a worker from one with a state to the next, at least; 0: as many as is cheap.
     """
 
     dataset: Any

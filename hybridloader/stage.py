@@ -389,6 +389,7 @@ class Stage(Iterator[Any]):
         self._discard(self._scheduler.begin())
         self._supply.forget()
         self.exhausted.clear()
+        self._opened.clear()  # those who took the place of a dead one in the pass before
         self.epoch += 1
         self._roster.begin()
         if self.epoch > 0:

@@ -45,9 +45,10 @@ persistent_workers, pin_memory_device, in_order
         As torchdata's, which are torch's. ``shuffle=True`` draws the order that torchdata's sampler
         draws, which is not that of torch's.
     snapshot_every_n_steps
-        With how many of its batches each worker tells the state of a stateful dataset; what was done
-        since then is done again when a state is loaded. 0 or None: only at the beginning, and at the end
-        of its part. torchdata can load states that were taken with 1.
+        With how many of its batches each worker tells the state of a stateful dataset, or with fewer
+        where that would be more than 2 % of the time; what was done since then is done again when a
+        state is loaded. 0 or None: only at the beginning, and at the end of its part. torchdata can load
+        states that were taken with 1, of what takes less than 50 us to tell its state.
     backend, threads_per_worker, on_error, on_worker_death, task_timeout, seeding, shard_remainders, \
 device
         As `DataLoader`'s.

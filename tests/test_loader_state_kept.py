@@ -6,8 +6,10 @@ most places lie between two states; the uninterrupted run is the oracle.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from sampled import Every
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
 
-from hybridloader import DataLoader, StateError, Threads
+from hybridloader import DataLoader, StateError, StatefulDataLoader, Threads
 from hybridloader.sampling import ShuffleSampler
 from hybridloader.states import carried, replay
 from hybridloader.states.cadence import FREE, SHARE, Cadence
@@ -32,7 +34,7 @@ LENGTH = 23
 def every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def pace(steps: int) -> None:
         for module in ("replay", "carried"):
-            monkeypatch.setattr(f"hybridloader.states.{module}.Cadence", lambda: Every(steps))
+            monkeypatch.setattr(f"hybridloader.states.{module}.Cadence", lambda **_: Every(steps))
 
     return pace
 
@@ -385,15 +387,16 @@ class Asked(Ordered):
         return super().state_dict()
 
 
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize(("workers", "backend"), [(0, "inline"), (2, "threads")])
 def test_nobody_asks_a_sampler_for_a_large_state_at_each_batch(
-    workers: int, backend: str, monkeypatch: pytest.MonkeyPatch
+    workers: int, backend: str, kind: type[DataLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(replay, "Cadence", lambda: Cadence(clock))
     whole = flat(loader_of("order", (0, "inline")))
     sampler = Asked(clock, 0.025)
-    loader = DataLoader(NUMBERS, 4, sampler=sampler, num_workers=workers, backend=backend)
+    loader = kind(NUMBERS, 4, sampler=sampler, num_workers=workers, backend=backend)
     assert flat(loader) == whole
     assert sampler.asked == 2, "how the pass begins, and the first item"
     iterator = iter(loader)
@@ -401,8 +404,7 @@ def test_nobody_asks_a_sampler_for_a_large_state_at_each_batch(
     asked = sampler.asked
     states = [loader.state_dict() for _ in range(5)]
     assert sampler.asked == asked, "who asks the loader does not ask the sampler"
-    other = loader_of("order", (0, "inline"))
-    states[4]["_hybridloader"]["samplers"][1] = "Ordered"
+    other = kind(NUMBERS, 4, sampler=Asked(clock, 0), num_workers=workers, backend=backend)
     other.load_state_dict(states[4])
     assert taken + flat(other) == whole
 
@@ -496,6 +498,43 @@ def test_a_dataset_is_where_it_was_also_between_two_of_its_states(
         assert taken + ahead_of(iter(last), 20) == whole, count
 
 
+class Dying(Curriculum):
+    """Its worker dies, once."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__()
+        self.flag = flag
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2 and not self.flag.exists():
+            self.flag.touch()
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+def test_how_a_worker_began_that_took_the_place_of_another_is_not_told_of_the_next_pass(
+    tmp_path: Path,
+) -> None:
+    dataset = Dying(tmp_path / "died")
+    loader = StatefulDataLoader(
+        dataset,
+        1,
+        num_workers=1,
+        persistent_workers=True,
+        on_worker_death="restart",
+        backend="fork",
+    )
+    assert len(list(loader)) == 6
+    iterator = iter(loader)
+    told = loader.state_dict()["_snapshot"]["_worker_snapshots"]["worker_0"]
+    following = next(iterator).item()
+    assert told["dataset_state"]["level"] == following // 100 - 1 > 0
+    iterator.close()  # type: ignore[attr-defined]
+
+
 parts = st.lists(
     st.tuples(st.integers(0, 6), st.booleans(), st.integers(1, 4)), min_size=1, max_size=4
 )
@@ -512,7 +551,7 @@ def test_a_dataset_stopped_anywhere_on_any_backend_gives_one_stream(
         return DataLoader(kind(), 2, num_workers=workers, backend=backend, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carried, "Cadence", lambda: Every(steps))
+        patch.setattr(carried, "Cadence", lambda **_: Every(steps))
         whole = ahead_of(iter(loader(False, 2)), 99)
         taken: list[Any] = []
         state: dict[str, Any] = {}
@@ -546,7 +585,7 @@ def test_what_is_large_is_not_sent_with_each_batch(
 ) -> None:
     from hybridloader.states import progress
 
-    monkeypatch.setattr(carried, "Cadence", lambda: Every(1000))
+    monkeypatch.setattr(carried, "Cadence", lambda **_: Every(1000))
     come = []
     note = progress.Progress.passed
 

@@ -80,7 +80,7 @@ class BatchOrder(BatchSampler):
         samples = iter(self.sampler)  # now, and not with the first batch
         if is_stateful(samples):
             return _Batches(samples, self.batch_size, drop_last=self.drop_last)
-        return iter(BatchSampler(samples, self.batch_size, self.drop_last))  # type: ignore[arg-type]
+        return iter(BatchSampler(samples, self.batch_size, self.drop_last))
 
 
 class _Batches(Iterator[list[int]]):

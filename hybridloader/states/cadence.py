@@ -61,19 +61,3 @@ class Cadence:
         self._cost = cost if first else min(cost, max(2 * before, FREE / 2))
         dear = self._cost > (_COLD if first else FREE)
         self._next = now + (SHARE - 1) * self._cost if dear else 0.0
-
-
-class Every:
-    """With the first step, and with every so many behind it."""
-
-    __slots__ = ("_left", "_steps")
-
-    def __init__(self, steps: int) -> None:
-        self._steps, self._left = steps, 0
-
-    def due(self) -> bool:
-        self._left = (self._left or self._steps) - 1
-        return self._left == self._steps - 1
-
-    def taken(self) -> None:
-        return None

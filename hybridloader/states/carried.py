@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hybridloader.errors import StateError
 from hybridloader.foreign import attribute
-from hybridloader.states.cadence import Cadence, Every
+from hybridloader.states.cadence import Cadence
 from hybridloader.states.copies import Frozen, Latest
 
 
@@ -91,14 +91,12 @@ def carrying(
 ) -> Any:
     """`fetcher`, of whose results some are `Carried` if the dataset, or its iterator, has a state.
 
-    Those are every so many, or, with 0, as many as is cheap.
+    Those are as many as is cheap, and with at least `every` from one to the next.
     """
     itself = samples is dataset  # torchdata saves it once then, as the iterator's
     stateful = is_stateful(dataset) and not itself
     if stateful or is_stateful(samples):
-        return _Carrying(
-            fetcher, dataset if stateful else None, samples, Every(every) if every else Cadence()
-        )
+        return _Carrying(fetcher, dataset if stateful else None, samples, Cadence(every=every or 1))
     return fetcher
 
 
@@ -166,7 +164,7 @@ class _Carrying:
         fetcher: Callable[[Any], Any],
         dataset: Any,
         samples: Any,
-        cadence: Cadence | Every,
+        cadence: Cadence,
     ) -> None:
         self.within, self._dataset = fetcher, dataset
         self._samples = samples if is_stateful(samples) else None

@@ -20,7 +20,7 @@ from hybridloader.states.copies import Latest
 
 if TYPE_CHECKING:
     from hybridloader.messages import Exhausted
-    from hybridloader.states.cadence import Cadence, Every
+    from hybridloader.states.cadence import Cadence
     from hybridloader.states.replay import Making, Snapshot
 
 
@@ -227,11 +227,12 @@ class Progress:
         """Where each worker goes on."""
         both = zip(self.places, self._again, strict=True)
         starts = [place._replace(again=tuple(again)) for place, again in both]
-        for worker, end in self.exhausted.items():
-            if starts[worker].skip == end.position:  # all that came of it was handed out
-                last = starts[worker] if end.told is None else end.told
-                at = starts[worker].position if end.told is None else end.position
-                starts[worker] = Start(at, end.position, last.dataset, last.iterator, True)
+        for end in list(self.exhausted.values()):  # a pinning thread may add to them
+            now = starts[end.worker]
+            if now.skip == end.position:  # all that came of it was handed out
+                last = now if end.told is None else end.told
+                at = now.position if end.told is None else end.position
+                starts[end.worker] = Start(at, end.position, last.dataset, last.iterator, True)
         if self.waiting.whole:
             place, again, count = self._before
             starts[self.last_worker] = place._replace(again=tuple(again[:count]))
@@ -294,7 +295,7 @@ class Drawing(Iterator[Any]):
         snapshot: Callable[[], Snapshot] | None,
         number: int,
         base: Base | None = None,
-        cadence: Cadence | Every | None = None,
+        cadence: Cadence | None = None,
     ) -> None:
         self._indices, self._snapshot = indices, snapshot
         self._progress, self._log = progress, progress.log

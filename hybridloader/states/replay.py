@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.errors import StateError
 from hybridloader.foreign import attribute
-from hybridloader.states.cadence import Cadence, Every
+from hybridloader.states.cadence import Cadence
 from hybridloader.states.carried import is_stateful
 from hybridloader.states.copies import Given, Kept, copied, kept
 
@@ -184,11 +184,11 @@ class Snapshots(NamedTuple):
     """
 
     take: Callable[[], Snapshot]
-    cadence: Cadence | Every | None
+    cadence: Cadence | None
 
 
-def snapshots(loader: Any, indices: Iterator[Any], *, each: bool = False) -> Snapshots | None:
-    """That of what `indices` are drawn from, with `each` of them; None: it has no state."""
+def snapshots(loader: Any, indices: Iterator[Any]) -> Snapshots | None:
+    """That of what `indices` are drawn from; None: it has no state."""
     from hybridloader.sampling.torchdata_order import tells_anew
 
     stateful = stateful_of(loader)
@@ -209,7 +209,7 @@ def snapshots(loader: Any, indices: Iterator[Any], *, each: bool = False) -> Sna
             within = kept(iterator, "the iterator over the sampler", iterator.state_dict)
         return Snapshot(own, within)
 
-    return Snapshots(take, Every(1) if each else Cadence())
+    return Snapshots(take, Cadence())
 
 
 def check_of(index: Any) -> int:

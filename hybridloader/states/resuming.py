@@ -94,7 +94,6 @@ class Opening:
 
     def __init__(self, loader: Any, *, again: bool) -> None:
         self._loader, self._again = loader, again
-        self._every: int = getattr(loader, "_told_every", 0)
         state = loaded.get(loader)
         self.resume: Resume | None = None if state is None else read(loader, state)
         if self.resume is not None and self.resume.fresh:
@@ -232,7 +231,7 @@ class Opening:
         leads = self._leads()
         progress.begin(first, leads)
         indices = iterator._sampler_iter
-        taken = snapshots(self._loader, indices, each=self._every == 1)
+        taken = snapshots(self._loader, indices)
         if taken is not None and not progress.behind and stateful_of(self._loader) is None:
             progress.at = UNKNOWN, Base(0, taken.take())
         rest = chain(leads, indices) if leads else indices

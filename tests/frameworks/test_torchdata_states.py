@@ -309,6 +309,14 @@ def test_three_epochs_are_theirs(made: str, workers: int, backend: str) -> None:
     assert epochs(loader, 3) == whole(made, workers, False)
 
 
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are taken each time, however busy the machine is: torchdata knows no others."""
+    for name in ("FREE", "_COLD"):
+        monkeypatch.setattr(f"hybridloader.states.cadence.{name}", 60.0)
+
+
+@pytest.mark.usefixtures("cheap")
 @pytest.mark.filterwarnings("ignore:Plain has no state_dict:UserWarning")
 @pytest.mark.parametrize("after", [0, 2, None])
 @pytest.mark.parametrize(("made", "workers"), ALONE)
@@ -351,6 +359,7 @@ def test_with_workers_their_state_is_gone_on_from(
         assert found == expected(made, workers, after, stays), backend
 
 
+@pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize(("made", "workers"), WITH_WORKERS)
 def test_with_workers_they_go_on_from_our_state(made: str, workers: int) -> None:
     state = saved(StatefulDataLoader, made, workers, 3, persistent_workers=False)
