@@ -55,6 +55,7 @@ class _Belt:
         self.weights: deque[int] = deque()  # of the items, if there is a `weigh`
         self.weight = 0  # of all of them
         self.closed = self.ended = False
+        self.broken = False  # it ended with an error, and not because all had come
         self.waiting = 0  # consumers that sleep until something comes
         self.full = False  # the thread sleeps until something leaves
         self.wake: Callable[[], None] | None = None  # a consumer that does not sleep here
@@ -103,7 +104,7 @@ class _Belt:
             if error is not None and not self.closed:
                 self.items.append(_Raised(error))
                 self.weights.append(0)
-            self.ended = True
+            self.ended, self.broken = True, error is not None
             self._tell()
 
     def close(self) -> None:
@@ -323,6 +324,8 @@ class Relay(Iterator[Any]):
         """Say why nothing will come any more, if that is so."""
         if self._belt.closed:
             raise IteratorClosed(f"relay {self._thread.name!r} is closed")
+        if self._belt.broken:
+            raise IteratorClosed(f"relay {self._thread.name!r} was ended by the error before")
         if self._belt.ended:
             raise StopIteration
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader import Pipeline
+from hybridloader import IteratorClosed, Pipeline
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
 
@@ -137,3 +137,24 @@ def test_an_error_of_the_source_comes_out_in_its_place_and_what_can_go_on_does(
 
     pipe = Pipeline.from_iterable(Source).map(abs, backend=backend).map(abs, backend=backend)
     assert everything(pipe.run()) == [1, 2, 3, 4, OSError, 6, 7, 8, 9]
+
+
+class Leaves(BaseException):
+    """No error of an item: it ends whatever it comes through."""
+
+
+@pytest.mark.parametrize("kind", [Leaves, GeneratorExit, SystemExit])
+def test_what_ends_a_thread_between_two_steps_is_not_taken_for_the_end_of_the_items(
+    kind: type[BaseException],
+) -> None:
+    def leaving(item: int) -> int:
+        if item == 2:
+            raise kind
+        return item
+
+    with Pipeline.from_dataset(range(6)).map(leaving).prefetch(2).run() as run:
+        assert [next(run), next(run)] == [0, 1]
+        with pytest.raises(kind):
+            next(run)
+        with pytest.raises(IteratorClosed):
+            next(run)

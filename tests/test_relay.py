@@ -181,7 +181,7 @@ def test_an_error_that_would_be_raised_for_ever_ends_it(error: Exception) -> Non
     assert [next(relay), next(relay)] == [0, 1]
     with pytest.raises(type(error)):
         next(relay)
-    with pytest.raises(StopIteration):
+    with pytest.raises(IteratorClosed):
         next(relay)
     relay.close()
 
