@@ -121,14 +121,14 @@ class Writer:
         alone = [i for i in missing if buffers[i].nbytes >= OWN]
         if len(alone) > MOST_NEW // 2:
             alone = []
-        taken: list[int] = []
+        taken: set[int] = set()
         try:
             for i in alone:
                 self._copy(buffers, [i], where, taken)
             self._copy(buffers, [i for i in missing if i not in alone], where, taken)
-            return self._announce(where)
+            return self._announce(where, taken)
         finally:
-            for number in taken:  # which only the reader holds from now on, if it was told
+            for number in taken:  # of which the reader is not told
                 self._pool.release(number)
 
     def release(self, numbers: Sequence[int]) -> None:
@@ -168,7 +168,7 @@ class Writer:
         buffers: Sequence[memoryview],
         those: list[int],
         where: list[Span | None],
-        taken: list[int],
+        taken: set[int],
     ) -> None:
         starts, end = [], 0
         for i in those:
@@ -177,14 +177,15 @@ class Writer:
         number = self._pool.take(end) if end else None
         if number is None:
             return
-        taken.append(number)
-        target = memoryview(self._pool.view(number, end)).cast("B")
+        taken.add(number)
+        # All of it: ctypes makes a type for every other size, in 26 us, and slots are of few sizes.
+        target = memoryview(self._pool.view(number)).cast("B")
         for i, start in zip(those, starts, strict=True):
             size = buffers[i].nbytes
             target[start : start + size] = buffers[i]
             where[i] = Span(number, start, size)
 
-    def _announce(self, where: list[Span | None]) -> tuple[Parcel, list[int]]:
+    def _announce(self, where: list[Span | None], taken: set[int]) -> tuple[Parcel, list[int]]:
         pool = self._pool
         new: list[Notice] = []
         fds: list[int] = []
@@ -202,8 +203,9 @@ class Writer:
                     fds.append(segment.fd)
                 segment.ticket = segment.fd = None
             used.add(span.slot)
-        for number in used:
-            pool.hold(number)  # for the reader
+        for number in used - taken:
+            pool.hold(number)  # for the reader, to which our hold of the others passes
+        taken -= used
         retired, pool.retired = tuple(pool.retired), []
         refusal, pool.refusal = pool.refusal, None
         return Parcel(tuple(where), tuple(new), retired, refusal), fds

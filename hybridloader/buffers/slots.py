@@ -22,7 +22,7 @@ import mmap
 import os
 import threading
 import weakref
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
@@ -133,7 +133,8 @@ class Pool:
         self.size = 0  # bytes of all segments
         self.retired: list[int] = []
         self.refusal: str | None = None
-        self._by_address: list[Segment] = []
+        self._starts: list[int] = []  # addresses of the segments, in order
+        self._by_start: list[Segment] = []  # in that order
         self._slots: Counter[int] = Counter()  # how many there are, by their size
         self._roomy: dict[int, _ByNumber] = {}  # segments with a free slot, by the size of that
         self._unused: _ByNumber = OrderedDict()  # those without another, unused for longest first
@@ -206,18 +207,19 @@ class Pool:
         """The segment that the slot with that number is in."""
         return self.segments[place_of(number)[0]]
 
-    def view(self, number: int, size: int) -> Any:
-        """The first `size` bytes of a slot. Whoever looks must hold it."""
+    def view(self, number: int, size: int | None = None) -> Any:
+        """The first `size` bytes of a slot, or all. Whoever looks must hold it."""
         segment, place = place_of(number)
         found = self.segments[segment]
-        return found.mapping.view(place * found.capacity, size)
+        capacity = found.capacity
+        return found.mapping.view(place * capacity, capacity if size is None else size)
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
         """The slot that these bytes are in, and where in it; None if they are in none, or in several."""
-        before = bisect_right(self._by_address, address, key=_address)
+        before = bisect_right(self._starts, address)
         if not before:
             return None
-        segment = self._by_address[before - 1]
+        segment = self._by_start[before - 1]
         place, start = divmod(address - segment.mapping.address, segment.capacity)
         if place >= len(segment.holders) or start + size > segment.capacity:
             return None
@@ -242,8 +244,9 @@ class Pool:
         self._forget()
 
     def _forget(self) -> None:
-        for kept in (self.segments, self._by_address, self._slots, self._roomy, self._unused):
+        for kept in (self.segments, self._starts, self._by_start, self._slots, self._roomy):
             kept.clear()
+        self._unused.clear()
         self.size = 0
 
     def _collect(self) -> None:
@@ -261,7 +264,7 @@ class Pool:
         most = 2 * capacity
         while capacity <= most:
             if roomy := self._roomy.get(capacity):
-                return roomy[next(reversed(roomy))]
+                return next(reversed(roomy.values()))
             capacity = capacity_for(capacity + 1)
         return None
 
@@ -287,7 +290,9 @@ class Pool:
         self.made += 1
         self.size += segment.mapping.size
         self.segments[segment.number] = segment
-        insort(self._by_address, segment, key=_address)
+        at = bisect_right(self._starts, segment.mapping.address)
+        self._starts.insert(at, segment.mapping.address)
+        self._by_start.insert(at, segment)
         self._slots[capacity] += len(segment.holders)
         self._roomy.setdefault(capacity, OrderedDict())[segment.number] = segment
         return segment
@@ -306,16 +311,13 @@ class Pool:
     def _retire(self, segment: Segment) -> None:
         del self._unused[segment.number], self._roomy[segment.capacity][segment.number]
         del self.segments[segment.number]
-        del self._by_address[bisect_left(self._by_address, _address(segment), key=_address)]
+        at = bisect_left(self._starts, segment.mapping.address)
+        del self._starts[at], self._by_start[at]
         self._slots[segment.capacity] -= len(segment.holders)
         self.size -= segment.mapping.size
         if segment.ticket is None:  # else nobody has heard of it
             self.retired.append(segment.number)
         segment.close()
-
-
-def _address(segment: Segment) -> int:
-    return segment.mapping.address
 
 
 def _leave(left: deque[int], number: int, mapping: Mapping) -> None:
