@@ -36,6 +36,7 @@ from hybridloader.faults.on_error import Policy, parse
 from hybridloader.faults.refill import FullBatches
 from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
+from hybridloader.foreign import attribute
 from hybridloader.messages import WorkerSpec
 from hybridloader.options import Options
 from hybridloader.records.large import hint_at_large_container
@@ -100,7 +101,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             super().__init__(loader)
             self._opening.move(self)
         self._backend = backend
-        self._told_every: int = getattr(loader, "_told_every", 0)
+        self._told_every: int = attribute(loader, "_told_every", 0)
         self._prefetch_factor = loader.prefetch_factor or 2
         self._in_order = loader.in_order
         self._options = options

@@ -320,6 +320,22 @@ def test_what_the_user_s_own_code_raises_is_raised_and_asked_for_once() -> None:
     assert asked == [1]
 
 
+class _Answers(TorchLoader):  # type: ignore[type-arg]
+    """Knows of no other attribute than torch's, in words of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_a_loader_may_answer_for_unknown_attributes_as_it_likes() -> None:
+    loader: Any = _Answers(range(4), 2, num_workers=1)  # type: ignore[arg-type]
+    with install("threads"), iter(loader) as iterator:
+        assert type(iterator) is LoaderIterator
+        assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
+    with pytest.raises(TypeError, match="_Answers is a subclass of torch's DataLoader"):
+        hybridloader.from_torch(loader)
+
+
 def test_what_is_asked_for_by_name_is_refused_as_ever() -> None:
     ours: Any = DataLoader(range(2), num_workers=1, multiprocessing_context=_OddContext())  # type: ignore[arg-type]
     with install("threads"):

@@ -140,6 +140,7 @@ LAYERS = {
         "faults.refill",
         "faults.restart",
         "fetch",
+        "foreign",
         "messages",
         "options",
         "records.large",
