@@ -110,7 +110,11 @@ class Worker:
             return Ready(self.worker, self._first_state() if spec.tells else None)
 
     def _first_state(self) -> Carried | Failure | None:
-        return self._state if self._broken is None else Failure(twin(self._broken))
+        if self._broken is not None:
+            return Failure(twin(self._broken))
+        starts = self._spec.starts
+        # Behind results that came since a state, the next one is told when it is due.
+        return None if starts and starts[self.worker].results_since else self._state
 
     @property
     def _state(self) -> Carried | None:

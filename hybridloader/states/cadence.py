@@ -61,3 +61,7 @@ class Cadence:
         self._cost = cost if first else min(cost, max(2 * before, FREE / 2))
         dear = self._cost > (_COLD if first else FREE)
         self._next = now + (SHARE - 1) * self._cost if dear else 0.0
+
+    def go_on(self, since: int) -> None:
+        """So many steps were done since the state was taken last, by whoever was here before."""
+        self._left = max(0, self._every - 1 - since)

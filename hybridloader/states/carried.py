@@ -34,6 +34,8 @@ class Start(NamedTuple):
         Whether the shard has ended.
     again
         Tasks that were done since `dataset`, where it is asked by index: they are done once more.
+    since
+        Results since `dataset` and `iterator`; of a dataset that is asked by index, `again` tells.
     behind
         Whether the states are of the end of a pass, and the worker is to begin the one behind it.
     """
@@ -45,11 +47,17 @@ class Start(NamedTuple):
     ended: bool = False
     again: tuple[Any, ...] = ()
     behind: bool = False
+    since: int = 0
 
     @property
     def stateful(self) -> bool:
         """Whether there is a state to go on from."""
         return self.dataset is not None or self.iterator is not None
+
+    @property
+    def results_since(self) -> int:
+        """How many results came of the worker since its state was taken."""
+        return self.since or len(self.again)
 
 
 class Carried:
@@ -187,6 +195,10 @@ class _Carrying:
     def _ended(self) -> bool:
         return getattr(self.within, "ended", False)
 
+    def go_on(self, since: int) -> None:
+        """So many results came since the state that this one goes on from."""
+        self._cadence.go_on(since)
+
     def carried_now(self) -> Carried:
         """The state alone, as it is now."""
         return self._with_state(None)
@@ -227,6 +239,8 @@ def resumed(fetch: Any, start: Start, cancelled: Any) -> Any:
         resume(start._replace(iterator=None, ended=False) if start.behind else start)
     within = fetcher.within if type(fetcher) is _Carrying else fetcher
     _do_again(within, start.again, cancelled)
+    if type(fetcher) is _Carrying and start.stateful and not start.behind:
+        fetcher.go_on(start.results_since)
     return fetcher
 
 

@@ -264,7 +264,7 @@ class Progress:
             self.fault = found.fault
             found = found.data
         elif self.iterable:
-            self.places[worker] = before._replace(skip=position)
+            self.places[worker] = before._replace(skip=position, since=before.since + 1)
         if type(found) is Short and found.samples:
             self.remainders[worker] = before
 

@@ -198,6 +198,7 @@ def _snapshots(progress: Progress, *, every: bool) -> dict[str, Any] | None:
             "position": start.position,
             "skip": start.skip,
             "again": copied(list(start.again)) if start.again else [],
+            "since": start.since,
             "dataset_state": given(start.dataset),
             "fetcher_state": {
                 "dataset_iter_state": given(start.iterator),
@@ -387,6 +388,7 @@ def _read_workers(
                 within["fetcher_ended"],
                 tuple(place.get("again", ())),
                 number in behind,
+                _whole("since", place.get("since", 0)),
             )
         )
     resume.starts = tuple(starts)

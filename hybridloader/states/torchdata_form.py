@@ -94,7 +94,8 @@ def written(loader: Any, own: dict[str, Any]) -> dict[str, Any]:
     shown = _ends(loader, own) or places
     snapshots = {name: _worker(loader, number, shown.get(name)) for number, name in _names(workers)}
     more["places"] = [
-        [place["position"], place["skip"], place["again"]] for place in places.values()
+        [place[name] for name in ("position", "skip", "again", "since")]
+        for place in places.values()
     ]
     if more["since"]:  # torchdata has no place for what is to be drawn again
         within = own["_index_sampler_state"] or {}
@@ -329,13 +330,18 @@ def _read_ours(own: dict[str, Any], more: Mapping[str, Any], snapshots: Mapping[
 
 
 def _place(
-    snapshot: Mapping[str, Any], position: int = 0, skip: int = 0, again: Sequence[Any] = ()
+    snapshot: Mapping[str, Any],
+    position: int = 0,
+    skip: int = 0,
+    again: Sequence[Any] = (),
+    since: int = 0,
 ) -> dict[str, Any]:
     fetcher = snapshot["fetcher_state"] or {"dataset_iter_state": None, "fetcher_ended": False}
     return {
         "position": position,
         "skip": skip,
         "again": list(again),
+        "since": since,
         "dataset_state": snapshot["dataset_state"],
         "fetcher_state": fetcher,
     }
