@@ -137,5 +137,8 @@ class Every:
         self._count += 1
         return (self._count - 1) % self._steps == 0
 
+    def go_on(self, since: int) -> None:
+        """As if it had begun here."""
+
     def taken(self) -> None:
         pass

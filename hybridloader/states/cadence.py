@@ -17,6 +17,9 @@ SHARE = 50
 FREE = 50e-6
 """Seconds; what takes no longer is taken with every step."""
 
+ASKED = 2e-3
+"""The same where somebody has said how often a state is to be taken, with which he pays for it."""
+
 _COLD = 1e-3
 """Seconds; a first state that took less is taken a second time at once, for nothing was warm yet."""
 
@@ -33,12 +36,16 @@ class Cadence:
         Gives seconds.
     every
         Steps from one state to the next at least; the first is taken with the first step.
+    free
+        Seconds; what takes no longer is taken whenever `every` allows it.
     """
 
-    __slots__ = ("_began", "_clock", "_cost", "_every", "_left", "_next")
+    __slots__ = ("_began", "_clock", "_cost", "_every", "_free", "_left", "_next")
 
-    def __init__(self, clock: Callable[[], float] = perf_counter, *, every: int = 1) -> None:
-        self._clock, self._every = clock, every
+    def __init__(
+        self, clock: Callable[[], float] = perf_counter, *, every: int = 1, free: float = FREE
+    ) -> None:
+        self._clock, self._every, self._free = clock, every, free
         # All the mutable state:
         self._left = 0  # steps before which none is due
         self._began = 0.0
@@ -58,8 +65,8 @@ class Cadence:
         self._left = self._every - 1
         now, before = self._clock(), self._cost
         first, cost = before < 0, now - self._began
-        self._cost = cost if first else min(cost, max(2 * before, FREE / 2))
-        dear = self._cost > (_COLD if first else FREE)
+        self._cost = cost if first else min(cost, max(2 * before, self._free / 2))
+        dear = self._cost > (max(_COLD, self._free) if first else self._free)
         self._next = now + (SHARE - 1) * self._cost if dear else 0.0
 
     def go_on(self, since: int) -> None:

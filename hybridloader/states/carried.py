@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hybridloader.errors import StateError
 from hybridloader.foreign import attribute
-from hybridloader.states.cadence import Cadence
+from hybridloader.states.cadence import ASKED, Cadence
 from hybridloader.states.copies import Frozen, Latest
 
 
@@ -104,7 +104,8 @@ def carrying(
     itself = samples is dataset  # torchdata saves it once then, as the iterator's
     stateful = is_stateful(dataset) and not itself
     if stateful or is_stateful(samples):
-        return _Carrying(fetcher, dataset if stateful else None, samples, Cadence(every=every or 1))
+        cadence = Cadence(every=every, free=ASKED) if every else Cadence()
+        return _Carrying(fetcher, dataset if stateful else None, samples, cadence)
     return fetcher
 
 
