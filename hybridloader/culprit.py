@@ -18,6 +18,7 @@ and more than a line or two helps nobody."""
 def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
     """The deepest part of `thing` for which `attempt` raises, as a path of attributes."""
     deepest, seen, shared = (path, thing), {id(thing): thing}, Shared()
+    way = [deepest]
     for _ in range(_DEEPEST):
         if deepest[1] in shared:  # made by a library: what it is made of is nothing to the user
             break
@@ -29,9 +30,16 @@ def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
                 attempt(part)
             except Exception:
                 deepest = (deepest[0] + step, part)
+                way.append(deepest)
                 break
         else:
             break
+    else:  # nested without an end: of objects that make others of their kind the first says most
+        kinds = [type(part) for _, part in way]
+        repeated = (
+            kind not in _CONTAINERS and kind in kinds[i + 1 :] for i, kind in enumerate(kinds)
+        )
+        deepest = next((each for each, again in zip(way, repeated, strict=True) if again), deepest)
     return f"{deepest[0]} (a {type(deepest[1]).__qualname__})"
 
 

@@ -142,6 +142,7 @@ class Worker:
 
     def _begin(self, message: Begin) -> None:
         self._exhausted = self._told = False
+        before = self._fetcher  # kept until there is another, which takes over its threads
         self._let_go()
         if self._draws is not None and self._spec.seeding is not None:
             self._draws.begin(replace(self._spec.seeding, epoch=message.epoch))
@@ -154,6 +155,7 @@ class Worker:
             self._fetcher = self._spec.fetch.open(message.shared_seed, self.cancelled)
         except Exception as error:
             self._broken = no_stop(error)
+        del before
 
     def _let_go(self) -> None:
         """Close what the fetcher reads, if it reads an iterator of its own."""
