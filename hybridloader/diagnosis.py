@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +79,23 @@ def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
         return f"worker {worker}"
     handle = handles[worker]
     return f"worker {worker} ({handle.name}, pid {handle.pid})"
+
+
+def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
+    """How a worker process ended, in torch's words, which people match on; empty for what is none.
+
+    They are those of ``torch/csrc/DataLoader.cpp``, with the stage for torch's "DataLoader".
+    """
+    handle = handles[worker] if worker < len(handles) else None
+    if handle is None or handle.pid == os.getpid() or handle.exitcode is None:
+        return ""
+    who, code = f"{stage} worker (pid {handle.pid})", handle.exitcode
+    if code >= 0:
+        return f"{who} exited unexpectedly with exit code {code}. "
+    try:
+        return f"{who} is killed by signal: {signal.strsignal(-code)}. "
+    except ValueError:  # a number that this platform has no signal for
+        return f"{who} is killed by signal: {-code}. "
 
 
 def place(stage: str, worker: str, index: Any, doing: str) -> str:

@@ -13,6 +13,7 @@ from hybridloader.contract import Crew
 from hybridloader.diagnosis import (
     WorkerReport,
     death,
+    end_of,
     late,
     name_of,
     overrun,
@@ -137,7 +138,8 @@ class Roster:
             slots=known.slots,
             refusal=refusal,
         )
-        return self._with_table(words)
+        torchs = end_of(self.spec.stage, self.crew.handles(), fault.worker)
+        return self._with_table(torchs + words)
 
     def overrun(
         self, worker: int, seconds: float, timeout: float, stack: str, *, thread: bool

@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import multiprocessing.context
 import os
+import re
 import signal
 import sys
 import threading
@@ -85,10 +86,11 @@ def test_a_dead_worker_is_named_with_what_killed_it_and_what_it_had_to_do(
     backend: str, death: str, where: str
 ) -> None:
     found: list[Any] = []
+    pids: list[int | None] = []
 
     def work() -> None:
         iterator = start(load(Samples(_dying(death)), backend, workers=2))
-        pids = [worker.pid for worker in iterator._workers]
+        pids[:] = [worker.pid for worker in iterator._workers]
         for _ in range(8):
             try:
                 found.append(next(iterator))
@@ -113,6 +115,9 @@ def test_a_dead_worker_is_named_with_what_killed_it_and_what_it_had_to_do(
     assert "worker 1 " in str(error)
     assert "[3]" in str(error)
     assert "'DataLoader'" in str(error)
+    # torch/csrc/DataLoader.cpp says so, and scripts that start jobs anew match on it.
+    torchs = rf"DataLoader worker \(pid {pids[1]}\) (is killed by signal: |exited unexpectedly)"
+    assert re.match(torchs, str(error))
     assert DEATHS[death][1] in str(error)
 
 
