@@ -14,6 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+
+# No test is judged by the clock: on a busy machine any example may take longer than hypothesis's 0.2 s.
+settings.register_profile("hybridloader", deadline=None)
+settings.load_profile("hybridloader")
 
 _PATIENCE = 5.0
 """Seconds that what is already ending gets to be gone."""

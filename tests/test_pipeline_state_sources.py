@@ -37,6 +37,11 @@ def cadence(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return pace
 
 
+@pytest.fixture(autouse=True)
+def _marks_whenever_they_are_due(cadence: Callable[[int], None]) -> None:
+    cadence(1)
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -150,10 +155,7 @@ class Counted(ShuffleSampler):
             yield index
 
 
-def test_a_sampler_is_found_again_without_what_it_gave_before(
-    cadence: Callable[[int], None],
-) -> None:
-    cadence(1)
+def test_a_sampler_is_found_again_without_what_it_gave_before() -> None:
     sampler = Counted(10**8, seed=1)
     pipe = Pipeline.from_dataset(range(10**8), sampler=sampler)
     with pipe.batch(100, collate_fn=list).run() as run:
@@ -303,10 +305,7 @@ def test_an_iterator_is_read_anew_up_to_where_it_was() -> None:
     assert list(Pipeline.from_iterable(iter(range(50))).run(state=state)) == list(range(20, 50))
 
 
-def test_what_tells_its_state_is_not_read_again_from_its_beginning(
-    cadence: Callable[[int], None],
-) -> None:
-    cadence(1)
+def test_what_tells_its_state_is_not_read_again_from_its_beginning() -> None:
     pipe = Pipeline.from_iterable(Steps(100_000))
     with pipe.run() as run:
         events(run, 60_000)
