@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import threading
 import warnings
 from dataclasses import dataclass
@@ -13,27 +12,24 @@ from hybridloader.backends.process import ProcessCrew, check_children_allowed, s
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.caller import stacklevel
 from hybridloader.contract import Backend, Crew
+from hybridloader.devices.in_use import device_in_use
 from hybridloader.errors import BackendUnavailable
 
 
-def cuda_initialised() -> bool:
-    """Whether this process has used CUDA, without importing torch to find out."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
-
-
 def check_fork(name: str) -> None:
-    """Refuse where there is no fork, and after CUDA was initialised (its context breaks in a fork)."""
+    """Refuse where there is no fork, and after a device was initialised, which does not survive one."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise BackendUnavailable(
             f"backend {name!r} needs fork, which this platform does not have. "
             "Use backend='spawn', 'shared-memory' or 'threads'."
         )
-    if cuda_initialised():
+    device = device_in_use()
+    if device is not None:
         raise BackendUnavailable(
-            f"backend {name!r} would fork this process after CUDA was initialised, and CUDA does "
-            "not survive a fork. Use backend='threads', 'spawn' or "
-            "SharedMemory(start_method='spawn'), or make the iterator before the first use of CUDA."
+            f"backend {name!r} would fork this process after {device} was initialised, and {device} "
+            "does not survive a fork. Use backend='threads', 'spawn' or "
+            "SharedMemory(start_method='spawn'), or make the iterator before the first use of "
+            f"{device}."
         )
 
 

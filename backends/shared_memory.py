@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridloader.backends import sockets
-from hybridloader.backends.fork import check_fork, check_threads, cuda_initialised
+from hybridloader.backends.fork import check_fork, check_threads
 from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
 from hybridloader.backends.spawn import loky_context
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.contract import Backend, Crew
+from hybridloader.devices.in_use import device_in_use
 from hybridloader.errors import BackendUnavailable
 
 _METHODS = ("fork", "spawn", "forkserver", "loky")
@@ -27,7 +28,7 @@ class SharedMemory(Backend):
         ``"fork"``, ``"loky"`` (as the `spawn` backend), ``"spawn"`` or ``"forkserver"``
         (multiprocessing's own, which run the main script again and so need a ``__main__`` guard).
         None takes fork where that is multiprocessing's default and safe, that is on Linux before
-        Python 3.14 while CUDA is not initialised, else loky.
+        Python 3.14 while no device such as CUDA is initialised, else loky.
     memory
         What the slots may take through which large tensors and arrays come back.
 
@@ -67,7 +68,7 @@ class SharedMemory(Backend):
     def _method(self) -> str:
         if self.start_method is not None:
             return self.start_method
-        forks = multiprocessing.get_start_method() == "fork" and not cuda_initialised()
+        forks = multiprocessing.get_start_method() == "fork" and device_in_use() is None
         return "fork" if forks else "loky"
 
 
@@ -75,8 +76,8 @@ class SharedMemory(Backend):
 class AsTorch(SharedMemory):
     """What a loader without `backend` takes: processes started as torch would start them.
 
-    That includes forking after CUDA was initialised, which every training script does that makes
-    a new iterator for its second epoch. Workers that leave CUDA alone are not harmed by it, and
+    That includes forking after a device was initialised, which every training script does that makes
+    a new iterator for its second epoch. Workers that leave the device alone are not harmed by it, and
     torch itself raises in those that do not.
     """
 

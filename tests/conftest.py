@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,9 @@ settings.load_profile("hybridloader")
 
 _PATIENCE = 5.0
 """Seconds that what is already ending gets to be gone."""
+
+_NODES = ("/dev/nvidia", "/dev/dri", "/dev/accel")
+"""Of the drivers of devices: CUDA's, and those in the kernel."""
 
 
 def _children() -> set[psutil.Process]:
@@ -78,15 +80,16 @@ def _wait_for_one(children: set[psutil.Process], seconds: float) -> None:
 
 
 def _descriptors() -> int:
-    """How many are open, without those that CUDA's driver opens for the process as it needs them."""
+    """How many are open, without those that the driver of a device opens as it needs them."""
     folder = Path("/proc/self/fd")
     if not folder.exists():
         return 0
     names = os.listdir(folder)
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    from hybridloader.devices.in_use import device_in_use
+
+    if device_in_use() is None:
         return len(names)
-    return sum(not _leads_to(folder / name).startswith("/dev/nvidia") for name in names)
+    return sum(not _leads_to(folder / name).startswith(_NODES) for name in names)
 
 
 def _leads_to(link: Path) -> str:

@@ -13,7 +13,9 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from hybridloader.devices.in_use import initialised, modules
 from hybridloader.seeds.draws import now
 
 
@@ -23,7 +25,7 @@ class Globals:
     Parameters
     ----------
     devices
-        Whether also those of CUDA devices in use, which a user's ``torch.manual_seed`` sets too.
+        Whether also those of devices in use, which a user's ``torch.manual_seed`` sets too.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
@@ -32,8 +34,7 @@ class Globals:
 
         # The CPU generator only: torch.get_rng_state and set_rng_state leave the devices alone.
         self._states = random.getstate(), torch.get_rng_state(), np.random.get_state()
-        cuda = devices and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._devices = torch.cuda.get_rng_state_all() if cuda else []
+        self._devices = _device_states() if devices else []
 
     def restore(self) -> None:
         import numpy as np
@@ -43,8 +44,24 @@ class Globals:
         random.setstate(python)
         torch.set_rng_state(tensor)
         np.random.set_state(array)
-        if self._devices:
-            torch.cuda.set_rng_state_all(self._devices)
+        for module, number, state in self._devices:
+            module.set_rng_state(state, number)
+
+
+def _device_states() -> list[tuple[Any, int, Any]]:
+    """States of the generators of all devices that this process uses: module, number and state.
+
+    By the two functions that torch asks of the module of any device. A module that can't tell whether
+    its device is in use is asked too, unless this process can't use it, as the fork of one that has.
+    """
+    return [
+        (module, number, module.get_rng_state(number))
+        for module in modules().values()
+        if initialised(module) is not False
+        and hasattr(module, "get_rng_state")
+        and not getattr(module, "_is_in_bad_fork", bool)()
+        for number in range(module.device_count())
+    ]
 
 
 class _Lent:

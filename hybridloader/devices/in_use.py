@@ -1,0 +1,38 @@
+"""Which of torch's devices this process uses: without importing torch, and without using one more."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_SPELT = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+
+
+def modules() -> dict[str, Any]:
+    """Modules such as `torch.cuda`, by the kind of device; empty if torch is not imported.
+
+    That of the accelerator which `torch.accelerator` tells of, and CUDA's: where an accelerator from
+    outside of torch is the current one, CUDA may be in use beside it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    found = {"cuda": torch.cuda}
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None:
+        found.setdefault(kind.type, torch.get_device_module(kind))
+    return found
+
+
+def initialised(module: Any) -> bool | None:
+    """Whether this process has a context of that kind; None if the module can't tell."""
+    tell = getattr(module, "is_initialized", None)
+    return None if tell is None else bool(tell())
+
+
+def device_in_use() -> str | None:
+    """The kind of device that this process has a context of, for messages; None if none is known."""
+    for kind, module in modules().items():
+        if initialised(module):
+            return _SPELT.get(kind, kind)
+    return None

@@ -1,0 +1,151 @@
+"""What follows from a device being in use: no forks, and generators that are the training code's."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridloader import BackendUnavailable, DataLoader, SharedMemory
+from hybridloader.contract import Backend
+from hybridloader.devices.in_use import device_in_use, modules
+
+KIND = torch.device("xpu")
+"""Any that is not CUDA: none of torch's own is asked here."""
+
+
+class Module:
+    """As `torch.xpu`, or as what a backend from outside of torch has registered."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.used = True
+        self.states = [torch.tensor([number], dtype=torch.uint8) for number in range(count)]
+
+    def is_initialized(self) -> bool:
+        return self.used
+
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def get_rng_state(self, device: int) -> torch.Tensor:
+        assert self.used, "asking makes a context"
+        return self.states[device]
+
+    def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+        self.states[device] = state
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.states = [torch.tensor([100 + seed % 100], dtype=torch.uint8) for _ in self.states]
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    made = Module()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: KIND)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
+    return made
+
+
+def squares() -> list[int]:
+    return [number**2 for number in range(4)]
+
+
+@pytest.mark.parametrize("backend", ["fork", SharedMemory("fork")])
+def test_a_fork_is_refused_after_any_device_was_initialised(
+    module: Module, backend: str | Backend
+) -> None:
+    loader = DataLoader(squares(), num_workers=1, backend=backend)  # type: ignore[arg-type]
+    with pytest.raises(BackendUnavailable, match="after XPU was initialised") as caught:
+        iter(loader)
+    for way_out in ("threads", "spawn", "before the first use of XPU"):
+        assert way_out in str(caught.value)
+    module.used = False
+    with iter(loader) as iterator:  # type: ignore[attr-defined]
+        assert next(iterator).tolist() == [0]
+
+
+def test_shared_memory_forks_only_as_long_as_no_device_is_in_use(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiprocessing.get_start_method", lambda: "fork")
+    assert SharedMemory()._method() == "loky"
+    module.used = False
+    assert SharedMemory()._method() == "fork"
+
+
+def test_a_backend_from_outside_of_torch_is_named_as_it_is_and_cuda_is_asked_beside_it(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *_: SimpleNamespace(type="openreg")
+    )
+    assert device_in_use() == "openreg"
+    module.used = False
+    assert device_in_use() is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert device_in_use() == "CUDA"
+
+
+def test_of_a_module_that_can_not_tell_nothing_is_claimed(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    assert device_in_use() is None
+
+
+def test_without_torch_no_device_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    assert modules() == {}
+    assert device_in_use() is None
+
+
+@pytest.mark.parametrize("backend", ["threads", "inline"])
+@pytest.mark.parametrize("tells", [True, False], ids=["tells", "can't tell"])
+def test_the_generators_of_a_device_in_use_are_put_back_behind_an_init_fn(
+    module: Module, monkeypatch: pytest.MonkeyPatch, backend: str, tells: bool
+) -> None:
+    if not tells:
+        monkeypatch.setattr(Module, "is_initialized", None)
+    seen: list[int] = []
+
+    def init(worker: int) -> None:
+        module.manual_seed_all(worker)
+        seen.extend(int(state) for state in module.states)
+
+    loader = DataLoader(
+        squares(),  # type: ignore[arg-type]
+        num_workers=2,
+        backend=backend,
+        worker_init_fn=init,
+    )
+    assert [int(batch) for batch in loader] == squares()
+    assert sorted(seen) == [100, 100, 101, 101]
+    assert [int(state) for state in module.states] == [0, 1]
+
+
+@pytest.mark.parametrize("why", ["not in use", "in a fork", "without"])
+def test_generators_that_can_not_be_asked_are_left_alone(
+    module: Module, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("Cannot re-initialize in forked subprocess")
+
+    if why == "not in use":
+        module.used = False
+        monkeypatch.setattr(Module, "get_rng_state", refuse)
+    elif why == "in a fork":
+        monkeypatch.setattr(Module, "is_initialized", None)
+        monkeypatch.setattr(Module, "_is_in_bad_fork", lambda self: True, raising=False)
+        monkeypatch.setattr(Module, "get_rng_state", refuse)
+    else:
+        monkeypatch.delattr(Module, "get_rng_state")
+    loader = DataLoader(
+        squares(),  # type: ignore[arg-type]
+        num_workers=1,
+        backend="threads",
+        worker_init_fn=print,
+    )
+    assert [int(batch) for batch in loader] == squares()
