@@ -20,9 +20,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data._utils.pin_memory import pin_memory as torchs_pin_memory
 
 from hybridloader import Transfer
-from hybridloader.devices.accelerator import TorchAccelerator, current, find, taken_for_current
+from hybridloader.devices.accelerator import current, find, taken_for_current
 from hybridloader.devices.batch_parts import mapped, pins_itself, tensors_in
 from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner, check, pinner_for
+from hybridloader.devices.torch_accelerator import TorchAccelerator
 from hybridloader.relay import Relay
 from hybridloader.testing import FakeAccelerator
 
@@ -509,25 +510,21 @@ def test_a_device_that_locks_no_pages_pins_by_a_copy() -> None:
     assert torch.equal(batch[0], torch.arange(3))
 
 
-def test_a_device_that_has_neither_streams_nor_pinning_gets_its_copies_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Plain(TorchAccelerator):
-        pins = False  # type: ignore[assignment]
-
-        def enter(self) -> None:
-            pass
+def test_a_device_that_neither_pins_nor_has_streams_gets_its_copies_at_once() -> None:
+    class Plain(FakeAccelerator):
+        pins = queues_copies = False  # type: ignore[assignment]
+        one_stream = True
 
         def pin(self, tensor: torch.Tensor) -> torch.Tensor:
             raise AssertionError("does not pin")
 
-    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
-    plain = Plain(torch.device("cpu"))
+    plain = Plain()
     moving = Mover(plain, 1, 1)
     moving.prepare()
     sent = moving.send([[torch.ones(2)]])
     assert torch.equal(moving.take(sent)[0], torch.ones(2))
-    assert moving.locks is plain.current_stream() is moving.stream is None
+    assert moving.locks is moving.stream is None
+    assert sent.size == 8
 
 
 # -- which device ------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ Nothing here knows of batches, slots or threads, and torch is not imported befor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
+
+from hybridloader.devices.torch_accelerator import TorchAccelerator
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,21 @@ class Accelerator(Protocol):
     def locks_pages(self) -> bool:
         """Whether `page_lock` can be had at all."""
 
+    @property
+    def queues_copies(self) -> bool:
+        """Whether `move` may return before the copy is made.
+
+        For that a stream can be marked, another one can wait for it, and the allocator can be told of
+        that one. Else `side_stream`, `mark`, `hold_up` and `keep_for` are not asked for.
+        """
+
+    @property
+    def one_stream(self) -> bool:
+        """Whether all its work is done in one order, whichever thread has queued it.
+
+        Where this and `queues_copies` are false, a batch is safe only on the stream that copied it.
+        """
+
     def enter(self) -> None:
         """Make it the current device of this thread, for good."""
 
@@ -53,18 +70,21 @@ class Accelerator(Protocol):
         """Undo that; the pages may be unmapped then. Never raises, also while Python shuts down."""
 
     def side_stream(self) -> Any:
-        """A stream that runs beside those of the user; None if the device has one only."""
+        """A stream that runs beside those of the user; None if copies are not queued."""
 
     def current_stream(self) -> Any:
         """The stream of this thread."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on this device: parts of what was moved may have stayed on the host."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """What this thread does within is queued on `stream`."""
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, queued on this thread's stream: the host does not wait for it.
+        """A copy on the device, made by this thread's stream; itself, if it is there already.
 
-        Itself, if it is there already.
+        The host waits for it, unless it `queues_copies` and the memory is page-locked.
         """
 
     def mark(self, stream: Any) -> Mark:
@@ -74,176 +94,10 @@ class Accelerator(Protocol):
         """`stream` waits for `mark`; the host does not."""
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Tell the allocator that `stream` uses `tensor` too, so that its memory is not reused early."""
+        """Tell the allocator that `stream` uses `tensor` too, so that its memory is not reused early.
 
-
-class _TorchMark:
-    __slots__ = ("event",)
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def passed(self) -> bool:
-        return bool(self.event.query())
-
-
-_side_streams: dict[torch.device, Any] = {}
-"""One for each device and process: torch's allocator keeps the memory that a stream has used for that
-stream, so another one for every pass would take as much again."""
-
-
-class _Passed:
-    """The mark of a device that has no streams: what was queued is done."""
-
-    def passed(self) -> bool:
-        return True
-
-
-_PASSED = _Passed()
-
-
-class TorchAccelerator:
-    """A device of torch's: CUDA, XPU, MPS or what else `torch.accelerator` knows.
-
-    Parameters
-    ----------
-    device
-        With its index.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __repr__(self) -> str:
-        return f"TorchAccelerator({self.name!r})"
-
-    @property
-    def name(self) -> str:
-        return str(self.device)
-
-    @property
-    def pins(self) -> bool:
-        # torch's loader excepts it as well: https://github.com/pytorch/pytorch/issues/86060
-        return self.device.type != "mps"
-
-    @property
-    def locks_pages(self) -> bool:
-        return self.device.type == "cuda"  # of XPU torch shows no such call
-
-    def enter(self) -> None:
-        import torch
-
-        torch.accelerator.set_device_index(self.device.index)
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
-
-    def page_lock(self, address: int, size: int) -> None:
-        if not self.locks_pages:
-            raise OSError(f"{self.device.type} has no call that locks pages which it did not make")
-        cudart = _cudart()
-        with self._chosen():
-            # cudaHostRegisterPortable: locked for the contexts of all devices, not only this one.
-            code = cudart.cudaHostRegister(address, size, 1)
-            if int(code):
-                self._forget_error()
-        if int(code):
-            reason = cudart.cudaGetErrorString(code)
-            raise OSError(f"the driver does not lock {size:,} bytes: {reason}")
-
-    def page_unlock(self, address: int) -> None:
-        try:
-            with self._chosen():
-                if int(_cudart().cudaHostUnregister(address)):
-                    self._forget_error()
-        except Exception:  # the driver has been shut down, and all its locks with it
-            pass
-
-    def side_stream(self) -> Any:
-        module = self._module
-        if not hasattr(module, "Stream"):
-            return None
-        if self.device not in _side_streams:
-            _side_streams.setdefault(self.device, module.Stream(self.device))
-        return _side_streams[self.device]
-
-    def current_stream(self) -> Any:
-        module = self._module
-        # The device's own kind, not torch.Stream: objects with a `record_stream` may ask for it.
-        return module.current_stream(self.device) if hasattr(module, "current_stream") else None
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any]
-        context = nullcontext() if stream is None else self._module.stream(stream)
-        return context
-
-    def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Memory that is not page-locked may be gone before a device without pinning has read it.
-        return tensor.to(self.device, non_blocking=self.pins)
-
-    def mark(self, stream: Any) -> Mark:
-        if stream is None:
-            return _PASSED
-        capturing = getattr(stream, "is_capturing", None)
-        if capturing is not None and capturing():
-            raise RuntimeError(
-                f"{stream} is captured into a graph: no event of it can be asked for"
-            )
-        return _TorchMark(stream.record_event())
-
-    def hold_up(self, stream: Any, mark: Mark) -> None:
-        if isinstance(mark, _TorchMark):
-            stream.wait_event(mark.event)
-
-    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        if stream is not None:
-            for part in _dense_parts(tensor):
-                part.record_stream(stream)
-
-    def _forget_error(self) -> None:
-        """Take back the error that a call of the runtime's has left on this thread.
-
-        Else torch would raise it from this thread's next kernel, which has nothing to do with it. torch
-        shows no cudaGetLastError, but asks it behind each launch.
+        Only of what the device `holds`: torch refuses others.
         """
-        import torch
-
-        try:
-            torch.ones((), device=self.device)
-        except RuntimeError:
-            pass
-
-    def _chosen(self) -> AbstractContextManager[Any]:
-        """This device, for a call from any thread: on another one it would open a context there."""
-        context: AbstractContextManager[Any] = self._module.device(self.device)
-        return context
-
-    @property
-    def _module(self) -> Any:
-        import torch
-
-        return torch.get_device_module(self.device)
-
-
-def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that it consists of: `record_stream` is there for these alone."""
-    import torch
-
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if tensor.layout is torch.strided and tensor.is_nested:
-        return [tensor.values()]
-    return [tensor]
-
-
-def _cudart() -> Any:
-    import torch
-
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 _installed: list[Accelerator] = []

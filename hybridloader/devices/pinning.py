@@ -1,8 +1,10 @@
 """How batches get into page-locked memory and to a device: on a thread of ours, or on the caller's.
 
 Copies to a device are queued on one stream beside the others. Whoever takes a batch has its own current
-stream wait for them; the host never waits. Nothing here starts a thread, or knows where batches come
-from; what is pinned is told in `hybridloader.devices.batch_parts`.
+stream wait for them; the host never waits. Where a device can't do that, each copy is made before the
+next: by the thread, if the device has one stream only, else by whoever takes the batch. Nothing here
+starts a thread, or knows where batches come from; what is pinned is told in
+`hybridloader.devices.batch_parts`.
 """
 
 from __future__ import annotations
@@ -127,10 +129,10 @@ class Sent:
     mark
         Behind the copies; None if there are none.
     used
-        What the stream of whoever takes it is to be named to: tensors, and objects with a
-        `record_stream()`.
+        What the stream of whoever takes it is to be named to: tensors on the device, and objects with
+        a `record_stream()`.
     late
-        Whether something in it has yet to be moved, by its own `to()`.
+        Whether something in it has yet to be moved, by whoever takes it.
     """
 
     __slots__ = ("data", "late", "mark", "size", "used")
@@ -223,12 +225,15 @@ class Pinner:
         return mapped(batch, pins_itself, functools.partial(self._pin, sent))
 
     def _pin(self, sent: Sent, part: Any) -> Any:
-        """A tensor, or an object that can pin itself."""
+        """A tensor, or an object that can pin itself, pinned if the device knows that at all."""
+        pins = self.accelerator.pins
         if not is_tensor(part):
-            part = part.pin_memory()
+            part = part.pin_memory() if pins else part
             sent.size += sum(bytes_of(tensor) for tensor in tensors_in(part) or ())
             return part
         sent.size += bytes_of(part)
+        if not pins:
+            return part
         try:
             return self.accelerator.pin(part)
         except RuntimeError as error:
@@ -243,6 +248,8 @@ class Mover(Pinner):
 
     All copies are queued on one stream. Whoever takes a batch has its current stream wait for them, and
     that stream is named to the allocator, so that the memory is not used again before it is done.
+
+    Of a device that can't do that, nothing is handed from one stream to another.
     """
 
     stage = "to"
@@ -259,70 +266,82 @@ class Mover(Pinner):
 
     def send(self, batch: list[Any]) -> Sent:
         accelerator, sent = self.accelerator, Sent()
-        with accelerator.on(self._stream):
-            # The last reference to what is copied goes in here: slots look at the current stream then.
-            sent.data = self._moved(batch.pop(), sent, later=True)
-            sent.mark = accelerator.mark(self._stream)
+        if self._stream is not None:
+            with accelerator.on(self._stream):
+                # The last reference to what is copied goes in here: slots look at the current stream.
+                sent.data = self._moved(batch.pop(), sent, handed=True)
+                sent.mark = accelerator.mark(self._stream)
+        elif accelerator.one_stream:
+            sent.data = self._moved(batch.pop(), sent, handed=False)
+        else:
+            sent.data = mapped(batch.pop(), moves_itself, functools.partial(self._pin_if, sent))
+            sent.late = True
         return sent
 
     def take(self, sent: Sent) -> Any:
         self.warn()
         accelerator, mark = self.accelerator, sent.mark
+        if mark is None:
+            return self._moved(sent.data, Sent(), handed=False) if sent.late else sent.data
         stream = accelerator.current_stream()
-        if mark is not None and stream is not None:
-            accelerator.hold_up(stream, mark)
-            for part in sent.used:
-                if is_tensor(part):
-                    accelerator.keep_for(part, stream)
-                else:
-                    part.record_stream(stream)
+        accelerator.hold_up(stream, mark)
+        for part in sent.used:
+            if is_tensor(part):
+                accelerator.keep_for(part, stream)
+            else:
+                part.record_stream(stream)
         if not sent.late:
             return sent.data
         return mapped(sent.data, _is_late, lambda late: self._ask(late.part))
 
     def here(self, batch: Any) -> Any:
         self._read_by_this_stream()
-        data = self._moved(batch, Sent(), later=False)
+        data = self._moved(batch, Sent(), handed=False)
         self.warn()
         return data
 
     @property
     def stream(self) -> Any:
-        """The stream that copies are queued on; None before `prepare`."""
+        """The stream that copies are queued on; None before `prepare`, and if they are not queued."""
         return self._stream
 
-    def _moved(self, batch: Any, sent: Sent, *, later: bool) -> Any:
-        return mapped(batch, moves_itself, functools.partial(self._move, sent, later))
+    def _moved(self, batch: Any, sent: Sent, *, handed: bool) -> Any:
+        """`batch` on the device, which is then `handed` from this stream to another, or not."""
+        return mapped(batch, moves_itself, functools.partial(self._move, sent, handed))
 
-    def _move(self, sent: Sent, later: bool, part: Any) -> Any:
+    def _move(self, sent: Sent, handed: bool, part: Any) -> Any:
+        accelerator = self.accelerator
         if is_tensor(part):
-            pinned = self._pin(sent, part) if self.accelerator.pins else part
-            moved = self.accelerator.move(pinned)
+            moved = accelerator.move(self._pin(sent, part))
             if moved is not part:
                 sent.used.append(moved)
             return moved
-        if self.accelerator.pins and pins_itself(part):
+        if accelerator.pins and pins_itself(part):
             part = part.pin_memory()
         if not takes_device(type(part)):
             # It is what its pin_memory() gave, and perhaps something to be looked into.
-            return mapped(part, is_tensor_or_movable, functools.partial(self._move, sent, later))
-        if later and not has(part, "record_stream") and tensors_in(part) is None:
+            return mapped(part, is_tensor_or_movable, functools.partial(self._move, sent, handed))
+        if handed and not has(part, "record_stream") and tensors_in(part) is None:
             # Nobody could tell the allocator what it uses, so it is moved by whoever takes it.
             sent.late = True
             return _Late(part)
         part = self._ask(part)
-        tensors = tensors_in(part)
+        tensors = tensors_in(part) or ()
         if has(part, "record_stream"):
             sent.used.append(part)
         else:
-            sent.used.extend(tensors or ())
-        sent.size += sum(bytes_of(tensor) for tensor in tensors or ())
+            sent.used.extend(tensor for tensor in tensors if accelerator.holds(tensor))
+        sent.size += sum(bytes_of(tensor) for tensor in tensors)
         return part
+
+    def _pin_if(self, sent: Sent, part: Any) -> Any:
+        """Pin what is moved later, if it can be pinned."""
+        return self._pin(sent, part) if pins_itself(part) else part
 
     def _ask(self, part: Any) -> Any:
         """Have an object move itself."""
         name = self.accelerator.name
-        if self.accelerator.pins and takes_non_blocking(type(part)):
+        if self.accelerator.queues_copies and takes_non_blocking(type(part)):
             return part.to(name, non_blocking=True)
         return part.to(name)
 

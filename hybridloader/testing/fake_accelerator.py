@@ -4,11 +4,15 @@ What is queued on its streams happens when the test says so, and a copy reads it
 Memory of the device is used again as a caching allocator does it: at once for what is queued on the
 stream that it was made for, with other streams heeded only if `keep_for` was told of them. So memory
 that was used again too early, on either side, shows as a wrong batch, as on a real device.
+
+What torch or a driver would refuse, it refuses: streams of another device, `keep_for` of a tensor on the
+host, pages that are locked already, any use in a fork of the process that has used it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from collections import deque
@@ -76,10 +80,14 @@ class FakeAccelerator:
         Identities of the threads that chose the device.
     kept
         What `keep_for` was told: streams, by the address of the tensor's memory.
+    refused
+        What it has refused, in words; also what it may not raise, because `page_unlock` never does.
     """
 
     pins = True
     locks_pages = True
+    queues_copies = True
+    one_stream = False
 
     def __init__(
         self,
@@ -100,6 +108,8 @@ class FakeAccelerator:
         self.pinned: dict[int, int] = {}  # bytes, by address
         self.entered: list[int] = []
         self.kept: list[tuple[int, FakeStream]] = []
+        self.refused: list[str] = []
+        self._user: int | None = None  # the process that has used it
         self._blocks: dict[int, _Block] = {}  # that are in use, by address
         self._free: list[_Block] = []
         self._here = threading.local()
@@ -108,20 +118,23 @@ class FakeAccelerator:
         return f"FakeAccelerator({self.name!r})"
 
     def enter(self) -> None:
+        self._use()
         self.entered.append(threading.get_ident())
 
     # -- memory of the host ----------------------------------------------------------------------------
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._use()
         if self.is_pinned(tensor) or self.holds(tensor):
             return tensor
+        size = _size_of(tensor)
         with self._lock:
             most = self.pinnable
-            if most is not None and sum(self.pinned.values()) + tensor.nbytes > most:
+            if most is not None and sum(self.pinned.values()) + size > most:
                 raise RuntimeError(f"the fake device pins at most {most:,} bytes")
-            memory = (ctypes.c_char * tensor.nbytes)()
+            memory = (ctypes.c_char * size)()
             address = ctypes.addressof(memory)
-            self.pinned[address] = tensor.nbytes
+            self.pinned[address] = size
             weakref.finalize(memory, self.pinned.pop, address).atexit = False
         copy = _over(memory, tensor)
         copy.copy_(tensor)
@@ -136,20 +149,34 @@ class FakeAccelerator:
             )
 
     def page_lock(self, address: int, size: int) -> None:
+        self._use()
         with self._lock:
+            if not address or size <= 0:
+                raise self._refusal(OSError(f"there are no {size} bytes at {address:#x} to lock"))
             if self.lockable is not None and sum(self.locked.values()) + size > self.lockable:
                 raise OSError(f"the fake device locks at most {self.lockable:,} bytes")
-            if address in self.locked:
-                raise OSError("these pages are locked already")
+            for start, taken in (*self.locked.items(), *self.pinned.items()):
+                if start < address + size and address < start + taken:
+                    raise self._refusal(OSError("some of these pages are locked already"))
             self.locked[address] = size
 
     def page_unlock(self, address: int) -> None:
         with self._lock:
-            del self.locked[address]
+            if self._user not in (None, os.getpid()):
+                self._refusal(RuntimeError("page_unlock in a fork"))
+            elif self.locked.pop(address, None) is None:
+                self._refusal(RuntimeError(f"no pages at {address:#x} are locked"))
 
     # -- streams ---------------------------------------------------------------------------------------
 
-    def side_stream(self) -> FakeStream:
+    def side_stream(self) -> FakeStream | None:
+        return self.new_stream() if self.queues_copies else None
+
+    def new_stream(self) -> FakeStream:
+        """A stream of whoever uses the device."""
+        self._use()
+        if self.one_stream:
+            raise self._refusal(RuntimeError("the fake device has one stream"))
         with self._lock:
             self.streams.append(FakeStream(f"side {len(self.streams)}"))
             return self.streams[-1]
@@ -160,6 +187,7 @@ class FakeAccelerator:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
+        self._check(stream)
         before = self.current_stream()
         self._here.stream = stream
         try:
@@ -168,6 +196,10 @@ class FakeAccelerator:
             self._here.stream = before
 
     def mark(self, stream: Any) -> FakeMark:
+        self._check(stream)
+        return self._marked(stream)
+
+    def _marked(self, stream: FakeStream) -> FakeMark:
         mark = FakeMark()
 
         def happen() -> bool:
@@ -178,20 +210,44 @@ class FakeAccelerator:
         return mark
 
     def hold_up(self, stream: Any, mark: Any) -> None:
+        self._check(stream)
+        if not isinstance(mark, FakeMark):
+            raise self._refusal(TypeError(f"{mark!r} is no mark of a stream"))
         self._queue(stream, mark.passed)
+
+    def _check(self, stream: Any) -> None:
+        self._use()
+        if not any(stream is own for own in self.streams):
+            raise self._refusal(TypeError(f"{stream!r} is no stream of {self.name}"))
+
+    def _use(self) -> None:
+        """As of a context of CUDA's, which the fork of a process that has one can't use."""
+        if self._user is None:
+            self._user = os.getpid()
+        elif self._user != os.getpid():
+            raise self._refusal(RuntimeError(f"{self.name} was in use before this fork"))
+
+    def _refusal(self, error: Exception) -> Exception:
+        self.refused.append(str(error))
+        return error
 
     # -- memory of the device --------------------------------------------------------------------------
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it was made by `move`."""
+        import torch
+
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return False
         with self._lock:
             return tensor.untyped_storage().data_ptr() in self._blocks
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._use()
         if self.holds(tensor):
             return tensor
         stream = self.current_stream()
-        copy = _over(self._allocate(tensor.nbytes, stream), tensor)
+        copy = _over(self._allocate(_size_of(tensor), stream), tensor)
         source = self._source(tensor)
 
         def happen() -> bool:
@@ -199,6 +255,10 @@ class FakeAccelerator:
             return True
 
         self._queue(stream, happen)
+        if not self.queues_copies:  # the host waits, for as many streams as it takes
+            self.run(stream)
+            if stream.queue:
+                self.run()
         return copy
 
     def _source(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -224,11 +284,18 @@ class FakeAccelerator:
         return read
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        self._check(stream)
+        if not self.queues_copies or not self.holds(tensor):
+            where = f"{self.name} backend" if self.holds(tensor) else "'CPU' backend"
+            raise self._refusal(
+                NotImplementedError(
+                    f"Could not run 'aten::record_stream' with arguments from the {where}"
+                )
+            )
         address = tensor.untyped_storage().data_ptr()
         with self._lock:
             self.kept.append((address, stream))
-            if address in self._blocks:
-                self._blocks[address].keepers.append(stream)
+            self._blocks[address].keepers.append(stream)
 
     def launch(self, kernel: Callable[[], object]) -> None:
         """Have `kernel` called when this thread's stream comes to it."""
@@ -283,13 +350,16 @@ class FakeAccelerator:
     def _release(self, address: int) -> None:
         with self._lock:
             block = self._blocks.pop(address)
-            block.marks = [self.mark(stream) for stream in block.keepers]
+            block.marks = [self._marked(stream) for stream in block.keepers]
             self._free.append(block)
+
+
+def _size_of(tensor: torch.Tensor) -> int:
+    """Bytes to have for it: at least one element, so that an empty tensor has an address too."""
+    return max(tensor.nbytes, tensor.element_size())
 
 
 def _over(memory: Any, like: torch.Tensor) -> torch.Tensor:
     import torch
 
-    if not like.numel():
-        return torch.empty_like(like)
-    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+    return torch.frombuffer(memory, dtype=like.dtype)[: like.numel()].view(like.shape)

@@ -1,0 +1,227 @@
+"""A device of torch's, whichever it has.
+
+All is written against `torch.accelerator` and `torch.Stream`, which each of them has; the module of
+the device (`torch.cuda`) is asked for a kind of stream of its own. What only some devices can do is
+asked for too, once: page-locking memory that torch did not make, and handing over batches from one
+stream to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybridloader.devices.accelerator import Mark
+
+
+class _TorchMark:
+    __slots__ = ("event",)
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def passed(self) -> bool:
+        return bool(self.event.query())
+
+
+class _Streams(NamedTuple):
+    """Streams of one device: one beside the user's, if it can be used; and whether there is no other."""
+
+    side: Any
+    one: bool
+
+
+_streams_of: dict[torch.device, _Streams] = {}
+"""For each device of this process, asked once. torch's allocator keeps the memory that a stream has used
+for that stream, so another one for every pass would take as much again."""
+
+
+class TorchAccelerator:
+    """A device of torch's: CUDA, XPU, MPS or what else `torch.accelerator` knows.
+
+    Asking `queues_copies` or `one_stream` may make a context on it; the other properties do not.
+
+    Parameters
+    ----------
+    device
+        With its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __repr__(self) -> str:
+        return f"TorchAccelerator({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        return str(self.device)
+
+    @property
+    def pins(self) -> bool:
+        # torch's loader excepts it as well: https://github.com/pytorch/pytorch/issues/86060
+        return self.device.type != "mps"
+
+    @property
+    def locks_pages(self) -> bool:
+        return hasattr(self._module, "cudart")  # of other devices torch shows no such call
+
+    @property
+    def queues_copies(self) -> bool:
+        return self.pins and self._streams.side is not None
+
+    @property
+    def one_stream(self) -> bool:
+        return self._streams.one
+
+    def enter(self) -> None:
+        import torch
+
+        torch.accelerator.set_device_index(self.device.index)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+    def page_lock(self, address: int, size: int) -> None:
+        if not self.locks_pages:
+            raise OSError(f"{self.device.type} has no call that locks pages which it did not make")
+        cudart = _cudart()
+        with self._chosen():
+            # cudaHostRegisterPortable: locked for the contexts of all devices, not only this one.
+            code = cudart.cudaHostRegister(address, size, 1)
+            if int(code):
+                self._forget_error()
+        if int(code):
+            reason = cudart.cudaGetErrorString(code)
+            raise OSError(f"the driver does not lock {size:,} bytes: {reason}")
+
+    def page_unlock(self, address: int) -> None:
+        try:
+            with self._chosen():
+                if int(_cudart().cudaHostUnregister(address)):
+                    self._forget_error()
+        except Exception:  # the driver has been shut down, and all its locks with it
+            pass
+
+    def side_stream(self) -> Any:
+        return self._streams.side if self.queues_copies else None
+
+    def current_stream(self) -> Any:
+        # The device's own kind, if it has one: objects with a `record_stream` may ask for it.
+        import torch
+
+        return getattr(self._module, "current_stream", torch.accelerator.current_stream)(
+            self.device
+        )
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        import torch
+
+        index = torch.accelerator.current_device_index()
+        before = torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(stream)  # and makes its device the current one
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(index)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Only memory that is page-locked is kept until it was read, whatever the kind of device.
+        return tensor.to(self.device, non_blocking=self.queues_copies and tensor.is_pinned())
+
+    def mark(self, stream: Any) -> Mark:
+        capturing = getattr(stream, "is_capturing", None)
+        if capturing is not None and capturing():
+            raise RuntimeError(
+                f"{stream} is captured into a graph: no event of it can be asked for"
+            )
+        return _TorchMark(stream.record_event())
+
+    def hold_up(self, stream: Any, mark: Mark) -> None:
+        assert isinstance(mark, _TorchMark)
+        stream.wait_event(mark.event)
+
+    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        for part in _dense_parts(tensor):
+            part.record_stream(stream)
+
+    @property
+    def _streams(self) -> _Streams:
+        if self.device not in _streams_of:
+            _streams_of.setdefault(self.device, self._asked())
+        return _streams_of[self.device]
+
+    def _asked(self) -> _Streams:
+        """A stream that a batch can be handed over from, as far as the device has such.
+
+        torch has no call that says what a device can do, but those that it can't do raise.
+        """
+        import torch
+
+        kind = getattr(self._module, "Stream", torch.Stream)
+        try:
+            stream, other = kind(self.device), kind(self.device)
+        except RuntimeError:
+            return _Streams(None, one=True)
+        if stream == other:  # as of MPS
+            return _Streams(None, one=True)
+        try:
+            self.mark(stream)
+            torch.empty(0, device=self.device).record_stream(stream)
+        except RuntimeError:
+            return _Streams(None, one=False)
+        return _Streams(stream, one=False)
+
+    def _forget_error(self) -> None:
+        """Take back the error that a call of the runtime's has left on this thread.
+
+        Else torch would raise it from this thread's next kernel, which has nothing to do with it. torch
+        shows no cudaGetLastError, but asks it behind each launch.
+        """
+        import torch
+
+        try:
+            torch.ones((), device=self.device)
+        except RuntimeError:
+            pass
+
+    def _chosen(self) -> AbstractContextManager[Any]:
+        """This device, for a call from any thread: on another one it would open a context there."""
+        context: AbstractContextManager[Any] = self._module.device(self.device)
+        return context
+
+    @property
+    def _module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.device)
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that it consists of: `record_stream` is there for these alone."""
+    import torch
+
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout is torch.strided and tensor.is_nested:
+        return [tensor.values()]
+    return [tensor]
+
+
+def _cudart() -> Any:
+    import torch
+
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
