@@ -179,6 +179,25 @@ def test_a_pinned_batch_is_read_by_the_stream_that_it_was_handed_to_wherever_it_
     drained(device, pinning)
 
 
+@pytest.mark.parametrize("kind", [Apart, OneStream])
+def test_a_slot_that_was_copied_with_the_host_waiting_is_used_again(
+    kind: type[FakeAccelerator],
+) -> None:
+    device = kind()
+    moving = Mover(device, 2, BUFFER_BYTES)
+    moving.prepare()
+    slots = slots_of(moving)
+    batch = slots.batch(1)
+    first = address(batch)
+    data = moving.take(moving.send([batch]))
+    del batch
+    assert (data == 1).all()
+    drained(device, moving)
+    assert address(slots.batch(2)) == first
+    drained(device, moving)
+    assert device.refused == []
+
+
 # -- the fake refuses what torch and a driver refuse ------------------------------------------------
 
 

@@ -261,7 +261,7 @@ class Mover(Pinner):
     def prepare(self) -> None:
         super().prepare()
         self._stream = self.accelerator.side_stream()
-        if self.locks is not None:
+        if self.locks is not None and self._stream is not None:
             self.locks.wait_for(self._stream)
 
     def send(self, batch: list[Any]) -> Sent:
