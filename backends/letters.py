@@ -195,7 +195,7 @@ def _told(told: Carried | Failure | None) -> bytes:
 
 
 def decode_told(rest: memoryview) -> Any:
-    """What a worker told besides. Raises `DamagedMessage`."""
+    """Decode what a worker told besides its results. Raises `DamagedMessage`."""
     if not len(rest):
         return None
     try:

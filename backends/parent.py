@@ -1,4 +1,4 @@
-"""What a worker process has to do with its parent: it leaves signals to it, and ends when it is gone."""
+"""Ties of a worker process to its parent: it leaves signals to it, and ends when it is gone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _GRACE = 1.0
 """Seconds that a worker has to end by itself once the parent is gone."""
 
 LEFT_TO_PARENT = frozenset({signal.SIGINT, signal.SIGTERM})
-"""What goes to all processes of a terminal or of a job: by Ctrl-C; by Slurm, torchrun and Kubernetes, so
-that the trainer may write a checkpoint, for which it may want more batches. The end of its connection
-ends a worker, and SIGKILL."""
+"""Signals to all processes of a terminal (Ctrl-C) or of a job (Slurm, torchrun, Kubernetes).
+
+A job's signal lets the trainer write a checkpoint, for which it may want more batches. So a worker
+ignores them. It ends when its connection ends, or by SIGKILL.
+"""
 
 
 def _leave_to_parent(*_: object) -> None:
@@ -114,7 +116,7 @@ class Life:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is a process with that number."""
+    """Tell whether there is a process with that number."""
     if sys.platform == "win32":
         import _winapi
 

@@ -1,6 +1,6 @@
-"""What holds while a worker process is started, so that it begins as a worker should.
+"""Conditions that hold while a worker process is started, so that it begins as a worker should.
 
-Knows nothing of which process that is, nor of what it is to do.
+This module does not know which process that is, nor what it is to do.
 """
 
 from __future__ import annotations

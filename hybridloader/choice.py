@@ -59,9 +59,9 @@ def contradiction(loader: Any, asked: str | Backend | None) -> str | None:
 
 
 def is_foreign(context: Any) -> bool:
-    """Whether a `multiprocessing_context` has another way to start processes than those known here.
+    """Tell whether a `multiprocessing_context` starts processes in a way that is not known here.
 
-    MONAI's, for one, starts threads. What it does can't be had by naming its start method.
+    MONAI's, for one, starts threads. Naming its start method would not do the same.
     """
     method = None if context is None else context.get_start_method()
     if method in (None, "loky"):

@@ -86,7 +86,7 @@ class WorkerHandle(ABC):
 
     @property
     def sentinel(self) -> int:
-        """What `multiprocessing.connection.wait` waits for the worker's end by.
+        """Handle by which `multiprocessing.connection.wait` waits for the worker's end.
 
         Raises
         ------

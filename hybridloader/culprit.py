@@ -44,7 +44,7 @@ def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What is pickled with `thing`, and how to come to it from there."""
+    """Yield each object that is pickled with `thing`, with the path from `thing` to it."""
     if isinstance(thing, dict):
         yield from ((f"[{key!r}]", value) for key, value in thing.items())
         yield from ((f".<key>[{i}]", key) for i, key in enumerate(thing))
@@ -69,7 +69,7 @@ _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
 
 def _own(value: Any) -> bool:
-    """Whether Python makes it anew for each class: slots, ``__dict__``, ``__weakref__``."""
+    """Tell whether Python makes it anew for each class: slots, ``__dict__``, ``__weakref__``."""
     return isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
@@ -87,7 +87,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
 
 
 def _parts_of_state(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What an object says to be made of: what its ``__getstate__`` leaves out is not to blame."""
+    """Yield the parts that an object pickles: what ``__getstate__`` omits is not to blame."""
     try:
         reduced = thing.__reduce_ex__(5)
     except Exception:  # it is to blame itself

@@ -283,7 +283,7 @@ def _seconds(seconds: float) -> str:
 
 
 def late(stage: str, workers: Sequence[str], indices: Sequence[Any], timeout: float) -> str:
-    """What to say when no result came in time; begins with torch's words, which people match on."""
+    """Word the error for no result in time; it begins with torch's words, which people match on."""
     held = "; ".join(_short.repr(index) for index in indices[:4])
     who = ", ".join(dict.fromkeys(workers)) or "no worker"
     return (

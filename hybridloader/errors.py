@@ -242,7 +242,7 @@ class _Freezer:
 
 
 def _alike(found: BaseException, sent: BaseException) -> bool:
-    """Whether they have the same arguments, as far as these can be compared for sure."""
+    """Tell whether both have the same arguments, as far as these can be compared for sure."""
     plain = (str, bytes, int, bool, type(None))
     return len(found.args) == len(sent.args) and all(
         type(a) is type(b) and (a == b or type(a) not in plain)

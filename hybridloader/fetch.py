@@ -377,7 +377,7 @@ def end(samples: Any) -> None:
 
 
 def is_datapipe(dataset: Any) -> bool:
-    """Whether it is one of torch's data pipes, of which one thread at a time may walk the graph.
+    """Tell whether `dataset` is one of torch's data pipes: their graph allows one thread at a time.
 
     torch finds the parts of a pipe by pickling it, and keeps what is to be noticed meanwhile on the
     class (torch/utils/data/graph.py, 2.13): a pipe that is walked or pickled on another thread in that

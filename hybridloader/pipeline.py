@@ -301,7 +301,7 @@ class Pipeline(Steps):
         return as_mermaid(self)
 
     def _fingerprint(self) -> str:
-        """What it is made of, values in a few letters: a cache of it is not good for anything else."""
+        """Describe its steps, with a digest of their values: a cache is valid for these only."""
         told = []
         for operator in self.operators:
             branches = "".join(f"[{branch._fingerprint()}]" for branch in operator.branches())
@@ -320,7 +320,7 @@ _NOT_OF_ITEMS = ("fork", "memory", "pipelines", "placement")
 
 
 def _values(operator: Operator) -> dict[str, Any]:
-    """What decides which items come out of `operator`, and not where or how fast."""
+    """Return the values that decide which items come out of `operator`, not where or how fast."""
     own: Any = operator
     names = [field.name for field in fields(own)] if is_dataclass(own) else []
     if not names:

@@ -263,13 +263,13 @@ def _inherited(number: int) -> Any:
 
 
 def _is_tensor(obj: Any) -> bool:
-    """Whether it is a tensor, and of no subclass."""
+    """Tell whether `obj` is a tensor, and of no subclass."""
     torch = sys.modules.get("torch")
     return torch is not None and type(obj) is torch.Tensor
 
 
 def _is_shared(obj: Any) -> bool:
-    """Whether it is a tensor, or the storage of one, in shared memory."""
+    """Tell whether `obj` is a tensor, or the storage of one, in shared memory."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False

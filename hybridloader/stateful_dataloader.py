@@ -76,7 +76,7 @@ device
     """
 
     _begun = False
-    """Whether `_iterator` was made for a state, and nobody has asked for it."""
+    """Flag: `_iterator` was made to take a state, and nobody has asked for it yet."""
 
     @property
     def _told_every(self) -> int:  # type: ignore[override]

@@ -109,7 +109,7 @@ def _stack(torchs: Callable[..., Any], batch: Any, *, collate_fn_map: Any = None
 
 
 def _is_subclass(kind: type) -> bool:
-    """Whether torch's workers stack tensors of this class into memory that they give."""
+    """Tell whether torch's workers stack tensors of this class into memory that they give."""
     import torch
 
     return (
@@ -120,7 +120,7 @@ def _is_subclass(kind: type) -> bool:
 
 
 def _as(elem: Any, plain: Any) -> Any:
-    """What a subclass makes of new memory, asked as torch asks in its worker processes."""
+    """Have a subclass make a tensor over new memory, in the way of torch's worker processes."""
     import torch
 
     whole = plain.untyped_storage()

@@ -76,7 +76,7 @@ class Segment:
 
     @property
     def unused(self) -> bool:
-        """Whether nobody holds any of its slots."""
+        """True if nobody holds any of its slots."""
         return len(self.free) == len(self.holders)
 
     def close(self) -> None:

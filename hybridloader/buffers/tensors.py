@@ -48,7 +48,7 @@ class Tensors:
         self._bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
 
     def way_of(self, kind: type) -> Callable[[Any], Any] | None:
-        """What reduces objects of this class, for a pickler; None if that is as it is without us.
+        """Return the function that reduces objects of this class; None leaves them to the pickler.
 
         A process that has imported neither torch nor numpy has nothing of theirs to send.
         """
@@ -93,7 +93,7 @@ class Tensors:
         return rebuild_tensor, (_bytes_of(flat, name), name, tuple(flat.shape), order, grad)
 
     def _base_of(self, tensor: torch.Tensor) -> _Base | None:
-        """What a first pass has found to be sent once, if `tensor` is a part of that."""
+        """Find the storage part that is sent once and covers `tensor`; None if there is none."""
         bases = self._bases.get(tensor.untyped_storage().data_ptr())
         if bases is None or not tensor.numel():
             return None
@@ -102,7 +102,7 @@ class Tensors:
         return bases[place - 1] if place and end <= bases[place - 1].end else None
 
     def several_over_one_storage(self) -> bool:
-        """Whether a second pass is needed; prepares for it."""
+        """Tell whether a second pass is needed, and prepare it."""
         met = self._met
         if len(met) < 2 or self._bases:
             return False

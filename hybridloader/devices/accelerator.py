@@ -41,15 +41,16 @@ class Accelerator(Protocol):
 
     @property
     def queues_copies(self) -> bool:
-        """Whether `move` may return before the copy is made.
+        """True if `move` may return before the copy is made.
 
-        For that a stream can be marked, another one can wait for it, and the allocator can be told of
-        that one. Else `side_stream`, `mark`, `hold_up` and `keep_for` are not asked for.
+        For that, a stream can be marked, another stream can wait for the mark, and the allocator
+        can be told of the other stream. If False, `side_stream`, `mark`, `hold_up` and `keep_for`
+        are not called.
         """
 
     @property
     def one_stream(self) -> bool:
-        """Whether all its work is done in one order, whichever thread has queued it.
+        """True if all its work is done in one order, whichever thread has queued it.
 
         Where this and `queues_copies` are false, a batch is safe only on the stream that copied it.
         """
@@ -76,10 +77,10 @@ class Accelerator(Protocol):
         """The stream of this thread."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is on this device: parts of what was moved may have stayed on the host."""
+        """Tell whether `tensor` is on this device: parts of a moved batch may stay on the host."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """What this thread does within is queued on `stream`."""
+        """Queue what this thread does within on `stream`."""
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the device, made by this thread's stream; itself, if it is there already.

@@ -25,7 +25,7 @@ def modules() -> dict[str, Any]:
 
 
 def initialised(module: Any) -> bool | None:
-    """Whether this process has a context of that kind; None if the module can't tell."""
+    """Tell whether this process has a context of that kind; None if the module can't tell."""
     tell = getattr(module, "is_initialized", None)
     return None if tell is None else bool(tell())
 

@@ -156,7 +156,7 @@ class Losses:
             raise LeftOut
 
     def _note(self, tried: int, misses: Iterable[Miss], worker: int | None) -> bool:
-        """Whether that is too much."""
+        """Count `tried` samples, record `misses`, and tell whether these exceed the budget."""
         self.tried += tried
         before = len(self.records)
         for miss in misses:

@@ -29,16 +29,16 @@ class LeftOut(HybridLoaderError):
 _MARK = "_hybridloader_place"
 
 _NOWHERE = (NotReady, WorkerTimeout, IteratorClosed, WorkerDied, StateError)
-"""What is raised instead of an answer: the same item may come yet, or none at all."""
+"""Errors that are raised instead of an answer: the same item may still come, or none at all."""
 
 
 def takes_a_place(error: Exception) -> bool:
-    """Whether `error` came in the place of an item."""
+    """Tell whether `error` was raised where an item would have been returned."""
     return not isinstance(error, _NOWHERE) and error.__dict__.get(_MARK) != "beside"
 
 
 def goes_astray(error: Exception) -> bool:
-    """Whether nobody can tell how many items `error` stands for."""
+    """Return True if nobody can tell how many items `error` stands for."""
     return isinstance(error, ShardLost) or error.__dict__.get(_MARK) == "astray"
 
 
@@ -53,7 +53,7 @@ def astray(error: Exception) -> Exception:
 
 
 def rest_is_lost(which: str, error: Exception) -> ShardLost:
-    """What to raise behind `error`, which item `which` raised, where a generator is read."""
+    """Make the error that follows `error`, raised by `which`, where a generator is read."""
     return ShardLost(
         f"{which} raised {type(error).__name__}: {error}. The iterator is a generator, which is over "
         "after an error, so the rest of the shard is lost. Catch the error inside the generator, or "

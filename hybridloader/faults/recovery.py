@@ -108,7 +108,7 @@ class Recovery:
         return ""
 
     def _never(self) -> str:
-        """What to look at where it is no sample that ends the workers; empty if that may be."""
+        """Hint at causes other than a sample; empty if a worker got ready: it may be a sample."""
         if self._roster.proven:
             return ""
         return (

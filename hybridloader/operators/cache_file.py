@@ -43,7 +43,7 @@ _TAIL = struct.Struct("<QQ16s8s")
 _ALIGNED = 64
 
 _LETTERS = re.compile(" #[0-9a-f]{10}")
-"""What a fingerprint tells of the values that a step was given."""
+"""Digest, in a fingerprint, of the values that a step was given."""
 
 _DIRECT = 64 * 1024
 """Bytes from which a piece is written by itself, without a copy into the block."""

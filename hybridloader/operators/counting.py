@@ -1,7 +1,7 @@
-"""Whether the numbers of a pipeline's items can be told when something in it fails: a `zip` must know.
+"""Check that items of a pipeline keep their numbers when one of them fails, as a `zip` needs.
 
-A step that gives one item, or one error, for each that it takes keeps count. One that makes several of
-one, or one of several, loses it as soon as something fails: what came of that is not one item.
+A step that gives one item, or one error, for each item that it takes keeps count. A step that makes
+several items of one, or one of several, loses count at the first failure: that is not one item.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def loses_count(pipeline: Pipeline) -> str | None:
 
 
 def leaves_out(pipelines: Sequence[Pipeline]) -> bool:
-    """Whether a step in one of `pipelines` leaves out items that fail."""
+    """Tell whether a step in one of `pipelines` leaves out items that fail."""
     return any(_skips(operator) for pipeline in pipelines for operator in _steps(pipeline))
 
 
@@ -83,7 +83,7 @@ def _leaves_a_gap(operator: Operator) -> bool:
 
 
 def _counts(operator: Operator) -> bool:
-    """Whether it gives one item, or one error, for each that it takes, or knows how many not."""
+    """Tell whether it gives one item or error for each it takes, or knows how many it omits."""
     if isinstance(operator, (Map, Lookup, Readers, Take, Skip, Shard, Repeat, Cache)):
         return True
     if operator.branches():  # they are looked at themselves

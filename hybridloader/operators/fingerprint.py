@@ -53,7 +53,7 @@ _PLAIN = {
     type(None),
     type(...),
 }
-"""What its repr tells all of."""
+"""Types whose repr tells the whole value."""
 
 _TOLD_BY_KIND = (types.ModuleType, types.GeneratorType, types.CoroutineType)
 
@@ -88,7 +88,7 @@ class _Look:
         self._left = _MOST_VALUES
 
     def at(self, value: Any, depth: int) -> Iterator[bytes]:
-        """What there is to tell of `value`."""
+        """Yield the bytes that stand for `value`."""
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST:
             yield b"..."
@@ -236,7 +236,7 @@ def _bytes(buffer: Any) -> Iterator[bytes]:
 
 
 def _of_records(records: Any) -> Iterator[Any]:
-    """Of a `SharedList` or `SharedDict`, whose attributes are names of memory."""
+    """Yield some items of a `SharedList` or `SharedDict`: its attributes are names of memory."""
     if hasattr(type(records), "keys"):
         for key in islice(records, _ALL):
             yield key

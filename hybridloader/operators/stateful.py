@@ -168,7 +168,7 @@ class ReadIterator(Over):
 
 
 class GeneratorIterator(ReadIterator):
-    """The same over a generator. After an error it is over, which must not look like the end of all."""
+    """Reads a generator. An error ends it, which must not look like the end of the source."""
 
     def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
         super().__init__(items, ours=ours)
@@ -190,18 +190,18 @@ class GeneratorIterator(ReadIterator):
 
 
 class MarkedIterator(ReadIterator):
-    """The same over an iterator whose state is taken every so many items, and less often if it is dear.
+    """Reads an iterator and takes its state every `every` items, or less often if that takes long.
 
     A state from behind the last item is never used: it may mean the beginning of the next epoch.
 
     Parameters
     ----------
     at
-        Items that are behind it.
+        Number of items that the iterator has given before.
     told
-        What has the state.
+        Object that has the state.
     every
-        From one mark to the next.
+        Number of items from one state to the next.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from hybridloader.scheduler import ACTIVE, Scheduler
 from hybridloader.stage import Stage
 
 _NO_RESULT = (*FINAL, NotReady, WorkerTimeout)
-"""What a stage raises that is not in the place of a result."""
+"""Errors of a stage that are not raised in the place of a result."""
 
 
 class Depth:
@@ -262,7 +262,7 @@ class ReaderItems(Iterator[Any]):
 
 
 class _Raised:
-    """What a whole task raised, in the place of an item: it waits for its turn."""
+    """Error of a whole task. It stands in the place of an item and waits for its turn."""
 
     __slots__ = ("error",)
 

@@ -233,7 +233,7 @@ class Machine:
         return (*path, number)
 
     def joins_rows(self, operator: Operator, *, inside: bool) -> bool:
-        """Whether branches of `operator` are numbered by a `zip`: it is one, or is inside of one."""
+        """Tell whether a `zip` numbers the branches of `operator`: it is one, or inside of one."""
         if isinstance(operator, Branch):
             return id(operator.fork) in self._forks_in_rows
         return inside or isinstance(operator, Zip)

@@ -172,10 +172,10 @@ class _Laid(NamedTuple):
 
 
 class _Known(threading.local):
-    """What has been laid out since the outermost call on this thread, by the identity of the pipeline.
+    """Layouts made since the outermost call on this thread, by the identity of the pipeline.
 
-    Every line asks several times what those within it are; without this, each level of joins would take
-    several times as long as the one below it.
+    Every line asks several times for the layout of the lines within it. Without this cache, each
+    level of joins would take several times as long as the level below it.
     """
 
     laid: dict[int, _Laid] | None = None

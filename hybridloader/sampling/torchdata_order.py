@@ -108,11 +108,11 @@ class _Batches(Iterator[list[int]]):
 
 
 def tells_anew(iterator: Any) -> bool:
-    """Whether each state of it is a dict of its own, in which nothing is ever changed."""
+    """Tell whether each of its states is a dict of its own, in which nothing is ever changed."""
     samples = iterator._samples if type(iterator) is _Batches else iterator
     return type(samples) is _Permutation
 
 
 def is_plain(batches: Any) -> bool:
-    """Whether a sampler of batches draws nothing ahead of them: torch's own, and ours after it."""
+    """Tell whether a batch sampler draws nothing ahead of its batches: torch's own and ours."""
     return type(batches) is BatchSampler or type(batches) is BatchOrder

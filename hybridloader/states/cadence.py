@@ -12,13 +12,13 @@ from collections.abc import Callable
 from time import perf_counter
 
 SHARE = 50
-"""What taking a state takes is at most one part in so many of the time: 2 %."""
+"""Reciprocal of the share of time that taking states may take: 1/50, or 2 %."""
 
 FREE = 50e-6
-"""Seconds; what takes no longer is taken with every step."""
+"""Seconds; a state that takes no longer is taken with every step."""
 
 ASKED = 2e-3
-"""The same where somebody has said how often a state is to be taken, with which he pays for it."""
+"""Seconds; replaces `FREE` where the user has chosen how often a state is taken, and so pays."""
 
 _COLD = 1e-3
 """Seconds; a first state that took less is taken a second time at once, for nothing was warm yet."""
@@ -53,7 +53,7 @@ class Cadence:
         self._next = 0.0  # when the next one is due
 
     def due(self) -> bool:
-        """Whether the state is to be taken now; then `taken` follows."""
+        """Tell whether the state is to be taken now. If so, a call of `taken` must follow."""
         if self._left:
             self._left -= 1
             return False

@@ -51,7 +51,7 @@ class Start(NamedTuple):
 
     @property
     def stateful(self) -> bool:
-        """Whether there is a state to go on from."""
+        """True if there is a state to go on from."""
         return self.dataset is not None or self.iterator is not None
 
     @property
@@ -121,7 +121,7 @@ def frozen(thing: Any, what: str) -> Frozen:
 
 
 def state_of(thing: Any, what: str) -> Any:
-    """What `thing` tells of its state; raises `StateError` as `frozen` does."""
+    """Ask `thing` for its state. Raises `StateError` as `frozen` does."""
     try:
         return thing.state_dict()
     except Exception as error:

@@ -83,7 +83,10 @@ class _Print:
 
 
 def _mark_of(tensor: Any) -> Any:
-    """What changes with a tensor. While it is held, nothing else lies where it does."""
+    """Return a value that changes whenever the tensor does.
+
+    While the tensor is held, no other one has the same address.
+    """
     try:
         version = tensor._version
         where = tensor.device, tensor.data_ptr(), tensor.storage_offset()

@@ -189,7 +189,7 @@ class Progress:
 
     @property
     def carried(self) -> bool:
-        """Whether workers have told of states."""
+        """True if workers have told states."""
         return any(start.stateful for start in self.places)
 
     @property

@@ -32,7 +32,7 @@ from hybridloader.states.state import (
 )
 
 _SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed")
-"""What both shapes have, and our own dict under the same name."""
+"""Keys that both of torchdata's shapes have, and that our own dict has under the same names."""
 
 
 class WorkersDiffer(StateError, AssertionError):
@@ -40,7 +40,7 @@ class WorkersDiffer(StateError, AssertionError):
 
 
 _given: Beside[Any] = Beside()
-"""What was loaded, as it was given; or the error of what could not be."""
+"""State that each loader has loaded, as it was given; the error, if it could not be loaded."""
 
 
 def load(
@@ -67,7 +67,7 @@ def check(loader: Any) -> None:
 
 
 def is_new(loader: Any) -> bool:
-    """Whether it has made no iterator and loaded nothing."""
+    """Tell whether `loader` has made no iterator and loaded no state."""
     return progress_of.get(loader) is None and loader not in loaded
 
 
@@ -155,7 +155,7 @@ def _worker(loader: Any, number: int, place: Mapping[str, Any] | None) -> dict[s
 
 
 def _is_of_batches(loader: Any) -> bool:
-    """Whether indices come from the loader's own sampler of batches, whose iterator torchdata asks."""
+    """Tell whether indices come from the loader's batch sampler, whose iterator torchdata asks."""
     return loader.batch_size is not None
 
 
@@ -184,8 +184,10 @@ def _last_of(loader: Any) -> int:
 
 
 def _ends(loader: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What workers told at the end of a pass, if it is over: torchdata writes it, and we have no use for
-    it where none of them stays."""
+    """Return the states that workers told at the end of a pass; empty if the pass is not over.
+
+    torchdata writes them. We have no use for them where no worker stays.
+    """
     progress = progress_of.get(loader)
     if progress is None or not own["_iterator_finished"]:
         return {}
@@ -199,9 +201,9 @@ def _ends(loader: Any, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _told_last(loader: Any) -> tuple[Any, Any]:
-    """What sampler and iterator told behind the last item that was handed out.
+    """Return the states of sampler and iterator behind the last item that was handed out.
 
-    That is what torchdata writes; our own dict is of a while before, or of how the next pass begins.
+    torchdata writes these. Our own dict has an earlier state, or that of the next pass's beginning.
     """
     progress = progress_of.get(loader)
     base = None if progress is None or progress.at is None else progress.at[1]
@@ -350,7 +352,7 @@ def _place(
 def _read_theirs(
     loader: Any, own: dict[str, Any], snapshots: Mapping[str, Any], again: int
 ) -> None:
-    """What our own form needs besides, for a state that torchdata saved."""
+    """Add what our own form needs besides to a state that torchdata saved."""
     finished, iterable = own["_iterator_finished"], is_iterable(loader)
     places = {name: _place(place) for name, place in snapshots.items()}
     told = any(
