@@ -145,11 +145,11 @@ class Board:
         Parameters
         ----------
         pid
-            Its process number.
+            Process number of the worker.
         patience
             Seconds to wait for the answer.
         send
-            Sends it a signal; None: by its number.
+            Function that sends the worker a signal; None sends it by the process number.
 
         Returns
         -------

@@ -17,7 +17,7 @@ from hybridloader.errors import BackendUnavailable
 
 
 def check_fork(name: str) -> None:
-    """Refuse where there is no fork, and after a device was initialised, which does not survive one."""
+    """Refuse if there is no fork, or if a device was initialised, which does not survive a fork."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise BackendUnavailable(
             f"backend {name!r} needs fork, which this platform does not have. "

@@ -1,8 +1,9 @@
-"""Worker processes as their parent has them: how they are asked, ended and waited for.
+"""Handles of worker processes in the parent: ask how they are, end them, wait for them.
 
-Where there are pidfds, one tells of a worker's end and carries signals to it: a process number may be
-another process's by the time that it is used, if other code waits for the children of this process or
-SIGCHLD is ignored. Knows nothing of what a worker does, nor of the connection to it.
+Where there are pidfds, a pidfd tells a worker's end and carries signals to it. A process number
+would not do: if other code waits for the children of this process, or SIGCHLD is ignored, the
+number may be that of another process by then. Nothing here knows what a worker does, or its
+connection.
 """
 
 from __future__ import annotations
@@ -31,21 +32,26 @@ UNKNOWN = 255
 """The exit code of a process whose own is not known, as asyncio and the fork server have it."""
 
 _LOOK = 1e-2
-"""Seconds at most between two looks at a process whose files are all closed. It is about to be gone,
-unless the user's code has closed them, ours too, and goes on: so nobody waits for it by `waitpid`."""
+"""Seconds at most between two looks at a process whose files are all closed.
+
+It is about to end, unless the user's code has closed all files, ours too, and goes on. So nobody
+blocks in `waitpid` for it.
+"""
 
 reaping = threading.RLock()
-"""Held while a process is started or asked how it ended. multiprocessing asks about all its children
-whenever it starts one, and what it learns on one thread is not there on another for a moment: the child
-seems to be alive, and its number is nobody's, or somebody else's. Stages of a pipeline run on several
-threads."""
+"""Lock that is held while a process is started or asked how it ended.
+
+multiprocessing asks about all its children whenever it starts one. For a moment, another thread
+does not see the result: there the child seems to be alive, while its number is free or is that of
+another process. Stages of a pipeline run on several threads.
+"""
 
 
 pidfds: set[int] = set()
-"""Those of all handles; a forked worker must close them."""
+"""Pidfds of all handles; a forked worker must close them."""
 
 _dying: set[ProcessHandle] = set()
-"""Processes that were killed, and that the kernel had not taken apart when their crew was closed."""
+"""Killed processes that the kernel had not yet removed when their crew was closed."""
 
 
 class ProcessHandle(WorkerHandle):
@@ -171,7 +177,7 @@ class ProcessHandle(WorkerHandle):
         children.discard(self._process)
 
     def release(self) -> None:
-        """Close the pidfd as soon as it has ended. Whoever waits by it has let go of it."""
+        """Close the pidfd once the process has ended. Nobody may wait by it any more."""
         with reaping:
             if self.is_alive():
                 _dying.add(self)
@@ -182,7 +188,7 @@ class ProcessHandle(WorkerHandle):
                 self.pidfd = None
 
     def cause(self) -> str:
-        """How it ended, for a worker that was not asked to."""
+        """Describe how the worker ended, if it was not asked to end."""
         self.join(GRACE)
         if self.is_alive():
             self.kill()
@@ -202,7 +208,7 @@ class ProcessHandle(WorkerHandle):
         return f"exited with code {code}"
 
     def _line(self) -> int | None:
-        """A duplicate of the pidfd, to wait by: another thread may release it meanwhile."""
+        """Duplicate the pidfd, to wait by: another thread may release the original meanwhile."""
         with reaping:
             if self.pidfd is None or self._ended:
                 return None
@@ -211,7 +217,7 @@ class ProcessHandle(WorkerHandle):
         return None
 
     def _has_ended(self) -> None:
-        """Ask for the exit code, by which the kernel, too, hears that it may forget the process."""
+        """Ask for the exit code, which also lets the kernel forget the process."""
         self._ended = True
         code = self._process.exitcode
         if code is None:
@@ -232,7 +238,7 @@ def _close_pidfd(fd: int) -> None:
 
 
 def _kill(reference: weakref.ref[Any]) -> None:
-    """End a process as multiprocessing does, but for the signal: a worker leaves SIGTERM alone."""
+    """End a process as multiprocessing does, but by SIGKILL: a worker ignores SIGTERM."""
     popen = reference()
     if popen is not None and popen.returncode is None:
         with suppress(OSError):
@@ -240,7 +246,7 @@ def _kill(reference: weakref.ref[Any]) -> None:
 
 
 def _forked() -> None:
-    """In a fork: the dying are the parent's, and the lock may be held by a thread that is not here."""
+    """Forget, in a fork, the parent's dying processes, and a lock that a lost thread may hold."""
     global reaping
     reaping = threading.RLock()
     _dying.clear()
@@ -252,7 +258,7 @@ if hasattr(os, "register_at_fork"):
 
 @before_each
 def bury() -> None:
-    """Ask after those that were dying still when their crew was closed; else they would stay zombies."""
+    """Reap processes that were still dying when their crew was closed: else they stay zombies."""
     for handle in list(_dying):
         handle.release()
 

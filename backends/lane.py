@@ -160,7 +160,7 @@ class Lane:
         self.results.sweep()
 
     def forget(self, alias: int) -> None:
-        """A segment of another worker is no more. From any thread."""
+        """Note that a segment of another worker is gone. May be called from any thread."""
         self._forgotten.append(alias)
         self._known.pop(alias, None)
 

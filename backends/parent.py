@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from hybridloader.fetch import Flag
 
 _POLL = 0.5
-"""Seconds between two looks at the parent, where its end can't be waited for."""
+"""Seconds between two looks at the parent, where nothing tells its end."""
 
 _GRACE = 1.0
 """Seconds that a worker has to end by itself once the parent is gone."""
@@ -28,7 +28,7 @@ ignores them. It ends when its connection ends, or by SIGKILL.
 
 
 def _leave_to_parent(*_: object) -> None:
-    """Do nothing, by a handler: programs that the user's dataset starts would inherit SIG_IGN."""
+    """Do nothing, as a handler: programs that the dataset starts would inherit SIG_IGN."""
 
 
 def leave_signals() -> None:
@@ -45,7 +45,7 @@ def leave_signals() -> None:
 
 
 def _be_terminable() -> None:
-    """In a fork that the user's own code made in a worker: SIGTERM ends it as it ends others."""
+    """Let SIGTERM end a fork that the user's own code made in a worker, as it ends others."""
     if signal.getsignal(signal.SIGTERM) is _leave_to_parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -74,7 +74,7 @@ class Life:
         thread.start()
 
     def change(self, flag: Flag) -> None:
-        """Raise `flag` from now on; it is up if the one before was."""
+        """Raise `flag` from now on; raise it at once if the one before is up."""
         with self._changing:
             flag.up, self.flag = self.flag.up, flag
 

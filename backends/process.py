@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
 
 _DYING = 1.0
-"""Seconds that the kernel gets to take a killed process apart. It needs some milliseconds, and more than
-a tenth of a second where many end at once on few cores. What takes longer is looked after whenever a
-crew is made or closed (`handles.bury`)."""
+"""Seconds that the kernel gets to remove a killed process. It needs some milliseconds, and more
+than a tenth of a second where many end at once on few cores. A process that takes longer is reaped
+when the next crew is made or closed (`handles.bury`)."""
 
 
 def check_children_allowed(name: str) -> None:

@@ -74,7 +74,7 @@ class Sealed:
         self._holds: dict[int, Hold] = {}  # by slot, once it was sent on
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """One that was waiting where nobody took it any more, as in a queue that was closed.
+        """Discard a result that nobody took, as in a queue that was closed.
 
         At Python's own end all memory goes back by itself, and modules may be empty already: nothing
         that `discard` needs is there, hence the function as a default.

@@ -17,7 +17,7 @@ from hybridloader.backends.parent import LEFT_TO_PARENT
 
 @contextmanager
 def starting(method: str) -> Iterator[None]:
-    """Start one process within the block, and note it in the same.
+    """Start one process within the block, and note it in the same block.
 
     Parameters
     ----------
@@ -31,8 +31,8 @@ def starting(method: str) -> Iterator[None]:
 def occupy_standard_descriptors() -> None:
     """Open os.devnull for stdin, stdout and stderr where they are closed, as in some daemons.
 
-    Else something of ours gets the number, here or in a worker, and what native code has to say goes
-    there.
+    Else a descriptor of ours gets such a number, here or in a worker, and native code writes its
+    messages to it.
     """
     for fd in range(3):
         try:
@@ -49,8 +49,9 @@ def occupy_standard_descriptors() -> None:
 def _signals_held_back(method: str) -> Iterator[None]:
     """Hold SIGINT and SIGTERM back, also from a process that starts within the block.
 
-    It inherits the mask. Until it has its own handlers, Ctrl-C would end it with a traceback of its own,
-    and SIGTERM to all processes of a job would end it before this process could act on it.
+    The new process inherits the mask. Until it has its own handlers, Ctrl-C would end it with a
+    traceback of its own, and SIGTERM to all processes of a job would end it before this process
+    could act on the signal.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -72,7 +73,7 @@ def _signals_held_back(method: str) -> Iterator[None]:
 
 @contextmanager
 def _streams_to_flush(method: str) -> Iterator[None]:
-    """Let loky flush `sys.stdout` and `sys.stderr` before it starts a process, if there are none."""
+    """Give loky a usable `sys.stdout` and `sys.stderr` to flush when it starts a process."""
     before = sys.stdout, sys.stderr
     usable = [s is not None and not getattr(s, "closed", False) for s in before]
     if method != "loky" or all(usable):

@@ -57,10 +57,10 @@ class ByReference:
 
 
 class WorkerHandle(ABC):
-    """One worker, for whoever looks after it: what a `multiprocessing.Process` has.
+    """Handle of one worker, with the members of `multiprocessing.Process`.
 
-    A backend writes `is_alive`, `terminate` and `join`. All else has a default, which is right for
-    workers within this process.
+    A backend implements `is_alive`, `terminate` and `join`. All other members have a default, which
+    is right for workers within this process.
     """
 
     name: str = "worker"
@@ -103,7 +103,7 @@ class WorkerHandle(ABC):
         """End the worker now if that is possible, else as soon as its current sample is done."""
 
     def kill(self) -> None:
-        """End the worker as `terminate` does, or by stronger means if there are."""
+        """End the worker as `terminate` does, or by stronger means if there are any."""
         self.terminate()
 
     @abstractmethod
@@ -147,10 +147,10 @@ class Crew(ABC):
         """
 
     def settle(self) -> None:  # noqa: B027  # workers with a process of their own disturb nobody
-        """Wait for what must be over before the caller goes on; called behind a row of `start`.
+        """Wait until the caller may go on; called after a row of calls of `start`.
 
         Workers that share the caller's random generators run `spec.init_fn` while the caller waits, here
-        or in `start`: what that does to these generators is put back when all are through.
+        or in `start`. When all have run it, these generators are put back as they were.
         """
 
     def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # memory of its own need not be

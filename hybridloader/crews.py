@@ -36,7 +36,7 @@ _chores: list[Callable[[], None]] = []
 
 
 def before_each(chore: Callable[[], None]) -> Callable[[], None]:
-    """Have `chore` done whenever a crew is made: what there was no time for before. A decorator."""
+    """Decorator: call `chore` whenever a crew is made, for work that was put off before."""
     _chores.append(chore)
     return chore
 

@@ -11,12 +11,12 @@ from typing import Any
 from hybridloader.inheritance import Shared
 
 _DEEPEST = 25
-"""Steps of the path that an error shows. What is nested without an end would be looked into for minutes,
-and more than a line or two helps nobody."""
+"""Greatest number of steps in the path that an error shows. A search in endlessly nested objects
+would take minutes, and nobody needs a path of more than a line or two."""
 
 
 def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
-    """The deepest part of `thing` for which `attempt` raises, as a path of attributes."""
+    """Find the deepest part of `thing` for which `attempt` raises, as a path of attributes."""
     deepest, seen, shared = (path, thing), {id(thing): thing}, Shared()
     way = [deepest]
     for _ in range(_DEEPEST):

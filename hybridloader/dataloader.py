@@ -125,8 +125,9 @@ persistent_workers, pin_memory_device, in_order
     """The one that was announced last."""
 
     _told_every = 0
-    """Results of a worker from one that brings the state of the dataset to the next, at least; the first
-    comes when it has begun, which ``iter`` waits for. 0: with as many as is cheap, and not before."""
+    """Least number of a worker's results from one with the dataset's state to the next. The first
+    state comes when the worker has begun, and ``iter`` waits for it. 0: as often as is cheap, and
+    ``iter`` does not wait."""
 
     # ``DataLoader[int]``, as with torch's, although this class is not generic: see its base.
     __class_getitem__ = classmethod(types.GenericAlias)  # type: ignore[var-annotated]

@@ -82,9 +82,11 @@ def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
 
 
 def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
-    """How a worker process ended, in torch's words, which people match on; empty for what is none.
+    """Word how a worker process ended, in torch's words, which people match on.
 
-    They are those of ``torch/csrc/DataLoader.cpp``, with the stage for torch's "DataLoader".
+    Empty if the worker is no process, or has not ended.
+
+    The words are those of ``torch/csrc/DataLoader.cpp``, with the stage's name for "DataLoader".
     """
     handle = handles[worker] if worker < len(handles) else None
     if handle is None or handle.pid == os.getpid() or handle.exitcode is None:

@@ -96,8 +96,8 @@ class Failure:
     Within a process it carries the exception itself. When pickled it carries the exception's type,
     arguments and attributes, and its traceback as text. An exception whose own pickling is broken
     (a constructor with several arguments is the common case) is rebuilt without calling the
-    constructor, so it arrives with the same type and ``args``; so is each that it holds, as a group
-    holds its members.
+    constructor, so it arrives with the same type and ``args``. The same holds for each exception
+    within it, such as the members of a group.
     """
 
     def __init__(self, exception: BaseException) -> None:
@@ -172,10 +172,10 @@ def twin(exception: Exception) -> Exception:
 
 
 class _Freezer:
-    """Pickles exceptions so that they are certain to load again, those that they hold among them.
+    """Pickles exceptions, with those within them, so that they are certain to load again.
 
-    Members of a group, causes kept in attributes: each by itself, so that one that is broken costs none
-    of the others its type.
+    Each exception within (a member of a group, a cause kept in an attribute) is pickled by itself.
+    So one that is broken costs none of the others its type.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class _Freezer:
         return value
 
     def _dumps(self, thing: Any) -> bytes:
-        """Classes by reference where that can be: an ``except`` at home must know them again."""
+        """Pickle, with classes by reference if possible: an ``except`` at home must match them."""
         try:
             return self._dump(thing, pickle.Pickler)
         except Exception:  # as above

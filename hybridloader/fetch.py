@@ -39,9 +39,10 @@ class Abandoned(BaseException):
 Fetcher = Callable[[Any], Any]
 """Makes the result of one task.
 
-It may have an attribute `position` and a method `skip(count)`, if what it does depends on what it did
-before; a method `close()`, if it reads an iterator, which ends that; and a method `mend(result, check)`,
-for a result that can't be sent, which `check` tells by raising `ResultNotSendable`.
+It has an attribute `position` and a method `skip(count)`, if its results depend on what it did
+before. It has a method `close()`, if it reads an iterator: that ends the iterator. It may have a
+method `mend(result, check)` for a result that can't be sent: then `check` raises
+`ResultNotSendable`.
 """
 
 
@@ -368,9 +369,9 @@ def skip(samples: Iterator[Any], count: int, cancelled: Flag) -> tuple[int, bool
 
 
 def end(samples: Any) -> None:
-    """Close an iterator that is a generator, so that its `finally` and `with` come to their ends now.
+    """Close an iterator that is a generator, so that its `finally` and `with` blocks end now.
 
-    Nothing else is closed: what another iterator's `close` would do, its author alone knows.
+    Other iterators are not closed: only their author knows what their `close` would do.
     """
     if isinstance(samples, GeneratorType) and not samples.gi_running:
         samples.close()
@@ -379,8 +380,8 @@ def end(samples: Any) -> None:
 def is_datapipe(dataset: Any) -> bool:
     """Tell whether `dataset` is one of torch's data pipes: their graph allows one thread at a time.
 
-    torch finds the parts of a pipe by pickling it, and keeps what is to be noticed meanwhile on the
-    class (torch/utils/data/graph.py, 2.13): a pipe that is walked or pickled on another thread in that
+    torch finds the parts of a pipe by pickling it. Meanwhile it keeps a hook on the class
+    (torch/utils/data/graph.py, 2.13), so a pipe that is walked or pickled on another thread in that
     moment comes out as ``'STUB'``.
     """
     data = sys.modules.get("torch.utils.data")

@@ -1,8 +1,9 @@
 """Attributes of objects that are not ours, such as a dataset, a sampler, an item or a function.
 
-``__getattr__`` of a foreign class may answer for a name that it has never heard of by any exception.
-One as ``class Config(dict): __getattr__ = dict.__getitem__`` raises `KeyError`, on which `hasattr`
-stumbles, and `getattr` with a default. All that asks if a foreign object has something asks here.
+``__getattr__`` of a foreign class may raise any exception for a name that it does not know. For
+instance ``class Config(dict): __getattr__ = dict.__getitem__`` raises `KeyError`. `hasattr`, and
+`getattr` with a default, pass that on. So all code that looks for an attribute of a foreign object
+uses these functions.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ _MISSING = object()
 
 
 def attribute(thing: Any, name: str, default: Any = None) -> Any:
-    """``getattr(thing, name, default)``, also of an object whose ``__getattr__`` raises what it likes.
+    """Return ``getattr(thing, name, default)``, whatever its ``__getattr__`` raises.
 
-    An attribute that its class defines, a property for instance, raises what it raises.
+    An error of an attribute that its class defines, a property for instance, is passed on.
     """
     try:
         return getattr(thing, name, default)

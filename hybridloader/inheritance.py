@@ -5,7 +5,7 @@ go along with each start: a descriptor, or on Windows a handle made for that one
 stage is pickled once for all workers. So whatever holds a handle is left out of that pickle and put into
 a table, `Inherited`, which is pickled with the arguments of every process that is started.
 
-Within a process nothing is sent, and such objects are not copied: `Shared` tells them.
+Within a process nothing is sent, and such objects are not copied: `Shared` recognises them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHARED = frozenset(
     + [f"multiprocessing.{name}" for name in ("shared_memory", "sharedctypes", "synchronize")]
     + [f"loky.backend.{name}" for name in ("queues", "synchronize")]
 )
-"""Modules whose classes, and what is derived from them, are shared by nature."""
+"""Modules whose classes, and classes derived from these, are shared by nature."""
 
 _HOLDERS = (
     ("multiprocessing.synchronize", "SemLock"),
@@ -54,14 +54,14 @@ class Inherited:
     Parameters
     ----------
     blame
-        Makes the error that tells which of the objects has raised this exception; None raises this.
+        Makes the error that names the object which raised an exception; None raises the exception.
     at_once
         Whether each object is pickled as it is taken, to find the one that raises.
 
     Attributes
     ----------
     objects
-        What was taken; in the process that was started, what has become of it there.
+        The objects that were taken; in the process that was started, their counterparts there.
     error
         Why the objects could not be made in the process that was started; None if they were.
     """
@@ -129,10 +129,10 @@ def _dumps(objects: list[Any]) -> bytes:
 
 
 def reducer(thing: Any) -> Reducer | None:
-    """The function by which multiprocessing pickles `thing`, if it was told of one.
+    """Return the function by which multiprocessing pickles `thing`; None if it was told of none.
 
-    Not for what has nothing to share, nor torch's: our own ways with tensors share the same ones, and
-    move none into shared memory.
+    It is None, too, for objects that share nothing, and for torch's: our own way with tensors
+    shares the same ones, and moves none into shared memory.
     """
     reduction = sys.modules.get("multiprocessing.reduction")
     if reduction is None:
@@ -150,9 +150,9 @@ def reducer(thing: Any) -> Reducer | None:
 
 
 def reduce_structure(kind: Any) -> Any:
-    """How to pickle a ctypes structure or union that can't be imported; None for all else.
+    """Return how to pickle a ctypes structure or union that can't be imported; None for all else.
 
-    One of the main script, for instance: cloudpickle stumbles over what ctypes makes of its fields.
+    One defined in the main script, for instance: cloudpickle can't pickle its field descriptors.
     """
     ctypes = sys.modules.get("ctypes")
     if ctypes is None or not isinstance(kind, (type(ctypes.Structure), type(ctypes.Union))):
@@ -185,9 +185,9 @@ def _complete(kind: Any, names: dict[str, Any]) -> None:
 
 @contextmanager
 def as_if_starting() -> Iterator[None]:
-    """Have objects pickled on this thread as if a process was being started.
+    """Let objects be pickled on this thread as if a process were being started.
 
-    Those that are made of others, an event of a lock for instance, do not refuse it then.
+    Then objects that are made of others, such as an event that holds a lock, do not refuse it.
     """
     from multiprocessing import context
 
@@ -227,14 +227,14 @@ def _taken(duplicate: Any) -> Any:
 
 
 class _Start:
-    """In the place of the process that is being started."""
+    """Stands for the process that is being started."""
 
     duplicate_for_child = _Handle
     DupFd = _Descriptor
 
 
 class Shared:
-    """Tells the objects that are never copied within a process."""
+    """Recognises the objects that are never copied within a process."""
 
     def __init__(self) -> None:
         self._sockets = _known((("socket", "socket"),))
@@ -252,6 +252,6 @@ class Shared:
 
 
 def _known(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
-    """Those of the classes whose module this process has imported."""
+    """Return those classes whose module this process has imported."""
     modules = ((sys.modules.get(module), name) for module, name in names)
     return tuple(getattr(module, name) for module, name in modules if module is not None)

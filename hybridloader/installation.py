@@ -4,7 +4,7 @@ One method of torch's `DataLoader` is replaced, `_get_iterator`, which makes the
 The class stays what it is, so every ``isinstance``, subclass and constructor does too; a subclass with
 a `_get_iterator` of its own (PyG's, ultralytics', torchdata's) is asked first, as ever. Loaders that
 are ours already are never touched, nor is anything that a batch passes through. A loader that ours
-would refuse is left to torch's own method, so that nothing stops that ran before.
+would refuse is left to torch's own method, so that code which ran before still runs.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Installation:
             return _torchs_own(loader, error)
 
     def _backend_for(self, loader: Any) -> Backend:
-        """Raises `BackendUnavailable` where what the loader says of its processes can't be had."""
+        """Choose the backend; raise `BackendUnavailable` if the loader can't have it."""
         in_process = self.backend is not None and get_backend(self.backend).in_process
         if not in_process and loader.num_workers:
             if is_foreign(loader.multiprocessing_context):
@@ -289,7 +289,7 @@ def _get_iterator(self: Any) -> Any:
 
 
 def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
-    """A pass by torch's method over a loader that ours has refused; said once for each reason."""
+    """Make a pass by torch's method over a loader that ours has refused; warn once per reason."""
     _tell_of_refusal(type(loader).__name__, str(refusal))
     iterator: _BaseDataLoaderIter = _place.torchs(loader)
     return iterator
@@ -306,9 +306,9 @@ def _tell_of_refusal(loader: str, reason: str) -> None:
 
 @contextlib.contextmanager
 def _draws_taken_back(loader: Any) -> Iterator[None]:
-    """If the loader is refused within, leave its generator as it was: torch draws the same again.
+    """Restore the loader's generator if the loader is refused within: torch draws the same again.
 
-    By then no worker has started and nothing was asked of the sampler but its iterator.
+    By then no worker has started, and the sampler was only asked for its iterator.
     """
     import torch
 

@@ -111,7 +111,7 @@ class Ready:
     Attributes
     ----------
     told
-        If it was to tell: the state of the dataset, or what its beginning has raised.
+        The state of the dataset, or the error with which it began, if the worker was to tell.
     """
 
     worker: int
@@ -148,7 +148,7 @@ class Exhausted:
     Attributes
     ----------
     position
-        Samples that the shard had.
+        Number of samples that the shard had.
     told
         The state of the dataset behind its end, if it has one.
     """

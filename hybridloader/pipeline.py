@@ -316,7 +316,7 @@ class Pipeline(Steps):
 
 
 _NOT_OF_ITEMS = ("fork", "memory", "pipelines", "placement")
-"""Fields of operators that say nothing of what comes out, or are told otherwise."""
+"""Fields of operators that do not decide what comes out, or that are described in another way."""
 
 
 def _values(operator: Operator) -> dict[str, Any]:
@@ -337,15 +337,16 @@ def _values(operator: Operator) -> dict[str, Any]:
 
 
 _MOST_CALLS = 600
-"""Calls within one another that running a pipeline may take; the loop around it needs some of the 1,000
+"""Greatest depth of nested calls for running a pipeline. The loop around it needs some of the 1,000
 that Python allows, too."""
 
 
 def _calls(operators: Sequence[Operator]) -> int:
-    """How many calls are within one another, at most, while these are opened, pulled or closed.
+    """Estimate the greatest depth of nested calls while these are opened, pulled or closed.
 
-    As measured with each in a row. A step that opens what is before it by itself takes most. A fork is
-    looked at anew for every branch, so that the time it takes doubles with each one within another.
+    The numbers were measured with a row of each operator. A step that itself opens the step before
+    it takes most. A fork is planned anew for every branch, so the time doubles with each level of
+    forks.
     """
     deep = 0
     for operator in operators:

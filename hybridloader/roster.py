@@ -46,7 +46,7 @@ class Roster:
     proven
         Whether any worker has ever got ready.
     failed
-        The index of the last task that was handed out as an error; None: it was no task.
+        Index of the last task that was handed out as an error; None if the error was of no task.
     """
 
     def __init__(

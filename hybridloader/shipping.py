@@ -279,10 +279,10 @@ def _is_shared(obj: Any) -> bool:
 
 
 def _reduce_storage(obj: Any, untyped: Callable[[Any], Any]) -> Any:
-    """By `untyped`, if `obj` is a storage without a type; one with a type is made of such a one.
+    """Reduce `obj` by `untyped` if it is an untyped storage; a typed one holds an untyped one.
 
-    Tensors of a subclass are pickled by their storage. torch can't load one without a type that it has
-    pickled, and pickles it once for each tensor over it.
+    Tensors of a subclass are pickled by their storage. torch can't load an untyped storage that it
+    has pickled, and it pickles the storage once for each tensor over it.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -302,7 +302,7 @@ def _typed(untyped: Any, dtype: Any) -> Any:
 
 
 def _as_bytes(untyped: Any) -> Any:
-    """A tensor, for which there are ways already."""
+    """Return a tensor over the storage: tensors can be pickled already."""
     import torch
 
     return _storage_of, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped),)

@@ -187,7 +187,7 @@ class Stage(Iterator[Any]):
 
     @property
     def items_failed(self) -> int:
-        """How many items the task had whose error was raised last; 1 if that was no list of items."""
+        """Number of items in the task whose error was raised last; 1 if it was no list of items."""
         index = self._roster.failed
         return items_in(index) if type(index) is list or is_sealed(index) else 1
 
@@ -237,7 +237,7 @@ class Stage(Iterator[Any]):
                 self._come_out()
 
     def opened(self) -> dict[int, Ready]:
-        """Wait until every worker has begun; what each has told of that, if it was to tell."""
+        """Wait until every worker has begun; return what each has told, if it was to tell."""
         with self._pulling:
             self._inside += 1
             try:

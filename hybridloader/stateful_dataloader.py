@@ -1,7 +1,7 @@
-"""A home for users of torchdata's `StatefulDataLoader`: its order and its states on our engine.
+"""A replacement for torchdata's `StatefulDataLoader`: its order and its states on our engine.
 
-A `DataLoader` in all but two things: ``shuffle=True`` draws as torchdata's sampler does, and states are
-written and read in torchdata's form. What is in a state, and what becomes of it, is not known here.
+The class is a `DataLoader` but for two things: ``shuffle=True`` draws as torchdata's sampler does,
+and states are written and read in torchdata's form. The code here does not know what a state holds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class StatefulDataLoader(DataLoader):
-    """A `DataLoader` in the place of torchdata's `StatefulDataLoader`.
+    """A `DataLoader` that replaces torchdata's `StatefulDataLoader`.
 
     Its `state_dict` has the keys and shapes of torchdata's, and `load_state_dict` takes states that
     torchdata saved. See docs/frameworks/torchdata.md for where it differs.
@@ -45,11 +45,11 @@ persistent_workers, pin_memory_device, in_order
         As torchdata's, which are torch's. ``shuffle=True`` draws the order that torchdata's sampler
         draws, which is not that of torch's.
     snapshot_every_n_steps
-        With how many of its batches each worker tells the state of a stateful dataset, or with fewer
-        where that would be more than 2 % of the time; what was done since then is done again when a
-        state is loaded. 0 or None: only at the beginning, and at the end of its part. torchdata can load
-        states that were taken with 1, where the dataset takes less than 2 ms to tell its own and a
-        sampler less than 50 us.
+        Each worker sends the state of a stateful dataset with every so many of its batches. It
+        sends it less often where that would take more than 2 % of the time. When a state is loaded,
+        later batches are made again. 0 or None: only at the beginning, and at the end of the
+        worker's part. torchdata can load states that were taken with 1, if the dataset's
+        `state_dict` takes less than 2 ms and a sampler's less than 50 us.
     backend, threads_per_worker, on_error, on_worker_death, task_timeout, seeding, shard_remainders, \
 device
         As `DataLoader`'s.
@@ -176,14 +176,14 @@ device
         return begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass made last has come to, in torchdata's form.
+        """Return the state of the latest pass, in torchdata's form.
 
-        Before any pass the first one is begun, as with torchdata, and the next ``iter`` gives that.
+        If there was no pass, this begins the first one, as torchdata does. ``iter`` uses it.
 
         Raises
         ------
         StateError
-            The dataset has a state that raised or can't be pickled.
+            The dataset's `state_dict` raised, or its state can't be pickled.
         """
         if torchdata_form.is_new(self):
             self._iterator = self._get_iterator()
@@ -196,14 +196,14 @@ device
         Parameters
         ----------
         state_dict
-            What `state_dict` gave, or that of torchdata's loader. ``{}`` says that there is none.
+            The result of `state_dict`, of this class or of torchdata's. ``{}`` means no state.
 
         Raises
         ------
         StateError
-            A `ValueError`: it is of another kind of loader, or was cut off; the message names the
-            field. That it is of another number of workers is raised by ``iter``, as an
-            `AssertionError` too, as with torchdata.
+            A `ValueError`: the state is of another kind of loader, or was cut off; the message
+            names the field. If it is of another number of workers, ``iter`` raises the error; that
+            is an `AssertionError` too, as with torchdata.
         """
         self._drop_begun()
         torchdata_form.load(self, state_dict, super().load_state_dict)

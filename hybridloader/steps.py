@@ -180,10 +180,10 @@ class Steps:
         Parameters
         ----------
         path
-            Of the file.
+            Path of the file.
         fingerprint
-            What the file is good for, in your words; another one is refused. None: the steps before,
-            with what they were given: arguments, attributes, and a sample of the data.
+            Your own description of the contents; a file with another one is refused. None takes the
+            steps before, with their arguments, their attributes, and a sample of the data.
         """
         if fingerprint is None:
             fingerprint = "" if path is None else self._fingerprint()

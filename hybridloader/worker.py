@@ -40,9 +40,9 @@ class Worker:
     """One worker, driven from outside by `step`.
 
     Whatever the user's code raises as an `Exception` becomes the answer to a task: an error in a
-    sample answers that task, an error in `init_fn` or in opening the dataset answers every task
-    of the epoch; of one that asks for the next of its own samples, the first, and then that shard has
-    ended. Anything else (`SystemExit`, `KeyboardInterrupt`) ends the worker.
+    sample answers that task, an error in `init_fn` or in opening the dataset answers every task of
+    the epoch. If the worker reads its own shard, the error answers the first task, and then the
+    shard has ended. Anything else (`SystemExit`, `KeyboardInterrupt`) ends the worker.
 
     Parameters
     ----------
@@ -118,12 +118,12 @@ class Worker:
 
     @property
     def _state(self) -> Carried | None:
-        """That of the dataset as it is now, if it has one."""
+        """Return the state of the dataset as it is now, if it has one."""
         now: Callable[[], Carried] | None = getattr(self._fetcher, "carried_now", None)
         return None if now is None else now()
 
     def close(self) -> None:
-        """Nothing more will be done. What the worker was reading is closed."""
+        """End the work and close what the worker was reading."""
         self._let_go()
         if self._draws is not None:
             self._draws.release()

@@ -222,8 +222,8 @@ class Reader:
     names
         As the writer's.
     keep
-        Takes over the descriptor of a new segment, or declines. It is let go again when the first
-        batch over that segment is opened, unless `forwards` was set.
+        Takes over the descriptor of a new segment, or declines it. The descriptor is closed when
+        the first batch over that segment is opened, unless `forwards` was set.
     locks
         Locks the pages of a segment when the first batch over it is opened here; None: nobody does.
 
@@ -316,7 +316,7 @@ class Reader:
             self.hand_back(number)
 
     def view(self, span: Span) -> memoryview:
-        """A buffer where it lies. Whoever looks must hold the slot some other way."""
+        """Return a buffer without a copy. The caller must hold the slot in another way."""
         segment, place = place_of(span.slot)
         return self.seen[segment].view(place, span.start, span.size)
 

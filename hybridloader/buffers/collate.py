@@ -1,9 +1,9 @@
 """Collation: torch's own, made to write large batches into slots; and one for workers without torch.
 
-torch's `default_collate` stacks tensors by `collate_tensor_fn`. That function gets another body, which
-stacks into a slot of the worker that runs it, and does what it did on any thread that has no slots. So a
-user's own collate function that calls one of these two, or passes `default_collate_fn_map` on, gains as
-well.
+torch's `default_collate` stacks tensors by `collate_tensor_fn`. That function gets another body. It
+stacks into a slot of the worker that runs it; on a thread without slots it does what it did before.
+So a user's own collate function gains too, if it calls one of these two functions or passes
+`default_collate_fn_map` on.
 
 A worker process that has not imported torch collates what is plainly a number or an array with numpy,
 to arrive as the tensor that torch would have made. Anything else makes it import torch after all, so
@@ -81,7 +81,7 @@ def teach_torch() -> None:
 
 
 def _stack(torchs: Callable[..., Any], batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """As `torchs`, into a slot where there is one."""
+    """Stack as `torchs` does, but into a slot if there is one."""
     import torch
 
     if _current.slots is not None:

@@ -158,9 +158,9 @@ class _Plain(pickle.Pickler):
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """How to reduce objects, by their class: `Tensors` is asked once for each.
+    """Table of the functions that reduce objects, by class; `Tensors` is asked once for each class.
 
-    A `reducer_override` would do as well, and take another microsecond for each object of whatever kind.
+    A `reducer_override` would do the same, but takes a microsecond more for every object.
     """
 
     def __init__(self, tensors: Tensors) -> None:

@@ -22,14 +22,14 @@ class Keeper(Protocol):
     def close(self) -> None: ...
 
     def duplicate(self) -> int | None:
-        """Another one of the same segment, for the caller; None if there is none any more."""
+        """Return another descriptor of the same segment, for the caller; None if it is closed."""
 
 
 class Knower(Protocol):
-    """Whoever has told a third process of a segment."""
+    """Interface of an object that has told a third process of a segment."""
 
     def forget(self, alias: int) -> None:
-        """The segment is no more. Called from any thread."""
+        """Note that the segment is gone. Called from any thread."""
 
 
 _aliases = itertools.count(-1, -1)
@@ -81,7 +81,7 @@ class Seen:
         return mapping.view(start, self.capacity)
 
     def view(self, place: int, start: int, size: int) -> memoryview:
-        """A part of one slot. Whoever looks must hold the slot some other way."""
+        """A part of one slot. The caller must hold the slot in another way."""
         mapping = self.mapped()
         holder = mapping.view(place * self.capacity + start, size)
         weakref.finalize(holder, id, mapping).atexit = False  # mapped for as long as the view lives

@@ -39,23 +39,26 @@ OWN = 256 * 1024
 takes less than 25 microseconds each, and a slot each would cost more."""
 
 IDLE = 64
-"""A segment none of whose slots was in use for so many takes is given back."""
+"""Number of takes after which a segment is given back, if no slot of it was in use meanwhile."""
 
 GROWTH = 512
-"""A segment of several slots takes at most this part of the limit. So a pool that is full has at most
-1,024 mappings, besides the first small ones of each size. Linux allows a process 65,530 of them
-(vm.max_map_count), and a mapping for each batch of 36 KB would use these up at 2.4 GB."""
+"""Divisor of the limit: a segment of several slots takes at most 1/512 of it.
+
+So a full pool has at most 1,024 mappings, besides the first small ones of each size. Linux allows a
+process 65,530 mappings (vm.max_map_count). One mapping for each batch of 36 KB would use these up
+at 2.4 GB.
+"""
 
 _PLACE_BITS = 24
 
 
 def number_of(segment: int, place: int) -> int:
-    """The number of a slot: one int, that goes where a slot is told of."""
+    """Return the number of a slot: one int, which stands for the slot in messages."""
     return segment << _PLACE_BITS | place
 
 
 def place_of(number: int) -> tuple[int, int]:
-    """The number of the segment that a slot is in, and which of its slots it is."""
+    """Return the number of the segment that a slot is in, and the slot's place in the segment."""
     return number >> _PLACE_BITS, number & (1 << _PLACE_BITS) - 1
 
 
@@ -102,10 +105,10 @@ _ByNumber = OrderedDict[int, Segment]  # a plain dict takes ever longer to find 
 class Pool:
     """Slots of one process, up to `limit` bytes together.
 
-    Slots of one size lie together in segments, the next of which is as large as all before it of that
-    size, up to a part of the limit. So a worker that fills a few slots again and again has no more
-    than it needs, and one whose batches are kept has few mappings. No call takes longer for there
-    being many slots.
+    Slots of one size lie together in segments. Each new segment is as large as all earlier ones of
+    that size together, up to a part of the limit. So a worker that fills a few slots again and
+    again has no more than it needs, and a worker whose batches are kept has few mappings. The
+    number of slots makes no call slower.
 
     Parameters
     ----------
@@ -181,7 +184,7 @@ class Pool:
         return number
 
     def hold(self, number: int) -> None:
-        """One holder more of the slot with that number."""
+        """Add a holder to the slot with that number."""
         segment, place = place_of(number)
         self.segments[segment].holders[place] += 1
 
@@ -200,7 +203,7 @@ class Pool:
                 self._unused[found] = segment
 
     def drop(self, number: int) -> None:
-        """One holder less, as soon as somebody looks. From any thread."""
+        """Take a holder off at the next look at the slots. May be called from any thread."""
         self._left.append(number)
 
     def segment_of(self, number: int) -> Segment:
@@ -208,14 +211,14 @@ class Pool:
         return self.segments[place_of(number)[0]]
 
     def view(self, number: int, size: int | None = None) -> Any:
-        """The first `size` bytes of a slot, or all. Whoever looks must hold it."""
+        """Return the first `size` bytes of a slot, or all. The caller must hold the slot."""
         segment, place = place_of(number)
         found = self.segments[segment]
         capacity = found.capacity
         return found.mapping.view(place * capacity, capacity if size is None else size)
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
-        """The slot that these bytes are in, and where in it; None if they are in none, or in several."""
+        """Find the slot that has all these bytes, and their place in it; None if there is none."""
         before = bisect_right(self._starts, address)
         if not before:
             return None

@@ -1,8 +1,8 @@
 """Sparse tensors as the dense ones that they are made of, and back.
 
-torch's own pickles of them do the same, but torch 2.13 keeps every sparse tensor that was loaded from
-one in a list (`torch._utils._sparse_tensors_to_validate`), which only `torch.load` clears: whoever
-receives sparse batches would keep them all.
+torch's own pickles of sparse tensors do the same. But torch 2.13 keeps every sparse tensor that was
+loaded from a pickle in a list (`torch._utils._sparse_tensors_to_validate`), which only `torch.load`
+clears. So a process that receives sparse batches would keep them all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors and arrays on their way into a pickle: their memory as flat buffers, and back from these.
 
-Whatever is odd (another device, quantized, a class with a way of its own) is left to its own pickling.
-torch and numpy are looked up where they were imported already, and never imported to pack.
+Special tensors (another device, quantized, a class that pickles in its own way) are left to their
+own pickling. Packing never imports torch or numpy: it uses them only if they are imported already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _torch() -> Any:
 
 @lru_cache(maxsize=1)
 def _usual_reduction() -> tuple[Any, tuple[Any, ...]]:
-    """How torch restores type and attributes of a subclass, and its data before that."""
+    """Return torch's functions that restore a subclass, and the data within it."""
     torch: Any = _torch()
     inners = torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3
     return torch._tensor._rebuild_from_type_v2, inners
@@ -38,8 +38,8 @@ def _usual_reduction() -> tuple[Any, tuple[Any, ...]]:
 class Tensors:
     """Reduces the tensors of one pickle: dense CPU ones to one flat buffer each.
 
-    Several over one storage would arrive as several storages, so after a first pass has found such,
-    a second one sends each of these storages once, as far as it is used.
+    Tensors over one storage would arrive with a storage each. So if a first pass finds such
+    tensors, a second pass sends the used part of their storage once.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Tensors:
         return reduce_array if numpy is not None and kind is numpy.ndarray else None
 
     def reduce_subclass(self, tensor: torch.Tensor) -> Any:
-        """As its class has it; only that its memory goes as that of a plain tensor does."""
+        """Reduce `tensor` as its class does, but send its memory as that of a plain tensor."""
         reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         usual, inners = _usual_reduction()
         if type(reduced) is tuple and reduced[0] is usual and len(reduced) == 2:
@@ -118,7 +118,7 @@ class Tensors:
 
 
 def check_leaf(tensor: torch.Tensor) -> None:
-    """Refuse what autograd knows more of than can be sent, as torch does."""
+    """Refuse a tensor with autograd history, which can't be sent, as torch does."""
     if tensor.requires_grad and not tensor.is_leaf:
         raise pickle.PicklingError(
             "a tensor that requires grad and is not a leaf can't be sent to another process "
@@ -127,7 +127,7 @@ def check_leaf(tensor: torch.Tensor) -> None:
 
 
 def reduce_array(array: Any) -> Any:
-    """An array as numpy has it; one that is read-only arrives writable, as a copy is."""
+    """Reduce an array as numpy does; a read-only array arrives writable, as a copy is."""
     reduced = array.__reduce_ex__(5)
     if array.flags.writeable or type(reduced[1][0]) is not pickle.PickleBuffer:
         return reduced
@@ -199,7 +199,7 @@ class _Base:
 
 
 def _shared_parts(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """First byte and end of each part of their storage where several overlap or touch, in order."""
+    """Return start and end of each part of the storage where several overlap or touch, in order."""
     parts: list[tuple[int, int, int]] = []
     for start, end in sorted(map(_extent, tensors)):
         if parts and start <= parts[-1][1]:
@@ -218,7 +218,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions by falling stride, when that is not their own order and leaves no gap."""
+    """Return the dimensions by falling stride, if that is another order and leaves no gap."""
     stride = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else None

@@ -83,9 +83,9 @@ class Accelerator(Protocol):
         """Queue what this thread does within on `stream`."""
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, made by this thread's stream; itself, if it is there already.
+        """Copy `tensor` to the device on this thread's stream; return itself if it is there.
 
-        The host waits for it, unless it `queues_copies` and the memory is page-locked.
+        The host waits for the copy, unless it `queues_copies` and the memory is page-locked.
         """
 
     def mark(self, stream: Any) -> Mark:
@@ -97,7 +97,7 @@ class Accelerator(Protocol):
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
         """Tell the allocator that `stream` uses `tensor` too, so that its memory is not reused early.
 
-        Only of what the device `holds`: torch refuses others.
+        Called only for a tensor that the device `holds`: torch refuses others.
         """
 
 

@@ -1,4 +1,4 @@
-"""Which of torch's devices this process uses: without importing torch, and without using one more."""
+"""Devices of torch that this process uses; asking neither imports torch nor uses another device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _SPELT = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 def modules() -> dict[str, Any]:
     """Modules such as `torch.cuda`, by the kind of device; empty if torch is not imported.
 
-    That of the accelerator which `torch.accelerator` tells of, and CUDA's: where an accelerator from
-    outside of torch is the current one, CUDA may be in use beside it.
+    They are the module of the accelerator that `torch.accelerator` names, and CUDA's: where that
+    accelerator comes from outside of torch, CUDA may be in use beside it.
     """
     torch = sys.modules.get("torch")
     if torch is None:

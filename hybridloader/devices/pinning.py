@@ -1,10 +1,10 @@
 """How batches get into page-locked memory and to a device: on a thread of ours, or on the caller's.
 
-Copies to a device are queued on one stream beside the others. Whoever takes a batch has its own current
-stream wait for them; the host never waits. Where a device can't do that, each copy is made before the
-next: by the thread, if the device has one stream only, else by whoever takes the batch. Nothing here
-starts a thread, or knows where batches come from; what is pinned is told in
-`hybridloader.devices.batch_parts`.
+Copies to a device are queued on one stream beside the others. Whoever takes a batch has its own
+current stream wait for them; the host never waits. Where a device can't do that, copies are made
+one after another: by the thread, if the device has one stream only, else by whoever takes the
+batch. Nothing here starts a thread, or knows where batches come from.
+`hybridloader.devices.batch_parts` tells what is pinned.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Sent:
     mark
         Behind the copies; None if there are none.
     used
-        What the stream of whoever takes it is to be named to: tensors on the device, and objects with
-        a `record_stream()`.
+        Tensors on the device, and objects with a `record_stream()`, that must be told the stream of
+        whoever takes the batch.
     late
         Whether something in it has yet to be moved, by whoever takes it.
     """
@@ -249,7 +249,7 @@ class Mover(Pinner):
     All copies are queued on one stream. Whoever takes a batch has its current stream wait for them, and
     that stream is named to the allocator, so that the memory is not used again before it is done.
 
-    Of a device that can't do that, nothing is handed from one stream to another.
+    If the device can't do that, nothing is handed from one stream to another.
     """
 
     stage = "to"

@@ -1,8 +1,8 @@
-"""A device of torch's, whichever it has.
+"""A device of torch's, of any kind.
 
-All is written against `torch.accelerator` and `torch.Stream`, which each of them has; the module of
-the device (`torch.cuda`) is asked for a kind of stream of its own. What only some devices can do is
-asked for too, once: page-locking memory that torch did not make, and handing over batches from one
+The code uses `torch.accelerator` and `torch.Stream`, which every device has. The module of the
+device (`torch.cuda`) may have its own class of streams. Some abilities only some devices have, so
+they are tried once: page-locking memory that torch did not make, and handing batches from one
 stream to another.
 """
 
@@ -29,15 +29,15 @@ class _TorchMark:
 
 
 class _Streams(NamedTuple):
-    """Streams of one device: one beside the user's, if it can be used; and whether there is no other."""
+    """Streams of one device: one beside the user's, if usable; and whether it has one only."""
 
     side: Any
     one: bool
 
 
 _streams_of: dict[torch.device, _Streams] = {}
-"""For each device of this process, asked once. torch's allocator keeps the memory that a stream has used
-for that stream, so another one for every pass would take as much again."""
+"""Streams of each device of this process, made once. torch's allocator keeps the memory that a
+stream has used for that stream, so a new stream for every pass would take as much memory again."""
 
 
 class TorchAccelerator:
@@ -161,9 +161,9 @@ class TorchAccelerator:
         return _streams_of[self.device]
 
     def _asked(self) -> _Streams:
-        """A stream that a batch can be handed over from, as far as the device has such.
+        """Try which streams the device has, and whether batches can be handed over from them.
 
-        torch has no call that says what a device can do, but those that it can't do raise.
+        torch has no call that tells what a device can do, but a call that it can't do raises.
         """
         import torch
 
@@ -182,10 +182,10 @@ class TorchAccelerator:
         return _Streams(stream, one=False)
 
     def _forget_error(self) -> None:
-        """Take back the error that a call of the runtime's has left on this thread.
+        """Clear the error that a call of the CUDA runtime has left on this thread.
 
-        Else torch would raise it from this thread's next kernel, which has nothing to do with it. torch
-        shows no cudaGetLastError, but asks it behind each launch.
+        Else torch would raise it from this thread's next kernel, which did not cause it. torch does
+        not expose cudaGetLastError, but calls it after each launch.
         """
         import torch
 
@@ -207,7 +207,7 @@ class TorchAccelerator:
 
 
 def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that it consists of: `record_stream` is there for these alone."""
+    """Return the dense tensors that it consists of: only these have `record_stream`."""
     import torch
 
     if tensor.layout is torch.sparse_coo:

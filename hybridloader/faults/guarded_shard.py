@@ -162,7 +162,7 @@ class GuardedIterator:
             del error
 
     def close(self) -> None:
-        """Let go of the iterator, which who made it has ended."""
+        """Let go of the iterator; its maker has closed it."""
         self._samples, self._is_over = iter(()), True
 
     def _again(self, _: None) -> Any:

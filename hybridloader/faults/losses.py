@@ -94,7 +94,7 @@ class Losses:
     register
         Is told too, under `key`.
     gaps
-        Whether what is left out keeps its place: `LeftOut` is raised there.
+        Whether a left-out item keeps its place: `LeftOut` is raised there.
 
     Attributes
     ----------
@@ -135,20 +135,21 @@ class Losses:
         Raises
         ------
         TooManyErrors
-            The budget has run out. All has been recorded. It comes beside the items.
+            The budget has run out. All losses have been recorded. The error stands beside the
+            items, in the place of none.
         """
         if self._note(tried, misses, worker):
             raise beside(self._too_many())
 
     def leave_out(self, miss: Miss, worker: int | None) -> None:
-        """One sample was tried, failed, and is left out.
+        """Record a sample that was tried, failed, and is left out.
 
         Raises
         ------
         TooManyErrors
-            The budget has run out. It comes in the place of the sample.
+            The budget has run out. The error stands in the place of the sample.
         LeftOut
-            That place is to be kept.
+            The place of the sample must be kept.
         """
         if self._note(1, [miss], worker):
             raise self._too_many()

@@ -1,8 +1,8 @@
-"""Where an error stands in a stream of items: in the place of one, beside them, or nobody knows.
+"""Place of an error in a stream of items: in the place of one item, beside the items, or unknown.
 
-An error comes out in the place of its item, so whoever counts items counts it too. Those that do not are
-told apart here. The mark is on the exception itself, because nothing else goes with it through
-threads and other people's steps.
+An error is raised where its item would have been returned, so whoever counts items counts it too.
+The functions here tell such errors from others. The mark is on the exception itself, because
+nothing else goes with it through threads and the steps of users.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hybridloader.errors import (
 
 
 class LeftOut(HybridLoaderError):
-    """In the place of an item that `on_error` left out, on its way to the `zip` that drops its row.
+    """Stands for an item that `on_error` left out, on its way to the `zip` that drops its row.
 
-    It has been recorded. No user ever gets it.
+    The loss has been recorded. No user ever gets this error.
     """
 
 
@@ -43,12 +43,12 @@ def goes_astray(error: Exception) -> bool:
 
 
 def beside(error: Exception) -> Exception:
-    """Another exception like `error` that takes no item's place."""
+    """Return another exception like `error` that takes no item's place."""
     return _marked(error, "beside")
 
 
 def astray(error: Exception) -> Exception:
-    """Another exception like `error`, behind which items can't be numbered any more."""
+    """Return another exception like `error`, after which items can't be numbered any more."""
     return _marked(error, "astray")
 
 
@@ -62,9 +62,9 @@ def rest_is_lost(which: str, error: Exception) -> ShardLost:
 
 
 def alike(error: Exception) -> Exception:
-    """Another exception like `error`, notes included, to be raised elsewhere.
+    """Return another exception like `error`, notes included, to be raised elsewhere.
 
-    Without the last frame of its traceback, which is that of whoever caught it and keeps this one.
+    Its traceback lacks the last frame, that of the function that caught `error` and keeps the copy.
     """
     notes = error.__dict__.get("__notes__")
     try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def loses_count(pipeline: Pipeline) -> str | None:
-    """The name of a step behind which a failure's number can't be told; None if there is none."""
+    """Name a step after which the number of a failed item is unknown; None if there is none."""
     return next((operator.name for operator in _steps(pipeline) if not _counts(operator)), None)
 
 
@@ -31,12 +31,12 @@ def leaves_out(pipelines: Sequence[Pipeline]) -> bool:
 
 
 def check(name: str, number: int, pipeline: Pipeline) -> None:
-    """Refuse a pipeline in which items are left out by policy and then not counted any more.
+    """Refuse a pipeline that leaves items out by policy and loses count of them.
 
     Raises
     ------
     ValueError
-        The rows behind such an item could not be told from those of other pipelines.
+        After such an item, rows could not be matched with those of other pipelines.
     """
     skipping: str | None = None
     for operator in _steps(pipeline):
@@ -56,7 +56,7 @@ def check(name: str, number: int, pipeline: Pipeline) -> None:
 
 
 def _steps(pipeline: Pipeline) -> Iterator[Operator]:
-    """All steps that items of `pipeline` may come through, those before others first."""
+    """Yield all steps that items of `pipeline` may come through, earlier steps first."""
     seen: set[int] = set()
 
     def walk(line: Pipeline) -> Iterator[Operator]:

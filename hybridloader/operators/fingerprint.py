@@ -1,11 +1,11 @@
 """Fingerprints: a few letters for the values that a step was given.
 
-They tell a step from another of the same name. They follow from values and not from addresses, so they
-are the same in every run of a script. Looking is bounded, whatever there is: of what is long, a sample.
-Nothing of the user's is called: of an object its attributes are looked at, so a dataset that loads its
-samples when asked for them loads none.
+They tell a step from another of the same name. They follow from values and not from addresses, so
+they are the same in every run of a script. The work is bounded: only a sample of a large value is
+read. No code of the user's is called: only the attributes of an object are read. So a dataset that
+loads samples on demand loads none.
 
-The bodies of functions are not looked at, nor what lies in files.
+The bodies of functions, and the contents of files, are not read.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from itertools import islice
 from typing import Any
 
 _MOST_VALUES = 20_000
-"""Values that are looked at in all: some 50 ms."""
+"""Greatest number of values that are read in all: some 50 ms."""
 
 _ALL = 64
-"""Items of a container, or kilobytes of a text, up to which all are looked at; else as many."""
+"""Items of a container, or kilobytes of a text, up to which all are read; of more, as many."""
 
 _ELEMENTS = 1024
-"""Elements of an array that are looked at."""
+"""Greatest number of elements of an array that are read."""
 
 _DEEPEST = 12
-"""Objects within one another."""
+"""Greatest depth of objects within one another."""
 
 _PLAIN = {
     datetime.date,
@@ -68,7 +68,7 @@ def fingerprint(value: Any) -> str:
 
 
 def drawn(count: int) -> Sequence[int]:
-    """The places of a container of `count` items that are looked at: the same for the same count."""
+    """Return the places that are read in a container of `count` items: a function of `count`."""
     return range(count) if count <= _ALL else _places(count, _ALL)
 
 
@@ -150,7 +150,7 @@ class _Look:
             yield from self.at(value, depth)
 
     def _container(self, value: Any, depth: int) -> Iterator[bytes]:
-        """By the methods of the base class: a subclass may load what it is asked for."""
+        """Read a container by the methods of its base class: those of a subclass may load data."""
         if isinstance(value, (set, frozenset)):
             yield b"%d" % len(value)
             if len(value) <= _ALL * _ALL:  # no order is the same in every run
@@ -168,7 +168,7 @@ class _Look:
         yield from self._attributes(value, depth)
 
     def _attributes(self, value: Any, depth: int) -> Iterator[bytes]:
-        """Those of this very object, its slots too."""
+        """Yield the bytes for the attributes of the object itself, its slots too."""
         try:
             found = dict(object.__getattribute__(value, "__dict__"))
         except AttributeError:

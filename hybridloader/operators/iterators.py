@@ -72,7 +72,7 @@ class Over(Iterator[Any]):
 
 
 def opened(pipelines: tuple[Pipeline, ...], context: Context) -> list[Iterator[Any]]:
-    """All of `pipelines`, open; none of them, if one can't be opened."""
+    """Open all of `pipelines`; if one can't be opened, close the others."""
     found: list[Iterator[Any]] = []
     try:
         for pipeline in pipelines:

@@ -1,8 +1,8 @@
 """Operators that make one pipeline out of several, without regard to which item belongs to which.
 
 Each pulls the pipelines in one thread, in an order that its parameters alone decide, whichever of
-them has something first. An error of one of them passes through, in the place of its item. What joins
-items by their numbers is in `rows`.
+them has something first. An error of one of them is raised where its item would have been returned.
+The operators that join items by their numbers are in `rows`.
 """
 
 from __future__ import annotations

@@ -95,9 +95,9 @@ class ShuffleIterator(Over):
 
 @dataclass(frozen=True)
 class Take(Operator):
-    """The first `count` items, those that raise among them.
+    """The first `count` items; one that raises counts.
 
-    Nothing behind them is asked for, and what is before is closed.
+    No later item is asked for, and the steps before are closed.
     """
 
     count: int
@@ -150,7 +150,7 @@ class TakeIterator(Over):
 
 @dataclass(frozen=True)
 class Skip(Operator):
-    """All but the first `count` items. Those of them that raise do so all the same."""
+    """All but the first `count` items. Errors of skipped items are raised all the same."""
 
     count: int
 
@@ -227,7 +227,7 @@ def _from(upstream: Length, first: int, step: int) -> Length:
 
 @dataclass(frozen=True)
 class Enumerate(Operator):
-    """Pairs of a number, counted from `start`, and an item. One that raises has a number, too."""
+    """Pairs of a number, counted from `start`, and an item. An error takes a number, too."""
 
     start: int = 0
 

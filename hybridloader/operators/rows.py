@@ -1,8 +1,8 @@
 """Rows: items of several pipelines that belong together by their numbers.
 
-Row `i` is made of item `i` of each pipeline, an error in the place of an item counted as one. So what
-fails drops its row, and not an item of one pipeline alone, by which all rows behind it would be shifted.
-Where its number can't be told, nothing comes behind it.
+Row `i` is made of item `i` of each pipeline. An error in the place of an item counts as one. So a
+failure drops its whole row. If it dropped the item of one pipeline alone, all later rows would be
+shifted. After a failure whose number is unknown, no row comes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Zip(Source):
     """Tuples of one item from each pipeline.
 
-    Items belong together by their numbers. One that raises, or is left out by `on_error`, takes its
-    whole row along. Where the number of what failed can't be told, nothing comes after it.
+    Items belong together by their numbers. One that raises, or is left out by `on_error`, drops its
+    whole row. After a failure whose number is unknown, no row comes.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class ZipIterator(Among):
     start
         Rows that were given before.
     lost
-        Of each branch, what makes the number of a failure unknown, if anything does.
+        For each branch, the step that makes the number of a failure unknown; None if there is none.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ZipIterator(Among):
         return tuple(row)
 
     def _spoil(self, error: Exception) -> None:
-        """An item of this row has failed: the row does, once the others have given theirs."""
+        """Note that an item of this row failed: the row fails after all branches gave theirs."""
         number, first = len(self._row), self._failed
         culprit = self._lost[number]
         if goes_astray(error) or culprit is not None:
@@ -173,7 +173,7 @@ class ZipIterator(Among):
             del error  # as above
 
     def _end(self) -> NoReturn:
-        """A branch has ended, and those before it in the row have not."""
+        """Handle the end of a branch, when those before it in the row have not ended."""
         ended = len(self._row)
         if not ended and self._strict:
             self._checked = 1
@@ -186,7 +186,7 @@ class ZipIterator(Among):
         self._raise_last()
 
     def _check(self) -> NoReturn:
-        """The first branch has ended: have the others?"""
+        """Check, after the end of the first branch, that the others have ended too."""
         while self._checked < len(self._pulls):
             try:
                 self._pulls[self._checked]()
@@ -218,7 +218,7 @@ class ZipIterator(Among):
 
 
 class GapsClosed(Over):
-    """Items without the places of those that were left out, for whoever joins no rows."""
+    """Items without the places of left-out ones, for steps that join no rows."""
 
     def __next__(self) -> Any:
         while True:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Opening = Generator[tuple[int, Start], Iterator[Any], Iterator[Any]]
-"""Opens one node: asks for the one of a number, from where that begins, is sent it, returns its own."""
+"""Opens one node: yields the number and start of the node it needs, is sent it, returns its own."""
 
 
 class Line:
@@ -62,10 +62,10 @@ class Line:
         return items
 
     def _open(self, at: int, start: Start) -> Iterator[Any]:
-        """Open the nodes up to number `at`, to give what is behind the first items.
+        """Open the nodes up to number `at`, to go on after the first items.
 
-        Each asks for the one before it here, and not by a call: a long line would be too many calls
-        within one another.
+        Each node asks this loop for the node before it, and does not call it: a long line would be
+        too many nested calls.
         """
         todo = [self._opening(at, start)]
         items: Any = None
@@ -208,7 +208,7 @@ class Line:
         return upstream
 
     def _station(self, at: int) -> tuple[Workers, Station, tuple[Change, ...], Losses | None]:
-        """The stage at number `at` as it begins this pass."""
+        """Return the stage at number `at` as it begins this pass."""
         node, path, machine = self._nodes[at], self._path, self._machine
         assert isinstance(node, Workers)
         station = machine.stations.of((*path, at), node)

@@ -320,8 +320,8 @@ def _name_of(path: Path) -> str:
 def drawn() -> int:
     """A seed, from the generator that the training script's own seed governs.
 
-    With torch's it is the same draw that torch's loader makes first at every ``iter``, but always on
-    the CPU, where torch's asks the default device.
+    With torch's generator it is the draw that torch's loader makes first at every ``iter``. It is
+    always on the CPU; torch's loader draws on the default device.
     """
     torch = sys.modules.get("torch")
     if torch is None:

@@ -52,7 +52,7 @@ class Pass:
     saved
         What that operator marked in the run before.
     rows
-        Whether its items are numbered by a `zip` further on, so that what is left out keeps its place.
+        Whether a later `zip` numbers its items, so that a left-out item keeps its place.
     """
 
     def __init__(

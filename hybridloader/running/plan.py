@@ -163,7 +163,7 @@ class _Laid(NamedTuple):
     quick
         Whether it need not be waited for.
     live
-        Whether something runs besides whoever pulls it, in its branches too.
+        Whether something besides the puller runs, in its branches too.
     """
 
     nodes: tuple[Node, ...]

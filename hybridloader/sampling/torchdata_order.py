@@ -1,7 +1,7 @@
 """The order of torchdata's loaders: the samplers of a `StatefulDataLoader`.
 
-Permutations, and when they are drawn, are those of torchdata's own samplers, number by number; so are
-the keys of the states. Nothing here needs torchdata.
+They draw the same permutations at the same times as torchdata's samplers, number by number. Their
+states have the same keys. Nothing here needs torchdata.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RandomOrder(RandomSampler):
     Parameters
     ----------
     data_source
-        What has as many samples.
+        The dataset; only its length is used.
     generator
         None: a new one, whose seed is drawn from torch's default generator now.
     """
@@ -40,7 +40,7 @@ class RandomOrder(RandomSampler):
 
 
 class _Permutation(Iterator[int]):
-    """One permutation, drawn at once. Its state is the generator's before that, and a count."""
+    """One permutation, drawn at once. Its state: the generator's before the draw, and a count."""
 
     def __init__(self, generator: torch.Generator, length: int) -> None:
         self._generator, self._length = generator, length

@@ -1,9 +1,9 @@
-"""Who has the global generators of this process for a while, and gives them back as they were.
+"""Loans of the global generators of this process, which are given back as they were.
 
-A worker that the caller plays has them alone, swapped for its own. Threads that run an `init_fn` have
-them together: each finds generators of its own in their place (see `stand_ins`), and only what goes
-past these, such as the generators of devices, is put back when the last is through. Never seeds
-anything.
+An inline worker borrows them alone and puts its own states in. Threads that run an `init_fn` borrow
+them together: each thread finds generators of its own in their place (see `stand_ins`). Some, such
+as the generators of devices, have no stand-in; their states are restored when the last thread is
+through. Nothing here seeds anything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Globals:
     Parameters
     ----------
     devices
-        Whether also those of devices in use, which a user's ``torch.manual_seed`` sets too.
+        Whether to include the generators of devices in use, which ``torch.manual_seed`` sets too.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
@@ -49,10 +49,11 @@ class Globals:
 
 
 def _device_states() -> list[tuple[Any, int, Any]]:
-    """States of the generators of all devices that this process uses: module, number and state.
+    """Return the generator states of all devices that this process uses: module, number and state.
 
-    By the two functions that torch asks of the module of any device. A module that can't tell whether
-    its device is in use is asked too, unless this process can't use it, as the fork of one that has.
+    They are read by the two functions that torch requires of every device module. A module that
+    can't tell whether its device is in use is read too, unless this process can't use the device,
+    as in a fork of a process that has used it.
     """
     return [
         (module, number, module.get_rng_state(number))
@@ -65,10 +66,9 @@ def _device_states() -> list[tuple[Any, int, Any]]:
 
 
 class _Lent:
-    """One thread alone, or any number of threads together.
+    """Lock for one thread alone, or for any number of threads together.
 
-    Whoever has stand-ins on its thread borrows nothing: what it takes for the global generators are its
-    own.
+    A thread with stand-ins borrows nothing: it finds its own generators in their place.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class _Lent:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else borrows them within. Again on the same thread, and beneath `together`, at once."""
+        """Borrow them alone. On the same thread again, or beneath `together`, it does not wait."""
         if now.stand_ins is not None:
             yield
             return
@@ -102,12 +102,12 @@ class _Lent:
 
     @contextmanager
     def together(self, starter: int) -> Iterator[None]:
-        """Behind the last thread that is within, they are as they were before the first.
+        """Borrow them with other threads. After the last one they are as before the first.
 
         Parameters
         ----------
         starter
-            The thread that has started this one and waits for it: it may have them alone.
+            The thread that started this one and waits for it; it may hold them alone.
         """
         me = threading.get_ident()
         with self._free:
@@ -127,7 +127,7 @@ class _Lent:
                     self._free.notify_all()
 
     def forked(self) -> None:
-        """Forget threads that are not in this child of a fork; one may have been at the condition."""
+        """Forget, in the child of a fork, threads that exist only in the parent, and their lock."""
         me = threading.get_ident()
         self._free = threading.Condition()
         if self._owner != me:

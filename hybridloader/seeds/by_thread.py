@@ -8,8 +8,8 @@ run their `init_fn`:
   those are replaced in the module.
 - `numpy.random`: the functions of the module are replaced. They are methods of one C object that has no
   class to exchange.
-- torch: a `TorchFunctionMode`, on that thread alone, gives its generator to whatever takes one; what
-  seeds the default generator, or tells of it, has other code.
+- torch: a `TorchFunctionMode`, on that thread alone, passes its generator to each function that
+  takes one. The functions that seed or read the default generator get other code.
 
 On threads that make no sample all is as ever, but counted. Nothing here says when it is installed.
 """
@@ -286,7 +286,7 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
 
 
 def _asking(name: str) -> types.CodeType:
-    """Code of a function that calls what its module has under a name of ours."""
+    """Return the code of a function that calls what its module has under a name of ours."""
     made: dict[str, Any] = {}
     exec(f"def {name}(*args, **kwargs): return _hybridloader_{name}(*args, **kwargs)", made)
     code: types.CodeType = made[name].__code__

@@ -1,8 +1,8 @@
 """Seeds exactly as torch's: worker ``i`` gets ``base_seed + i``, whatever kind of worker it is.
 
 A process worker owns the global generators of its process and seeds them. A thread shares them with
-the training code, so it gets generators of its own; while its `init_fn` runs, these are what
-`random`, `numpy.random` and torch find on that thread. An inline worker plays a process: it swaps the
+the training code, so it gets generators of its own. While its `init_fn` runs, `random`,
+`numpy.random` and torch use these on that thread. An inline worker plays a process: it swaps the
 states of the global generators in before it works and out again afterwards. The fourth kind is no
 worker at all: with ``num_workers=0`` the caller does the work, with its own generators, as torch does.
 
@@ -119,8 +119,8 @@ class ProcessSeeds:
 class ThreadSeeds:
     """For a thread: the global generators belong to the training code and stay as they are.
 
-    Made on the thread that starts the worker, which must wait while `init_fn` runs: what goes past the
-    thread's own generators is put back afterwards.
+    The object is made on the thread that starts the worker. That thread must wait while `init_fn`
+    runs: changes to other generators than the worker's own are undone afterwards.
 
     Parameters
     ----------

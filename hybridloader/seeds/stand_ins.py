@@ -1,9 +1,9 @@
 """What a thread has in place of the global generators, and for how long libraries look for it.
 
-A thread that makes samples under ``seeding="sample"`` has them, and one that runs an `init_fn`. How
-libraries look is in `by_thread`. It is installed as long as there is somebody who needs it; then
-everything is as it was before. No state of a global generator is ever changed here; but the memory of
-two is looked at, so that what gets past is noticed.
+A thread has them while it makes samples under ``seeding="sample"``, and while it runs an `init_fn`.
+How libraries look for them is in `by_thread`. That is installed as long as somebody needs it; then
+everything is as it was before. Nothing here changes the state of a global generator. But the memory
+of two of them is read, to notice draws that did not find the stand-ins.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StandIns:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have this thread find these in place of the global ones, also if nobody else needs that."""
+        """Let this thread find these in place of the global ones, even if no other thread does."""
         installation.take()
         outer, now.stand_ins = now.stand_ins, self
         try:
@@ -115,7 +115,7 @@ class StandIns:
         return self._rng
 
     def _make(self) -> None:
-        """Make those that have yet to be made, whose libraries may have yet to be imported."""
+        """Make the missing generators; this may import their libraries."""
         import numpy as np
         import torch
 

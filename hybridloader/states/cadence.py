@@ -1,9 +1,9 @@
-"""When a state is taken: with every step while that is cheap, and else at most for a share of the time.
+"""Times at which a state is taken: every step if that is cheap, else a small share of the time.
 
-Nobody knows ahead whether a state will be asked for, and once it is, whatever has it has run on: a
-sampler and a worker are always ahead of what was handed out. So states are taken on the way, and
-between two of them what was done is done again by whoever goes on: from the last state that was taken
-there are only a few steps, which took no longer than `SHARE` times as long as taking it.
+Nobody knows beforehand whether a state will be wanted. When it is, a sampler or a worker is already
+ahead of what was handed out. So states are taken on the way. A resumed pass goes on from the last
+one and does the few steps after it again. These took at most `SHARE` times as long as taking the
+state.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ ASKED = 2e-3
 """Seconds; replaces `FREE` where the user has chosen how often a state is taken, and so pays."""
 
 _COLD = 1e-3
-"""Seconds; a first state that took less is taken a second time at once, for nothing was warm yet."""
+"""Seconds; a first state that took less is taken again with the next step: caches were cold."""
 
 
 class Cadence:
-    """When the state of one thing is taken.
+    """Decides when the state of one thing is taken.
 
-    One long step does not count: what a state is thought to take at most doubles, so that a process that
-    was not run for a while does not make a small state dear.
+    One slow call does not count much: the estimated cost of a state at most doubles. So a pause of
+    the process does not make a small state seem expensive.
 
     Parameters
     ----------
     clock
         Gives seconds.
     every
-        Steps from one state to the next at least; the first is taken with the first step.
+        Least number of steps from one state to the next; the first is taken with the first step.
     free
-        Seconds; what takes no longer is taken whenever `every` allows it.
+        Seconds; a state that takes no longer is taken whenever `every` allows it.
     """
 
     __slots__ = ("_began", "_clock", "_cost", "_every", "_free", "_left", "_next")
@@ -61,7 +61,7 @@ class Cadence:
         return self._began >= self._next
 
     def taken(self) -> None:
-        """It was, or could not be."""
+        """Note that the state was taken, or could not be."""
         self._left = self._every - 1
         now, before = self._clock(), self._cost
         first, cost = before < 0, now - self._began
@@ -70,5 +70,5 @@ class Cadence:
         self._next = now + (SHARE - 1) * self._cost if dear else 0.0
 
     def go_on(self, since: int) -> None:
-        """So many steps were done since the state was taken last, by whoever was here before."""
+        """Count `since` steps that an earlier process did after it took its last state."""
         self._left = max(0, self._every - 1 - since)

@@ -1,9 +1,10 @@
 """The state of a dataset on its way: with results to the parent, and to the workers that go on from it.
 
-A dataset, or the iterator over it, that has `state_dict` and `load_state_dict` is asked for its state
-behind a result, because only then does it belong to that result; how often, its `Cadence` says. It is
-frozen at once, so that nothing that the worker does later can change it. Never raises for a state that
-can't be had: a loader that nobody asks for its state must not fail because of one.
+A dataset, or the iterator over it, that has `state_dict` and `load_state_dict` is asked for its
+state after a result, because only then does it belong to that result. Its `Cadence` says how often.
+The state is frozen at once, so that nothing that the worker does later can change it. A state that
+can't be had raises nothing here: a loader that nobody asks for its state must not fail because of
+one.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Start(NamedTuple):
     ended
         Whether the shard has ended.
     again
-        Tasks that were done since `dataset`, where it is asked by index: they are done once more.
+        For a dataset that is asked by index: tasks done since `dataset`, which are done once more.
     since
-        Results since `dataset` and `iterator`; of a dataset that is asked by index, `again` tells.
+        Results since `dataset` and `iterator`; for a dataset that is asked by index, see `again`.
     behind
-        Whether the states are of the end of a pass, and the worker is to begin the one behind it.
+        Whether the states are of the end of a pass, and the worker is to begin the next pass.
     """
 
     position: int = 0
@@ -56,7 +57,7 @@ class Start(NamedTuple):
 
     @property
     def results_since(self) -> int:
-        """How many results came of the worker since its state was taken."""
+        """Number of the worker's results since its state was taken."""
         return self.since or len(self.again)
 
 
@@ -97,9 +98,9 @@ def is_stateful(thing: Any) -> bool:
 def carrying(
     fetcher: Callable[[Any], Any], dataset: Any, samples: Any = None, *, every: int = 0
 ) -> Any:
-    """`fetcher`, of whose results some are `Carried` if the dataset, or its iterator, has a state.
+    """Wrap `fetcher`: some results are `Carried` if the dataset, or its iterator, has a state.
 
-    Those are as many as is cheap, and with at least `every` from one to the next.
+    There are as many of these as is cheap, but at least `every` results from one to the next.
     """
     itself = samples is dataset  # torchdata saves it once then, as the iterator's
     stateful = is_stateful(dataset) and not itself
@@ -163,9 +164,9 @@ def _picklable(value: Any) -> bool:
 
 
 class _Carrying:
-    """A fetcher of whose results some are `Carried`: the first, the last, and those whose state is due.
+    """Fetcher whose first and last results are `Carried`, and those at which a state is due.
 
-    In all else the one within.
+    In all else it behaves as the fetcher within.
     """
 
     def __init__(
@@ -197,11 +198,11 @@ class _Carrying:
         return getattr(self.within, "ended", False)
 
     def go_on(self, since: int) -> None:
-        """So many results came since the state that this one goes on from."""
+        """Count the results since the state that this fetcher goes on from."""
         self._cadence.go_on(since)
 
     def carried_now(self) -> Carried:
-        """The state alone, as it is now."""
+        """Return the state alone, as it is now."""
         return self._with_state(None)
 
     def _with_state(self, data: Any) -> Carried:
@@ -246,7 +247,7 @@ def resumed(fetch: Any, start: Start, cancelled: Any) -> Any:
 
 
 def _do_again(fetcher: Callable[[Any], Any], tasks: tuple[Any, ...], cancelled: Any) -> None:
-    """Do what was done since the state was taken, which brings the dataset to where it had come."""
+    """Do again what was done since the state was taken, to bring the dataset to the same place."""
     for task in tasks:
         if cancelled.up:
             return

@@ -1,8 +1,8 @@
-"""Copies of states: of what a sampler or a dataset tells of itself, which it may go on changing.
+"""Copies of states: a sampler or a dataset may go on changing the state that it returned.
 
-A state is copied when it is taken, and again when it is handed out, so that neither its owner nor who
-was given it can change what is kept. Where that is dear, all who ask for one kept state are given one
-copy between them. Nothing here knows when a state is taken.
+A state is copied when it is taken, and again when it is handed out. So neither its owner nor its
+receiver can change the kept one. If copying is slow, all who ask for a kept state share one copy.
+Nothing here knows when a state is taken.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hybridloader.inheritance import Shared
 from hybridloader.states.cadence import Cadence
 
 DEAR = 100e-6
-"""Seconds from which on a copy is made once for all who ask: a list of 5,000 numbers."""
+"""Seconds from which one copy is shared by all who ask: that of a list of 5,000 numbers, say."""
 
 
 def copied(state: Any) -> Any:
-    """A copy of `state` that shares nothing with it which can be changed, but what is shared by nature.
+    """Copy `state`; only immutable objects, and those shared by nature, are shared with the copy.
 
-    By way of a pickle, which is 8 times as fast as `copy.deepcopy` for a list of numbers, but for
-    tensors, and by `copy.deepcopy` where there is something that can't be pickled.
+    The copy is made by a pickle, without the tensors: for a list of numbers that is 8 times as fast
+    as `copy.deepcopy`. If something can't be pickled, it is made by `copy.deepcopy`.
     """
     try:
         return duplicate(state)
@@ -41,11 +41,12 @@ def duplicate(state: Any) -> Any:
 
 
 class Latest:
-    """The copy of one state that was made last, for who asks for it again and again.
+    """Keeps the latest copy of one state, which is asked for again and again.
 
-    While copies are dear, what has not changed is not copied anew. Of a tensor that is told by its
-    version, which every operation of torch's that writes to it raises; a write by way of ``.data`` or of
-    a numpy array over the same memory does not, and is seen when the cadence is due.
+    If copying is slow, a state that has not changed is not copied anew. A tensor has changed if its
+    version has: every operation of torch that writes to it raises the version. A write through
+    ``.data`` or a numpy array over the same memory does not, and is noticed when the cadence is
+    due.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Latest:
 
 
 class _Print:
-    """A state as a pickle, but for its tensors and what is shared by nature, which are held."""
+    """A state as a pickle. Tensors, and objects shared by nature, are held beside it."""
 
     def __init__(self, state: Any) -> None:
         stream = io.BytesIO()
@@ -104,7 +105,7 @@ def _same(number: int) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out: pickled by torch's own way, one of 16 MB takes 25 ms, and a copy 4."""
+    """Leaves tensors out: pickling 16 MB in torch's way takes 25 ms, and copying them 4 ms."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
@@ -148,7 +149,7 @@ class Given:
     Attributes
     ----------
     kept
-        What `_made` makes a copy of. Nobody is given it.
+        The object that `_made` copies. It is never handed out.
     """
 
     __slots__ = ("_one", "kept")
@@ -158,7 +159,7 @@ class Given:
         self._one: Any = None  # what was dear to make
 
     def given(self) -> Any:
-        """A copy; the same one each time, if it is dear."""
+        """Return a copy; the same one each time, if copying is slow."""
         if self._one is not None:
             return self._one
         began = perf_counter()
@@ -184,7 +185,7 @@ class Kept(Given):
 
 
 class Missing(Given):
-    """In the place of a state that could not be taken: whoever asks for it is told why."""
+    """Stands for a state that could not be taken: asking for it raises the reason."""
 
     __slots__ = ()
 
@@ -193,7 +194,7 @@ class Missing(Given):
 
 
 def kept(thing: Any, what: str, asked: Callable[[], Any]) -> Given | None:
-    """The state that `thing` tells when it is `asked`; None if that is None. Never raises."""
+    """Keep the state that `thing` returns when `asked`; None if that is None. Never raises."""
     try:
         state = asked()
         return None if state is None else Kept(copied(state))

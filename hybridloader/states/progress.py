@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 class Base(NamedTuple):
-    """The state of the sampler that was taken last, how many of its items were drawn then, and the one
-    before it: behind the last item of all, a sampler may tell the beginning of its next epoch."""
+    """The sampler's latest state, the number of its items drawn by then, and the state before that.
+
+    After its last item, a sampler may tell the beginning of its next epoch.
+    """
 
     number: int
     snapshot: Snapshot
@@ -34,7 +36,7 @@ class Base(NamedTuple):
 
 
 Draw = tuple[Any, "Base | None"]
-"""One item of the sampler, and from where it is drawn again if the sampler has a state."""
+"""One item of the sampler, and the state from which it can be drawn again, if there is one."""
 
 UNKNOWN = object()
 """In the place of an item that was drawn before the state that a pass goes on from."""
@@ -82,7 +84,7 @@ class Progress:
     at
         The last one before `behind`.
     end
-        The number of all items, once the sampler has told that there are no more; before that, -1.
+        Number of all items, once the sampler has ended; -1 before.
     places
         Of an iterable dataset, or one whose state workers hold, where each worker goes on behind what
         was handed out; of the latter without `Start.again`.
@@ -105,9 +107,9 @@ class Progress:
     fault
         Why the state of the dataset can't be had.
     own
-        The state of the caller's own copy of it.
+        The state of the caller's own copy of the dataset.
     exhausted
-        How the shards ended that have ended, by worker; also those whose last results are on their way.
+        How each shard ended, by worker; also of shards whose last results are still on their way.
     """
 
     def __init__(self, making: Making, epoch: int, workers: int, *, iterable: bool) -> None:
@@ -149,14 +151,14 @@ class Progress:
             number += 1
 
     def go_on(self, starts: Sequence[Start]) -> None:
-        """Each worker began where these say."""
+        """Note where each worker began."""
         self.places = [start._replace(again=()) for start in starts]
         self._again = [list(start.again) for start in starts]
         self.again = [max(0, start.skip - start.position) for start in starts]
         self.of = sum(self.again)
 
     def passed(self, stage: Results, found: Any = None, error: Exception | None = None) -> None:
-        """A result was handed out: `found`, or an error. Nothing happens if it was none."""
+        """Note that a result was handed out: `found`, or an error. Ignore it if it was none."""
         seq = stage.last_seq
         if seq == self._seq or seq < self._first:  # of the pass before, and this one's are late
             return
@@ -177,7 +179,7 @@ class Progress:
         self._count(number)
 
     def base(self, length: Callable[[], int | None]) -> Base | None:
-        """The state of the sampler from which to go on; of how many items it gives, `length` tells."""
+        """Return the sampler's state to go on from; `length` tells how many items it gives."""
         base = None if self.at is None else self.at[1]
         if base is None or base.number < self.behind or base.before is None:
             return base
@@ -208,13 +210,13 @@ class Progress:
         return apart, whole
 
     def opened(self, worker: int, told: Carried) -> None:
-        """A worker has told the state with which it began."""
+        """Note the state with which a worker began."""
         at = self.places[worker].skip
         self.places[worker] = Start(at, at, told.dataset, told.iterator, told.ended)
         self.fault, self.again[worker], self._again[worker] = told.fault, 0, []
 
     def ends(self) -> list[Start]:
-        """Where each worker begins the pass behind this one, if it stays."""
+        """Return where each worker begins the next pass, if it stays."""
         ends = []
         for worker, at in enumerate(self.places):
             end = self.exhausted.get(worker)
@@ -281,11 +283,11 @@ class Drawing(Iterator[Any]):
     snapshot
         Gives the state of the sampler, if it has one.
     number
-        Of the first item, in the sampler's.
+        The first item's number among those of the sampler.
     base
         The state of the sampler that a pass goes on from.
     cadence
-        When its state is taken; None: behind every item.
+        When its state is taken; None: after every item.
     """
 
     def __init__(

@@ -173,14 +173,14 @@ def _is_ours(sampler: Any) -> bool:
 
 
 class Snapshots(NamedTuple):
-    """How the sampler's state is had, as it is behind the item that was drawn last.
+    """Access to the sampler's state after the item that was drawn last.
 
     Attributes
     ----------
     take
-        Gives it.
+        Function that returns the state.
     cadence
-        When it is taken; None: behind every item.
+        When the state is taken; None: after every item.
     """
 
     take: Callable[[], Snapshot]
@@ -188,7 +188,7 @@ class Snapshots(NamedTuple):
 
 
 def snapshots(loader: Any, indices: Iterator[Any]) -> Snapshots | None:
-    """That of what `indices` are drawn from; None: it has no state."""
+    """Return the snapshots of what `indices` are drawn from; None if that has no state."""
     from hybridloader.sampling.torchdata_order import tells_anew
 
     stateful = stateful_of(loader)
@@ -254,14 +254,14 @@ def load_sampler(
     *,
     begins: bool = False,
 ) -> Replayed:
-    """Go on from a sampler's own state, and behind `since` items more: at no cost by how far that is.
+    """Load a sampler's own state and skip `since` items more; the cost is the same at any place.
 
     Parameters
     ----------
     steps
-        How the iterator was made.
+        The way in which the iterator was made.
     begins
-        Whether nothing was drawn from it.
+        Whether nothing was drawn from the iterator.
     """
     stateful = stateful_of(loader)
     try:
@@ -340,10 +340,10 @@ def replay(
 
 
 def _begun(loader: Any, indices: Iterator[Any], *, eager: bool) -> Iterator[Any]:
-    """A pass from its beginning.
+    """Begin a pass from its start.
 
-    A sampler that was asked for its state behind the end of an epoch may tell that end, as torchdata's
-    distributed one does: then nothing comes, and it begins its next epoch with the next iterator.
+    After an epoch a sampler may tell the end of that epoch, as torchdata's distributed one does.
+    Then no item comes, and the sampler begins its next epoch with the next iterator.
     """
     stateful = stateful_of(loader)
     ends = stateful is not None and not _is_ours(stateful)

@@ -38,9 +38,9 @@ class Resume:
     count
         Items of the sampler that are behind.
     snapshot
-        The sampler's state there, or some items before, if that is known.
+        The sampler's state there, or some items before, if it is known.
     since
-        How many before.
+        Number of items from the snapshot to that place.
     apart, whole
         What comes again before the sampler goes on: indices of waiting samples, and items.
     starts
@@ -50,10 +50,10 @@ class Resume:
     last
         The worker whose turn was last.
     discard
-        Batches to be made and dropped, where nobody knows how to come by the place otherwise. `count`
-        and `yielded` are those before them.
+        Number of batches to be made and dropped, if there is no other way to get to the place.
+        `count` and `yielded` do not include them.
     as_they_stand
-        Whether nothing is known of the generators, and they are drawn from as they are found.
+        Whether the state has no generators: then they are drawn from as they are.
     """
 
     making: Making
@@ -99,7 +99,7 @@ def agreement(loader: Any) -> dict[str, Any]:
 
 
 def name_of(sampler: Any) -> str:
-    """The name of its class; torch's for those samplers of batches that draw as torch's."""
+    """Name of its class; for batch samplers that draw as torch's does, torch's name."""
     from hybridloader.sampling.torchdata_order import is_plain
 
     return "BatchSampler" if is_plain(sampler) else type(sampler).__name__
@@ -210,7 +210,7 @@ def _snapshots(progress: Progress, *, every: bool) -> dict[str, Any] | None:
 
 
 def given(state: Given | None) -> Any:
-    """A copy of a state that is kept, if there is one."""
+    """Return a copy of a kept state; None if there is none."""
     return None if state is None else state.given()
 
 

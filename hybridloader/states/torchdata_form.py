@@ -1,8 +1,9 @@
 """The state of a loader in torchdata's form: our own dict in other shapes, and back.
 
-torchdata has two shapes, one without workers and one with. What it has no place for is under one key of
-ours, in plain values, and torchdata does not look at it. A state without that key is one that torchdata
-saved: it says nothing of torch's generators, so they are drawn from as they stand, as torchdata does.
+torchdata has two shapes, one without workers and one with workers. Values that have no place in
+them are under one key of ours, as plain values; torchdata ignores it. A state without that key was
+saved by torchdata. It has no state of torch's generators, so they are drawn from as they are, as
+torchdata does.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed
 
 
 class WorkersDiffer(StateError, AssertionError):
-    """A state is of another number of workers, and each has a part of it. torchdata asserts that."""
+    """A state is of another number of workers, each of which has a part. torchdata asserts this."""
 
 
 _given: Beside[Any] = Beside()
@@ -60,7 +61,7 @@ def load(
 
 
 def check(loader: Any) -> None:
-    """Raise `WorkersDiffer` if what was loaded can't be gone on from."""
+    """Raise `WorkersDiffer` if the loaded state was saved with another number of workers."""
     waiting = _given.get(loader)
     if isinstance(waiting, WorkersDiffer):
         raise waiting
@@ -72,7 +73,7 @@ def is_new(loader: Any) -> bool:
 
 
 def state_of(loader: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """`own`, which is the state of `loader`, in torchdata's form."""
+    """Return `own`, the state of `loader`, in torchdata's form."""
     waiting = _given.get(loader)
     if waiting is not None and not isinstance(waiting, WorkersDiffer):
         if loader in loaded:  # not used yet
@@ -160,7 +161,7 @@ def _is_of_batches(loader: Any) -> bool:
 
 
 def _sampler_states(loader: Any, own: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The states of what is drawn from, and of its iterator."""
+    """Return the states of the sampler that is drawn from, and of its iterator."""
     within = own["_index_sampler_state"] or {}
     sampler, iterator = within.get("sampler_state"), own["_sampler_iter_state"]
     if own["_iterator_finished"] or own[OWN]["since"]:
@@ -226,12 +227,12 @@ def _packed(state: bytes) -> str:
 
 
 def read(loader: Any, state: Any) -> dict[str, Any]:
-    """`state` in the form of our own.
+    """Return `state` in our own form.
 
     Raises
     ------
     WorkersDiffer
-        It holds what each of another number of workers had.
+        It holds the states of another number of workers.
     StateError
         It is in none of torchdata's two shapes.
     """

@@ -5,8 +5,8 @@ Memory of the device is used again as a caching allocator does it: at once for w
 stream that it was made for, with other streams heeded only if `keep_for` was told of them. So memory
 that was used again too early, on either side, shows as a wrong batch, as on a real device.
 
-What torch or a driver would refuse, it refuses: streams of another device, `keep_for` of a tensor on the
-host, pages that are locked already, any use in a fork of the process that has used it.
+It refuses what torch or a driver would refuse: streams of another device, `keep_for` of a tensor on
+the host, pages that are locked already, any use in a fork of a process that has used it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FakeAccelerator:
     kept
         What `keep_for` was told: streams, by the address of the tensor's memory.
     refused
-        What it has refused, in words; also what it may not raise, because `page_unlock` never does.
+        Descriptions of all refusals, also of those not raised: `page_unlock` never raises.
     """
 
     pins = True
@@ -173,7 +173,7 @@ class FakeAccelerator:
         return self.new_stream() if self.queues_copies else None
 
     def new_stream(self) -> FakeStream:
-        """A stream of whoever uses the device."""
+        """Make a stream for a user of the device."""
         self._use()
         if self.one_stream:
             raise self._refusal(RuntimeError("the fake device has one stream"))
@@ -221,7 +221,7 @@ class FakeAccelerator:
             raise self._refusal(TypeError(f"{stream!r} is no stream of {self.name}"))
 
     def _use(self) -> None:
-        """As of a context of CUDA's, which the fork of a process that has one can't use."""
+        """Refuse use in a fork of a process that has used the device, as a CUDA context does."""
         if self._user is None:
             self._user = os.getpid()
         elif self._user != os.getpid():
@@ -355,7 +355,7 @@ class FakeAccelerator:
 
 
 def _size_of(tensor: torch.Tensor) -> int:
-    """Bytes to have for it: at least one element, so that an empty tensor has an address too."""
+    """Number of bytes to allocate: at least one element, so that an empty tensor has an address."""
     return max(tensor.nbytes, tensor.element_size())
 
 

@@ -37,8 +37,8 @@ class Gate:
     Parameters
     ----------
     folder
-        Where it is, an empty folder; None: a temporary one, which goes with this object. Then whoever
-        still waits may pass.
+        An empty folder. None makes a temporary one, which is removed with this object; then all
+        that still wait may pass.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
