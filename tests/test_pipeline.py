@@ -72,18 +72,25 @@ class Op(NamedTuple):
 
 
 Outcome = tuple[str, Any]
-"""``("item", value)`` or ``("error", (type, args))``."""
+"""``("item", value)`` or ``("error", (type, args))``, which counts as the item whose place it has.
+
+``"beside"`` is an error whose place was left out, so that it stands between two others."""
 
 
 def plain(ops: tuple[Op, ...], count: int, epoch: int) -> Iterator[Outcome]:
     """The outcomes of one pass, by loops over them."""
+    for kind, value in _plain(ops, count, epoch):
+        yield "error" if kind == "beside" else kind, value
+
+
+def _plain(ops: tuple[Op, ...], count: int, epoch: int) -> Iterator[Outcome]:
     if not ops:
         return (("item", k) for k in range(count))
     *before, (kind, args, _) = ops
     if kind == "repeat":
-        passes = (plain(tuple(before), count, epoch * args[0] + k) for k in range(args[0]))
+        passes = (_plain(tuple(before), count, epoch * args[0] + k) for k in range(args[0]))
         return itertools.chain.from_iterable(passes)
-    return PLAIN[kind](plain(tuple(before), count, epoch), epoch, *args)
+    return PLAIN[kind](_plain(tuple(before), count, epoch), epoch, *args)
 
 
 def _each(
@@ -95,7 +102,7 @@ def _each(
         outcomes: Iterator[Outcome], epoch: int, users: Callable[[Any], Any]
     ) -> Iterator[Outcome]:
         for kind, value in outcomes:
-            if kind == "error":
+            if kind != "item":
                 yield kind, value
                 continue
             try:
@@ -110,7 +117,7 @@ def _each(
 def plain_batch(outcomes: Iterator[Outcome], epoch: int, size: int) -> Iterator[Outcome]:
     batch: list[Any] = []
     for kind, value in outcomes:
-        if kind == "error":
+        if kind != "item":
             yield kind, value
             continue
         batch.append(value)
@@ -132,7 +139,7 @@ def plain_take(outcomes: Iterator[Outcome], epoch: int, count: int) -> Iterator[
             kind, value = next(outcomes)
         except StopIteration:
             return
-        left -= kind == "item"
+        left -= kind != "beside"
         yield kind, value
 
 
@@ -141,9 +148,12 @@ def plain_skip(
 ) -> Iterator[Outcome]:
     seen = 0
     for kind, value in outcomes:
-        if kind == "error" or (seen >= first and (seen - first) % step == 0):
+        given = seen >= first and (seen - first) % step == 0
+        if kind == "beside" or given:
             yield kind, value
-        seen += kind == "item"
+        elif kind == "error":
+            yield "beside", value
+        seen += kind != "beside"
 
 
 def plain_shard(
@@ -154,8 +164,8 @@ def plain_shard(
 
 def plain_enumerate(outcomes: Iterator[Outcome], epoch: int, start: int) -> Iterator[Outcome]:
     for kind, value in outcomes:
-        yield kind, (value if kind == "error" else (start, value))
-        start += kind == "item"
+        yield kind, ((start, value) if kind == "item" else value)
+        start += kind != "beside"
 
 
 def plain_shuffle(
@@ -163,7 +173,7 @@ def plain_shuffle(
 ) -> Iterator[Outcome]:
     generator, held = random.Random(f"{seed}/{epoch}"), list[Any]()
     for kind, value in outcomes:
-        if kind == "error":
+        if kind != "item":
             yield kind, value
             continue
         held.append(value)
