@@ -315,6 +315,9 @@ class WorkerSide:
         self._cells = [ctypes.c_int64.from_address(address + 8 * i) for i in range(_AT + 1)]
         self._cells[_PID].value = os.getpid()
         self._cells[_HOME].value = threading.get_ident()
+        # Where it is enabled already, as in a fork of pytest, it takes the new file and leaves the
+        # handlers alone, in whose places others may be since, such as torch's for its own workers.
+        faulthandler.disable()
         faulthandler.enable(fd, all_threads=True)
         signum = free_signal()
         if signum is None:

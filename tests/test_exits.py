@@ -28,8 +28,9 @@ import pytest
 
 BACKENDS = ("inline", "threads", "fork", "spawn", "shared-memory")
 EVERYTHING = os.environ.get("HYBRIDLOADER_EXITS") == "all"
-LIMIT = 2.5
-"""Seconds in which everything must be gone."""
+LIMIT = 5.0
+"""Seconds in which everything must be gone. A loader itself takes two at most; the rest is for a machine
+on which a thread that never waits, as in these scripts, lets the others run for 5 ms in each 10."""
 
 _DEADLINE = 60.0
 """Seconds for a script to get ready; never reached when all is well."""

@@ -1,5 +1,6 @@
 """torch.distributed: every rank its own loader and its own part. Started by torchrun, or by itself."""
 
+import gc
 import os
 import tempfile
 
@@ -51,6 +52,13 @@ def train():
 def rank_of_two(rank, meeting):
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     train()
+    leave()
+
+
+def leave():
+    """Without this a rank is ended by SIGABRT now and then, with any loader (torch 2.13, gloo)."""
+    gc.collect()  # DDP is part of a reference cycle, and holds threads of the group
+    dist.barrier()  # nobody leaves while another is in a collective
     dist.destroy_process_group()
 
 
@@ -58,7 +66,7 @@ def main():
     if "RANK" in os.environ:  # torchrun --nproc-per-node 2 train_with_distributed.py
         dist.init_process_group("gloo")
         train()
-        dist.destroy_process_group()
+        leave()
         return
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(rank_of_two, (os.path.join(folder, "meeting"),), nprocs=2)
