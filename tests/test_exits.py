@@ -28,9 +28,12 @@ import pytest
 
 BACKENDS = ("inline", "threads", "fork", "spawn", "shared-memory")
 EVERYTHING = os.environ.get("HYBRIDLOADER_EXITS") == "all"
-LIMIT = 5.0
-"""Seconds in which everything must be gone. A loader itself takes two at most; the rest is for a machine
-on which a thread that never waits, as in these scripts, lets the others run for 5 ms in each 10."""
+LIMIT = 2.5
+"""Seconds in which everything must be gone."""
+
+SPINNING = 5.0
+"""The same where a thread of the script's process never waits: all else in it gets the GIL 5 ms late,
+each time (2.0 to 2.6 s were seen, on two cores)."""
 
 _DEADLINE = 60.0
 """Seconds for a script to get ready; never reached when all is well."""
@@ -342,5 +345,6 @@ def test_a_program_that_ends_leaves_no_process(
     told = outcome.stdout.split()
     assert len(told) == (trial.ending not in ("SIGTERM", "SIGKILL"))
     # Interpreters take their time to end, most of all on a busy machine; that is not ours to bound.
-    assert (float(told[0]) if told else outcome.ended) - outcome.began < LIMIT
-    assert outcome.ended - outcome.began < 2 * LIMIT
+    limit = SPINNING if (trial.backend, trial.state) == ("threads", "stuck") else LIMIT
+    assert (float(told[0]) if told else outcome.ended) - outcome.began < limit
+    assert outcome.ended - outcome.began < 2 * limit

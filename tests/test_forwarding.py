@@ -93,7 +93,9 @@ def test_from_threads_to_processes_values_go_through_slots() -> None:
     with Driven(Threads(), make) as a, Driven(Fork(), digest) as b:
         found = through(a, b, range(40), send=lambda payload: b.send(payload.open()))
         assert found == [digest(make(k)) for k in range(40)]
-        assert len(b.raw._lanes[0]._tasks._pool.segments) <= 24
+        pool = b.raw._lanes[0]._tasks._pool
+        slots = sum(len(segment.holders) for segment in pool.segments.values())
+        assert slots <= 24 * 2  # twice: a segment may be as large as all before it
 
 
 class Mine:
