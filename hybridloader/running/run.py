@@ -130,6 +130,7 @@ class Run(Iterator[Any]):
     def _refuse(self) -> None:
         if isinstance(self._over, StopIteration):
             raise StopIteration
+        park_at_exit()  # the machine may have been closed between two items of this thread
         if os.getpid() != self._machine.owner:
             raise IteratorClosed(
                 "this iterator belongs to the process that this one was forked from; make one here"
