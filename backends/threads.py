@@ -22,6 +22,7 @@ from hybridloader.buffers.collate import set_slots, teach_torch
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
+from hybridloader.datapipes import is_datapipe
 from hybridloader.fetch import Flag, NotingFlag
 from hybridloader.messages import Event, Exited, Message, Stop, Task, WorkerSpec
 from hybridloader.native import one_thread_on_this_thread
@@ -200,7 +201,7 @@ class _ThreadCrew(Crew):
         thread.thread.start()
         if spec.init_fn is not None:
             self._opening.append(thread)
-            if fetch.is_datapipe(spec.fetch.dataset):
+            if is_datapipe(spec.fetch.dataset):
                 self.settle()  # before the next one is copied
 
     def settle(self) -> None:

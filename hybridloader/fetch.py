@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hybridloader.buffers.gather import Odd, gatherer
+from hybridloader.datapipes import seed_datapipe
 from hybridloader.errors import WorkerDied
 from hybridloader.faults.on_error import Policy
 from hybridloader.foreign import attribute
@@ -375,26 +375,3 @@ def end(samples: Any) -> None:
     """
     if isinstance(samples, GeneratorType) and not samples.gi_running:
         samples.close()
-
-
-def is_datapipe(dataset: Any) -> bool:
-    """Tell whether `dataset` is one of torch's data pipes: their graph allows one thread at a time.
-
-    torch finds the parts of a pipe by pickling it. Meanwhile it keeps a hook on the class
-    (torch/utils/data/graph.py, 2.13), so a pipe that is walked or pickled on another thread in that
-    moment comes out as ``'STUB'``.
-    """
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(dataset, (data.IterDataPipe, data.MapDataPipe))
-
-
-_walking = threading.Lock()
-
-
-def seed_datapipe(dataset: Any, shared_seed: int) -> Any:
-    """Seed the shufflers of an `IterDataPipe` from the seed that all its workers share."""
-    import torch
-    from torch.utils.data.graph_settings import apply_random_seed
-
-    with _walking:
-        return apply_random_seed(dataset, torch.Generator().manual_seed(shared_seed))

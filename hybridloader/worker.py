@@ -14,8 +14,9 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from hybridloader.contract import Payload
+from hybridloader.datapipes import seed_datapipe
 from hybridloader.errors import Failure, ResultNotSendable, no_stop, twin
-from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, seed_datapipe
+from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag
 from hybridloader.messages import (
     Begin,
     Done,

@@ -51,6 +51,7 @@ LAYERS = {
         "states.resuming",
     },
     "culprit": {"inheritance"},
+    "datapipes": set(),
     "devices.accelerator": {"devices.torch_accelerator"},
     "devices.batch_parts": set(),
     "devices.in_use": set(),
@@ -116,6 +117,7 @@ LAYERS = {
     "faults.tried": {"errors"},
     "feed": {"errors", "messages"},
     "fetch": {
+        "datapipes",
         "buffers.gather",
         "errors",
         "faults.on_error",
@@ -349,6 +351,7 @@ LAYERS = {
     "states.replay": {"errors", "states.cadence", "states.carried", "states.copies"},
     "states.resume": {"errors", "operators", "running.plan", "states.trail"},
     "states.resuming": {
+        "datapipes",
         "beside",
         "caller",
         "epochs",
@@ -383,6 +386,7 @@ LAYERS = {
     "steps": {"buffers.memory", "operators"},
     "supply": {"contract", "errors", "feed", "messages", "roster", "scheduler"},
     "worker": {
+        "datapipes",
         "contract",
         "errors",
         "fetch",
@@ -399,6 +403,7 @@ EVERYWHERE = {"foreign"}
 """What every module of the core may import: it imports nothing itself."""
 
 BACKENDS_MAY_USE = {
+    "datapipes",
     "backends",
     "buffers.arena",
     "buffers.collate",

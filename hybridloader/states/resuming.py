@@ -17,8 +17,9 @@ from typing import Any
 from hybridloader import epochs
 from hybridloader.beside import Beside
 from hybridloader.caller import stacklevel
+from hybridloader.datapipes import seed_datapipe
 from hybridloader.errors import StateError
-from hybridloader.fetch import Apart, seed_datapipe
+from hybridloader.fetch import Apart
 from hybridloader.foreign import attribute, has
 from hybridloader.scheduler import ACTIVE, Dispatch, Scheduler
 from hybridloader.states.carried import Start, is_stateful

@@ -1,0 +1,40 @@
+"""torch's data pipes: their graph allows one thread at a time. Imports no torch by itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+
+def is_datapipe(dataset: Any) -> bool:
+    """Tell whether `dataset` is one of torch's data pipes.
+
+    torch finds the parts of a pipe by pickling it. Meanwhile it keeps a hook on the class
+    (torch/utils/data/graph.py, 2.13), so a pipe that is walked or pickled on another thread in that
+    moment comes out as ``'STUB'``.
+    """
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(dataset, (data.IterDataPipe, data.MapDataPipe))
+
+
+_walking = threading.Lock()
+
+
+def _fresh_lock() -> None:
+    global _walking
+    _walking = threading.Lock()  # the one that a fork has copied may be held for ever
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_lock)
+
+
+def seed_datapipe(dataset: Any, shared_seed: int) -> Any:
+    """Seed the shufflers of an `IterDataPipe` from the seed that all its workers share."""
+    import torch
+    from torch.utils.data.graph_settings import apply_random_seed
+
+    with _walking:
+        return apply_random_seed(dataset, torch.Generator().manual_seed(shared_seed))
