@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     meeting = (folder / "meeting").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),  # torch's 30 minutes would outlive the test
+    )
     try:
         found = seen()
         dist.barrier()

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from one_rank import BACKENDS, EPOCHS, SAMPLERS, SAMPLES
 
 import hybridloader
 
+pytestmark = pytest.mark.xdist_group(
+    "ranks"
+)  # each process that runs some starts a group of its own
+
 HERE = Path(__file__).parent
 WORLD = 2
 NAMES = [str(backend) for backend in BACKENDS]
+
+
+def leave_stacks(running: list[subprocess.Popen[bytes]]) -> None:
+    """End ranks that hang, so that their stderr says where: their workers first, then themselves."""
+    seconds = 5
+    workers = [
+        psutil.Process(rank.pid).children(recursive=True) for rank in running if not rank.poll()
+    ]
+    for worker in itertools.chain.from_iterable(workers):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGABRT)
+    for rank in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.wait(seconds)
+        rank.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.wait(seconds)
 
 
 @pytest.fixture(scope="module")
@@ -26,26 +51,36 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("group")
     root = Path(hybridloader.__file__).parent.parent
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
     script = str(HERE / "one_rank.py")
-    running = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(WORLD), str(folder)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
+    with contextlib.ExitStack() as files:
+        running = [
+            subprocess.Popen(
+                [sys.executable, script, str(rank), str(WORLD), str(folder)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=files.enter_context((folder / f"stderr{rank}").open("wb")),
+            )
+            for rank in range(WORLD)
+        ]
     try:
-        told = [rank.communicate(timeout=100)[1] for rank in running]
+        for rank in running:
+            rank.wait(timeout=90)
+    except subprocess.TimeoutExpired:
+        leave_stacks(running)
     finally:
         for rank in running:
             rank.kill()
             rank.wait()
-    for rank, text in zip(running, told, strict=True):
-        assert rank.returncode == 0, text
+    codes = [rank.returncode for rank in running]
+    told = [(folder / f"stderr{rank}").read_text() for rank in range(WORLD)]
+    assert codes == [0] * WORLD, f"the ranks ended with {codes}:\n" + "\n".join(told)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
