@@ -19,9 +19,8 @@ from one_rank import BACKENDS, EPOCHS, SAMPLERS, SAMPLES
 
 import hybridloader
 
-pytestmark = pytest.mark.xdist_group(
-    "ranks"
-)  # each process that runs some starts a group of its own
+# Else each process of pytest-xdist that runs some of these tests starts a group of its own.
+pytestmark = pytest.mark.xdist_group("ranks")
 
 HERE = Path(__file__).parent
 WORLD = 2
@@ -31,13 +30,12 @@ NAMES = [str(backend) for backend in BACKENDS]
 def leave_stacks(running: list[subprocess.Popen[bytes]]) -> None:
     """End ranks that hang, so that their stderr says where: their workers first, then themselves."""
     seconds = 5
-    workers = [
-        psutil.Process(rank.pid).children(recursive=True) for rank in running if not rank.poll()
-    ]
+    hanging = [rank for rank in running if rank.poll() is None]
+    workers = [psutil.Process(rank.pid).children(recursive=True) for rank in hanging]
     for worker in itertools.chain.from_iterable(workers):
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.send_signal(signal.SIGABRT)
-    for rank in running:
+    for rank in hanging:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.wait(seconds)
         rank.send_signal(signal.SIGABRT)
