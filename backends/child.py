@@ -95,6 +95,9 @@ def main(
     inherited
         Objects of the first frame that could only come with the start of the process.
     """
+    # A collection would touch, and so copy, every page that a fork shares. And garbage of the parent's
+    # would close descriptors by numbers that are others by then.
+    gc.freeze()
     for fd in strays:
         try:
             os.close(fd)
@@ -110,7 +113,6 @@ def main(
     fresh = spec is None
     try:
         one_thread_in_this_process(fresh)
-        gc.freeze()  # a collection would touch, and so copy, every page that a fork shares
         set_slots(writer)
         when_imported("torch", teach_torch)
         if spec is None:
