@@ -117,8 +117,8 @@ LAYERS = {
     "faults.tried": {"errors"},
     "feed": {"errors", "messages"},
     "fetch": {
-        "datapipes",
         "buffers.gather",
+        "datapipes",
         "errors",
         "faults.on_error",
         "seeds.sample_seeds",
@@ -351,9 +351,9 @@ LAYERS = {
     "states.replay": {"errors", "states.cadence", "states.carried", "states.copies"},
     "states.resume": {"errors", "operators", "running.plan", "states.trail"},
     "states.resuming": {
-        "datapipes",
         "beside",
         "caller",
+        "datapipes",
         "epochs",
         "errors",
         "fetch",
@@ -386,8 +386,8 @@ LAYERS = {
     "steps": {"buffers.memory", "operators"},
     "supply": {"contract", "errors", "feed", "messages", "roster", "scheduler"},
     "worker": {
-        "datapipes",
         "contract",
+        "datapipes",
         "errors",
         "fetch",
         "messages",
@@ -403,7 +403,6 @@ EVERYWHERE = {"foreign"}
 """What every module of the core may import: it imports nothing itself."""
 
 BACKENDS_MAY_USE = {
-    "datapipes",
     "backends",
     "buffers.arena",
     "buffers.collate",
@@ -415,6 +414,7 @@ BACKENDS_MAY_USE = {
     "caller",
     "contract",
     "crews",
+    "datapipes",
     "devices.in_use",
     "errors",
     "faults.memory_state",
