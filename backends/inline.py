@@ -47,6 +47,7 @@ class Inline(Backend):
     memory: Memory = DEFAULT_MEMORY
     name: ClassVar[str] = "inline"
     in_process: ClassVar[bool] = True
+    in_caller: ClassVar[bool] = True
 
     def open(self) -> Crew:
         return _InlineCrew(self.copy_dataset, PrivateSlots(self.memory.bytes()))

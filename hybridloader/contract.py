@@ -215,6 +215,9 @@ class Backend(ABC):
     in_process: ClassVar[bool]
     """Whether workers run in this process, and so share its objects and its random generators."""
 
+    in_caller: ClassVar[bool] = False
+    """Whether the caller does the work itself, in `Crew.wait`: nothing runs beside it."""
+
     def check(self) -> None:
         """Raise `BackendUnavailable`, saying why and what to use instead, if it can't serve now.
 

@@ -178,7 +178,7 @@ class Stage(Iterator[Any]):
     @property
     def _elsewhere(self) -> bool:
         """Whether the workers are those of the process that this one was forked from."""
-        return os.getpid() != self._owner and self.backend.name != "inline"
+        return os.getpid() != self._owner and not self.backend.in_caller
 
     @property
     def next_seq(self) -> int:

@@ -66,6 +66,10 @@ class Numbering(Backend):
     def in_process(self) -> bool:  # type: ignore[override]
         return self.backend.in_process
 
+    @property
+    def in_caller(self) -> bool:  # type: ignore[override]
+        return self.backend.in_caller
+
     def check(self) -> None:
         self.backend.check()
 
