@@ -226,7 +226,8 @@ class _Desk:
                 self._release(lost.returned)
                 self.report(Failed(self._worker, lost.seq, Failure(lost.error)))
                 continue
-            self._release(returned)
+            if returned or self._one_way:
+                self._release(returned)
             if self._side is not None and isinstance(message, Task):
                 self._side.begin(message.seq)
             return message
@@ -243,7 +244,7 @@ class _Desk:
                 count=event.payload.count,
                 seconds=event.seconds,
                 returned=returned,
-                refusal=self._complaint(),
+                refusal=None if self._tasks.overflow is None else self._complaint(),
                 position=event.position,
             )
         elif isinstance(event, Failed):
@@ -268,7 +269,7 @@ class _Desk:
 
     def _complaint(self) -> str | None:
         """What the parent shall warn of: that tasks are copied, because too many are kept."""
-        if self._tasks.overflow is None or self._told:
+        if self._told:
             return None
         self._told = True
         return f"in worker {self._worker}, {self._tasks.overflow}"
@@ -286,14 +287,12 @@ class _Desk:
             self._tasks.sweep()
 
     def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
-        with self._counting:
-            small = len(parts[0]) if len(parts) == 1 else sum(memoryview(p).nbytes for p in parts)
-            direct = self._unwritten == 0 and small < _LARGE
-            if not direct:
-                self._unwritten += 1
-        if direct:
+        size = len(parts[0]) if len(parts) == 1 else sum(memoryview(p).nbytes for p in parts)
+        if self._unwritten == 0 and size < _LARGE:  # only this thread adds to what is not written
             self._put(parts, fds)
             return
+        with self._counting:
+            self._unwritten += 1
         if self._writer is None:
             self._writer = threading.Thread(target=self._write_behind, daemon=True)
             self._writer.start()

@@ -14,7 +14,8 @@ looked at.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from hybridloader.errors import DamagedMessage
@@ -84,45 +85,48 @@ class Decoder:
         self._pending = bytearray()
         self._sizes: list[int] = []
         self._fd_count = 0
-        self._body: bytearray | None = None
+        self.body: bytearray | None = None
+        """Memory of the frame under way; None between two."""
         self._filled = 0
         self.fds: list[int] = []
         """Descriptors that came in, not yet claimed by a frame."""
 
     def room(self) -> memoryview | None:
         """Where the next bytes of a frame under way belong; None if none is under way."""
-        if self._body is None or self._filled == len(self._body):
+        if self.body is None or self._filled == len(self.body):
             return None
-        return memoryview(self._body)[self._filled :]
+        return memoryview(self.body)[self._filled :]
 
     def advance(self, count: int) -> Iterator[Frame]:
         """`count` bytes were read into `room`."""
         self._filled += count
         yield from self._frames()
 
-    def feed(self, data: Buffer) -> Iterator[Frame]:
+    def feed(self, data: Buffer) -> Iterable[Frame]:
         """`data` was read elsewhere."""
-        if self._body is None and not self._pending:
-            whole = memoryview(data)
-            start = 0
+        found: list[Frame] = []
+        if self.body is None and not self._pending:
+            whole, start, length = memoryview(data), 0, len(data)
             # Frames of one part, which is most of them, are used where they were read.
-            while len(whole) - start >= _HEAD.size:
+            while length - start >= ALIGN:
                 counts, check, size = _HEAD.unpack_from(whole, start)
-                begin = start + _HEAD.size
+                begin = start + ALIGN  # the size of a head, too
                 end = begin + -(-size // ALIGN) * ALIGN
-                if counts != 1 or check != size ^ _SIGN_OF_ONE or end > len(whole):
+                if counts != 1 or check != size ^ _SIGN_OF_ONE or end > length:
                     break
-                yield Frame([whole[begin : begin + size]], [])
+                found.append(Frame([whole[begin : begin + size]], []))
                 start = end
+            if start == length:
+                return found
             data = whole[start:]
         self._pending += data
-        yield from self._frames()
+        return chain(found, self._frames())
 
     def _frames(self) -> Iterator[Frame]:
         while True:
-            if self._body is None and not self._begin():
+            if self.body is None and not self._begin():
                 return
-            body = self._body
+            body = self.body
             assert body is not None
             missing = len(body) - self._filled
             if missing and self._pending:
@@ -157,7 +161,7 @@ class Decoder:
                 f"a message of {total:,} bytes has {count} parts of {sum(sizes):,} bytes together"
             )
         try:
-            self._body = bytearray(sum(-(-size // ALIGN) * ALIGN for size in sizes))
+            self.body = bytearray(sum(-(-size // ALIGN) * ALIGN for size in sizes))
         except MemoryError:
             raise DamagedMessage(
                 f"there is no memory for a message of {total:,} bytes; make smaller batches, or fewer "
@@ -173,5 +177,5 @@ class Decoder:
             parts.append(whole[start : start + size])
             start += -(-size // ALIGN) * ALIGN
         fds, self.fds = self.fds[: self._fd_count], self.fds[self._fd_count :]
-        self._body = None
+        self.body = None
         return Frame(parts, fds)

@@ -103,7 +103,7 @@ class Lane:
         try:
             if type(message) is not Task:
                 return encode_message(message, returned, other_main=not self._forks), []
-            if type(message.index) is Sealed:
+            if isinstance(message.index, Sealed):
                 return self._forward(message.seq, returned, message.index)
             return self._enclose(message.seq, returned, message.index)
         except BaseException:
@@ -199,8 +199,7 @@ class Lane:
         self, seq: int, returned: list[int], sealed: Sealed, holds: dict[int, Hold]
     ) -> tuple[list[Any], list[int]]:
         """A letter that names the slots of another worker, as far as this one can map them."""
-        theirs = sealed.slots
-        segments = {segment: theirs.seen[segment] for segment, _ in map(place_of, holds)}
+        segments = {segment: sealed.segment(segment) for segment, _ in map(place_of, holds)}
         for seen in segments.values():
             seen.mapped()  # it may raise
         forgotten = self._take_forgotten()
@@ -219,7 +218,7 @@ class Lane:
             elif span.slot in named:
                 span = span._replace(slot=named[span.slot])
             else:
-                rest.append(theirs.view(span))
+                rest.append(sealed.view(span))
                 span = None
             spans.append(span)
         for number, name in named.items():

@@ -28,7 +28,7 @@ from hybridloader.backends.letters import (
     decode_told,
 )
 from hybridloader.backends.portable import PortableChannel, PortablePost
-from hybridloader.backends.sealed import Sealed
+from hybridloader.backends.sealed import Sealed, Slotted
 from hybridloader.backends.sockets import SocketChannel, SocketPost, parent_ends
 from hybridloader.backends.starting import occupy_standard_descriptors, starting
 from hybridloader.buffers import segments
@@ -302,11 +302,13 @@ class ProcessCrew(Crew):
         if kind == DONE:
             if lane.sent_on:
                 lane.answered(seq)
-            slots = lane.results
-            if parcel is not None:
+            if parcel is None:
+                sealed = Sealed(rest, frame.parts[1:], count, self._forks)
+            else:
+                slots = lane.results
                 slots.learn(parcel, frame.fds)
                 self._overflow = self._overflow or parcel.refusal or slots.overflow
-            sealed = Sealed(rest, frame.parts[1:], slots, parcel, count, self._forks)
+                sealed = Slotted(rest, frame.parts[1:], count, self._forks, slots, parcel)
             return Done(worker, seq, sealed, seconds, position)
         if kind == FAILED:
             lane.answered(seq)

@@ -13,6 +13,7 @@ from typing import Any
 from hybridloader.backends.letters import open_packed
 from hybridloader.buffers import arena
 from hybridloader.buffers.packing import unpack
+from hybridloader.buffers.seen import Seen
 
 _NOTHING = memoryview(b"")
 
@@ -39,48 +40,33 @@ class Hold:
 
 
 class Sealed:
-    """A batch that came from a process.
+    """A batch that came from a process, none of it through slots.
 
     Attributes
     ----------
     header
         Its pickle; empty if that is the last of the buffers.
-    parcel
-        Where the buffers lie; None if all came through the stream.
+    buffers
+        Those that came through the stream.
     count
         How many items it is, if the worker's value was a list; else None.
     nbytes
         Of the header and all buffers, wherever they lie; 0 once they were let go.
+    forks
+        The worker is a fork of this process.
     forwardable
         It can be the index of a `Task` for another crew of processes.
     """
 
-    __slots__ = ("_holds", "_state", "buffers", "count", "forks", "header", "parcel", "slots")
+    __slots__ = ("_state", "buffers", "count", "forks", "header")
 
     forwardable = True
 
     def __init__(
-        self,
-        header: memoryview,
-        buffers: list[memoryview],
-        slots: arena.Reader,
-        parcel: arena.Parcel | None,
-        count: int | None,
-        forks: bool,
+        self, header: memoryview, buffers: list[memoryview], count: int | None, forks: bool
     ) -> None:
-        self.header, self.buffers, self.slots, self.parcel = header, buffers, slots, parcel
-        self.count, self.forks = count, forks
+        self.header, self.buffers, self.count, self.forks = header, buffers, count, forks
         self._state = ""
-        self._holds: dict[int, Hold] = {}  # by slot, once it was sent on
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Discard a result that nobody took, as in a queue that was closed.
-
-        At Python's own end all memory goes back by itself, and modules may be empty already: nothing
-        that `discard` needs is there, hence the function as a default.
-        """
-        if not ending() and getattr(self, "_state", "never made") == "":
-            self.discard()
 
     @property
     def nbytes(self) -> int:
@@ -91,15 +77,11 @@ class Sealed:
         if self._state:
             self._refuse("opened")
         self._state = "opened"
-        if self.parcel is None:
-            return unpack(self.header, self.buffers)
-        return open_packed(self.header, self.buffers, self.slots, self.parcel)
+        return unpack(self.header, self.buffers)
 
     def discard(self) -> None:
         if not self._state:
             self._state = "discarded"
-            if self.parcel is not None:
-                self.slots.give_back(self.parcel)
             self._let_go()
         else:
             self.answered()
@@ -110,28 +92,31 @@ class Sealed:
         """Its claims by slot, for a worker that it is sent to. Again and again until it is answered."""
         if not self._state:
             self._state = "sent on"
-            self.slots.forwards = True
-            numbers = [] if self.parcel is None else arena.slots_of(self.parcel)
-            self._holds = {number: Hold(self.slots, number) for number in numbers}
         elif self._state != "sent on":
             self._refuse("sent on")
-        return self._holds
+        return {}
 
     def answered(self) -> None:
         """What it was sent for is done: it will not be sent again."""
         if self._state == "sent on":
             self._state = "sent on and answered"
-            for hold in self._holds.values():
-                hold.release()
             self._let_go()
 
     def spans(self) -> tuple[arena.Span | None, ...]:
         """Where each buffer lies; None for one that came through the stream."""
-        return (None,) * len(self.buffers) if self.parcel is None else self.parcel.spans
+        return (None,) * len(self.buffers)
+
+    def segment(self, number: int) -> Seen:
+        """The segment of that number, in which slots of it lie."""
+        raise LookupError(number)
+
+    def view(self, span: arena.Span) -> memoryview:
+        """The buffer at `span`; good for as long as somebody has its `holds`."""
+        raise LookupError(span)
 
     def buffers_in_place(self) -> list[memoryview]:
         """All buffers, where they lie: good for as long as somebody has its `holds`."""
-        stream, view = iter(self.buffers), self.slots.view
+        stream, view = iter(self.buffers), self.view
         return [next(stream) if span is None else view(span) for span in self.spans()]
 
     def pickled(self) -> memoryview:
@@ -153,4 +138,70 @@ class Sealed:
 
     def _let_go(self) -> None:
         """Of the memory; what it was stays known."""
-        self.header, self.buffers, self.parcel = _NOTHING, [], None
+        self.header, self.buffers = _NOTHING, []
+
+
+class Slotted(Sealed):
+    """A batch of which something lies in slots; `parcel` tells where."""
+
+    __slots__ = ("_holds", "parcel", "slots")
+
+    def __init__(
+        self,
+        header: memoryview,
+        buffers: list[memoryview],
+        count: int | None,
+        forks: bool,
+        slots: arena.Reader,
+        parcel: arena.Parcel,
+    ) -> None:
+        super().__init__(header, buffers, count, forks)
+        self.slots = slots
+        self.parcel: arena.Parcel | None = parcel
+        self._holds: dict[int, Hold] = {}  # by slot, once it was sent on
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Discard a result that nobody took, as in a queue that was closed.
+
+        At Python's own end all memory goes back by itself, and modules may be empty already: nothing
+        that `discard` needs is there, hence the function as a default.
+        """
+        if not ending() and getattr(self, "_holds", None) is not None and not self._state:
+            self.discard()
+
+    def open(self) -> Any:
+        if self._state:
+            self._refuse("opened")
+        self._state = "opened"
+        return open_packed(self.header, self.buffers, self.slots, self.parcel)
+
+    def discard(self) -> None:
+        if not self._state and self.parcel is not None:
+            self.slots.give_back(self.parcel)
+        super().discard()
+
+    def holds(self) -> dict[int, Hold]:
+        if not self._state and self.parcel is not None:
+            self.slots.forwards = True
+            self._holds = {n: Hold(self.slots, n) for n in arena.slots_of(self.parcel)}
+        super().holds()
+        return self._holds
+
+    def answered(self) -> None:
+        if self._state == "sent on":
+            for hold in self._holds.values():
+                hold.release()
+        super().answered()
+
+    def spans(self) -> tuple[arena.Span | None, ...]:
+        return () if self.parcel is None else self.parcel.spans
+
+    def segment(self, number: int) -> Seen:
+        return self.slots.seen[number]
+
+    def view(self, span: arena.Span) -> memoryview:
+        return self.slots.view(span)
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self.parcel = None

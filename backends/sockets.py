@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hybridloader.backends.frames import MOST_FDS, Buffer, Decoder, Frame, encode
@@ -63,9 +63,9 @@ def send_some(sock: socket.socket, pieces: deque[Buffer], fds: Sequence[int]) ->
     return True
 
 
-def read_some(sock: socket.socket, decoder: Decoder) -> Iterator[Frame]:
+def read_some(sock: socket.socket, decoder: Decoder) -> Iterable[Frame]:
     """Read once; give the frames that became whole. Raises `EOFError` at the end."""
-    room = decoder.room()
+    room = None if decoder.body is None else decoder.room()
     if room is not None:
         count = sock.recv_into(room)
         room.release()
@@ -97,24 +97,6 @@ class _Line:
         self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()
         self.damage: str | None = None
 
-    def write_pending(self) -> bool:
-        """Write `pending`; whether all of it went. Afterwards it is empty either way."""
-        pieces, self.pending = self.pending, []
-        if self.unsent:
-            self.unsent.append((deque(pieces), ()))
-            return False
-        data = b"".join(pieces)
-        try:
-            sent = self.sock.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:  # the worker is gone; its sentinel tells
-            return True
-        if sent == len(data):
-            return True
-        self.unsent.append((deque([memoryview(data)[sent:]]), ()))
-        return False
-
     def flush(self) -> bool:
         """Write what waits, as far as it goes; whether all of it went."""
         while self.unsent:
@@ -144,7 +126,7 @@ class _Line:
         try:
             while True:
                 frames.extend(read_some(self.sock, self.decoder))
-                if self.decoder.room() is None:
+                if self.decoder.body is None:
                     return frames, False  # poll tells if there is more
         except BlockingIOError:
             return frames, False
@@ -223,8 +205,22 @@ class SocketPost:
         """Write what was sent, in one go for each worker: it need not wake for every message."""
         for worker in self._dirty:
             line = self._lines.get(worker)
-            if line is not None and not line.write_pending():
-                self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
+            if line is None:
+                continue
+            data = b"".join(line.pending)
+            line.pending.clear()
+            sent = 0
+            if not line.unsent:
+                try:
+                    sent = line.sock.send(data)
+                except BlockingIOError:
+                    pass
+                except OSError:  # the worker is gone; its sentinel tells
+                    continue
+                if sent == len(data):
+                    continue
+            line.unsent.append((deque([memoryview(data)[sent:]]), ()))
+            self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
         self._dirty.clear()
 
     def wait(self, timeout: float | None) -> list[tuple[int, Frame | None]]:
@@ -249,7 +245,8 @@ class SocketPost:
                 self._poll.modify(fd, select.POLLIN)
             if event & (select.POLLIN | select.POLLHUP | select.POLLERR):
                 frames, ended = line.read()
-                found.extend((worker, frame) for frame in frames)
+                for frame in frames:
+                    found.append((worker, frame))
                 if ended:
                     gone.append(worker)
         for worker in dict.fromkeys(gone):

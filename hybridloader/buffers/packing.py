@@ -8,7 +8,6 @@ carries them can do so without another copy. Nothing here knows how they travel.
 from __future__ import annotations
 
 import copyreg
-import io
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -67,13 +66,21 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
         Something in it can't be pickled.
     """
     try:
-        packed = _pack(value, _Plain)
+        packer = _idle.pop()
+    except IndexError:  # the first, or others are at work on other threads
+        packer = _Packer(_Plain)
+    if packer.functions != copyreg.dispatch_table:
+        packer = _Packer(_Plain)
+    try:
+        packed = packer.pack(value)
+        if len(packed[0]) < _LARGE_HEADER:
+            _idle.append(packer)
         if not (other_main and _MAIN in packed[0]):
             return packed
     except Exception:  # pickle's own errors are of many types: PicklingError, TypeError, ...
         pass
     try:  # lambdas, classes defined in a function, things from __main__
-        return _pack(value, _cloud())
+        return _Packer(_cloud()).pack(value)
     except Exception as error:
         raise ResultNotSendable(
             f"{what} of type {type(value).__qualname__!r} can't be sent to another process: "
@@ -120,20 +127,43 @@ _NO_PICKLE = (
 `TypeError` are left out: these tell of a class that is gone or has changed."""
 
 
-def _pack(value: Any, pickler: Callable[..., Any]) -> Packed:
-    tensors = Tensors()
-    out, buffers = _dump(value, pickler, tensors)
-    if tensors.several_over_one_storage():
-        out, buffers = _dump(value, pickler, tensors)
-    return out.getvalue(), buffers
+_LARGE_HEADER = 64 * 1024
+"""Bytes of a header above which its packer is not used again: it would keep as much memory."""
 
 
-def _dump(
-    value: Any, pickler: Callable[..., Any], tensors: Tensors
-) -> tuple[io.BytesIO, list[memoryview]]:
-    out, buffers = io.BytesIO(), list[memoryview]()
-    pickler(out, keep_small(buffers), tensors).dump(value)
-    return out, buffers
+class _Packer:
+    """A pickler with what it writes and leaves out. One caller at a time uses it.
+
+    To make one takes longer than to pack a small batch, so those that packed well are kept in `_idle`.
+    """
+
+    def __init__(self, pickler: Callable[..., Any]) -> None:
+        self.functions = dict(copyreg.dispatch_table)
+        self._tensors = Tensors()
+        self._pieces: list[bytes] = []
+        self._buffers: list[memoryview] = []
+        self.write = self._pieces.append  # the pickler takes this object for its file
+        self._pickler = pickler(self, keep_small(self._buffers), self._tensors)
+
+    def pack(self, value: Any) -> Packed:
+        self._pickler.dump(value)
+        if self._tensors.met:
+            if self._tensors.several_over_one_storage():
+                self._take()
+                self._pickler.dump(value)
+            self._tensors.forget()
+        return self._take()
+
+    def _take(self) -> Packed:
+        self._pickler.clear_memo()
+        header = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        buffers = self._buffers[:]
+        self._buffers.clear()
+        return header, buffers
+
+
+_idle: list[_Packer] = []
 
 
 def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
@@ -152,7 +182,7 @@ def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], boo
 class _Plain(pickle.Pickler):
     """The C pickler, told about tensors."""
 
-    def __init__(self, out: io.BytesIO, keep: Callable[..., bool], tensors: Tensors) -> None:
+    def __init__(self, out: Any, keep: Callable[..., bool], tensors: Tensors) -> None:
         super().__init__(out, protocol=5, buffer_callback=keep)
         self.dispatch_table = _Table(tensors)
 
@@ -182,7 +212,7 @@ def _cloud() -> Any:
     import cloudpickle
 
     class Cloud(cloudpickle.Pickler):  # type: ignore[misc]
-        def __init__(self, out: io.BytesIO, keep: Callable[..., bool], tensors: Tensors) -> None:
+        def __init__(self, out: Any, keep: Callable[..., bool], tensors: Tensors) -> None:
             super().__init__(out, protocol=5, buffer_callback=keep)
             self._tensors = tensors
 

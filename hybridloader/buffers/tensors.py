@@ -40,11 +40,16 @@ class Tensors:
 
     Tensors over one storage would arrive with a storage each. So if a first pass finds such
     tensors, a second pass sends the used part of their storage once.
+
+    Attributes
+    ----------
+    met
+        Those that were reduced since the last call of `forget`.
     """
 
     def __init__(self) -> None:
         # All the mutable state:
-        self._met: list[Any] = []
+        self.met: list[Any] = []
         self._bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
 
     def way_of(self, kind: type) -> Callable[[Any], Any] | None:
@@ -81,7 +86,7 @@ class Tensors:
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
         if plain is tensor:
-            self._met.append(plain)
+            self.met.append(plain)
             base = self._base_of(plain) if self._bases else None
             if base is not None:
                 return _rebuild_view, (base, *base.place(plain))
@@ -103,7 +108,7 @@ class Tensors:
 
     def several_over_one_storage(self) -> bool:
         """Tell whether a second pass is needed, and prepare it."""
-        met = self._met
+        met = self.met
         if len(met) < 2 or self._bases:
             return False
         groups: dict[int, list[Any]] = {}
@@ -115,6 +120,11 @@ class Tensors:
                 storage = group[0].untyped_storage()
                 self._bases[key] = [_Base(storage, *part) for part in parts]
         return bool(self._bases)
+
+    def forget(self) -> None:
+        """Begin with another pickle."""
+        self.met.clear()
+        self._bases.clear()
 
 
 def check_leaf(tensor: torch.Tensor) -> None:
