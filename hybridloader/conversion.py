@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.dataloader import DataLoader, check
+from hybridloader.dataloader import DataLoader
 from hybridloader.foreign import has
 from hybridloader.options import Options
 from hybridloader.registry import get_backend
@@ -85,7 +85,7 @@ def from_torch(
     # Not by the constructor: it would wrap a data pipe again, and takes no sampler of batches together
     # with the batch size that it has.
     vars(made).update(vars(loader), **vars(said), backend=backend, _iterator=None)
-    check(made)
+    made._plan().check()
     return made
 
 

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch.utils.data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hybridloader import epochs
-from hybridloader.arguments import check_loader
-from hybridloader.choice import backend_for, contradiction, warn_idle
 from hybridloader.contract import Backend
 from hybridloader.foreign import attribute
-from hybridloader.loader_iterator import LoaderIterator, latest_of, losses_of
+from hybridloader.loader_iterator import LoaderIterator
+from hybridloader.loader_plan import LoaderPlan
+from hybridloader.loader_record import announce, record_of
 from hybridloader.options import Options
 from hybridloader.registry import get_backend
-from hybridloader.states.replay import samplers_of
-from hybridloader.states.resuming import leave_for_epoch, load, resuming, state_of
+from hybridloader.states.resuming import leave_for_epoch, load, state_of
+from hybridloader.states.samplers import Samplers
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -195,27 +194,31 @@ persistent_workers, pin_memory_device, in_order
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        check(self)
+        self._plan().check()
+
+    def _plan(self) -> LoaderPlan:
+        return LoaderPlan.of(self, self.backend, Options.of(self))
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
-        check(self)
+        plan = self._plan()
+        plan.check()
         self.check_worker_number_rationality()
-        warn_idle(self, self.backend)
-        return LoaderIterator(self, backend_for(self, self.backend), Options.of(self))
+        plan.warn_if_idle()
+        return LoaderIterator(self, plan)
 
     def report(self) -> str:
         """A table of the workers of the last iterator: what each is doing, and has done.
 
         Empty if there is none. From any thread, so that a watchdog can ask what a stuck loop waits for.
         """
-        latest = latest_of.get(self)
+        latest = record_of(self).iterator
         iterator = None if latest is None else latest()
         return "" if iterator is None else iterator.report()
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         """The samples of the last pass that were left out or replaced, in the order of the batches."""
-        losses = losses_of.get(self)
+        losses = record_of(self).losses
         return () if losses is None else tuple(losses.records)
 
     def set_epoch(self, epoch: int) -> None:
@@ -225,10 +228,10 @@ persistent_workers, pin_memory_device, in_order
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"epoch must be a whole number, 0 or more, got {epoch!r}")
-        leave_for_epoch(self, epoch)
-        epochs.announce(self, epoch)
+        leave_for_epoch(self._plan(), epoch)
+        announce(self, epoch)
         told: list[Any] = []
-        for one in (*samplers_of(self), self.dataset):
+        for one in (*Samplers.of(self).chain, self.dataset):
             tell = attribute(one, "set_epoch")
             if callable(tell) and not any(one is other for other in told):
                 told.append(one)
@@ -245,7 +248,7 @@ persistent_workers, pin_memory_device, in_order
         StateError
             The dataset has a state that raised or can't be pickled.
         """
-        return state_of(self, stays=self._iterator is not None)
+        return state_of(self._plan(), stays=self._iterator is not None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the next pass go on where `state_dict` was taken, on any backend.
@@ -262,7 +265,9 @@ persistent_workers, pin_memory_device, in_order
             field. What only shows by trying (a sampler that has shrunk) is raised by ``iter``, before
             any worker starts.
         """
-        load(self, state_dict)
+        epoch = load(self._plan(), state_dict)
+        if epoch is not None:
+            announce(self, epoch)
 
     @property
     def resuming(self) -> tuple[int, int] | None:
@@ -270,18 +275,10 @@ persistent_workers, pin_memory_device, in_order
 
         A worker counts as soon as its first batch is there. None if there is nothing to read again.
         """
-        return resuming(self)
+        progress = record_of(self).progress
+        return None if progress is None else progress.resuming
 
     def check_worker_number_rationality(self) -> None:
         """Warn, as torch does, when there are more worker processes than CPUs. Not for threads."""
         if self.backend is None or not get_backend(self.backend).in_process:
             super().check_worker_number_rationality()
-
-
-def check(loader: DataLoader) -> None:
-    """Find what contradicts itself; also what was set after the constructor."""
-    check_loader(loader)
-    Options.of(loader).check_for(loader)
-    problem = contradiction(loader, loader.backend)
-    if problem is not None:
-        raise ValueError(problem)

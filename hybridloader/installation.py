@@ -16,11 +16,10 @@ import os
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.caller import stacklevel
-from hybridloader.choice import backend_for, contradiction, is_foreign
-from hybridloader.contract import Backend
 from hybridloader.errors import BackendUnavailable, ShippingError
 from hybridloader.foreign import attribute
 from hybridloader.late import when_imported
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
     from typing_extensions import Unpack
 
+    from hybridloader.contract import Backend
+    from hybridloader.loader_plan import LoaderPlan
     from hybridloader.options import OptionWords
 
 
@@ -113,36 +114,36 @@ class Installation:
 
     def iterator(self, loader: Any) -> _BaseDataLoaderIter:
         """A pass over one of torch's loaders: torch's own where ours refuses it."""
-        from hybridloader.arguments import check_loader
         from hybridloader.loader_iterator import LoaderIterator
+        from hybridloader.loader_plan import LoaderPlan
 
+        plan = LoaderPlan.of(loader, self.backend, self.options)
         try:
-            check_loader(loader)
-            backend = self._backend_for(loader)
+            plan.check_arguments()
+            plan = replace(plan, options=self.options.for_any(plan))
+            self._check_context(plan)
         except (TypeError, ValueError) as error:  # `BackendUnavailable` is one
             return _torchs_own(loader, error)
         if self.backend is None or not get_backend(self.backend).in_process:
             loader.check_worker_number_rationality()  # as torch's own method does
         try:
             with _draws_taken_back(loader):
-                return LoaderIterator(loader, backend, self.options.for_any(loader))
+                return LoaderIterator(loader, plan)
         except (BackendUnavailable, ShippingError) as error:
             return _torchs_own(loader, error)
 
-    def _backend_for(self, loader: Any) -> Backend:
-        """Choose the backend; raise `BackendUnavailable` if the loader can't have it."""
-        in_process = self.backend is not None and get_backend(self.backend).in_process
-        if not in_process and loader.num_workers:
-            if is_foreign(loader.multiprocessing_context):
-                kind = type(loader.multiprocessing_context).__qualname__
+    def _check_context(self, plan: LoaderPlan) -> None:
+        """Raise `BackendUnavailable` if the loader's `multiprocessing_context` can't be heeded."""
+        in_process = plan.asked is not None and plan.asked.in_process
+        if plan.num_workers and not in_process:
+            if plan.context_is_foreign:
+                kind = type(plan.multiprocessing_context).__qualname__
                 raise BackendUnavailable(
                     f"its multiprocessing_context, a {kind}, has processes of its own kind; leave it "
                     "out, or install('threads'), which starts none"
                 )
-            if contradiction(loader, self.backend) is not None:
-                method = loader.multiprocessing_context.get_start_method()
-                _warn_of_context(method, repr(self.backend))
-        return backend_for(loader, self.backend)
+            if plan.contradiction is not None:
+                _warn_of_context(str(plan.start_method), repr(self.backend))
 
     def __enter__(self) -> Installation:
         if not self.active:

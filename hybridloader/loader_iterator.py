@@ -22,10 +22,9 @@ from torch.utils.data.dataloader import (
     _sharding_worker_init_fn,
 )
 
-from hybridloader.beside import Beside
 from hybridloader.buffers.collate import without_torch
 from hybridloader.caller import stacklevel
-from hybridloader.contract import Backend, WorkerHandle
+from hybridloader.contract import WorkerHandle
 from hybridloader.crews import closed_with, park_at_exit
 from hybridloader.devices.pin_thread import PinThread
 from hybridloader.devices.pinning import pinner_for
@@ -36,9 +35,8 @@ from hybridloader.faults.on_error import Policy, parse
 from hybridloader.faults.refill import FullBatches
 from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
-from hybridloader.foreign import attribute
+from hybridloader.loader_plan import LoaderPlan
 from hybridloader.messages import WorkerSpec
-from hybridloader.options import Options
 from hybridloader.records.large import hint_at_large_container
 from hybridloader.refresh import Change, Watch
 from hybridloader.scheduler import Dispatch, round_robin, round_robin_with_room
@@ -50,10 +48,6 @@ from hybridloader.states.resuming import FirstOf, Opening
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
-
-losses_of: Beside[Losses] = Beside()
-"""Of the last pass of each loader that has a policy."""
 
 
 class _Weakly:
@@ -73,10 +67,6 @@ class _Weakly:
         return method(argument)
 
 
-latest_of: Beside[weakref.ref[LoaderIterator]] = Beside()
-"""The last iterator of each loader."""
-
-
 class LoaderIterator(_BaseDataLoaderIter):
     """One pass over a loader of torch's, or, with persistent workers, one after the other.
 
@@ -86,40 +76,32 @@ class LoaderIterator(_BaseDataLoaderIter):
     Parameters
     ----------
     loader
-        Any; the attributes that torch's have are all that is asked of it.
-    backend
-        Where its workers live.
-    options
-        What torch's loaders don't have.
+        One of torch's. Its base class asks it; nothing here does but by `plan`.
+    plan
+        What it says.
     """
 
-    def __init__(
-        self, loader: torch.utils.data.DataLoader[Any], backend: Backend, options: Options
-    ) -> None:
-        self._opening = Opening(loader, again=False)
+    def __init__(self, loader: torch.utils.data.DataLoader[Any], plan: LoaderPlan) -> None:
+        self._opening = Opening(plan, again=False)
         with self._opening.drawing():
             super().__init__(loader)
             self._opening.move(self)
-        self._backend = backend
-        self._told_every: int = attribute(loader, "_told_every", 0)
-        self._prefetch_factor = loader.prefetch_factor or 2
-        self._in_order = loader.in_order
-        self._options = options
+        self._plan, self._backend, options = plan, plan.backend, plan.options
+        self._prefetch_factor = plan.prefetch_factor or 2
         self._on_error = parse(options.on_error)
         self._joins = options.shard_remainders == "join"
-        self._on_worker_death = RestartPolicy.of(options.on_worker_death)
-        self._worker_init_fn = loader.worker_init_fn
+        self._worker_init_fn = plan.worker_init_fn
         self._loader = weakref.ref(loader)
-        latest_of[loader] = weakref.ref(self)
+        plan.record.iterator = weakref.ref(self)
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._shard_datapipe()
             self._watch = None
         else:
             self._watch = Watch(self._dataset) if self._persistent_workers else None
-        self._seeds = PassSeeds(loader, self._options.seeding, int(self._base_seed))
-        self._pinner = pinner_for(options.device, pin_memory=bool(loader.pin_memory))
+        self._seeds = self._new_seeds()
+        self._pinner = pinner_for(options.device, pin_memory=bool(plan.pin_memory))
         self._pin_thread: PinThread | None = None
-        if self._pinner is not None and self._num_workers and backend.name != "inline":
+        if self._pinner is not None and self._num_workers and self._backend.name != "inline":
             self._pin_thread = PinThread(self._pinner, self._timeout)
             closed_with(self, self._pin_thread)
         self._carries = False  # whether workers send the state of the dataset with their results
@@ -145,7 +127,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _start(self) -> Stage:
         if not self._backend.in_process:
             hint_at_large_container(self._dataset)
-        self._dispatch: Dispatch = round_robin if self._in_order else round_robin_with_room
+        self._dispatch: Dispatch = round_robin if self._plan.in_order else round_robin_with_room
         if self._opening.resume is not None:
             self._dispatch = FirstOf(self._dispatch)
         spec = WorkerSpec(
@@ -157,7 +139,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             shared_seed=self._shared_seed,
             seeding=self._seeds.origin,
             starts=self._opening.starts,
-            tells=self._told_every > 0,
+            tells=self._plan.told_every > 0,
         )
         # With a pinning thread, whoever waits for that counts; an inline worker is the caller itself.
         waits = self._pin_thread is None and self._backend.name != "inline"
@@ -165,12 +147,12 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._seeds.backend(self._backend),
             spec,
             lookahead=self._prefetch_factor * self._num_workers,
-            ordered=self._in_order,
+            ordered=self._plan.in_order,
             timeout=self._timeout if waits else 0,
             persistent=self._persistent_workers,
             dispatch=self._dispatch,
-            on_worker_death=self._on_worker_death,
-            task_timeout=self._options.task_timeout,
+            on_worker_death=RestartPolicy.of(self._plan.options.on_worker_death),
+            task_timeout=self._plan.options.task_timeout,
             locks=None if self._pinner is None else self._pinner.locks,
         )
 
@@ -194,10 +176,10 @@ class LoaderIterator(_BaseDataLoaderIter):
                 datapipe,
                 self._on_error,
                 join=self._joins,
-                told_every=self._told_every,
+                told_every=self._plan.told_every,
             )
         private = isinstance(dataset, MapDataPipe)
-        threads = self._options.threads_per_worker
+        threads = self._plan.options.threads_per_worker
         fetch = MapFetch(dataset, collate_fn, batched, private, threads, self._on_error)
         if fetch.idle_threads:
             _warn_idle_threads(type(dataset).__name__)
@@ -205,7 +187,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._backend, "copy_dataset", not self._backend.in_process
         ):
             self._carries = is_stateful(dataset)
-            return replace(fetch, carries=self._carries, told_every=self._told_every)
+            return replace(fetch, carries=self._carries, told_every=self._plan.told_every)
         return fetch
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
@@ -223,30 +205,34 @@ class LoaderIterator(_BaseDataLoaderIter):
         """Another pass; from a state that was loaded it goes on with other workers."""
         if self._pin_thread is not None:
             self._pin_thread.break_off()
-        self._opening = Opening(loader, again=True)
+        plan = LoaderPlan.of(loader, self._plan.chosen, self._plan.options)
+        self._opening = Opening(plan, again=True)
         with self._opening.drawing():
             super()._reset(loader)
             self._opening.move(self)
         if self._opening.resume is None:
-            self._seeds.begin(loader)
+            self._seeds.begin(self._opening.epoch)
         else:
             self._stage.close()
-            self._seeds = PassSeeds(loader, self._options.seeding, int(self._base_seed))
+            self._seeds = self._new_seeds()
+
+    def _new_seeds(self) -> PassSeeds:
+        return PassSeeds(self._plan.options.seeding, int(self._base_seed), self._opening.epoch)
 
     def _begin(self, changes: tuple[Change, ...] = ()) -> None:
         """A pass begins: nothing is lost, and nothing waits to fill up a batch."""
         opening, stage = self._opening, self._stage
-        del self._opening  # it holds the loader
+        del self._opening
         progress = self._progress = opening.progress(self)
         progress.exhausted = stage.exhausted
         if isinstance(self._dispatch, FirstOf):
             opening.direct(self._dispatch)
         results = self._results(opening.source(self, progress, stage.next_seq), progress, changes)
-        plain = self._in_order and self._on_error is None and not self._carries
+        plain = self._plan.in_order and self._on_error is None and not self._carries
         self._batches = Counting(results, progress, plain=plain)
         if self._on_error is not None or self._joins:
             self._fill_batches(results, progress)
-        if self._told_every:
+        if self._plan.told_every:
             self._wait_for_workers(progress)
         if opening.resume is not None:
             self._num_yielded = progress.yielded
@@ -302,13 +288,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         )
 
     def _new_losses(self, policy: Policy) -> Losses:
-        loader = self._loader()
-        before = None if loader is None else losses_of.get(loader)
-        epoch = 0 if before is None else before.epoch + 1
-        losses = Losses(policy, "DataLoader", epoch)
-        if loader is not None:
-            losses_of[loader] = losses
-        return losses
+        record = self._plan.record
+        epoch = 0 if record.losses is None else record.losses.epoch + 1
+        record.losses = Losses(policy, "DataLoader", epoch)
+        return record.losses
 
     def __next__(self) -> Any:
         # torch's enters a profiler range for every batch, which costs 15-30 us; only a running

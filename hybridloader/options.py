@@ -21,6 +21,8 @@ from hybridloader.seeds.sample_seeds import parse as parse_seeding
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from hybridloader.loader_plan import LoaderPlan
+
 
 class OptionWords(TypedDict, total=False):
     """The keywords that `DataLoader` has beyond torch's and `backend`; it says what they mean."""
@@ -93,48 +95,35 @@ class Options:
             raise ValueError(f"shard_remainders must be 'keep' or 'join', got {remainders!r}")
         check_device(self.device)
 
-    def check_for(self, loader: Any) -> None:
-        """Refuse also what `loader` can't have. Raises `TypeError` or `ValueError`."""
-        self.check()
-        for problem in self._problems(loader).values():
-            raise ValueError(problem)
-
-    def for_any(self, loader: Any) -> Self:
-        """Without those that `loader` can't have: what was said of all loaders is not of this one."""
+    def for_any(self, plan: LoaderPlan) -> Self:
+        """Without those that the loader can't have: what was said of all is not of this one."""
         default = type(self)()
-        return replace(self, **{name: getattr(default, name) for name in self._problems(loader)})
+        return replace(self, **{name: getattr(default, name) for name in self.problems(plan)})
 
-    def _problems(self, loader: Any) -> dict[str, str]:
-        """What is wrong with an option for `loader`, by its name."""
+    def problems(self, plan: LoaderPlan) -> dict[str, str]:
+        """What is wrong with an option for that loader, by its name."""
         found = {}
-        iterable, batched = _is_iterable(loader), loader._auto_collation
         threads, seconds = self.threads_per_worker, self.task_timeout
-        if threads > 1 and iterable:
+        if threads > 1 and plan.iterable:
             found["threads_per_worker"] = (
                 f"threads_per_worker={threads} can't be had for an iterable dataset, which is read by "
                 "one next() after the other; raise num_workers, and let __iter__ read a part for each "
                 "worker"
             )
-        elif threads > 1 and not batched:
+        elif threads > 1 and not plan.batched:
             found["threads_per_worker"] = (
                 f"threads_per_worker={threads} shares out the samples of a batch, and with "
                 "batch_size=None there is one sample at a time; raise num_workers, or give a batch_size"
             )
-        if seconds > 0 and loader.num_workers == 0:
+        if seconds > 0 and plan.num_workers == 0:
             found["task_timeout"] = (
                 f"task_timeout={seconds} needs num_workers > 0: with 0 the caller itself makes the "
                 "batch and can't be stopped"
             )
-        if self.shard_remainders == "join" and not (iterable and batched):
+        if self.shard_remainders == "join" and not (plan.iterable and plan.batched):
             found["shard_remainders"] = (
                 "shard_remainders='join' makes batches of what is left of each worker's part of an "
                 "iterable dataset; leave it out for a dataset that is asked by index, and with "
                 "batch_size=None"
             )
         return found
-
-
-def _is_iterable(loader: Any) -> bool:
-    from torch.utils.data.dataloader import _DatasetKind
-
-    return bool(loader._dataset_kind == _DatasetKind.Iterable)

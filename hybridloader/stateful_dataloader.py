@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler, IterableDataset
 
 from hybridloader.dataloader import DataLoader
+from hybridloader.loader_record import record_of
 from hybridloader.sampling.torchdata_order import BatchOrder, RandomOrder
 from hybridloader.states import torchdata_form
 
@@ -165,7 +166,9 @@ device
         return begun
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
-        torchdata_form.check(self)
+        given = record_of(self).given
+        if isinstance(given, torchdata_form.WorkersDiffer):
+            raise given
         return super()._get_iterator()
 
     def _drop_begun(self) -> _BaseDataLoaderIter | None:
@@ -185,10 +188,11 @@ device
         StateError
             The dataset's `state_dict` raised, or its state can't be pickled.
         """
-        if torchdata_form.is_new(self):
+        record = record_of(self)
+        if record.progress is None and record.loaded is None:
             self._iterator = self._get_iterator()
             self._begun = True
-        return torchdata_form.state_of(self, super().state_dict())
+        return torchdata_form.state_of(self._plan(), super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the next pass go on where `state_dict` was taken.
@@ -206,4 +210,4 @@ device
             is an `AssertionError` too, as with torchdata.
         """
         self._drop_begun()
-        torchdata_form.load(self, state_dict, super().load_state_dict)
+        torchdata_form.load(self._plan(), state_dict, super().load_state_dict)

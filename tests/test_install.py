@@ -22,11 +22,11 @@ from torch.utils.data import dataloader as torchs
 from whereabouts import PROCESS, THREAD, Where, places, where
 
 import hybridloader
-from hybridloader import DataLoader, Skip, Threads, choice, install, uninstall
-from hybridloader.choice import backend_for
+from hybridloader import DataLoader, Skip, Threads, install, uninstall
 from hybridloader.contract import Crew
 from hybridloader.errors import BackendUnavailable, ShippingError
 from hybridloader.loader_iterator import LoaderIterator
+from hybridloader.loader_plan import LoaderPlan
 from hybridloader.options import Options
 from hybridloader.testing.tools import Gate
 
@@ -174,17 +174,21 @@ def test_options_hold_for_all_loaders_that_can_have_them() -> None:
         assert installed.options.threads_per_worker == 2
 
 
+def fitting(options: Options, loader: Any) -> Options:
+    return options.for_any(LoaderPlan.of(loader, None, options))
+
+
 def test_an_option_that_a_loader_can_not_have_changes_nothing_for_it() -> None:
     options = Options(threads_per_worker=3, task_timeout=2, shard_remainders="join")
     ragged: Any = TorchLoader(range(6), batch_sampler=[[0], [1, 2, 3], [4]])  # type: ignore[arg-type]
     single: Any = TorchLoader(range(6), None)  # type: ignore[arg-type]
     stream: Any = TorchLoader(Stream(), 2, num_workers=1)
-    assert options.for_any(ragged) == Options(threads_per_worker=3)
-    assert options.for_any(single) == Options()
-    assert options.for_any(stream) == Options(task_timeout=2, shard_remainders="join")
-    assert options.for_any(where(1)) == Options(task_timeout=2)
+    assert fitting(options, ragged) == Options(threads_per_worker=3)
+    assert fitting(options, single) == Options()
+    assert fitting(options, stream) == Options(task_timeout=2, shard_remainders="join")
+    assert fitting(options, where(1)) == Options(task_timeout=2)
     with install("threads", **vars(options)), iter(single) as iterator:
-        assert iterator._options == Options()
+        assert iterator._plan.options == Options()
         assert [batch.tolist() for batch in ragged] == [[0], [1, 2, 3], [4]]
 
 
@@ -356,9 +360,10 @@ def test_threads_come_before_a_context_of_the_loader() -> None:
 def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
     loader = where(1, multiprocessing_context="fork")
     for asked in (None, "shared-memory"):
-        backend: Any = backend_for(loader, asked)
+        backend: Any = LoaderPlan.of(loader, asked, Options()).backend
         assert backend.start_method == "fork"
-    other: Any = backend_for(loader, hybridloader.SharedMemory(start_method="loky"))
+    loky = hybridloader.SharedMemory(start_method="loky")
+    other: Any = LoaderPlan.of(loader, loky, Options()).backend
     assert other.start_method == "loky"
 
 
@@ -534,4 +539,3 @@ def test_the_functions_of_the_package_are_no_modules() -> None:
     """A submodule of the same name would take a function's place when it is imported."""
     for name in ("install", "uninstall", "from_torch"):
         assert isinstance(getattr(hybridloader, name), types.FunctionType)
-    assert choice.backend_for is backend_for

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, ge
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader, Threads
 from hybridloader.sampling import ShuffleSampler
-from hybridloader.states import carried, replay
+from hybridloader.states import carried, samplers
 from hybridloader.states.cadence import FREE, SHARE, Cadence
 from hybridloader.states.copies import Frozen, Kept, copied
 
@@ -33,7 +33,7 @@ LENGTH = 23
 @pytest.fixture
 def every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def pace(steps: int) -> None:
-        for module in ("replay", "carried"):
+        for module in ("samplers", "carried"):
             monkeypatch.setattr(f"hybridloader.states.{module}.Cadence", lambda **_: Every(steps))
 
     return pace
@@ -193,7 +193,7 @@ def test_stopped_anywhere_on_any_backend_the_stream_is_one(
     kind: str, steps: int, legs: list[tuple[int, tuple[int, str], int]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "Cadence", lambda: Every(steps))
+        patch.setattr(samplers, "Cadence", lambda: Every(steps))
         whole = flat(loader_of(kind, (0, "inline")))
         taken: list[Any] = []
         state: dict[str, Any] = {}
@@ -393,7 +393,7 @@ def test_nobody_asks_a_sampler_for_a_large_state_at_each_batch(
     workers: int, backend: str, kind: type[DataLoader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(replay, "Cadence", lambda: Cadence(clock))
+    monkeypatch.setattr(samplers, "Cadence", lambda: Cadence(clock))
     whole = flat(loader_of("order", (0, "inline")))
     sampler = Asked(clock, 0.025)
     loader = kind(NUMBERS, 4, sampler=sampler, num_workers=workers, backend=backend)

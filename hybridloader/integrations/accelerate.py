@@ -214,11 +214,12 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
         import torch.utils.data
 
         return torch.utils.data.DataLoader(*args, **kwargs)
-    from hybridloader import DataLoader, epochs
+    from hybridloader import DataLoader
+    from hybridloader.loader_record import announce, upcoming
 
     make: Any = DataLoader
     loader = make(*args, **{name: getattr(source, name) for name in _own_parameters()}, **kwargs)
-    epochs.announce(loader, epochs.upcoming(source))
+    announce(loader, upcoming(source))
     return loader
 
 
@@ -256,11 +257,12 @@ def _telling(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], None
     @functools.wraps(set_epoch)
     def telling(self: Any, epoch: int) -> None:
         set_epoch(self, epoch)
-        from hybridloader import DataLoader, epochs
+        from hybridloader import DataLoader
+        from hybridloader.loader_record import announce
 
         base = self.base_dataloader
         if isinstance(base, DataLoader):
-            epochs.announce(base, epoch)
+            announce(base, epoch)
 
     return telling
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridloader.contract import Backend
-from hybridloader.epochs import current
 from hybridloader.seeds.draws import COLLATE, Draws
 from hybridloader.seeds.numbering import Counter, Numbering
 from hybridloader.seeds.sample_seeds import Origin, parse
@@ -21,24 +20,24 @@ class PassSeeds:
 
     Parameters
     ----------
-    loader
-        Whose epochs these are.
     seeding
         As the loader's keyword.
     base_seed
         That of its workers.
+    epoch
+        The number of the first pass.
     """
 
-    def __init__(self, loader: Any, seeding: Any, base_seed: int) -> None:
+    def __init__(self, seeding: Any, base_seed: int, epoch: int) -> None:
         self._policy = parse(seeding)
         given = None if self._policy is None else self._policy.seed
         self._seed = base_seed if given is None else given
         self._counter = Counter(items=False)
-        self.begin(loader)
+        self.begin(epoch)
 
-    def begin(self, loader: Any) -> None:
-        """A pass begins: it has the number that `set_epoch` gave, or the next one."""
-        self._counter.begin(current(loader))
+    def begin(self, epoch: int) -> None:
+        """A pass begins, which has this number."""
+        self._counter.begin(epoch)
 
     @property
     def origin(self) -> Origin | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from hybridloader.beside import Beside
 from hybridloader.errors import WorkerDied
 from hybridloader.faults.refill import Waiting
 from hybridloader.faults.tried import Short
@@ -21,7 +20,8 @@ from hybridloader.states.copies import Latest
 if TYPE_CHECKING:
     from hybridloader.messages import Exhausted
     from hybridloader.states.cadence import Cadence
-    from hybridloader.states.replay import Making, Snapshot
+    from hybridloader.states.replay import Making
+    from hybridloader.states.samplers import Snapshot
 
 
 class Base(NamedTuple):
@@ -190,6 +190,11 @@ class Progress:
         return base.before
 
     @property
+    def resuming(self) -> tuple[int, int] | None:
+        """Samples read again, and how many are to be; None if there are none left."""
+        return (self.of - sum(self.again), self.of) if any(self.again) else None
+
+    @property
     def carried(self) -> bool:
         """True if workers have told states."""
         return any(start.stateful for start in self.places)
@@ -353,7 +358,3 @@ class Counting(Iterator[Any]):
                 return found
         progress.passed(stage, found)
         return found.data if type(found) is Carried else found
-
-
-progress_of: Beside[Progress] = Beside()
-"""Of the last pass of each loader."""

@@ -12,10 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hybridloader import epochs
-from hybridloader.beside import Beside
 from hybridloader.caller import stacklevel
 from hybridloader.datapipes import seed_datapipe
 from hybridloader.errors import StateError
@@ -24,27 +22,21 @@ from hybridloader.foreign import attribute, has
 from hybridloader.scheduler import ACTIVE, Dispatch, Scheduler
 from hybridloader.states.carried import Start, is_stateful
 from hybridloader.states.copies import copied
-from hybridloader.states.progress import UNKNOWN, Base, Drawing, Progress, progress_of
+from hybridloader.states.progress import UNKNOWN, Base, Drawing, Progress
 from hybridloader.states.replay import (
     AGAIN,
-    DEFAULT,
     FIRST,
     FIRST_WITHOUT_WORKERS,
     Making,
     Replayed,
-    Snapshot,
-    draw_seed,
     load_sampler,
     replay,
-    set_generators,
-    snapshots,
-    stateful_of,
-    tell_epoch,
 )
-from hybridloader.states.state import END, START, WITHIN, Resume, is_iterable, read, written
+from hybridloader.states.samplers import DEFAULT, Snapshot
+from hybridloader.states.state import END, START, WITHIN, Resume, read, written
 
-loaded: Beside[Mapping[str, Any]] = Beside()
-"""What was loaded into each loader, until its next pass begins."""
+if TYPE_CHECKING:
+    from hybridloader.loader_plan import LoaderPlan
 
 
 class FirstOf:
@@ -82,8 +74,8 @@ class Opening:
 
     Parameters
     ----------
-    loader
-        The loader.
+    plan
+        What the loader says.
     again
         Whether workers of the pass before stay.
 
@@ -91,18 +83,20 @@ class Opening:
     ----------
     resume
         What it goes on from; None: it begins at the beginning.
+    epoch
+        The number of the pass.
     """
 
-    def __init__(self, loader: Any, *, again: bool) -> None:
-        self._loader, self._again = loader, again
-        state = loaded.get(loader)
-        self.resume: Resume | None = None if state is None else read(loader, state)
+    def __init__(self, plan: LoaderPlan, *, again: bool) -> None:
+        self._plan, self._again = plan, again
+        samplers, state = plan.samplers, plan.record.loaded
+        self.resume: Resume | None = None if state is None else read(plan, state)
         if self.resume is not None and self.resume.fresh:
-            self.resume.making = self.resume.making.as_told(loader)
+            self.resume.making = self.resume.making.as_told(samplers)
         if self.resume is not None and self.resume.as_they_stand:
-            self.resume.making = Making.of(loader, self.resume.making.steps)
-        self.making = Making.of(loader, steps_of(loader, again=again))
-        self.epoch = 0
+            self.resume.making = Making.of(samplers, self.resume.making.steps)
+        self.making = Making.of(samplers, steps_of(plan, again=again))
+        self.epoch = plan.epoch if self.resume is None else self.resume.next_epoch
         self._eager = False
 
     @contextmanager
@@ -120,7 +114,8 @@ class Opening:
         keeps = keeps or self.resume.as_they_stand
         self._eager = not keeps
         try:
-            set_generators(self._loader, self.resume.making)
+            making = self.resume.making
+            self._plan.samplers.set_generators(making.generators, making.epoch)
             yield
         except BaseException:
             torch.set_rng_state(before)
@@ -128,24 +123,24 @@ class Opening:
         if not keeps:
             torch.set_rng_state(before)
         if self.resume.dataset is not None:  # which may hold that very generator
-            _load_dataset(self._loader.dataset, self.resume.dataset)
+            _load_dataset(self._plan.dataset, self.resume.dataset)
 
     def move(self, iterator: Any) -> None:
         """Bring the iterator, the sampler and the dataset to the place of the state."""
-        resume, loader = self.resume, self._loader
+        resume, plan = self.resume, self._plan
+        plan.record.begun = self.epoch
         if resume is None:
-            self.epoch = epochs.begin(loader)
             return
-        epochs.announce(loader, resume.next_epoch)
-        self.epoch = epochs.begin(loader)
         if resume.base_seed is not None:
             iterator._base_seed = resume.base_seed
         if resume.shared_seed is not None:
             iterator._shared_seed = resume.shared_seed
             iterator._dataset = seed_datapipe(iterator._dataset, resume.shared_seed)
-        if is_iterable(loader):
+        if plan.iterable:
             if resume.as_they_stand and resume.over and resume.base_seed is None:
-                iterator._base_seed = draw_seed(loader)  # another than the pass had that is over
+                iterator._base_seed = (
+                    plan.samplers.draw_seed()
+                )  # another than the pass had that is over
             return
         replayed = self._replayed(resume)
         iterator._sampler_iter = replayed.indices
@@ -153,26 +148,23 @@ class Opening:
             iterator._base_seed = replayed.seed
 
     def _replayed(self, resume: Resume) -> Replayed:
-        loader = self._loader
-        if resume.empty:
-            return self._at_the_end(resume.making)
+        samplers = self._plan.samplers
+        if resume.empty:  # the pass after it begins as if it had just ended
+            resume.making.restore(samplers)
+            return Replayed(iter(()), None)
         if resume.over:
             return self._behind_the_end(resume)
         if resume.snapshot is not None:
             replayed = load_sampler(
-                loader, resume.snapshot, resume.since, resume.making.steps, begins=not resume.count
+                samplers,
+                resume.snapshot,
+                resume.since,
+                resume.making.steps,
+                begins=not resume.count,
             )
             return Replayed(iter(()), None) if self._is_through(resume) else replayed
         eager = self._eager and DEFAULT in resume.making.generators
-        return replay(loader, resume.making, resume.count, resume.check, eager=eager)
-
-    def _at_the_end(self, making: Making) -> Replayed:
-        """Nothing is left of the pass; the one after it begins as if it had just ended."""
-        if making.start is not None:
-            load_sampler(self._loader, making.start)
-        tell_epoch(self._loader, making.epoch)
-        set_generators(self._loader, making)
-        return Replayed(iter(()), None)
+        return replay(samplers, resume.making, resume.count, resume.check, eager=eager)
 
     def _is_through(self, resume: Resume) -> bool:
         """Whether the sampler is at its next epoch, as ours tell the end of one.
@@ -180,7 +172,7 @@ class Opening:
         The sampler that has loaded the state is asked: with another number of ranks, what is left may be
         too little for ``uneven="drop"``.
         """
-        upcoming = attribute(stateful_of(self._loader), "upcoming_state_dict", None)
+        upcoming = attribute(self._plan.samplers.stateful, "upcoming_state_dict", None)
         start = resume.making.start
         if upcoming is None or start is None or start.sampler is None:
             return False
@@ -188,39 +180,37 @@ class Opening:
 
     def _behind_the_end(self, resume: Resume) -> Replayed:
         """The pass after one that somebody has declared over."""
-        loader, making = self._loader, resume.making
+        samplers, making = self._plan.samplers, resume.making
         if resume.snapshot is not None:
-            load_sampler(loader, resume.snapshot, resume.since, making.steps)
-            stateful = stateful_of(loader)
+            load_sampler(samplers, resume.snapshot, resume.since, making.steps)
+            stateful = samplers.stateful
             where = stateful.upcoming_state_dict() if has(stateful, "upcoming_state_dict") else {}
             if where.get("position"):
                 stateful.set_epoch(where["epoch"] + 1)
         else:
-            epoch = making.as_told(loader).epoch
-            replayed = replay(loader, making, 0, None, eager=False)
+            epoch = making.as_told(samplers).epoch
+            replayed = replay(samplers, making, 0, None, eager=False)
             # To the end: RandomSampler draws a permutation more there, of which it uses nothing.
             deque(replayed.indices, maxlen=0)
-            tell_epoch(loader, epoch)
-        self.making = Making.of(loader, making.steps)
+            samplers.tell_epoch(epoch)
+        self.making = Making.of(samplers, making.steps)
         if resume.as_they_stand and resume.snapshot is not None and self.making.start is not None:
             # What a sampler says of itself before it is asked again may be of the pass before.
             self.making = self.making._replace(start=Snapshot(resume.snapshot.sampler, None))
-        return replay(loader, self.making, 0, None, eager=True)
+        return replay(samplers, self.making, 0, None, eager=True)
 
     def progress(self, iterator: Any) -> Progress:
         """The counts of this pass, which are the loader's from now on."""
-        loader, resume = self._loader, self.resume
-        workers, iterable = max(1, loader.num_workers), is_iterable(loader)
-        made = Progress(self.making, self.epoch, workers, iterable=iterable)
+        plan, resume, record = self._plan, self.resume, self._plan.record
+        made = Progress(self.making, self.epoch, plan.readers, iterable=plan.iterable)
         made.base_seed, made.shared_seed = int(iterator._base_seed), iterator._shared_seed
-        before = progress_of.get(loader) if self._again else None
+        before = record.progress if self._again else None
         if before is not None and before.finished:
             made.go_on(before.ends())
         if resume is not None and not resume.over:
             made.making, made.finished = resume.making, resume.empty
             _go_on(made, resume)
-        progress_of[loader] = made
-        loaded.pop(loader, None)
+        record.progress, record.loaded = made, None
         return made
 
     def source(self, iterator: Any, progress: Progress, first: int) -> Iterator[Any]:
@@ -232,8 +222,8 @@ class Opening:
         leads = self._leads()
         progress.begin(first, leads)
         indices = iterator._sampler_iter
-        taken = snapshots(self._loader, indices)
-        if taken is not None and not progress.behind and stateful_of(self._loader) is None:
+        taken = self._plan.samplers.snapshots(indices)
+        if taken is not None and not progress.behind and self._plan.samplers.stateful is None:
             progress.at = UNKNOWN, Base(0, taken.take())
         rest = chain(leads, indices) if leads else indices
         first = progress.behind - len(leads)
@@ -249,7 +239,7 @@ class Opening:
         leads: list[Any] = []
         if resume.apart:
             apart = Apart(resume.apart)
-            size = self._loader.batch_size or 0
+            size = self._plan.batch_size or 0
             apart.wanted = size if 0 < size <= len(apart) else 0
             leads.append(apart)
         return [*leads, *resume.whole]
@@ -257,13 +247,13 @@ class Opening:
     def direct(self, dispatch: FirstOf) -> None:
         """Say whose turn it is."""
         dispatch.first, dispatch.last = (), None
-        resume, workers = self.resume, max(1, self._loader.num_workers)
+        resume = self.resume
         if resume is None or resume.fresh or resume.over:
             return
-        if is_iterable(self._loader):
+        if self._plan.iterable:
             dispatch.first, dispatch.last = resume.first, resume.last
         else:
-            dispatch.last = (resume.count - len(self._leads()) - 1) % workers
+            dispatch.last = (resume.count - len(self._leads()) - 1) % self._plan.readers
 
     @property
     def starts(self) -> tuple[Start, ...]:
@@ -274,8 +264,8 @@ class Opening:
         if resume.over and not any(start.behind for start in resume.starts):
             return ()
         told = any(s.skip > s.position and not s.stateful for s in resume.starts)
-        if told and is_iterable(self._loader):
-            _tell_of_reading(type(self._loader.dataset).__name__)
+        if told and self._plan.iterable:
+            _tell_of_reading(type(self._plan.dataset).__name__)
         return resume.starts
 
 
@@ -291,67 +281,56 @@ def _go_on(progress: Progress, resume: Resume) -> None:
     progress.first, progress.last_worker = resume.first, resume.last
 
 
-def steps_of(loader: Any, *, again: bool) -> tuple[str, ...]:
+def steps_of(plan: LoaderPlan, *, again: bool) -> tuple[str, ...]:
     if again:
         return AGAIN
-    return FIRST if loader.num_workers else FIRST_WITHOUT_WORKERS
+    return FIRST if plan.num_workers else FIRST_WITHOUT_WORKERS
 
 
-def state_of(loader: Any, *, stays: bool) -> dict[str, Any]:
-    """The state of `loader`, whose workers may stay for another pass."""
-    waiting = loaded.get(loader)
+def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
+    """The state of a loader, whose workers may stay for another pass."""
+    waiting, progress = plan.record.loaded, plan.record.progress
     if waiting is not None:
         return dict(copied(dict(waiting)))
-    progress = progress_of.get(loader)
     if progress is not None and not progress.finished:
-        return written(loader, progress, WITHIN)
+        return written(plan, progress, WITHIN)
     again = stays and progress is not None
-    making = Making.of(loader, steps_of(loader, again=again))
-    next_one = Progress(
-        making, epochs.upcoming(loader), max(1, loader.num_workers), iterable=is_iterable(loader)
-    )
+    making = Making.of(plan.samplers, steps_of(plan, again=again))
+    next_one = Progress(making, plan.epoch, plan.readers, iterable=plan.iterable)
     if progress is not None:
         next_one.base_seed, next_one.yielded = progress.base_seed, progress.yielded
         next_one.behind, next_one.results = progress.behind, progress.results
-        if stays and loader.num_workers:
+        if stays and plan.num_workers:
             next_one.go_on(progress.ends())
-        elif not loader.num_workers:  # the dataset itself is asked below
+        elif not plan.num_workers:  # the dataset itself is asked below
             next_one.places = [
                 Start(iterator=end.iterator, behind=end.iterator is not None)
                 for end in progress.ends()
             ]
-    return written(loader, next_one, START if progress is None else END)
+    return written(plan, next_one, START if progress is None else END)
 
 
-def load(loader: Any, state: Any) -> None:
-    """Have the next pass of `loader` go on from `state`."""
+def load(plan: LoaderPlan, state: Any) -> int | None:
+    """Have the next pass of the loader go on from `state`. Return its epoch; None: there is no state."""
     if isinstance(state, Mapping) and not state:
-        loaded.pop(loader, None)  # torchdata's way to say that there is none
-        return
-    resume = read(loader, state)
-    loaded[loader] = copied(dict(state))
-    epochs.announce(loader, resume.next_epoch)
+        plan.record.loaded = None  # torchdata's way to say that there is none
+        return None
+    resume = read(plan, state)
+    plan.record.loaded = copied(dict(state))
+    return resume.next_epoch
 
 
-def leave_for_epoch(loader: Any, epoch: int) -> None:
+def leave_for_epoch(plan: LoaderPlan, epoch: int) -> None:
     """Another epoch is wanted than that of the state that was loaded."""
-    state = loaded.get(loader)
-    if state is None or (place := read(loader, state).next_epoch) == epoch:
+    state = plan.record.loaded
+    if state is None or (place := read(plan, state).next_epoch) == epoch:
         return
-    del loaded[loader]
+    plan.record.loaded = None
     warnings.warn(
         f"set_epoch({epoch}) drops the place that was loaded, which is in epoch {place}; load the state "
         "after set_epoch(), or start with that epoch",
         stacklevel=stacklevel(),
     )
-
-
-def resuming(loader: Any) -> tuple[int, int] | None:
-    """Samples read again, and how many are to be; None if there are none left."""
-    progress = progress_of.get(loader)
-    if progress is None or not any(progress.again):
-        return None
-    return progress.of - sum(progress.again), progress.of
 
 
 def _load_dataset(dataset: Any, state: Any) -> None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridloader.errors import StateError
 from hybridloader.states.carried import Start, copy_of, is_stateful, pickled
 from hybridloader.states.copies import Frozen, Given, Kept, copied
 from hybridloader.states.progress import UNKNOWN, Progress
-from hybridloader.states.replay import Making, Snapshot, check_of, samplers_of, share_of
+from hybridloader.states.replay import Making, check_of
+from hybridloader.states.samplers import Snapshot
+
+if TYPE_CHECKING:
+    from hybridloader.loader_plan import LoaderPlan
 
 VERSION = 1
 """Of what is under `OWN`; it changes with the meaning of a field."""
@@ -83,32 +87,18 @@ class Resume:
         return max(0, self.epoch - self.empty) + self.over
 
 
-def agreement(loader: Any) -> dict[str, Any]:
+def agreement(plan: LoaderPlan) -> dict[str, Any]:
     """What the loader that loads a state must have in common with the one that it was taken of."""
-    iterable = is_iterable(loader)
     own = {
-        "kind": "iterable" if iterable else "map",
-        "length": None if iterable else length_of(loader.dataset),
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
-        "samplers": [] if iterable else [name_of(s) for s in samplers_of(loader)],
+        "kind": "iterable" if plan.iterable else "map",
+        "length": None if plan.iterable else length_of(plan.dataset),
+        "batch_size": plan.batch_size,
+        "drop_last": plan.drop_last,
+        "samplers": [] if plan.iterable else plan.samplers.names,
     }
-    if iterable:
-        own["shard_remainders"] = loader.shard_remainders
+    if plan.iterable:
+        own["shard_remainders"] = plan.options.shard_remainders
     return own
-
-
-def name_of(sampler: Any) -> str:
-    """Name of its class; for batch samplers that draw as torch's does, torch's name."""
-    from hybridloader.sampling.torchdata_order import is_plain
-
-    return "BatchSampler" if is_plain(sampler) else type(sampler).__name__
-
-
-def is_iterable(loader: Any) -> bool:
-    from torch.utils.data.dataloader import _DatasetKind
-
-    return bool(loader._dataset_kind == _DatasetKind.Iterable)
 
 
 def length_of(dataset: Any) -> int | None:
@@ -122,7 +112,7 @@ START, WITHIN, END = "start", "within", "end"
 """Where a state was taken: before any pass, in one, or behind its end."""
 
 
-def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
+def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     """The state of a pass; of none, or behind the end, that from which the next one is made.
 
     Raises
@@ -134,28 +124,28 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
     if progress.fault and not over:
         raise StateError(f"this state can't be taken: {progress.fault}")
     dataset = None
-    if (over or not iterable) and is_stateful(loader.dataset):
-        dataset = copy_of(loader.dataset, "the dataset", progress.own)
+    if (over or not iterable) and is_stateful(plan.dataset):
+        dataset = copy_of(plan.dataset, "the dataset", progress.own)
     apart, whole = ([], []) if iterable or over else progress.indices_left
     at = None if over else progress.at
-    base = None if at is None else progress.base(partial(length_of, loader._index_sampler))
+    base = None if at is None else progress.base(partial(length_of, plan.samplers.outer))
     snapshot = None if base is None else base.snapshot
     count = progress.results if iterable else progress.behind
-    size = loader.batch_size or 1
+    size = plan.batch_size or 1
     # Nothing in the dict may be ours to go on with; a copy of all, tensors too, would take 100 us more.
     own_state = None if snapshot is None else given(snapshot.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": own_state}
-    if loader.batch_size is None:  # accelerate multiplies it with batch_size if it is there
+    if plan.batch_size is None:  # accelerate multiplies it with batch_size if it is there
         del index_state["samples_yielded"]
     return {
         "_sampler_iter_yielded": count,
         "_num_yielded": progress.yielded,
         "_index_sampler_state": None if iterable else index_state,
         "_sampler_iter_state": None if snapshot is None else given(snapshot.iterator),
-        "_IterableDataset_len_called": loader._IterableDataset_len_called,
+        "_IterableDataset_len_called": plan.length_called,
         "_shared_seed": progress.shared_seed,
         "_base_seed": progress.base_seed,
-        "_num_workers": loader.num_workers,
+        "_num_workers": plan.num_workers,
         "_last_yielded_worker_id": progress.last_worker,
         "dataset_state": dataset,
         "fetcher_state": None,
@@ -163,7 +153,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
         "_iterator_finished": where == END,
         OWN: {
             "version": VERSION,
-            **agreement(loader),
+            **agreement(plan),
             "epoch": progress.epoch,
             "at": where,
             "counts": [count, progress.yielded],
@@ -173,7 +163,7 @@ def written(loader: Any, progress: Progress, where: str) -> dict[str, Any]:
             "sampler_epoch": making.epoch,
             "generators": {name: each.clone() for name, each in making.generators.items()},
             "check": None if at is None or at[0] is UNKNOWN else check_of(at[0]),
-            "share": None if iterable else share_of(loader),
+            "share": None if iterable else plan.samplers.share,
             "since": 0 if base is None else count - base.number,
             "apart": copied(apart) if apart else [],
             "whole": copied(whole) if whole else [],
@@ -217,7 +207,7 @@ def given(state: Given | None) -> Any:
 # -- reading -----------------------------------------------------------------------------------------
 
 
-def read(loader: Any, state: Any) -> Resume:
+def read(plan: LoaderPlan, state: Any) -> Resume:
     """What `state` says, checked as far as that can be done without moving anything.
 
     Raises
@@ -244,14 +234,14 @@ def read(loader: Any, state: Any) -> Resume:
     missing = sorted(_KEYS - set(state)) + sorted(_OWN_KEYS - set(own))
     if missing:
         raise StateError(f"the state lacks {', '.join(missing)}: was it cut off?")
-    for name, here in agreement(loader).items():
+    for name, here in agreement(plan).items():
         if own.get(name) != here:
             raise StateError(
                 f"{name} is {own.get(name)!r} in the state and {here!r} in this loader; make the loader "
                 "as it was made when the state was taken"
             )
     try:
-        return _read(loader, state, own)
+        return _read(plan, state, own)
     except StateError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -260,7 +250,7 @@ def read(loader: Any, state: Any) -> Resume:
         ) from error
 
 
-def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resume:
+def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resume:
     start = None if own["start"] is None else Snapshot(Kept(own["start"]), None)
     generators = own["generators"]
     making = Making(tuple(own["steps"]), dict(generators or {}), start, own["sampler_epoch"])
@@ -280,35 +270,35 @@ def _read(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resu
     if not within:
         resume.empty = own["at"] == END and not finished
         resume.fresh, resume.shared_seed = not resume.empty, None
-        if resume.fresh and state["_num_workers"] == loader.num_workers:
-            _read_workers(loader, state, own, resume, edited=False)
+        if resume.fresh and state["_num_workers"] == plan.num_workers:
+            _read_workers(plan, state, own, resume, edited=False)
         return resume
     resume.over = finished
-    count, edited = _count_of(loader, state, own)
+    count, edited = _count_of(plan, state, own)
     resume.count = count
     resume.yielded = count if edited else _whole("_num_yielded", state["_num_yielded"])
     resume.discard = _whole("again", own.get("again", 0))
     if not edited:
-        resume.check = own["check"] if _is_of_this_rank(loader, own) else None
+        resume.check = own["check"] if _is_of_this_rank(plan, own) else None
         resume.apart, resume.whole = list(own["apart"]), list(own["whole"])
         resume.snapshot = _snapshot(state)
         resume.since = _whole("since", own.get("since", 0))
-    _read_workers(loader, state, own, resume, edited)
+    _read_workers(plan, state, own, resume, edited)
     if own["kind"] == "map":
-        length = length_of(loader._index_sampler)
+        length = length_of(plan.samplers.outer)
         if resume.snapshot is None and length is not None and count > length:
             raise StateError(
                 f"_sampler_iter_yielded is {count} in the state, and "
-                f"{type(loader._index_sampler).__name__} has only {length} items: it has shrunk, or the "
+                f"{plan.index_sampler_name} has only {length} items: it has shrunk, or the "
                 "state is of another one"
             )
     return resume
 
 
-def _is_of_this_rank(loader: Any, own: Mapping[str, Any]) -> bool:
+def _is_of_this_rank(plan: LoaderPlan, own: Mapping[str, Any]) -> bool:
     """Whether the rank that took the state drew what this one draws; all have come equally far."""
     share = own.get("share")
-    here = None if own["kind"] == "iterable" else share_of(loader)
+    here = None if own["kind"] == "iterable" else plan.samplers.share
     if share is None or here is None or share == here:
         return True
     if share[1] != here[1]:
@@ -330,7 +320,9 @@ def _snapshot(state: Mapping[str, Any]) -> Snapshot | None:
     return Snapshot(None if sampler is None else Kept(sampler), within_iterator)
 
 
-def _count_of(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, bool]:
+def _count_of(
+    plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]
+) -> tuple[int, bool]:
     """Items of the sampler that are behind, and whether somebody has edited that."""
     count = _whole(COUNTS[0], state[COUNTS[0]])
     yielded = _whole(COUNTS[1], state[COUNTS[1]])
@@ -345,7 +337,7 @@ def _count_of(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> 
     if yielded != saved_yielded:
         said.add(saved + yielded - saved_yielded)
     if samples != own["samples"]:
-        said.add(samples // (loader.batch_size or 1))
+        said.add(samples // (plan.batch_size or 1))
     if len(said) > 1:
         raise StateError(
             f"_sampler_iter_yielded is {count}, _num_yielded {yielded} and samples_yielded {samples} "
@@ -356,15 +348,15 @@ def _count_of(loader: Any, state: Mapping[str, Any], own: Mapping[str, Any]) -> 
 
 
 def _read_workers(
-    loader: Any, state: Mapping[str, Any], own: Mapping[str, Any], resume: Resume, edited: bool
+    plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any], resume: Resume, edited: bool
 ) -> None:
-    places, workers = state["_worker_snapshots"], max(1, loader.num_workers)
+    places, workers = state["_worker_snapshots"], plan.readers
     resume.last = state["_last_yielded_worker_id"]
     if places is None:
         return
-    if state["_num_workers"] != loader.num_workers:
+    if state["_num_workers"] != plan.num_workers:
         raise StateError(
-            f"_num_workers is {state['_num_workers']} in the state and {loader.num_workers} in this "
+            f"_num_workers is {state['_num_workers']} in the state and {plan.num_workers} in this "
             "loader: each worker goes on in the part of the dataset that it reads, so their number must "
             "be the same"
         )
@@ -392,9 +384,9 @@ def _read_workers(
             )
         )
     resume.starts = tuple(starts)
-    if any(start.dataset is not None for start in starts) and not is_stateful(loader.dataset):
+    if any(start.dataset is not None for start in starts) and not is_stateful(plan.dataset):
         raise StateError(
-            f"the state holds that of the dataset, and {type(loader.dataset).__name__} has no "
+            f"the state holds that of the dataset, and {type(plan.dataset).__name__} has no "
             "load_state_dict()"
         )
 

@@ -12,25 +12,16 @@ import base64
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hybridloader import epochs
-from hybridloader.beside import Beside
 from hybridloader.errors import StateError
 from hybridloader.states.carried import is_stateful
 from hybridloader.states.copies import copied
-from hybridloader.states.progress import progress_of
-from hybridloader.states.replay import told_epoch
-from hybridloader.states.resuming import loaded, steps_of
-from hybridloader.states.state import (
-    OWN,
-    VERSION,
-    WITHIN,
-    agreement,
-    given,
-    is_iterable,
-    length_of,
-)
+from hybridloader.states.resuming import steps_of
+from hybridloader.states.state import OWN, VERSION, WITHIN, agreement, given, length_of
+
+if TYPE_CHECKING:
+    from hybridloader.loader_plan import LoaderPlan
 
 _SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed")
 """Keys that both of torchdata's shapes have, and that our own dict has under the same names."""
@@ -40,60 +31,45 @@ class WorkersDiffer(StateError, AssertionError):
     """A state is of another number of workers, each of which has a part. torchdata asserts this."""
 
 
-_given: Beside[Any] = Beside()
-"""State that each loader has loaded, as it was given; the error, if it could not be loaded."""
-
-
 def load(
-    loader: Any, state: Mapping[str, Any], load_own: Callable[[Mapping[str, Any]], None]
+    plan: LoaderPlan, state: Mapping[str, Any], load_own: Callable[[Mapping[str, Any]], None]
 ) -> None:
     """Have `load_own` load `state`, in the form that it knows."""
-    _given.pop(loader, None)
+    record = plan.record
+    record.given = None
     if isinstance(state, Mapping) and not state:
         load_own(state)
         return
     try:
-        load_own(read(loader, state))
-        _given[loader] = copied(dict(state))
-    except WorkersDiffer as error:  # told by `check`
+        load_own(read(plan, state))
+        record.given = copied(dict(state))
+    except WorkersDiffer as error:  # told by `iter`
         load_own({})
-        _given[loader] = error
+        record.given = error
 
 
-def check(loader: Any) -> None:
-    """Raise `WorkersDiffer` if the loaded state was saved with another number of workers."""
-    waiting = _given.get(loader)
-    if isinstance(waiting, WorkersDiffer):
-        raise waiting
-
-
-def is_new(loader: Any) -> bool:
-    """Tell whether `loader` has made no iterator and loaded no state."""
-    return progress_of.get(loader) is None and loader not in loaded
-
-
-def state_of(loader: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """Return `own`, the state of `loader`, in torchdata's form."""
-    waiting = _given.get(loader)
-    if waiting is not None and not isinstance(waiting, WorkersDiffer):
-        if loader in loaded:  # not used yet
-            return dict(copied(waiting))
-        del _given[loader]
-    return written(loader, own)
+def state_of(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
+    """Return `own`, the state of the loader, in torchdata's form."""
+    record = plan.record
+    if record.given is not None and not isinstance(record.given, WorkersDiffer):
+        if record.loaded is not None:  # not used yet
+            return dict(copied(record.given))
+        record.given = None
+    return written(plan, own)
 
 
 # -- writing -----------------------------------------------------------------------------------------
 
 
-def written(loader: Any, own: dict[str, Any]) -> dict[str, Any]:
+def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
     """A state of ours, in torchdata's form."""
     main = {name: own[name] for name in _SHARED}
-    main["_index_sampler_state"], main["_sampler_iter_state"] = _sampler_states(loader, own)
+    main["_index_sampler_state"], main["_sampler_iter_state"] = _sampler_states(plan, own)
     more = dict(own[OWN])
     more["generators"] = {name: _text(state) for name, state in more["generators"].items()}
-    workers, places = max(1, loader.num_workers), own["_worker_snapshots"] or {}
-    shown = _ends(loader, own) or places
-    snapshots = {name: _worker(loader, number, shown.get(name)) for number, name in _names(workers)}
+    workers, places = plan.readers, own["_worker_snapshots"] or {}
+    shown = _ends(plan, own) or places
+    snapshots = {name: _worker(plan, number, shown.get(name)) for number, name in _names(workers)}
     more["places"] = [
         [place[name] for name in ("position", "skip", "again", "since")]
         for place in places.values()
@@ -102,10 +78,10 @@ def written(loader: Any, own: dict[str, Any]) -> dict[str, Any]:
         within = own["_index_sampler_state"] or {}
         more["base"] = [within.get("sampler_state"), own["_sampler_iter_state"]]
     finished, yielded = own["_iterator_finished"], own["_num_yielded"]
-    if not loader.num_workers:
+    if not plan.num_workers:
         only = snapshots["worker_0"]
         itself = only["dataset_state"] is None and _has_iterator_state(only)
-        within = is_iterable(loader) and not finished
+        within = plan.iterable and not finished
         return {
             **main,
             "_num_yielded": yielded,
@@ -115,7 +91,7 @@ def written(loader: Any, own: dict[str, Any]) -> dict[str, Any]:
             OWN: more,
         }
     last = own["_last_yielded_worker_id"]
-    last_shown = _last_of(loader) if finished else last
+    last_shown = _last_of(plan) if finished else last
     return {
         "_snapshot": {
             "_snapshot_step": yielded,
@@ -142,9 +118,9 @@ def _names(workers: int) -> list[tuple[int, str]]:
     return [(number, f"worker_{number}") for number in range(workers)]
 
 
-def _worker(loader: Any, number: int, place: Mapping[str, Any] | None) -> dict[str, Any]:
+def _worker(plan: LoaderPlan, number: int, place: Mapping[str, Any] | None) -> dict[str, Any]:
     fetcher = None
-    if is_iterable(loader):
+    if plan.iterable:
         fetcher = {"dataset_iter_state": None, "fetcher_ended": False}
         if place is not None:
             fetcher = dict(place["fetcher_state"])
@@ -155,41 +131,41 @@ def _worker(loader: Any, number: int, place: Mapping[str, Any] | None) -> dict[s
     }
 
 
-def _is_of_batches(loader: Any) -> bool:
+def _is_of_batches(plan: LoaderPlan) -> bool:
     """Tell whether indices come from the loader's batch sampler, whose iterator torchdata asks."""
-    return loader.batch_size is not None
+    return plan.batch_size is not None
 
 
-def _sampler_states(loader: Any, own: Mapping[str, Any]) -> tuple[Any, Any]:
+def _sampler_states(plan: LoaderPlan, own: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the states of the sampler that is drawn from, and of its iterator."""
     within = own["_index_sampler_state"] or {}
     sampler, iterator = within.get("sampler_state"), own["_sampler_iter_state"]
     if own["_iterator_finished"] or own[OWN]["since"]:
-        sampler, iterator = _told_last(loader)
+        sampler, iterator = _told_last(plan)
     elif sampler is None and not own["_sampler_iter_yielded"]:
         sampler = copied(own[OWN]["start"])
-    if not _is_of_batches(loader):
+    if not _is_of_batches(plan):
         return sampler, iterator
-    samples = own["_sampler_iter_yielded"] * loader.batch_size
-    if not is_iterable(loader):
-        samples = min(samples, length_of(loader.sampler) or samples)
+    samples = own["_sampler_iter_yielded"] * plan.batch_size
+    if not plan.iterable:
+        samples = min(samples, length_of(plan.sampler) or samples)
     found = {"samples_yielded": samples, **(iterator or {})}
     if sampler is not None:
         found["sampler_state"] = sampler
     return None, found
 
 
-def _last_of(loader: Any) -> int:
-    progress = progress_of.get(loader)
+def _last_of(plan: LoaderPlan) -> int:
+    progress = plan.record.progress
     return -1 if progress is None else progress.last_worker
 
 
-def _ends(loader: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+def _ends(plan: LoaderPlan, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states that workers told at the end of a pass; empty if the pass is not over.
 
     torchdata writes them. We have no use for them where no worker stays.
     """
-    progress = progress_of.get(loader)
+    progress = plan.record.progress
     if progress is None or not own["_iterator_finished"]:
         return {}
     return {
@@ -201,12 +177,12 @@ def _ends(loader: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _told_last(loader: Any) -> tuple[Any, Any]:
+def _told_last(plan: LoaderPlan) -> tuple[Any, Any]:
     """Return the states of sampler and iterator behind the last item that was handed out.
 
     torchdata writes these. Our own dict has an earlier state, or that of the next pass's beginning.
     """
-    progress = progress_of.get(loader)
+    progress = plan.record.progress
     base = None if progress is None or progress.at is None else progress.at[1]
     if base is None:
         return None, None
@@ -226,7 +202,7 @@ def _packed(state: bytes) -> str:
 # -- reading -----------------------------------------------------------------------------------------
 
 
-def read(loader: Any, state: Any) -> dict[str, Any]:
+def read(plan: LoaderPlan, state: Any) -> dict[str, Any]:
     """Return `state` in our own form.
 
     Raises
@@ -241,7 +217,7 @@ def read(loader: Any, state: Any) -> dict[str, Any]:
     if "_snapshot" not in state and "_num_workers" in state:
         return dict(state)  # a `DataLoader`'s
     try:
-        return _read(loader, state)
+        return _read(plan, state)
     except StateError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -251,7 +227,7 @@ def read(loader: Any, state: Any) -> dict[str, Any]:
         ) from error
 
 
-def _read(loader: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+def _read(plan: LoaderPlan, state: Mapping[str, Any]) -> dict[str, Any]:
     finished, more = state["_iterator_finished"], state.get(OWN)
     own: dict[str, Any] = {"_iterator_finished": finished, "fetcher_state": None}
     if "_snapshot" in state:
@@ -271,30 +247,30 @@ def _read(loader: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         own["dataset_state"] = state["dataset_state"]
     own.update({name: main[name] for name in _SHARED})
     own["_base_seed"], own["_num_workers"] = main.get("_base_seed", 0), workers
-    _check_workers(loader, workers, snapshots)
-    own["_index_sampler_state"], own["_sampler_iter_state"] = _own_sampler_states(loader, main)
+    _check_workers(plan, workers, snapshots)
+    own["_index_sampler_state"], own["_sampler_iter_state"] = _own_sampler_states(plan, main)
     if more is not None:
         _read_ours(own, more, snapshots)
     else:
-        _read_theirs(loader, own, snapshots, again)
+        _read_theirs(plan, own, snapshots, again)
     return own
 
 
-def _check_workers(loader: Any, workers: int, snapshots: Mapping[str, Any]) -> None:
-    if workers == loader.num_workers:
+def _check_workers(plan: LoaderPlan, workers: int, snapshots: Mapping[str, Any]) -> None:
+    if workers == plan.num_workers:
         return
-    held = is_iterable(loader) or is_stateful(loader.dataset)
+    held = plan.iterable or is_stateful(plan.dataset)
     if held or any(place["dataset_state"] is not None for place in snapshots.values()):
         raise WorkersDiffer(
-            f"_num_workers is {workers} in the state and {loader.num_workers} in this loader: each "
+            f"_num_workers is {workers} in the state and {plan.num_workers} in this loader: each "
             "worker goes on with the part of the dataset, and with the state, that it had, so their "
             "number must be the same"
         )
 
 
-def _own_sampler_states(loader: Any, main: Mapping[str, Any]) -> tuple[Any, Any]:
+def _own_sampler_states(plan: LoaderPlan, main: Mapping[str, Any]) -> tuple[Any, Any]:
     index, iterator = main["_index_sampler_state"], main["_sampler_iter_state"]
-    if not _is_of_batches(loader):
+    if not _is_of_batches(plan):
         return (None if index is None else {"sampler_state": index}), iterator
     if iterator is None:
         return {"sampler_state": None}, None
@@ -351,38 +327,38 @@ def _place(
 
 
 def _read_theirs(
-    loader: Any, own: dict[str, Any], snapshots: Mapping[str, Any], again: int
+    plan: LoaderPlan, own: dict[str, Any], snapshots: Mapping[str, Any], again: int
 ) -> None:
     """Add what our own form needs besides to a state that torchdata saved."""
-    finished, iterable = own["_iterator_finished"], is_iterable(loader)
+    finished, iterable = own["_iterator_finished"], plan.iterable
     places = {name: _place(place) for name, place in snapshots.items()}
     told = any(
         place["dataset_state"] is not None
         or place["fetcher_state"]["dataset_iter_state"] is not None
         for place in places.values()
     )
-    if not loader.num_workers and not iterable:
+    if not plan.num_workers and not iterable:
         places = {}  # `dataset_state` is the caller's own
-    elif iterable and not loader.num_workers and told:
+    elif iterable and not plan.num_workers and told:
         own["dataset_state"] = None
-    stays = bool(finished and (loader.persistent_workers or not loader.num_workers))
+    stays = bool(finished and (plan.persistent_workers or not plan.num_workers))
     own["_worker_snapshots"] = places if told and places and (stays or not finished) else None
     if iterable and not told:  # as torchdata: by all that was read
         again, own["_last_yielded_worker_id"] = again + own["_num_yielded"], -1
         own["_num_yielded"] = own["_sampler_iter_yielded"] = 0
-    if finished and not loader.persistent_workers:
+    if finished and not plan.persistent_workers:
         own["_base_seed"] = None
-    count, size = own["_sampler_iter_yielded"], loader.batch_size or 1
+    count, size = own["_sampler_iter_yielded"], plan.batch_size or 1
     own[OWN] = {
         "version": VERSION,
-        **agreement(loader),
-        "epoch": epochs.upcoming(loader),
+        **agreement(plan),
+        "epoch": plan.epoch,
         "at": WITHIN,
         "counts": [count, own["_num_yielded"]],
         "samples": count * size,
-        "steps": list(steps_of(loader, again=bool(finished and loader.persistent_workers))),
+        "steps": list(steps_of(plan, again=bool(finished and plan.persistent_workers))),
         "start": None,
-        "sampler_epoch": told_epoch(loader),
+        "sampler_epoch": plan.samplers.told_epoch,
         "generators": None,
         "check": None,
         "share": None,
