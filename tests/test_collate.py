@@ -485,6 +485,33 @@ def test_who_has_changed_torchs_map_finds_it_as_it_was(torchs_map: dict[Any, Any
     assert torchs_map[torch.Tensor] is mine
 
 
+NUMBERS = [
+    [1, 2], [1, True], [1, 2.5], [1, np.int64(2)], [1, torch.tensor(2)], [-(2**63), 2**63 - 1],
+    [1, np.float32(2)], [1.5, 2], [1.5, float("nan")], [1.5, np.float64(2)], [1.5, np.longdouble(2)],
+    [1.5, torch.tensor(2.0)], [1.5, torch.ones(1, requires_grad=True)[0]], [2.5, True], (1, 2),
+    [1, 2**63], [1, "2"], [1.5, None], [1, [2]],
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("numbers", NUMBERS, ids=repr)
+def test_numbers_collate_to_what_torch_makes_of_them(numbers: Any, device: str) -> None:
+    def tensor(batch: Any) -> Any:
+        return torch.tensor(batch, dtype=torch.float64 if type(batch[0]) is float else None)
+
+    def outcome(collate: Callable[[Any], Any]) -> Any:
+        try:
+            made = collate(numbers)
+        except Exception as error:
+            return type(error), str(error)
+        return made.dtype, made.device, None if device == "meta" else repr(made), made.requires_grad
+
+    teach_torch()
+    with torch.device(device):
+        assert outcome(default_collate) == outcome(tensor)
+
+
 def test_torchs_function_is_the_same_and_is_changed_once() -> None:
     teach_torch()
     code = torchs.collate_tensor_fn.__code__

@@ -74,6 +74,19 @@ class Tensors:
         return reduced
 
     def reduce(self, tensor: torch.Tensor) -> Any:
+        if not (tensor.requires_grad or self._bases):
+            try:
+                array = tensor.numpy()
+            except (TypeError, RuntimeError):  # on a device, sparse, of a dtype that numpy has not
+                array = None
+            if array is not None and array.size and array.flags.c_contiguous:  # as nearly all
+                self.met.append(tensor)
+                dtype = tensor.dtype
+                name = _NAMES.get(dtype) or _name(dtype)
+                return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
+        return self._reduce(tensor)
+
+    def _reduce(self, tensor: torch.Tensor) -> Any:
         torch = _torch()
         check_leaf(tensor)
         odd = tensor.is_quantized or tensor.is_nested or tensor.device.type != "cpu"
