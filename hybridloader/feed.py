@@ -70,31 +70,6 @@ class Ledger(Protocol):
         """From now on `workers` have nothing to do, because nothing came in or nothing went out."""
 
 
-class _Unwatched:
-    """The ledger of a stage that nobody watches or holds back."""
-
-    def room(self) -> int | None:
-        return None
-
-    def sent(self, seq: int, index: Any) -> None:
-        return
-
-    def came(self, event: Result) -> None:
-        return
-
-    def left(self, seq: int) -> None:
-        return
-
-    def listening(self, seconds: float) -> None:
-        return
-
-    def idle(self, workers: int, *, starved: bool) -> None:
-        return
-
-
-UNWATCHED: Ledger = _Unwatched()
-
-
 def is_sealed(item: Any) -> bool:
     """Whether `item` is several items that come unopened from another process."""
     return attribute(item, "forwardable", False) is True

@@ -1,12 +1,12 @@
-"""What is known of each worker of a stage: what it has in hand, since when, and what it has done.
+"""The table of a stage's workers: what each has in hand, since when, and what it has done.
 
-Counts, times and the words that errors make of them, kept by the stage as it hears of things. Decides
-nothing, and moves nothing.
+Counts, times and the words that errors make of them. The stage and its supervisor write down what they
+hear and do; the table decides nothing and commands nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hybridloader.contract import Crew
@@ -20,7 +20,7 @@ from hybridloader.diagnosis import (
     place,
     workers_table,
 )
-from hybridloader.messages import Done, Event, Exited, Failed, Ready, WorkerSpec
+from hybridloader.messages import Exited, Result, WorkerSpec
 from hybridloader.scheduler import ACTIVE, Fault, Scheduler, Work
 
 START = 30.0
@@ -67,17 +67,25 @@ class Roster:
         """An epoch begins: all shards are read from their beginning."""
         self.position = [0] * len(self.position)
 
-    def heard(self, event: Event, wanted: bool) -> None:
-        """Note what a worker reported; whether it is of this epoch."""
-        worker = event.worker
-        if isinstance(event, (Done, Failed)):
-            self.since[worker] = self.clock()
+    def take_in(self, results: Iterable[Result]) -> None:
+        """Note results that workers reported, of this epoch or of one before."""
+        now, first = self.clock(), self.scheduler.first
+        for result in results:
+            worker = result.worker
+            self.since[worker] = now
             self.answered[worker] += 1
-            if wanted:
-                self.position[worker] = event.position
-        elif isinstance(event, Ready):
-            self.since[worker] = self.clock()
-            self.proven = True
+            if result.seq >= first:
+                self.position[worker] = result.position
+
+    def ready(self, worker: int) -> None:
+        """Note that a worker can begin with its tasks."""
+        self.since[worker] = self.clock()
+        self.proven = True
+
+    def replaced(self, worker: int) -> None:
+        """Note that the place of a worker is given to another."""
+        self.since[worker] = self.clock()
+        self.restarts[worker] += 1
 
     def longest(self) -> tuple[float, int] | None:
         """Who has been at one task for longest: the seconds and the worker; None if nobody is.

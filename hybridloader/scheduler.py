@@ -6,7 +6,8 @@ it what happened.
 
 Theory of operation
 -------------------
-Each task gets the next sequence number, `assign` says which worker it goes to. A task is in one of
+While `free` is not 0, a task is wanted: `dispatch` chooses a worker for it, if any should have it now,
+and `assign` gives it the next sequence number. A task is in one of
 two dicts: `sent` (seq -> worker) until its result comes, then `done` (seq -> result) until it is
 popped. The two are disjoint, and together hold at most `window` tasks. Numbers are never reused:
 an epoch begins at `first`, whatever is older is stale. Every number that was assigned leaves
@@ -20,7 +21,7 @@ Both machines are the tables below. A pair that is not in its table is illegal: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -110,7 +111,7 @@ class Fault(NamedTuple):
 
 
 Dispatch = Callable[["Scheduler"], "int | None"]
-"""Who gets the next task: a worker's number, or None while nobody should. Only reads."""
+"""Chooses who gets the next task: a worker's number, or None while nobody should. Only reads."""
 
 
 def round_robin(scheduler: Scheduler) -> int | None:
@@ -194,6 +195,7 @@ class Scheduler:
         self.last = workers - 1  # who got the last task
         self.load = [0] * workers  # tasks in `sent` or `done`, by worker
         self.busy = [0] * workers  # tasks in `sent`, by worker
+        self.free = 0  # tasks that the window has room for; none unless the source has more
 
     def __repr__(self) -> str:
         workers = " ".join(state.value for state in self.workers)
@@ -210,37 +212,49 @@ class Scheduler:
         workers = [self._worker_after(i, "begin") for i in range(len(self.workers))]
         self.run, self.workers = run, workers
         dropped = self._abandon()
+        self._count_free()
         self.first = self.next_out = self.next_in
         self.last = len(workers) - 1
         return dropped
 
-    @property
-    def candidate(self) -> int | None:
-        """The worker that the next task would go to; None while no task is wanted."""
-        if self.run is not Run.RUNNING or len(self.sent) + len(self.done) >= self.window:
-            return None
-        return self.dispatch(self)
-
-    def assign(self) -> tuple[int, int]:
-        """Take the next sequence number; give it and the worker that its task must be sent to."""
-        worker = self.candidate
-        if worker is None:
-            raise IllegalTransition(f"assign: no task is wanted in {self!r}")
+    def assign(self, worker: int) -> int:
+        """Give the next task to `worker`, whom `dispatch` has chosen; return its sequence number."""
+        if not self.free or self.workers[worker] not in ACTIVE:
+            raise IllegalTransition(f"assign: worker {worker} can take no task in {self!r}")
         seq = self.next_in
-        self.next_in += 1
+        self.next_in = seq + 1
         self.sent[seq] = self.last = worker
         self.load[worker] += 1
         self.busy[worker] += 1
-        return seq, worker
+        self.free -= 1
+        return seq
 
     def source_ended(self) -> None:
         """There is nothing more to assign in this epoch."""
         self.run = self._after(self.run, "ended")
+        self.free = 0
+
+    def take_in(self, results: Iterable[Result]) -> list[Result]:
+        """Take in results that workers reported; return those that are stale, to be discarded."""
+        sent, done, busy = self.sent, self.done, self.busy
+        over = self.run in (Run.CLOSING, Run.CLOSED)
+        stale = []
+        for result in results:
+            seq, worker = result.seq, result.worker
+            if over or seq < self.first:
+                stale.append(result)
+            elif sent.get(seq) != worker:
+                raise IllegalTransition(f"worker {worker} reported task {seq} in {self!r}")
+            else:
+                del sent[seq]
+                busy[worker] -= 1
+                done[seq] = result
+        return stale
 
     def handle(self, event: Event) -> bool:
         """Take in what a worker reported; False if it is stale and its payload to be discarded."""
         if isinstance(event, (Done, Failed)):
-            return self._handle_result(event)
+            return not self.take_in((event,))
         if isinstance(event, Exhausted):
             return self._handle_exhausted(event)
         if isinstance(event, Exited):
@@ -252,19 +266,24 @@ class Scheduler:
 
     def pop(self) -> Result | None:
         """The next result in turn, or None if it has not come."""
-        if not self.done:
+        sent, done = self.sent, self.done
+        if not done:
             return None
         if self.ordered:
-            while self.next_out not in self.sent and self.next_out not in self.done:
-                self.next_out += 1  # its worker's shard had ended before it
             seq = self.next_out
+            if seq not in done:
+                while seq not in sent and seq not in done:
+                    seq += 1  # its worker's shard had ended before it
+                self.next_out = seq
+                if seq in sent:
+                    return None
+            self.next_out = seq + 1
         else:
-            seq = next(iter(self.done))
-        result = self.done.pop(seq, None)
-        if result is not None:
-            self.load[result.worker] -= 1
-            if self.ordered:
-                self.next_out = seq + 1
+            seq = next(iter(done))
+        result = done.pop(seq)
+        self.load[result.worker] -= 1
+        if self.run is Run.RUNNING:
+            self.free += 1
         return result
 
     def drain(self) -> bool:
@@ -296,19 +315,10 @@ class Scheduler:
         self.workers = [self._worker_after(i, "stop") for i in range(len(self.workers))]
         if self.run is not Run.CLOSED and self._all_gone():
             self.run = self._after(self.run, "gone")
+        self.free = 0
         return self._abandon()
 
     # -- the parts -------------------------------------------------------------------------------
-
-    def _handle_result(self, event: Done | Failed) -> bool:
-        if event.seq < self.first or self.run in (Run.CLOSING, Run.CLOSED):
-            return False
-        if self.sent.get(event.seq) != event.worker:
-            raise IllegalTransition(f"worker {event.worker} reported task {event.seq} in {self!r}")
-        del self.sent[event.seq]
-        self.busy[event.worker] -= 1
-        self.done[event.seq] = event
-        return True
 
     def _handle_exhausted(self, event: Exhausted) -> bool:
         if event.seq < self.first or self.run in (Run.CLOSING, Run.CLOSED):
@@ -324,6 +334,7 @@ class Scheduler:
             self.load[event.worker] -= 1
             self.busy[event.worker] -= 1
             self.skipped += 1
+        self._count_free()
         return True
 
     def _handle_exited(self, event: Exited) -> None:
@@ -331,11 +342,16 @@ class Scheduler:
         gone = self._worker_after(event.worker, "exited")
         run = self.run if asked else self._after(self.run, "fault")
         self.workers[event.worker], self.run = gone, run
+        self._count_free()
         if not asked and self.fault is None:
             cause = event.cause or "exited without being asked to"
             self.fault = Fault(event.worker, cause, tuple(self.held(event.worker)))
         if self.run is Run.CLOSING and self._all_gone():
             self.run = self._after(self.run, "gone")
+
+    def _count_free(self) -> None:
+        running = self.run is Run.RUNNING
+        self.free = self.window - len(self.sent) - len(self.done) if running else 0
 
     def _abandon(self) -> list[Result]:
         dropped = list(self.done.values())

@@ -32,6 +32,17 @@ def done(worker: int, seq: int) -> Done:
     return Done(worker, seq, ByReference(seq))
 
 
+def assign(scheduler: Scheduler) -> tuple[int, int]:
+    """Give the next task to whom the scheduler's rule says: its number, and the worker."""
+    worker = scheduler.dispatch(scheduler)
+    assert worker is not None
+    return scheduler.assign(worker), worker
+
+
+def wants_a_task(scheduler: Scheduler) -> bool:
+    return bool(scheduler.free) and scheduler.dispatch(scheduler) is not None
+
+
 def snapshot(scheduler: Scheduler) -> str:
     return repr(vars(scheduler))
 
@@ -78,7 +89,7 @@ def test_a_worker_moves_as_its_table_says(state: Work, event: str) -> None:
 def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:
     scheduler = Scheduler(2, 2)
     illegal = [
-        scheduler.assign,
+        lambda: scheduler.assign(0),
         scheduler.source_ended,
         lambda: scheduler.handle(done(0, 0)),
         lambda: scheduler.handle(Exhausted(0, 0)),
@@ -89,7 +100,7 @@ def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:
             call()
         assert snapshot(scheduler) == before
     scheduler.begin()
-    seq, worker = scheduler.assign()
+    seq, worker = assign(scheduler)
     scheduler.handle(Ready(worker))
     for wrong in (done(1 - worker, seq), done(worker, seq + 1), Ready(worker)):
         before = snapshot(scheduler)
@@ -115,30 +126,34 @@ def test_tasks_go_round_the_workers_and_no_further_than_the_window() -> None:
     scheduler = Scheduler(3, 6)
     scheduler.begin()
     assigned = []
-    while scheduler.candidate is not None:
-        assigned.append(scheduler.assign())
+    while scheduler.free:
+        assigned.append(assign(scheduler))
     assert assigned == [(seq, seq % 3) for seq in range(6)]
+    before = snapshot(scheduler)
     with pytest.raises(IllegalTransition):
-        scheduler.assign()
+        scheduler.assign(0)
+    assert snapshot(scheduler) == before
 
 
 def test_an_epoch_begins_again_with_the_first_worker() -> None:
     scheduler = Scheduler(3, 4)
     for _ in range(2):
         scheduler.begin()
-        assert scheduler.assign()[1] == 0
+        assert assign(scheduler)[1] == 0
 
 
 def test_an_exhausted_worker_is_passed_over_and_its_tasks_are_counted_as_skipped() -> None:
     scheduler = Scheduler(2, 4)
     scheduler.begin()
     for _ in range(4):
-        scheduler.assign()
+        assign(scheduler)
     for worker in range(2):
         scheduler.handle(Ready(worker))
     scheduler.handle(Exhausted(0, 0))
     assert scheduler.skipped == 2  # tasks 0 and 2
-    assert [scheduler.assign()[1] for _ in range(2)] == [1, 1]
+    with pytest.raises(IllegalTransition, match="worker 0 can take no task"):
+        scheduler.assign(0)
+    assert [assign(scheduler)[1] for _ in range(2)] == [1, 1]
     scheduler.handle(done(1, 1))
     result = scheduler.pop()
     assert result is not None
@@ -152,7 +167,7 @@ def test_without_order_results_come_as_they_arrive() -> None:
     scheduler = Scheduler(2, 4, ordered=False, dispatch=round_robin_with_room)
     scheduler.begin()
     for _ in range(4):
-        scheduler.assign()
+        assign(scheduler)
     popped = []
     for seq in (3, 1, 0, 2):
         scheduler.handle(done(seq % 2, seq))
@@ -206,13 +221,13 @@ def test_a_free_worker_that_is_not_active_gets_nothing() -> None:
 def test_one_slow_task_leaves_the_rest_of_the_window_to_the_others() -> None:
     scheduler = Scheduler(2, 8, dispatch=least_busy)
     scheduler.begin()
-    given = [scheduler.assign() for _ in range(4)]
+    given = [assign(scheduler) for _ in range(4)]
     assert [worker for _, worker in given] == [0, 1, 0, 1]
     slow, mine = 0, [1, 3]
     while mine:  # worker 1 goes on for as long as the window has room
         scheduler.handle(done(1, mine.pop(0)))
-        if scheduler.candidate is not None:
-            seq, worker = scheduler.assign()
+        if wants_a_task(scheduler):
+            seq, worker = assign(scheduler)
             assert worker == 1
             mine.append(seq)
     assert scheduler.pop() is None
@@ -224,7 +239,7 @@ def test_a_worker_that_exits_unasked_is_a_fault_that_names_what_it_held() -> Non
     scheduler = Scheduler(2, 4)
     scheduler.begin()
     for _ in range(4):
-        scheduler.assign()
+        assign(scheduler)
     scheduler.handle(done(1, 1))
     scheduler.handle(Exited(1, "was killed"))
     assert scheduler.fault == (1, "was killed", (3,))
@@ -240,7 +255,7 @@ def test_a_worker_that_is_replaced_keeps_its_tasks_under_their_numbers() -> None
     scheduler = Scheduler(2, 4)
     scheduler.begin()
     for _ in range(4):
-        scheduler.assign()
+        assign(scheduler)
     for worker in range(2):
         scheduler.handle(Ready(worker))
     assert scheduler.replace(1) == [1, 3]
@@ -257,7 +272,7 @@ def test_a_worker_that_dies_at_the_end_of_its_shard_is_replaced_when_the_next_ep
     scheduler = Scheduler(2, 2)
     scheduler.begin()
     for worker in range(2):
-        scheduler.assign()
+        assign(scheduler)
         scheduler.handle(Ready(worker))
     scheduler.handle(Exhausted(1, 1))
     assert scheduler.replace(1) == []
@@ -307,14 +322,14 @@ def test_every_sequence_number_comes_out_exactly_once(
     begin()
     for _ in range(data.draw(st.integers(0, 60), "steps")):
         moves = ["pop", "begin"]
-        if scheduler.candidate is not None:
+        if wants_a_task(scheduler):
             moves += ["assign"] * 4 + ["source_ended"]
         busy = [w for w in range(workers) if queues[w]]
         moves += ["done"] * 4 * bool(busy) + ["failed", "exhausted"] * bool(busy)
         moves += ["late"] * bool(stale) + ["replace"]
         move = data.draw(st.sampled_from(moves), "move")
         if move == "assign":
-            seq, worker = scheduler.assign()
+            seq, worker = assign(scheduler)
             assert worker not in ended
             queues[worker].append(seq)
         elif move in ("done", "failed"):
@@ -353,6 +368,8 @@ def test_every_sequence_number_comes_out_exactly_once(
             if result is not None:
                 popped.append(result.seq)
         assert len(scheduler.sent) + len(scheduler.done) <= window
+        room = window - len(scheduler.sent) - len(scheduler.done)
+        assert scheduler.free == (room if scheduler.run is Run.RUNNING else 0)
         assert not scheduler.sent.keys() & scheduler.done.keys()
         assert scheduler.busy == [
             sum(w == worker for w in scheduler.sent.values()) for worker in range(workers)
@@ -381,7 +398,7 @@ def test_any_order_of_completion_gives_the_order_of_assignment(
 ) -> None:
     scheduler = Scheduler(workers, 12)
     scheduler.begin()
-    owner = dict(scheduler.assign() for _ in range(12))
+    owner = dict(assign(scheduler) for _ in range(12))
     scheduler.source_ended()
     popped = []
     for seq in order:
