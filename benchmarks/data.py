@@ -130,7 +130,7 @@ def paths(count: int, container: str = "list") -> Paths:
     if container == "list":
         return Paths(names)
     try:
-        from hybridloader.records.containers import SharedList
+        from hybridloader import SharedList
     except ImportError as error:
         raise CannotDo(f"this hybridloader has no SharedList: {error}") from error
     return Paths(SharedList(names))

@@ -2,22 +2,18 @@
 
 A column holds elements of one kind: ints, floats, texts, bytes, or, where they are of several or of
 any other, a pickle each. The kind is found while the elements pass by, a few at a time. Type and
-value of an element come back exactly. Knows nothing of processes, and never changes an element that
-was written.
+value of an element come back exactly. Knows nothing of processes.
 """
 
 from __future__ import annotations
 
-import mmap
 import pickle
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
-from hybridloader.records.shared_buffer import Stage
-
-Data = bytes | mmap.mmap
+from hybridloader.records.shared_buffer import TOKEN, Data, SharedBuffer, Stage
 
 _KINDS = {int: "int", float: "float", str: "str", bytes: "bytes"}
 """By exact type: a bool or a user's kind of str must not come back as an int or a str."""
@@ -37,109 +33,92 @@ page that it had shared until then: 8192 at a time made 4 MB private, 256 make 0
 
 
 class Layout(NamedTuple):
-    """Where a column lies in its buffer."""
+    """How a column lies in its buffer: its elements, then offsets where they are not of eight bytes."""
 
     kind: str
     length: int
-    at: int  # byte where its elements, or else the length + 1 offsets of them, begin
 
 
 class Column:
-    """A column that is being written to a stage of its own."""
+    """A column that is being written to a buffer of its own, for a `what`."""
 
-    def __init__(self, stage: Callable[[], Stage]) -> None:
-        self._new_stage = stage
+    def __init__(self, what: str) -> None:
         # All the mutable state:
-        self.stage = stage()
-        self.kind: str | None = None
-        self.count = 0
-        self._first = self.stage.size
-        self._offsets = array("q", [self._first])
+        self._stage = Stage(what)
+        self._layout = Layout("", 0)
+        self._offsets = array("q", [TOKEN])
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._stage.size
 
     def extend(self, elements: Iterable[Any]) -> None:
         """Append `elements`, however many they are and wherever they come from."""
-        iterator = iter(elements)
-        most = 1  # they may be large
-        while chunk := list(islice(iterator, most)):
-            before = self.stage.size
+        for chunk in chunks(elements, lambda: self.size):
             self.add(chunk)
-            most = next_size(len(chunk), self.stage.size - before)
 
-    def add(self, chunk: list[Any]) -> None:
+    def add(self, chunk: Sequence[Any]) -> None:
         """Append the elements of `chunk`, which is not empty."""
         types = set(map(type, chunk))
-        kind = _KINDS.get(types.pop(), "pickle") if len(types) == 1 else "pickle"
-        if self.kind is None:
-            self.kind = kind
-        elif kind != self.kind and self.kind != "pickle":
-            self._start_over()
+        found = _KINDS.get(types.pop(), "pickle") if len(types) == 1 else "pickle"
+        if found != self._layout.kind != "pickle":
+            self._begin_as(found if not self._layout.kind else "pickle")
         try:
-            data, lengths = _encode(self.kind, chunk)
+            data, lengths = _encode(self._layout.kind, chunk)
         except OverflowError:  # an int beyond 64 bits
-            self._start_over()
+            self._begin_as("pickle")
             data, lengths = _encode("pickle", chunk)
-        self.stage.write(data)
-        self.count += len(chunk)
+        self._stage.write(data)
+        kind, length = self._layout
+        self._layout = Layout(kind, length + len(chunk))
         if lengths is not None:
-            offsets = self._offsets
-            offsets.extend(islice(accumulate(lengths, initial=offsets[-1]), 1, None))
+            self._offsets.extend(islice(accumulate(lengths, initial=self._offsets[-1]), 1, None))
 
-    def _start_over(self) -> None:
-        """What had been of one kind is to be pickled."""
-        old, written = self.stage, self.elements()
-        self.stage, self.kind, self.count = self._new_stage(), "pickle", 0
-        self._offsets = array("q", [self._first])
-        self.extend(written)
-        old.close()
+    def _begin_as(self, kind: str) -> None:
+        """Go on with elements of `kind`, into which those that were written are made."""
+        layout, stage, offsets = self._layout, self._stage, self._offsets
+        self._layout = Layout(kind, 0)
+        if layout.length:
+            self._stage, self._offsets = Stage(stage.what), array("q", [TOKEN])
+            data = stage.read()
+            self.extend(elements(layout.kind, data, *bounds(layout, data, memoryview(offsets))))
+            stage.close()
 
-    def elements(self) -> Iterator[Any]:
-        """What was written so far."""
-        return elements(self.kind or "pickle", *self._opened())
+    def share(self) -> tuple[SharedBuffer, Layout]:
+        """Make the buffer."""
+        kind, length = self._layout
+        if kind not in _CODES:
+            self._stage.write(bytes(-self.size % 8))
+            self._stage.write(self._offsets)
+        return self._stage.share(), Layout(kind or "pickle", length)
 
-    def getter(self) -> Callable[[int], Any]:
-        """For what was written so far: gives the element at a place."""
-        data, starts, ends = self._opened()
-        decode = decoder(self.kind or "pickle")
-        if decode is None:
-            return starts.__getitem__
-        return lambda place: decode(data[starts[place] : ends[place]])
-
-    def _opened(self) -> tuple[Data, memoryview, memoryview]:
-        data = self.stage.read()
-        if self.kind in _CODES:
-            return data, *opened(Layout(self.kind, self.count, self._first), data)
-        offsets = memoryview(self._offsets[:])  # a copy: an array that is looked at can't grow
-        return data, offsets[:-1], offsets[1:]
-
-    def seal(self, stage: Stage) -> Layout:
-        """Make it complete on its own stage, or move it to another one."""
-        base = self._first
-        if stage is not self.stage:
-            base = stage.align()
-            stage.write(self.stage.read()[self._first :])
-            self.stage.close()
-        kind = self.kind or "pickle"
-        if kind in _CODES:
-            return Layout(kind, self.count, base)
-        offsets, shift = self._offsets, base - self._first
-        at = stage.align()
-        stage.write(array("q", map(shift.__add__, offsets)) if shift else offsets)
-        return Layout(kind, self.count, at)
+    def close(self) -> None:
+        """Let go of what was not shared. Idempotent."""
+        self._stage.close()
 
 
-def next_size(count: int, size: int) -> int:
-    """How many elements to take next, after `count` of them took `size` bytes."""
-    return max(1, min(_MOST, 4 * count, _PIECE * count // max(size, 1)))
+def chunks(elements: Iterable[Any], written: Callable[[], int]) -> Iterator[list[Any]]:
+    """The elements, a few at a time; `written` tells how many bytes were written of them so far."""
+    iterator, most = iter(elements), 1  # they may be large
+    before = written()
+    while chunk := list(islice(iterator, most)):
+        yield chunk
+        size, before = written() - before, written()
+        most = max(1, min(_MOST, 4 * len(chunk), _PIECE * len(chunk) // max(size, 1)))
 
 
-def opened(layout: Layout, data: Data) -> tuple[memoryview, memoryview]:
+def bounds(
+    layout: Layout, data: Data, offsets: memoryview | None = None
+) -> tuple[memoryview, memoryview]:
     """Where each element begins and where it ends; of a kind of eight bytes twice the elements."""
     view = memoryview(data)
-    if layout.kind in _CODES:
-        whole = view[layout.at : layout.at + 8 * layout.length]
-        values: Any = whole.cast("q") if layout.kind == "int" else whole.cast("d")
+    code = _CODES.get(layout.kind)
+    if code is not None:
+        values: Any = view[TOKEN : TOKEN + 8 * layout.length].cast(code)  # type: ignore[call-overload]
         return values, values
-    offsets = view[layout.at : layout.at + 8 * (layout.length + 1)].cast("q")
+    if offsets is None:
+        offsets = view[len(view) - 8 * (layout.length + 1) :].cast("q")
     return offsets[:-1], offsets[1:]
 
 
@@ -188,7 +167,7 @@ _DECODERS: dict[str, Callable[[bytes], Any] | None] = {
 }
 
 
-def _encode(kind: str, chunk: list[Any]) -> tuple[Any, Iterable[int] | None]:
+def _encode(kind: str, chunk: Sequence[Any]) -> tuple[Any, Iterable[int] | None]:
     """The bytes of all, and how long each is."""
     if kind in _CODES:
         return array(_CODES[kind], chunk), None
@@ -198,7 +177,7 @@ def _encode(kind: str, chunk: list[Any]) -> tuple[Any, Iterable[int] | None]:
             return together.encode("ascii"), map(len, chunk)
         parts = [text.encode("utf-8", "surrogatepass") for text in chunk]
     elif kind == "bytes":
-        parts = chunk
+        parts = list(chunk)
     else:
         parts = [_dumps(element) for element in chunk]
     return b"".join(parts), map(len, parts)

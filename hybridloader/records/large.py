@@ -6,11 +6,12 @@ It looks at what lies in the objects and never runs their code: no property, no 
 
 from __future__ import annotations
 
-import sys
 import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
+
+from hybridloader.caller import stacklevel
 
 _DEEP = 2
 """Objects between the dataset and the one that holds the container: `Subset` of `ConcatDataset` of
@@ -104,7 +105,7 @@ def hint_at_large_container(dataset: Any) -> None:
         f"{path} is a {kind} of {length:,} entries; each worker process will copy it piece by piece "
         f"(counting references writes to it). hybridloader.{instead}(...) keeps one copy for all.",
         UserWarning,
-        stacklevel=_frames_of_ours() + 1,
+        stacklevel=stacklevel(),
     )
 
 
@@ -133,16 +134,3 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
                 yield name, value
             elif type(value) is dict:
                 yield from list(value.items())
-
-
-def _frames_of_ours() -> int:
-    """How many frames, beginning with the caller's, belong to this package or to torch."""
-    count, frame = 0, sys._getframe(1)
-    while True:
-        name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in ("hybridloader", "torch"):
-            return count
-        count += 1
-        if frame.f_back is None:
-            return count
-        frame = frame.f_back

@@ -13,19 +13,17 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from hybridloader.buffers.segments import anonymous_file
 from hybridloader.errors import HybridLoaderError
 
+Data = bytes | mmap.mmap
+
 TOKEN = 16
 """Bytes at the beginning of every buffer that are random and its own. Process numbers, descriptors,
 inodes and names are used again; these are not."""
-
-_MOST = 1 << 30
-"""Bytes given to one write: Linux takes 2 GiB at most (write(2))."""
 
 
 class BufferGone(HybridLoaderError, RuntimeError):
@@ -47,7 +45,8 @@ class SharedBuffer:
     """Read-only memory that any number of processes of this machine map.
 
     It is unmapped when this object and every view of `data` are gone. The mapping itself holds the
-    one descriptor that there is; so a forked child closes and unmaps what is its own, no more.
+    one descriptor that there is; so a forked child closes and unmaps what is its own, no more. A
+    pickle is good for as long as a process that has pickled or made the buffer keeps it.
 
     Attributes
     ----------
@@ -55,34 +54,32 @@ class SharedBuffer:
         A slice of it is a copy, as bytes.
     """
 
-    __slots__ = ("__weakref__", "_file", "_name", "_origin", "_token", "_what", "data")
+    __slots__ = ("__weakref__", "_ticket", "data")
 
     def __init__(self, data: mmap.mmap, ticket: Ticket) -> None:
-        self.data = data
-        self._token, self._what = ticket.token, ticket.what
-        self._name, self._file = ticket.name, ticket.file
-        self._origin = ticket.places[:1]
-        _here[self._token] = self
+        self.data, self._ticket = data, ticket
+        _here[ticket.token] = self
 
-    def ticket(self) -> Ticket:
-        """Good for as long as a process that it names, or the maker of a name, keeps the buffer."""
-        places = self._origin
-        if self._name is None:
-            mine = ((os.getpid(), self._descriptor()),)
-            places = places if places == mine else places + mine
-        return Ticket(self._token, len(self.data), self._what, self._name, self._file, places)
+    def __reduce__(self) -> Any:
+        self._add_this_process()
+        return open_ticket, tuple(self._ticket)
+
+    def _add_this_process(self) -> None:
+        ticket, pid = self._ticket, os.getpid()
+        if ticket.name is None and pid not in dict(ticket.places):
+            places = (*ticket.places[:1], (pid, self._descriptor()))
+            self._ticket = ticket._replace(places=places)
 
     def _descriptor(self) -> int:
         # The mapping has one (a dup, by mmap.mmap) but does not tell its number. To keep another
         # beside it would double the descriptors; looking takes 2 microseconds for each that is open.
         for entry in os.listdir("/proc/self/fd"):
             try:
-                found = os.fstat(int(entry))
+                if _is(os.fstat(int(entry)), self._ticket):
+                    return int(entry)
             except OSError:  # the one that listed them
                 continue
-            if (found.st_dev, found.st_ino) == self._file:
-                return int(entry)
-        raise BufferGone(f"the descriptor of this {self._what} was closed by other code")
+        raise BufferGone(f"the descriptor of this {self._ticket.what} was closed by other code")
 
 
 _here: weakref.WeakValueDictionary[bytes, SharedBuffer] = weakref.WeakValueDictionary()
@@ -90,108 +87,76 @@ _here: weakref.WeakValueDictionary[bytes, SharedBuffer] = weakref.WeakValueDicti
 
 
 class Stage:
-    """Bytes on their way to a buffer, in this process's own memory.
+    """Bytes on their way to a buffer, in the anonymous file that will be it, or in private memory.
 
     Attributes
     ----------
     size
-        Bytes so far.
+        Bytes so far, the token's among them.
     """
 
     def __init__(self, what: str) -> None:
-        self.what = what
-        self.size = 0
-        self._bytes = io.BytesIO()
+        self.what, self.size, self._token = what, 0, os.urandom(TOKEN)
+        nameless = nameless_usable()
+        self._file = io.FileIO(anonymous_file(0), "r+") if nameless else io.BytesIO()
+        self.write(self._token)
 
     def write(self, data: Any) -> None:
         """Append `data`, which has the buffer protocol."""
-        self.size += self._bytes.write(data)
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        try:
+            while len(view):  # Linux takes 2 GiB at most (write(2)), and takes the pages: no SIGBUS
+                done = self._file.write(view)
+                self.size, view = self.size + done, view[done:]
+        except (OSError, MemoryError) as error:
+            raise _no_room(self.what, self.size + len(view), error) from error
 
-    def align(self) -> int:
-        """Where the next byte comes, after padding to eight."""
-        self.write(bytes(-self.size % 8))
-        return self.size
-
-    def read(self) -> bytes | mmap.mmap:
+    def read(self) -> Data:
         """What was written so far; slices of it are bytes."""
-        return self._bytes.getvalue()
+        if isinstance(self._file, io.BytesIO):
+            return self._file.getvalue()
+        return _map(self._file.fileno(), self.size, self.what)
 
     def close(self) -> None:
-        """Forget everything."""
-        self._bytes = io.BytesIO()
+        """Forget everything. Idempotent."""
+        self._file.close()
 
-    def share(self, token: bytes) -> SharedBuffer:
-        """Make the buffer, which begins with `token`. The stage is at its end."""
+    def share(self) -> SharedBuffer:
+        """Make the buffer, which begins with the token. The stage is at its end."""
+        with self._file as file:
+            if isinstance(file, io.BytesIO):
+                return self._share_by_name(file)
+            found = os.fstat(file.fileno())
+            made = Ticket(self._token, self.size, self.what, None, (found.st_dev, found.st_ino), ())
+            buffer = SharedBuffer(_map(file.fileno(), self.size, self.what), made)
+        buffer._add_this_process()  # a fork may be the first to pickle it
+        return buffer
+
+    def _share_by_name(self, file: io.BytesIO) -> SharedBuffer:
         from multiprocessing import shared_memory
 
+        segment = None
         try:
             # Known to the resource tracker, which unlinks it should this process be killed.
             name = f"hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS takes 30 letters
             segment = shared_memory.SharedMemory(name, create=True, size=self.size)
-        except OSError as error:
-            raise no_room(self.what, self.size, error) from error
-        try:
             if sys.platform == "linux":  # or /dev/shm would run full with a SIGBUS
                 os.posix_fallocate(segment._fd, 0, self.size)  # type: ignore[attr-defined]
             assert segment.buf is not None
-            segment.buf[: self.size] = self._bytes.getbuffer()
-            ticket = Ticket(token, self.size, self.what, segment.name, (0, 0), ())
-            buffer = SharedBuffer(_map_named(segment.name, self.size, self.what), ticket)
+            segment.buf[: self.size] = file.getbuffer()
+            ticket = Ticket(self._token, self.size, self.what, segment.name, (0, 0), ())
+            buffer = SharedBuffer(_map_named(ticket), ticket)
         except BaseException as error:
-            segment.unlink()
+            if segment is not None:
+                segment.unlink()
             if isinstance(error, OSError):
-                raise no_room(self.what, self.size, error) from error
+                raise _no_room(self.what, self.size, error) from error
             raise
         finally:
-            segment.close()
-            self.close()
+            if segment is not None:
+                segment.close()
         weakref.finalize(buffer, _unlink, segment, os.getpid())
         return buffer
-
-
-class FileStage(Stage):
-    """Bytes on their way to a buffer, in the anonymous file that will be the buffer."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self._fd = -1
-        self._fd = anonymous_file(0)
-
-    def write(self, data: Any) -> None:
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        try:
-            while len(view):
-                # Writing, unlike storing into a mapping, takes the pages first: no SIGBUS.
-                done = os.write(self._fd, view[:_MOST])
-                self.size, view = self.size + done, view[done:]
-        except OSError as error:
-            raise no_room(self.what, self.size + len(view), error) from error
-
-    def read(self) -> bytes | mmap.mmap:
-        return _map(self._fd, self.size, self.what) if self.size else b""
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # else `os` may be gone already, and the descriptor goes by itself
-            self.close()
-
-    def share(self, token: bytes) -> SharedBuffer:
-        found = os.fstat(self._fd)
-        data = _map(self._fd, self.size, self.what)
-        self.close()
-        file = found.st_dev, found.st_ino
-        buffer = SharedBuffer(data, Ticket(token, self.size, self.what, None, file, ()))
-        buffer._origin = buffer.ticket().places
-        return buffer
-
-
-def stage(what: str) -> Stage:
-    """Where to write the bytes of a buffer for a `what`, by what this platform can do."""
-    return FileStage(what) if nameless_usable() else Stage(what)
 
 
 def nameless_usable() -> bool:
@@ -199,8 +164,8 @@ def nameless_usable() -> bool:
     return hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
 
 
-def open_ticket(ticket: Ticket) -> SharedBuffer:
-    """Map the buffer that `ticket` is for.
+def open_ticket(*fields: Any) -> SharedBuffer:
+    """Map the buffer of the ticket with these fields.
 
     Raises
     ------
@@ -209,11 +174,12 @@ def open_ticket(ticket: Ticket) -> SharedBuffer:
     MemoryError
         There is no room for the mapping.
     """
+    ticket = Ticket(*fields)
     buffer = _here.get(ticket.token)
     if buffer is not None:
         return buffer
     if ticket.name is not None:
-        data = _map_named(ticket.name, ticket.size, ticket.what)
+        data = _map_named(ticket)
     else:
         data, place = _map_place(ticket)
         ticket = ticket._replace(places=(place,))
@@ -222,8 +188,7 @@ def open_ticket(ticket: Ticket) -> SharedBuffer:
     return SharedBuffer(data, ticket)
 
 
-def no_room(what: str, size: int, error: OSError) -> MemoryError:
-    """The error that says how much memory there was not."""
+def _no_room(what: str, size: int, error: Exception) -> MemoryError:
     return MemoryError(f"a {what} needs {size:,} bytes of shared memory or more: {error}")
 
 
@@ -252,21 +217,22 @@ def _map(fd: int, size: int, what: str) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise no_room(what, size, error) from error
+        raise _no_room(what, size, error) from error
 
 
-def _map_named(name: str, size: int, what: str) -> mmap.mmap:
+def _map_named(ticket: Ticket) -> mmap.mmap:
     # Not by SharedMemory: before Python 3.13 opening one tells the resource tracker, which all
     # processes of a family share and which would unlink it (https://github.com/python/cpython/issues/82300).
+    name = str(ticket.name)
     if sys.platform == "win32":
-        return mmap.mmap(-1, size, tagname=name, access=mmap.ACCESS_READ)
+        return mmap.mmap(-1, ticket.size, tagname=name, access=mmap.ACCESS_READ)
     shm: Any = import_module("_posixshmem")
     try:
         fd = shm.shm_open(f"/{name.lstrip('/')}", os.O_RDONLY, mode=0o600)
     except FileNotFoundError as error:
-        raise _gone(Ticket(b"", size, what, name, (0, 0), ())) from error
+        raise _gone(ticket) from error
     try:
-        return _map(fd, size, what)
+        return _map(fd, ticket.size, ticket.what)
     finally:
         os.close(fd)
 
@@ -284,8 +250,8 @@ def _gone(ticket: Ticket) -> BufferGone:
         why = f"the process that made this {ticket.what} ({ticket.places[0][0]}) has ended"
     else:
         why = f"the process that made this {ticket.what} has ended, or has let go of it"
-    kind = "dict" if ticket.what == "SharedDict" else "list"
+    plain = ticket.what.removeprefix("Shared").lower()
     return BufferGone(
         f"a pickled {ticket.what} is a reference to memory of {ticket.size:,} bytes, and {why}. Keep "
-        f"the {ticket.what} alive until all have received it; to save one, pickle {kind}(shared)."
+        f"the {ticket.what} alive until all have received it; to save one, pickle {plain}(shared)."
     )

@@ -9,22 +9,14 @@ imported here.
 
 from __future__ import annotations
 
-import mmap
 import operator
-import os
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, overload
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeVar, overload
 
-from hybridloader.records.columns import Column, Layout, decoder, elements, opened
-from hybridloader.records.shared_buffer import (
-    TOKEN,
-    SharedBuffer,
-    Stage,
-    Ticket,
-    open_ticket,
-    stage,
-)
+from hybridloader.records.columns import Column, Layout, bounds, decoder, elements
+from hybridloader.records.shared_buffer import SharedBuffer
 
 T = TypeVar("T")
 
@@ -39,14 +31,47 @@ class ReadOnly(AttributeError, TypeError):
     """The method is one of list's or dict's that change it; for `hasattr` it is not there."""
 
 
-def read_only(what: str, plain: str) -> str:
-    return (
-        f"a {what} can't be changed: it is memory that all processes share. {plain}(shared) makes a "
-        f"{plain} that can, in this process"
-    )
+_CHANGES = ("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse",
+            "setdefault", "sort", "update")  # fmt: skip
 
 
-class SharedList(Sequence[T]):
+class Unchanging:
+    """What containers that can't be changed have in common: copies are the thing itself."""
+
+    __slots__ = ()
+
+    _plain: ClassVar[type]  # what it is like, and can be made into
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # an element is a new object at every access anyway
+
+    def _refusal(self) -> str:
+        plain = self._plain.__name__
+        return (
+            f"a {type(self).__name__} can't be changed: it is memory that all processes share. "
+            f"{plain}(shared) makes a {plain} that can, in this process"
+        )
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise TypeError(self._refusal())
+
+    def __delitem__(self, index: Any) -> NoReturn:
+        raise TypeError(self._refusal())
+
+    if not TYPE_CHECKING:  # to a type checker the methods that change it are just not there
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _CHANGES and hasattr(self._plain, name):
+                raise ReadOnly(self._refusal())
+            raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}")
+
+
+class SharedList(Unchanging, Sequence[T]):
     """A read-only list whose elements lie once in shared memory, whatever the number of processes.
 
     Made once, in the process that has the data; workers of every kind get a reference. Elements that
@@ -93,32 +118,28 @@ class SharedList(Sequence[T]):
         "_span",
         "_starts",
     )
+    _plain = list
 
     def __init__(self, iterable: Iterable[T] = ()) -> None:
-        column = Column(staged("SharedList"))
-        try:
+        with closing(Column("SharedList")) as column:
             column.extend(iterable)
-            layout = column.seal(column.stage)
-            buffer = share(column.stage)
-        finally:
-            column.stage.close()
-        self._attach(buffer, layout, None)
+            self._attach(*column.share())
 
-    def _attach(self, buffer: SharedBuffer, layout: Layout, span: range | None) -> None:
+    def _attach(self, buffer: SharedBuffer, layout: Layout, span: range | None = None) -> None:
         self._buffer, self._layout = buffer, layout
-        self._data: mmap.mmap = buffer.data
-        self._decode = decoder(layout.kind)
-        starts, ends = opened(layout, buffer.data)
+        self._data, self._decode = buffer.data, decoder(layout.kind)
+        starts, ends = bounds(layout, buffer.data)
         self._span = range(layout.length) if span is None else span
         if span is not None:
-            where = _slice_of(span)
+            stop = span.stop if span.stop >= 0 else None  # down to and with 0
+            where = slice(span.start, stop, span.step) if span else slice(0)
             starts, ends = starts[where], ends[where]
         self._starts, self._ends = starts, ends
 
     @classmethod
-    def _over(cls, buffer: SharedBuffer, layout: Layout, span: range | None = None) -> Any:
+    def _over(cls, *attached: Any) -> Any:
         self = cls.__new__(cls)
-        self._attach(buffer, layout, span)
+        self._attach(*attached)
         return self
 
     def __len__(self) -> int:
@@ -134,7 +155,12 @@ class SharedList(Sequence[T]):
         if index.__class__ is not int:
             if isinstance(index, slice):
                 return self._over(self._buffer, self._layout, self._span[index])
-            index = _as_index(index)
+            try:
+                index = operator.index(index)
+            except TypeError:
+                raise TypeError(
+                    f"SharedList indices are integers or slices, not {type(index).__name__}"
+                ) from None
         try:
             start = self._starts[index]
             decode = self._decode
@@ -185,8 +211,6 @@ class SharedList(Sequence[T]):
     def _place(self) -> Any:
         return id(self._buffer), self._layout, self._span
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         shown = ", ".join(map(short.repr, self[:SHOWN]))
         more = f", ... {len(self):,} in all" if len(self) > SHOWN else ""
@@ -197,67 +221,5 @@ class SharedList(Sequence[T]):
         """Bytes of the shared memory, all that its elements take; of a slice, that of the whole."""
         return len(self._data)
 
-    def __copy__(self) -> SharedList[T]:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> SharedList[T]:
-        return self  # an element is a new object at every access anyway
-
     def __reduce__(self) -> Any:
-        whole = self._span == range(self._layout.length)
-        span = None if whole else self._span
-        return _open_list, (tuple(self._buffer.ticket()), tuple(self._layout), span)
-
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        raise TypeError(read_only("SharedList", "list"))
-
-    def __delitem__(self, index: Any) -> NoReturn:
-        raise TypeError(read_only("SharedList", "list"))
-
-    if not TYPE_CHECKING:  # to a type checker these methods are just not there
-
-        def __getattr__(self, name: str) -> Any:
-            if name in _CHANGE_A_LIST:
-                raise ReadOnly(read_only("SharedList", "list"))
-            raise AttributeError(f"a SharedList has no attribute {name!r}")
-
-
-_CHANGE_A_LIST = frozenset(
-    ["append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"]
-)
-
-
-def staged(what: str, make: Callable[[str], Stage] = stage) -> Callable[[], Stage]:
-    """Makes stages for a buffer, which begin with its token."""
-
-    def new() -> Stage:
-        made = make(what)
-        made.write(os.urandom(TOKEN))
-        return made
-
-    return new
-
-
-def share(made: Stage) -> SharedBuffer:
-    """Make the buffer of what was written."""
-    return made.share(bytes(made.read()[:TOKEN]))
-
-
-def _slice_of(span: range) -> slice:
-    """The slice that takes `span` out of a whole."""
-    stop = span.stop if span.stop >= 0 else None  # down to and with 0
-    return slice(span.start, stop, span.step) if span else slice(0, 0)
-
-
-def _as_index(index: Any) -> int:
-    try:
-        return operator.index(index)
-    except TypeError:
-        raise TypeError(
-            f"SharedList indices are integers or slices, not {type(index).__name__}"
-        ) from None
-
-
-def _open_list(ticket: Any, layout: Any, span: range | None) -> SharedList[Any]:
-    found: SharedList[Any] = SharedList._over(open_ticket(Ticket(*ticket)), Layout(*layout), span)
-    return found
+        return SharedList._over, (self._buffer, self._layout, self._span)
