@@ -26,6 +26,7 @@ from hybridloader.backends.parent import Life, leave_signals
 from hybridloader.buffers import arena
 from hybridloader.buffers.collate import set_slots, teach_torch
 from hybridloader.buffers.packing import Packed, pack, unpack
+from hybridloader.contract import Payload
 from hybridloader.errors import Failure, ShippingError
 from hybridloader.fetch import Fetcher, Flag
 from hybridloader.inheritance import Inherited
@@ -51,7 +52,7 @@ _LARGE = 64 * 1024
 the worker should make the next batch meanwhile."""
 
 
-class _Result:
+class _Result(Payload):
     """A packed result: the payload on its way to the stream."""
 
     def __init__(self, value: Any) -> None:

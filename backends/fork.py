@@ -81,7 +81,11 @@ class Fork(Backend):
 
     memory: Memory = DEFAULT_MEMORY
     name: ClassVar[str] = "fork"
-    in_process: ClassVar[bool] = False
+    children: ClassVar[bool] = True
+    forwards: ClassVar[bool] = True
+
+    def started_by(self, method: str) -> Backend | None:
+        return self if method == "fork" else None
 
     def check(self) -> None:
         check_fork(self.name)

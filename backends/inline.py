@@ -49,6 +49,10 @@ class Inline(Backend):
     in_process: ClassVar[bool] = True
     in_caller: ClassVar[bool] = True
 
+    @property
+    def copies(self) -> bool:
+        return self.copy_dataset
+
     def open(self) -> Crew:
         return _InlineCrew(self.copy_dataset, PrivateSlots(self.memory.bytes()))
 

@@ -14,6 +14,7 @@ from hybridloader.backends.letters import open_packed
 from hybridloader.buffers import arena
 from hybridloader.buffers.packing import unpack
 from hybridloader.buffers.seen import Seen
+from hybridloader.contract import Payload
 
 _NOTHING = memoryview(b"")
 
@@ -39,7 +40,7 @@ class Hold:
             self._reader.hand_back(self._number)
 
 
-class Sealed:
+class Sealed(Payload):
     """A batch that came from a process, none of it through slots.
 
     Attributes

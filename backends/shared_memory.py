@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hybridloader.backends import sockets
@@ -41,7 +41,17 @@ class SharedMemory(Backend):
     start_method: str | None = None
     memory: Memory = DEFAULT_MEMORY
     name: ClassVar[str] = "shared-memory"
-    in_process: ClassVar[bool] = False
+    children: ClassVar[bool] = True
+    forwards: ClassVar[bool] = True
+
+    @property
+    def fresh(self) -> bool:
+        return self._method() != "fork"
+
+    def started_by(self, method: str) -> Backend | None:
+        if self.start_method is None:
+            return replace(self, start_method=method)
+        return self if self.start_method == method else None
 
     def __post_init__(self) -> None:
         if self.start_method not in (None, *_METHODS):

@@ -34,7 +34,12 @@ class Spawn(Backend):
 
     memory: Memory = DEFAULT_MEMORY
     name: ClassVar[str] = "spawn"
-    in_process: ClassVar[bool] = False
+    children: ClassVar[bool] = True
+    forwards: ClassVar[bool] = True
+    fresh: ClassVar[bool] = True
+
+    def started_by(self, method: str) -> Backend | None:
+        return self if method == "spawn" else None
 
     def check(self) -> None:
         check_children_allowed(self.name)

@@ -63,6 +63,10 @@ class Threads(Backend):
     name: ClassVar[str] = "threads"
     in_process: ClassVar[bool] = True
 
+    @property
+    def copies(self) -> bool:
+        return self.copy_dataset
+
     def open(self) -> Crew:
         return _ThreadCrew(self.copy_dataset, PrivateSlots(self.memory.bytes()))
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import operator
 import threading
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridloader.buffers.memory import Memory
 
-_Any = TypeVar("_Any")
+if TYPE_CHECKING:
+    from hybridloader.contract import Backend
+
+_Backend = TypeVar("_Backend", bound="Backend")
 
 
-def check_backend(backend: _Any) -> _Any:
+def check_backend(backend: _Backend) -> _Backend:
     """Give `backend` back, if its options are of their types. Raises `TypeError`."""
-    memory = getattr(backend, "memory", None)
+    memory: Any = backend.memory
+    copies: Any = backend.copies
     if memory is not None and not isinstance(memory, Memory):
         raise TypeError(
             f"{type(backend).__name__}: memory must be a Memory, got {memory!r}; say memory=Memory(...)"
         )
-    copies = getattr(backend, "copy_dataset", False)
     if not isinstance(copies, bool):
         raise TypeError(
             f"{type(backend).__name__}: copy_dataset must be True or False, got {copies!r}"

@@ -12,32 +12,42 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.messages import Event, Message, WorkerSpec
 
 if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
 
 
-class Payload(Protocol):
-    """A result on its way. Exactly one of `open` and `discard` is called, once.
+class Payload:
+    """A result on its way. Exactly one of `open` and `discard` is called, once."""
 
-    A payload of a worker process may be sent on instead, unopened, as the index of a `Task` for another
-    crew of processes; it says so by an attribute ``forwardable`` that is True. The worker there is given
-    the value. The payload may be sent again, to another worker of that crew, until the task is
-    answered. Such payloads also have ``count`` (how many items it is, if the worker's value was a
-    list, else None) and ``nbytes``. Payloads of other backends have none of the three.
-    """
+    __slots__ = ()
+
+    forwardable: ClassVar[bool] = False
+    """Whether it may be sent on instead, unopened, as the index of a `Task` for another crew whose
+    backend `forwards`. The worker there is given the value. The payload may be sent again, to another
+    worker of that crew, until the task is answered."""
+
+    count: int | None = None
+    """Number of items, if the worker's value was a list and can be sent on; else None."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as far as it is known without opening it."""
+        return 0
 
     def open(self) -> Any:
         """Give the value. What it raises is reported as the failure of that task alone."""
+        raise NotImplementedError
 
     def discard(self) -> None:
         """Free what the payload holds. Never raises."""
 
 
-class ByReference:
+class ByReference(Payload):
     """The payload of a worker in this very process: the value itself."""
 
     __slots__ = ("_value",)
@@ -212,11 +222,38 @@ class Backend(ABC):
     name: ClassVar[str]
     """The registered name, in lower case with dashes."""
 
-    in_process: ClassVar[bool]
+    in_process: ClassVar[bool] = False
     """Whether workers run in this process, and so share its objects and its random generators."""
 
     in_caller: ClassVar[bool] = False
     """Whether the caller does the work itself, in `Crew.wait`: nothing runs beside it."""
+
+    children: ClassVar[bool] = False
+    """Whether workers are child processes of this one. A daemonic process may not have any, so there a
+    loader takes threads instead, with a warning."""
+
+    forwards: ClassVar[bool] = False
+    """Whether crews give results that are `Payload.forwardable`, and take those of others as tasks."""
+
+    memory: Memory = DEFAULT_MEMORY
+    """Limit and kind of the recycled memory for large tensors, if the backend has any."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether workers start without a copy of this process, so that its threads do no harm."""
+        return False
+
+    @property
+    def copies(self) -> bool:
+        """Whether each worker reads a copy of its own of a map-style dataset."""
+        return not self.in_process
+
+    def started_by(self, method: str) -> Backend | None:
+        """This backend with its processes started by a method of multiprocessing; None: it can't be.
+
+        Called for a loader that is given a `multiprocessing_context`, too.
+        """
+        return None
 
     def check(self) -> None:
         """Raise `BackendUnavailable`, saying why and what to use instead, if it can't serve now.

@@ -1,9 +1,8 @@
 """Where processes can't be had, threads: what a loader inside a daemonic process takes instead.
 
 multiprocessing forbids daemonic processes to have children, and every loader's workers are daemonic;
-torch raises an AssertionError there. It falls back for the backends that come along only, because of
-others it is not known whether they start children; and never for a backend that somebody opens by hand,
-which raises `BackendUnavailable`.
+torch raises an AssertionError there. It falls back for backends that say that they start children, and
+never for one that somebody opens by hand, which raises `BackendUnavailable`.
 """
 
 from __future__ import annotations
@@ -23,15 +22,10 @@ def usable(backend: Backend) -> Backend:
     as ever; a map-style dataset is shared by the threads, because an inner loader's dataset was made for
     the very worker that it lives in.
     """
-    if backend.in_process or not multiprocessing.current_process().daemon:
+    if not backend.children or not multiprocessing.current_process().daemon:
         return backend
-    from hybridloader.backends.fork import Fork
-    from hybridloader.backends.shared_memory import SharedMemory
-    from hybridloader.backends.spawn import Spawn
     from hybridloader.backends.threads import Threads
 
-    if not isinstance(backend, (Fork, SharedMemory, Spawn)):
-        return backend
     _warn_once()
     return Threads(memory=backend.memory)
 

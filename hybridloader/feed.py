@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
+from hybridloader.contract import Payload
 from hybridloader.errors import NotReady
 from hybridloader.foreign import attribute
 from hybridloader.messages import Result
@@ -72,7 +73,7 @@ class Ledger(Protocol):
 
 def is_sealed(item: Any) -> bool:
     """Whether `item` is several items that come unopened from another process."""
-    return attribute(item, "forwardable", False) is True
+    return isinstance(item, Payload) and item.forwardable
 
 
 def items_in(index: Any) -> int:

@@ -101,7 +101,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._seeds = self._new_seeds()
         self._pinner = pinner_for(options.device, pin_memory=bool(plan.pin_memory))
         self._pin_thread: PinThread | None = None
-        if self._pinner is not None and self._num_workers and self._backend.name != "inline":
+        if self._pinner is not None and self._num_workers and not self._backend.in_caller:
             self._pin_thread = PinThread(self._pinner, self._timeout)
             closed_with(self, self._pin_thread)
         self._carries = False  # whether workers send the state of the dataset with their results
@@ -142,7 +142,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             tells=self._plan.told_every > 0,
         )
         # With a pinning thread, whoever waits for that counts; an inline worker is the caller itself.
-        waits = self._pin_thread is None and self._backend.name != "inline"
+        waits = self._pin_thread is None and not self._backend.in_caller
         return Stage(
             self._seeds.backend(self._backend),
             spec,
@@ -183,9 +183,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         fetch = MapFetch(dataset, collate_fn, batched, private, threads, self._on_error)
         if fetch.idle_threads:
             _warn_idle_threads(type(dataset).__name__)
-        if self._num_workers and getattr(
-            self._backend, "copy_dataset", not self._backend.in_process
-        ):
+        if self._num_workers and self._backend.copies:
             self._carries = is_stateful(dataset)
             return replace(fetch, carries=self._carries, told_every=self._plan.told_every)
         return fetch

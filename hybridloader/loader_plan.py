@@ -10,7 +10,7 @@ import functools
 import multiprocessing
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hybridloader import arguments
@@ -163,18 +163,17 @@ class LoaderPlan:
     def backend(self) -> Backend:
         """The backend to use. Starts nothing."""
         from hybridloader.backends.inline import Inline
-        from hybridloader.backends.shared_memory import AsTorch, SharedMemory
+        from hybridloader.backends.shared_memory import AsTorch
 
-        backend = self.asked
+        backend, method = self.asked, self.start_method
         if self.num_workers == 0:
-            if isinstance(backend, Inline):
+            if backend is not None and backend.in_caller:
                 return backend
-            return Inline(memory=getattr(backend, "memory", DEFAULT_MEMORY))
-        method = self.start_method
+            return Inline(memory=(backend and backend.memory) or DEFAULT_MEMORY)
         if backend is None:
             backend = AsTorch(method)
-        elif method and isinstance(backend, SharedMemory) and backend.start_method is None:
-            backend = replace(backend, start_method=method)
+        elif method is not None:
+            backend = backend.started_by(method) or backend
         return usable(backend)
 
     @property
@@ -194,8 +193,7 @@ class LoaderPlan:
                 f"backend={chosen.name!r} starts no process, so it contradicts "
                 f"multiprocessing_context={method!r}; leave one of them out"
             )
-        own = getattr(chosen, "start_method", chosen.name)
-        if own is None or own == method:
+        if chosen.started_by(method) is not None:
             return None
         known = method in ("loky", *multiprocessing.get_all_start_methods())
         hint = f", or say SharedMemory(start_method={method!r})" if known else ""
@@ -222,7 +220,7 @@ class LoaderPlan:
 
     def warn_if_idle(self) -> None:
         """Warn once of a backend that has no workers."""
-        if self.asked is not None and not (self.num_workers or self.asked.name == "inline"):
+        if self.asked is not None and not (self.num_workers or self.asked.in_caller):
             _warn_idle(self.asked.name)
 
 

@@ -34,7 +34,7 @@ LAYERS = {
     "buffers.sparse": set(),
     "buffers.tensors": {"buffers.sparse"},
     "caller": set(),
-    "contract": {"messages"},
+    "contract": {"buffers.memory", "messages"},
     "conversion": {"dataloader", "options", "registry"},
     "crews": {"contract"},
     "dataloader": {
@@ -112,7 +112,7 @@ LAYERS = {
         "scheduler",
     },
     "faults.tried": {"errors"},
-    "feed": {"errors", "messages"},
+    "feed": {"contract", "errors", "messages"},
     "fetch": {
         "buffers.gather",
         "datapipes",

@@ -56,7 +56,8 @@ def contenders(dataset: Photographs, batch_size: int, workers: int) -> list[Cont
     inline = Contender("inline", 0, ours("inline", common))
     if workers == 0:
         return [Contender("torch DataLoader", 0, torchs(common)), inline]
-    others = [name for name in hybridloader.backend_names() if name != "inline"]
+    names = hybridloader.backend_names()
+    others = [name for name in names if not hybridloader.get_backend(name).in_caller]
     return [
         Contender("torch DataLoader", workers, torchs(busy)),
         inline,

@@ -152,7 +152,7 @@ class Placement:
 
     @property
     def inline(self) -> bool:
-        return self.backend is None or self.backend.name == "inline"
+        return self.backend is None or self.backend.in_caller
 
 
 def _seeding(value: Any) -> SampleSeeding | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
-from hybridloader.contract import ByReference
+from hybridloader.contract import ByReference, Payload
 from hybridloader.feed import items_in
 from hybridloader.foreign import attribute, has
 from hybridloader.messages import Done, Result
@@ -188,7 +188,7 @@ def _sizes_of(payload: Any, count: int) -> tuple[int, int]:
         whole = size_of(value)
         items = map(size_of, value) if isinstance(value, list) else ()
         return whole, max(-(-whole // max(1, count)), max(items, default=0))
-    whole = int(getattr(payload, "nbytes", 0))
+    whole = payload.nbytes if isinstance(payload, Payload) else 0
     return whole, -(-whole // max(1, count))
 
 

@@ -335,4 +335,4 @@ def _start_order(node: Workers) -> int:
     assert backend is not None
     if backend.in_process:
         return 2
-    return 1 if backend.name == "spawn" else 0
+    return 1 if backend.fresh else 0

@@ -76,9 +76,9 @@ class Workers:
         return isinstance(self.works[0], Readers)
 
     @property
-    def in_process(self) -> bool:
+    def forwards(self) -> bool:
         assert self.placement.backend is not None
-        return self.placement.backend.in_process
+        return self.placement.backend.forwards
 
     @property
     def window(self) -> int:
@@ -383,6 +383,6 @@ def _sealed(nodes: list[Node]) -> Iterator[Node]:
         direct = plain and isinstance(behind, Workers)
         if direct and isinstance(node, Workers) and not node.reads:
             assert isinstance(behind, Workers)
-            yield replace(node, sealed=not (node.in_process or behind.in_process))
+            yield replace(node, sealed=node.forwards and behind.forwards)
         else:
             yield node
