@@ -384,7 +384,7 @@ class Stage(Lifecycle, Iterator[Any]):
         index = roster.indices.pop(result.seq, None)
         if isinstance(result, Done):
             payload = result.payload
-            if self._sealed and getattr(payload, "count", None) is not None:
+            if self._sealed and payload.count is not None:
                 return payload
             try:
                 return payload.open()
