@@ -270,7 +270,7 @@ def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -
 def rebuild_tensor(
     data: Any, dtype: str, shape: tuple[int, ...], order: tuple[int, ...] | None, grad: bool
 ) -> torch.Tensor:
-    kind = getattr(_torch(), dtype)
+    kind = _KINDS.get(dtype) or _kind(dtype)
     tensor: torch.Tensor
     if not len(data):
         tensor = _torch().empty(shape, dtype=kind, device="cpu")
@@ -282,6 +282,13 @@ def rebuild_tensor(
         where = tuple(shape[i] for i in back), tuple(steps[i] for i in back)
         tensor = _over(_torch().frombuffer(data, dtype=kind), *where)
     return tensor.requires_grad_() if grad else tensor
+
+
+_KINDS: dict[str, Any] = {}
+
+
+def _kind(name: str) -> Any:
+    return _KINDS.setdefault(name, getattr(_torch(), name))
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
