@@ -352,7 +352,7 @@ LAYERS = {
         "states.copies",
     },
     "states.replay": {"errors", "states.copies", "states.samplers"},
-    "states.resume": {"errors", "operators", "running.plan", "states.trail"},
+    "states.resume": {"errors", "operators", "running.plan", "states.schema", "states.trail"},
     "states.resuming": {
         "caller",
         "datapipes",
@@ -367,6 +367,7 @@ LAYERS = {
         "states.state",
     },
     "states.samplers": {"errors", "states.cadence", "states.carried", "states.copies"},
+    "states.schema": {"errors"},
     "states.state": {
         "errors",
         "states.carried",
@@ -374,6 +375,7 @@ LAYERS = {
         "states.progress",
         "states.replay",
         "states.samplers",
+        "states.schema",
     },
     "states.torchdata_form": {
         "errors",

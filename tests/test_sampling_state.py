@@ -293,11 +293,11 @@ def _states(make: Callable[[], Any]) -> Iterator[tuple[Any, str]]:
     good = advanced(make, 5).state_dict()
     yield None, "is a dict, got NoneType"
     yield [1], "is a dict, got list"
-    yield {}, "not the state of a sampler"
-    yield {"yielded": 5, "generator": [1]}, "not the state of a sampler: it has"
+    yield {}, "not the state of a"
+    yield {"yielded": 5, "generator": [1]}, "it has generator, yielded"
     yield {**good, "sampler": "RandomSampler"}, "of a RandomSampler, not of a"
-    yield {**good, "version": 2}, "version 2, and this hybridloader reads version 1"
-    yield {**good, "more": 1}, "has no more"
+    yield {**good, "version": 2}, "version is 2 in the state, and this hybridloader reads 1"
+    yield {**good, "more": 1}, "the state has more, which no state"
     for name in good:
         cut = {key: value for key, value in good.items() if key != name}
         yield (
@@ -312,9 +312,9 @@ def _states(make: Callable[[], Any]) -> Iterator[tuple[Any, str]]:
         if isinstance(own, bool):
             yield {**good, name: int(own)}, f"{name} is {int(own)} in the state and {own}"
     for value in (-1, 10**9, "5", True, None, 5.0):
-        yield {**good, "position": value}, "position must be"
+        yield {**good, "position": value}, f"position is {value!r} in the state"
     for value in (-1, 2**70, "5", True, None):
-        yield {**good, "epoch": value}, "epoch must be"
+        yield {**good, "epoch": value}, f"epoch is {value!r} in the state"
 
 
 @made

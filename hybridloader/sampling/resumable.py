@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch.utils.data import Sampler
 
 from hybridloader.sampling.arguments import LARGEST, whole
+from hybridloader.states.schema import ANY, Schema, up_to
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -201,34 +202,9 @@ class ResumableSampler(Sampler[T_co]):
 
     def _checked(self, state: Any) -> tuple[int, int]:
         kind = type(self).__name__
-        if not isinstance(state, Mapping):
-            raise ValueError(f"the state of a {kind} is a dict, got {type(state).__name__}")
-        if "sampler" not in state or "version" not in state:
-            raise ValueError(
-                f"this is not the state of a sampler: it has {sorted(map(str, state))}"
-            )
-        if state["sampler"] != kind:
-            raise ValueError(f"this is the state of a {state['sampler']}, not of a {kind}")
-        if state["version"] != VERSION:
-            raise ValueError(
-                f"the state has version {state['version']!r}, and this hybridloader reads version "
-                f"{VERSION}; load it with the hybridloader that saved it"
-            )
-        agreement = self._agreement()
-        expected = {"version", "sampler", "epoch", "position", *agreement}
-        if missing := sorted(expected - set(state)):
-            raise ValueError(f"the state of a {kind} lacks {', '.join(missing)}: was it cut off?")
-        if foreign := sorted(map(str, set(state) - expected)):
-            raise ValueError(f"the state of a {kind} has no {', '.join(foreign)}")
-        for name, own in agreement.items():
-            if state[name] != own or isinstance(state[name], bool) != isinstance(own, bool):
-                raise ValueError(
-                    f"{name} is {state[name]!r} in the state and {own!r} in this {kind}; make the "
-                    "sampler as it was made when the state was saved"
-                )
-        try:
-            epoch = whole("epoch", state["epoch"], 0, LARGEST - 1)
-            position = whole("position", state["position"], 0, self._positions(epoch))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"in the state of a {kind}: {error}") from None
-        return self._settled(epoch, position)
+        fields = (up_to(LARGEST - 1), "epoch"), (ANY, "position")
+        told = Schema(kind, *fields, version=VERSION, kind=("sampler", kind), exact=True)
+        told.check(state, self._agreement())
+        epoch = state["epoch"]
+        Schema(kind, (up_to(self._positions(epoch)), "position")).check(state)
+        return self._settled(epoch, state["position"])

@@ -6,7 +6,7 @@ from exactly is refused before anything is started, and the error names the fiel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,16 @@ from hybridloader.operators.pin import PinMemory
 from hybridloader.operators.sources import Indices
 from hybridloader.operators.work import Readers, Work
 from hybridloader.running.plan import Prefetch
+from hybridloader.states.schema import (
+    COUNT,
+    TEXT,
+    TRUTH,
+    WHOLE,
+    Rule,
+    Schema,
+    dict_of,
+    list_of,
+)
 from hybridloader.states.trail import Counts, Saved
 
 if TYPE_CHECKING:
@@ -27,6 +37,15 @@ VERSION = 1
 """Of the state; it changes with the meaning of a field, and with the order that a seed stands for."""
 
 KIND = "pipeline"
+
+_MARK = Rule(
+    "a mark",
+    lambda mark: (
+        isinstance(mark, Mapping)
+        and set(mark) == {"epoch", "at", "value"}
+        and type(mark["at"]) is type(mark["epoch"]) is int
+    ),
+)
 
 _LONGEST = 80
 """Letters of a description."""
@@ -80,7 +99,18 @@ class Position:
         }
 
 
-_FIELDS = frozenset(Position(0, False, 0).as_dict([]))
+_FIELDS = Schema(
+    "pipeline's run",
+    (WHOLE, "seed"),
+    (TRUTH, "seeded finished"),
+    (COUNT, "epoch given raised"),
+    (list_of(TEXT, "a list of texts"), "operators"),
+    (dict_of(WHOLE, "a dict of whole numbers"), "draws"),
+    (dict_of(_MARK, "a dict of marks, each with its epoch, place and value"), "marks"),
+    version=VERSION,
+    kind=("kind", KIND),
+    exact=True,
+)
 
 
 def descriptions(pipeline: Pipeline) -> list[str]:
@@ -153,32 +183,19 @@ def checked(
     StateError
         It can't.
     """
-    if not isinstance(state, Mapping):
-        raise StateError(
-            f"the state of a run is a dict, not {state!r:.80} ({type(state).__name__})"
-        )
-    if "version" not in state or "kind" not in state:
-        raise StateError(f"this is not the state of a pipeline's run: it has {_names(set(state))}")
-    if state["kind"] != KIND:
-        raise StateError(f"kind: this is the state of a {state['kind']!r}, and not of a {KIND!r}")
-    if type(state["version"]) is not int or state["version"] != VERSION:
-        raise StateError(
-            f"version: the state has {state['version']!r}, and this hybridloader reads {VERSION}; go on "
-            "with the hybridloader that saved it, or begin the epoch anew"
-        )
-    if missing := _FIELDS.difference(state):
-        raise StateError(f"the state lacks {_names(missing)}: was it cut off?")
-    if foreign := set(state) - _FIELDS:
-        raise StateError(f"the state has {_names(foreign)}, which no state of this version has")
+    _FIELDS.check(state)
     _same_operators(state["operators"], descriptions(pipeline))
     position = Position(
-        seed=_number(state, "seed", None),
-        seeded=_flag(state, "seeded"),
-        epoch=_number(state, "epoch", 0),
-        counts=Counts(_number(state, "given", 0), _number(state, "raised", 0)),
-        finished=_flag(state, "finished"),
-        draws=_draws(state["draws"]),
-        saved=_marks(state["marks"]),
+        seed=state["seed"],
+        seeded=state["seeded"],
+        epoch=state["epoch"],
+        counts=Counts(state["given"], state["raised"]),
+        finished=state["finished"],
+        draws=dict(state["draws"]),
+        saved={
+            place: Saved(mark["epoch"], Mark(mark["at"], mark["value"]))
+            for place, mark in state["marks"].items()
+        },
     )
     for name, said, meant in (("epoch", epoch, position.epoch), ("seed", seed, position.seed)):
         if said is not None and said != meant:
@@ -198,13 +215,7 @@ def checked(
     return position
 
 
-def _names(fields: Iterable[Any]) -> str:
-    return ", ".join(sorted(map(str, fields))) or "nothing"
-
-
-def _same_operators(theirs: Any, ours: list[str]) -> None:
-    if not isinstance(theirs, (list, tuple)):
-        raise StateError(f"operators: a list of texts, not {theirs!r:.80}; the state is damaged")
+def _same_operators(theirs: list[str], ours: list[str]) -> None:
     for number in range(max(len(theirs), len(ours))):
         his = theirs[number] if number < len(theirs) else "nothing more"
         own = ours[number] if number < len(ours) else "nothing more"
@@ -213,39 +224,3 @@ def _same_operators(theirs: Any, ours: list[str]) -> None:
                 f"operators: number {number} is {his!r:.100} in the state and {own!r} in this "
                 "pipeline; make the pipeline as it was made when the state was taken"
             )
-
-
-def _number(state: Mapping[str, Any], name: str, least: int | None) -> int:
-    value = state[name]
-    if type(value) is not int or (least is not None and value < least):
-        floor = "" if least is None else f" from {least} up"
-        raise StateError(f"{name}: a whole number{floor}, not {value!r:.80}; the state is damaged")
-    return value
-
-
-def _flag(state: Mapping[str, Any], name: str) -> bool:
-    value = state[name]
-    if not isinstance(value, bool):
-        raise StateError(f"{name}: True or False, not {value!r:.80}; the state is damaged")
-    return value
-
-
-def _draws(draws: Any) -> dict[str, int]:
-    if not isinstance(draws, Mapping):
-        raise StateError(f"draws: a dict of numbers, not {draws!r:.80}; the state is damaged")
-    for place in draws:
-        if type(place) is not str or type(draws[place]) is not int:
-            raise StateError(f"draws: {place!r:.80} has no whole number; the state is damaged")
-    return dict(draws)
-
-
-def _marks(marks: Any) -> dict[str, Saved]:
-    if not isinstance(marks, Mapping):
-        raise StateError(f"marks: a dict, not {marks!r:.80}; the state is damaged")
-    found = {}
-    for place, mark in marks.items():
-        right = isinstance(mark, Mapping) and set(mark) == {"epoch", "at", "value"}
-        if not right or type(mark["at"]) is not int or type(mark["epoch"]) is not int:
-            raise StateError(f"marks: that of {place!r:.80} is {mark!r:.80}; the state is damaged")
-        found[str(place)] = Saved(mark["epoch"], Mark(mark["at"], mark["value"]))
-    return found

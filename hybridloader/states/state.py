@@ -17,6 +17,7 @@ from hybridloader.states.copies import Frozen, Given, Kept, copied
 from hybridloader.states.progress import UNKNOWN, Progress
 from hybridloader.states.replay import Making, check_of
 from hybridloader.states.samplers import Snapshot
+from hybridloader.states.schema import ANY, COUNT, DICT, LIST, TRUTH, Schema, among, list_of
 
 if TYPE_CHECKING:
     from hybridloader.loader_plan import LoaderPlan
@@ -25,8 +26,6 @@ VERSION = 1
 """Of what is under `OWN`; it changes with the meaning of a field."""
 
 OWN = "_hybridloader"
-
-COUNTS = ("_sampler_iter_yielded", "_num_yielded")
 
 
 @dataclass
@@ -207,6 +206,35 @@ def given(state: Given | None) -> Any:
 # -- reading -----------------------------------------------------------------------------------------
 
 
+_FIELDS = Schema(
+    "loader",
+    (COUNT, "_sampler_iter_yielded _num_yielded"),
+    (TRUTH, "_iterator_finished"),
+    (ANY, "_index_sampler_state _sampler_iter_state dataset_state _worker_snapshots"),
+    (ANY, "_shared_seed _base_seed _num_workers _last_yielded_worker_id"),
+)
+
+_OWN_FIELDS = Schema(
+    "loader",
+    (COUNT, "epoch samples since? again?"),
+    (among(START, WITHIN, END), "at"),
+    (list_of(among("iter", "seed"), "a list of 'iter' and 'seed'"), "steps"),
+    (LIST, "counts apart whole first behind?"),
+    (ANY, "start sampler_epoch generators check"),
+    version=VERSION,
+)
+
+_PLACE = Schema(
+    "worker",
+    (COUNT, "position skip since?"),
+    (DICT, "fetcher_state"),
+    (LIST, "again?"),
+    (ANY, "dataset_state"),
+)
+
+_COUNTED = Schema("sampler", (COUNT, "samples_yielded"))
+
+
 def read(plan: LoaderPlan, state: Any) -> Resume:
     """What `state` says, checked as far as that can be done without moving anything.
 
@@ -215,31 +243,17 @@ def read(plan: LoaderPlan, state: Any) -> Resume:
     StateError
         It is not of a loader like this one; the message names the field.
     """
-    if not isinstance(state, Mapping):
-        raise StateError(f"the state of a loader is a dict, got {type(state).__name__}")
-    own = state.get(OWN)
-    if not isinstance(own, Mapping):
+    own: Any = state.get(OWN) if isinstance(state, Mapping) else None
+    if isinstance(state, Mapping) and not isinstance(own, Mapping):
         more = ""
-        if "_snapshot" in state or COUNTS[0] in state:
+        if "_snapshot" in state or "_num_yielded" in state:
             more = ", as torchdata's loaders do; hybridloader.StatefulDataLoader reads these"
         raise StateError(
             f"this is not the state of a hybridloader.DataLoader: it has no {OWN!r}, but "
             f"{sorted(map(str, state))}{more}"
         )
-    if own.get("version") != VERSION:
-        raise StateError(
-            f"version is {own.get('version')!r} in the state, and this hybridloader reads {VERSION}; "
-            "load it with the hybridloader that saved it"
-        )
-    missing = sorted(_KEYS - set(state)) + sorted(_OWN_KEYS - set(own))
-    if missing:
-        raise StateError(f"the state lacks {', '.join(missing)}: was it cut off?")
-    for name, here in agreement(plan).items():
-        if own.get(name) != here:
-            raise StateError(
-                f"{name} is {own.get(name)!r} in the state and {here!r} in this loader; make the loader "
-                "as it was made when the state was taken"
-            )
+    _FIELDS.check(state)
+    _OWN_FIELDS.check(own, agreement(plan))
     try:
         return _read(plan, state, own)
     except StateError:
@@ -254,18 +268,9 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
     start = None if own["start"] is None else Snapshot(Kept(own["start"]), None)
     generators = own["generators"]
     making = Making(tuple(own["steps"]), dict(generators or {}), start, own["sampler_epoch"])
-    unknown = [step for step in making.steps if step not in ("iter", "seed")]
-    if unknown or not making.steps:
-        raise StateError(f"steps is {list(making.steps)!r} in the state, which says nothing")
-    epoch = _whole("epoch", own["epoch"])
-    within = own["at"] == WITHIN
+    within, finished = own["at"] == WITHIN, state["_iterator_finished"]
     seed = state["_base_seed"] if within or "seed" not in making.steps else None
-    finished = state["_iterator_finished"]
-    if not isinstance(finished, bool):
-        raise StateError(f"_iterator_finished is {finished!r} in the state, not True or False")
-    if own["at"] not in (START, WITHIN, END):
-        raise StateError(f"at is {own['at']!r} in the state, which says nothing")
-    resume = Resume(making, epoch, base_seed=seed, shared_seed=state["_shared_seed"])
+    resume = Resume(making, own["epoch"], base_seed=seed, shared_seed=state["_shared_seed"])
     resume.dataset, resume.as_they_stand = state["dataset_state"], generators is None
     if not within:
         resume.empty = own["at"] == END and not finished
@@ -276,13 +281,13 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
     resume.over = finished
     count, edited = _count_of(plan, state, own)
     resume.count = count
-    resume.yielded = count if edited else _whole("_num_yielded", state["_num_yielded"])
-    resume.discard = _whole("again", own.get("again", 0))
+    resume.yielded = count if edited else state["_num_yielded"]
+    resume.discard = own.get("again", 0)
     if not edited:
         resume.check = own["check"] if _is_of_this_rank(plan, own) else None
         resume.apart, resume.whole = list(own["apart"]), list(own["whole"])
         resume.snapshot = _snapshot(state)
-        resume.since = _whole("since", own.get("since", 0))
+        resume.since = own.get("since", 0)
     _read_workers(plan, state, own, resume, edited)
     if own["kind"] == "map":
         length = length_of(plan.samplers.outer)
@@ -313,23 +318,20 @@ def _is_of_this_rank(plan: LoaderPlan, own: Mapping[str, Any]) -> bool:
 def _snapshot(state: Mapping[str, Any]) -> Snapshot | None:
     within = state["_index_sampler_state"]
     sampler = within.get("sampler_state") if isinstance(within, Mapping) else None
-    iterator = state["_sampler_iter_state"]
-    if sampler is None and iterator is None:
-        return None
-    within_iterator = None if iterator is None else Kept(iterator)
-    return Snapshot(None if sampler is None else Kept(sampler), within_iterator)
+    states = [None if s is None else Kept(s) for s in (sampler, state["_sampler_iter_state"])]
+    return Snapshot(*states) if any(states) else None
 
 
 def _count_of(
     plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """Items of the sampler that are behind, and whether somebody has edited that."""
-    count = _whole(COUNTS[0], state[COUNTS[0]])
-    yielded = _whole(COUNTS[1], state[COUNTS[1]])
+    count, yielded = state["_sampler_iter_yielded"], state["_num_yielded"]
     within = state["_index_sampler_state"]
     samples = own["samples"]
-    if isinstance(within, Mapping):
-        samples = _whole("samples_yielded", within.get("samples_yielded", samples))
+    if isinstance(within, Mapping) and "samples_yielded" in within:
+        _COUNTED.check(within)
+        samples = within["samples_yielded"]
     saved, saved_yielded = own["counts"]
     said = set()
     if count != saved:
@@ -370,17 +372,18 @@ def _read_workers(
         place = places.get(f"worker_{number}")
         if not isinstance(place, Mapping):
             raise StateError(f"the state lacks worker_{number}: was it cut off?")
+        _PLACE.check(place)
         within = place["fetcher_state"]
         starts.append(
             Start(
-                _whole("position", place["position"]),
-                _whole("skip", place["skip"]),
+                place["position"],
+                place["skip"],
                 _frozen(place["dataset_state"]),
                 _frozen(within["dataset_iter_state"]),
                 within["fetcher_ended"],
                 tuple(place.get("again", ())),
                 number in behind,
-                _whole("since", place.get("since", 0)),
+                place.get("since", 0),
             )
         )
     resume.starts = tuple(starts)
@@ -393,28 +396,3 @@ def _read_workers(
 
 def _frozen(state: Any) -> Frozen | None:
     return None if state is None else pickled(state, "the dataset's part of the state")
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise StateError(f"{name} is {value!r} in the state, and must be a whole number, 0 or more")
-    return value
-
-
-_KEYS = {
-    *COUNTS,
-    "_index_sampler_state",
-    "_sampler_iter_state",
-    "_shared_seed",
-    "_base_seed",
-    "_num_workers",
-    "_last_yielded_worker_id",
-    "dataset_state",
-    "_worker_snapshots",
-    "_iterator_finished",
-}
-
-_OWN_KEYS = {
-    "kind", "epoch", "at", "counts", "samples", "steps", "start", "sampler_epoch", "generators",
-    "check", "apart", "whole", "first",
-}  # fmt: skip
