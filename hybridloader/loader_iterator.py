@@ -106,7 +106,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             closed_with(self, self._pin_thread)
         self._carries = False  # whether workers send the state of the dataset with their results
         self._stage = self._start()
-        self._batches: Iterator[Any] = self._stage
+        self._next_batch: Callable[[], Any] = self._stage.pull
         self._losses: Losses | None = None
         if self._num_workers == 0:
             self._begin()
@@ -227,9 +227,10 @@ class LoaderIterator(_BaseDataLoaderIter):
             opening.direct(self._dispatch)
         results = self._results(opening.source(self, progress, stage.next_seq), progress, changes)
         plain = self._plan.in_order and self._on_error is None and not self._carries
-        self._batches = Counting(results, progress, plain=plain)
+        batches: Iterator[Any] = Counting(results, progress, plain=plain)
         if self._on_error is not None or self._joins:
-            self._fill_batches(results, progress)
+            batches = self._filled(batches, results, progress)
+        self._next_batch = batches.__next__
         if self._plan.told_every:
             self._wait_for_workers(progress)
         if opening.resume is not None:
@@ -269,14 +270,14 @@ class LoaderIterator(_BaseDataLoaderIter):
                     f"_num_yielded is {count} in the state, and the dataset gave only {done} batches"
                 ) from None
 
-    def _fill_batches(self, results: Results, progress: Progress) -> None:
+    def _filled(self, batches: Iterator[Any], results: Results, progress: Progress) -> FullBatches:
         if self._on_error is not None:
             self._losses = self._new_losses(self._on_error)
         collate_fn = self._seeds.collating(self._collate_fn, lambda: progress.yielded)
         if self._pinner is not None and self._pin_thread is not None:
             collate_fn = _then(collate_fn, self._pinner.here)  # that thread does not see these
-        self._batches = FullBatches(
-            self._batches,
+        return FullBatches(
+            batches,
             (lambda: results.last_worker) if self._num_workers or self._joins else (lambda: None),
             self._losses,
             collate_fn,
@@ -306,7 +307,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         try:
-            data = next(self._batches)
+            data = self._next_batch()
         except Exception as error:
             if isinstance(error, StopIteration):
                 self._progress.finished = True

@@ -99,7 +99,13 @@ WORK_TABLE: dict[tuple[Work, str], Work] = {
 }
 # fmt: on
 
-ACTIVE = (Work.STARTING, Work.READY)
+ACTIVE = (Work.READY, Work.STARTING)
+"""States of workers that get tasks."""
+
+_RUNNING, _OVER = (
+    Run.RUNNING,
+    (Run.CLOSING, Run.CLOSED),
+)  # Python 3.11 takes 0.2 us for `Run.RUNNING`
 
 
 class Fault(NamedTuple):
@@ -116,10 +122,11 @@ Dispatch = Callable[["Scheduler"], "int | None"]
 
 def round_robin(scheduler: Scheduler) -> int | None:
     """The next active worker in the circle: torch's rule, so that worker ``k`` gets batch ``k``."""
-    states, last = scheduler.workers, scheduler.last
-    count = len(states)
-    for step in range(1, count + 1):
-        worker = (last + step) % count
+    states, worker = scheduler.workers, scheduler.last
+    for _ in states:
+        worker += 1
+        if worker == len(states):
+            worker = 0
         if states[worker] in ACTIVE:
             return worker
     return None
@@ -237,7 +244,7 @@ class Scheduler:
     def take_in(self, results: Iterable[Result]) -> list[Result]:
         """Take in results that workers reported; return those that are stale, to be discarded."""
         sent, done, busy = self.sent, self.done, self.busy
-        over = self.run in (Run.CLOSING, Run.CLOSED)
+        over = self.run in _OVER
         stale = []
         for result in results:
             seq, worker = result.seq, result.worker
@@ -282,7 +289,7 @@ class Scheduler:
             seq = next(iter(done))
         result = done.pop(seq)
         self.load[result.worker] -= 1
-        if self.run is Run.RUNNING:
+        if self.run is _RUNNING:
             self.free += 1
         return result
 
@@ -321,7 +328,7 @@ class Scheduler:
     # -- the parts -------------------------------------------------------------------------------
 
     def _handle_exhausted(self, event: Exhausted) -> bool:
-        if event.seq < self.first or self.run in (Run.CLOSING, Run.CLOSED):
+        if event.seq < self.first or self.run in _OVER:
             return False
         state = self._worker_after(event.worker, "exhausted")
         states = [*self.workers[: event.worker], state, *self.workers[event.worker + 1 :]]

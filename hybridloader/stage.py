@@ -146,9 +146,6 @@ class Stage(Lifecycle, Iterator[Any]):
             finally:
                 self._come_out()
 
-    def __next__(self) -> Any:
-        return self.pull()
-
     def pull(self, epoch: int | None = None, *, wait: bool = True) -> Any:
         """The next result.
 
@@ -196,6 +193,8 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._inside -= 1
                 if self._closing and not (self._inside or self._leaving):
                     self._end()
+
+    __next__ = pull
 
     # -- from the source to the workers ------------------------------------------------------------
 
