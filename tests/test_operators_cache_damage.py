@@ -51,9 +51,9 @@ def test_a_file_of_another_pipeline_is_refused(file: Path) -> None:
 
 def test_a_file_of_another_format_is_refused(file: Path) -> None:
     whole = bytearray(written(file))
-    whole[8] = 2
+    whole[8] = 1
     file.write_bytes(whole)
-    with pytest.raises(CacheError, match="of format 2, and this release reads format 1; delete it"):
+    with pytest.raises(CacheError, match="of format 1, and this release reads format 2; delete it"):
         begin(Cache(file, "of this"))
 
 
@@ -61,10 +61,10 @@ def test_a_file_of_another_format_is_refused(file: Path) -> None:
     ("at", "told"),
     [
         (9, "is of format"),
-        (45, "its header is not as it was written"),  # in the fingerprint
-        (-60, "its table of records is not"),  # in the table
-        (-20, "its table of records is not"),  # in the digest of the table
-        (-40, "it is cut off, at .* bytes, or its end was changed"),  # where the table begins
+        (-80, "its index is not as it was written"),  # in the fingerprint
+        (-60, "its index is not"),  # in the places of records
+        (-40, "its index is not"),  # where the index begins
+        (-20, "its index is not"),  # in the digest of the index
         (-3, "or its end was changed"),  # in the last letters
     ],
 )

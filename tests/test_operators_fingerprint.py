@@ -18,7 +18,6 @@ from torch.utils.data import Subset, TensorDataset
 
 from hybridloader import Pipeline, Replace, SharedDict, SharedList, ShuffleSampler
 from hybridloader.errors import CacheError
-from hybridloader.operators.cache_file import Writer
 from hybridloader.operators.fingerprint import drawn, fingerprint
 
 
@@ -193,10 +192,6 @@ def test_a_cache_says_why_it_is_refused(tmp_path: Path) -> None:
         CacheError, match="Letters behind # stand for arguments, attributes and a sample"
     ):
         iter(squares([1, 2, 4]).cache(file))
-    file.unlink()
-    Writer(str(file), "from_dataset(list of 3) -> list[...] -> map(power)").commit()
-    with pytest.raises(CacheError, match="of a release that did not look at arguments"):
-        iter(squares([1, 2, 3]).cache(file))
     file.unlink()
     assert list(squares([1, 2, 3]).cache(file, fingerprint="mine")) == [1, 4, 9]
     assert list(squares([1, 2, 4]).cache(file, fingerprint="mine")) == [1, 4, 9]

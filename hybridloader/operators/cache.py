@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hybridloader.errors import ResultNotSendable, StateError
@@ -113,7 +114,8 @@ class Cache(Operator):
         else:
             context.mark(0, "file")
             start = min(context.start, len(reader))
-            return context.drop(StoredIterator(reader, start), start)
+            kept = KeptIterator(reader.read, len(reader), start, reader.close)
+            return context.drop(kept, start)
         context.mark(0, None)
         folder = os.path.dirname(path) or os.curdir
         if not os.path.isdir(folder):
@@ -126,7 +128,7 @@ class Cache(Operator):
             writer = Writer(path, self.fingerprint)
         except OSError as error:
             _warn_of(path, error)
-        return StoringIterator(before, path, writer)
+        return KeepingIterator(before, writer, path)
 
     def _begin_in_memory(self, upstream: Upstream, context: Context) -> Iterator[Any]:
         origin = [context.run_seed, context.epoch]
@@ -141,17 +143,17 @@ class Cache(Operator):
                 )
             context.mark(0, self._store.origin)
             start = min(context.start, len(items))
-            return context.drop(KeptIterator(items, start), start)
+            return context.drop(KeptIterator(items.__getitem__, len(items), start), start)
         if kept is None:
             context.mark(0, None)
-            return KeepingIterator(upstream(), self._store, origin)
+            return KeepingIterator(upstream(), _Shelf(self._store, origin))
         if meant[0] != context.run_seed:
             raise StateError(
                 f"{self.name}: {self._of_state(meant)}, which another run had made: the seed of this "
                 f"one is {context.run_seed}. Cache in a file to go on from such states"
             )
         context.mark(0, meant)
-        again = KeepingIterator(upstream(epoch=meant[1]), self._store, meant)
+        again = KeepingIterator(upstream(epoch=meant[1]), _Shelf(self._store, meant))
         return context.drop(again, 0)
 
     @staticmethod
@@ -163,70 +165,54 @@ class Cache(Operator):
         return upstream if items is None else len(items)
 
 
-class KeptIterator(Iterator[Any]):
-    """A pass over what is kept in memory."""
+class _Shelf:
+    """The items of a pass on their way to `store`."""
 
-    def __init__(self, items: list[Any], start: int = 0) -> None:
-        self._items = items
-        # All the mutable state:
-        self._given = start  # items
+    def __init__(self, store: _Store, origin: list[int]) -> None:
+        items: list[Any] = []
+        self.add = items.append
+        self.discard = items.clear
+        self.commit = partial(store.keep, items, origin)
+
+
+class KeptIterator(Iterator[Any]):
+    """A pass over what is kept. A damaged record raises; the one behind it comes next."""
+
+    def __init__(
+        self,
+        read: Callable[[int], Any],
+        count: int,
+        start: int = 0,
+        let_go: Callable[[], object] = bool,
+    ) -> None:
+        self._read, self._let_go = read, let_go
+        # All the mutable state, in items:
+        self._given, self._count = start, count
 
     def __next__(self) -> Any:
         given = self._given
-        if given >= len(self._items):
+        if given >= self._count:
+            self.close()
             raise StopIteration
         self._given = given + 1
-        return self._items[given]
+        return self._read(given)
 
     def close(self) -> None:
-        """Give up what is left. Idempotent."""
-        self._items = []
+        """Give up what is left, and let go of the file. Idempotent."""
+        self._count = 0
+        self._let_go()
 
 
 class KeepingIterator(Over):
-    """A pass that is kept in memory if it comes to its end."""
+    """A pass that is kept, in memory or in the file `path`, if it comes to its end."""
 
-    def __init__(self, items: Iterator[Any], store: _Store, origin: list[int]) -> None:
-        super().__init__(items)
-        self._store, self._origin = store, origin
-        # All the mutable state:
-        self._kept: list[Any] = []
-        self._raised = 0  # items
-
-    def __next__(self) -> Any:
-        try:
-            item = self._pull()
-        except StopIteration:
-            self._end()
-            kept, self._kept = self._kept, []
-            raised, self._raised = self._raised, -1  # this is the end, and comes once
-            if raised == 0:
-                self._store.keep(kept, self._origin)
-            elif raised > 0:
-                _warn_of_errors(raised)
-            raise
-        except Exception:
-            self._raised += 1
-            self._kept.clear()
-            raise
-        if not self._raised:
-            self._kept.append(item)
-        return item
-
-    def close(self) -> None:
-        self._raised = -1
-        self._kept.clear()
-        super().close()
-
-
-class StoringIterator(Over):
-    """A pass that is written to a file if it comes to its end."""
-
-    def __init__(self, items: Iterator[Any], path: str, writer: Writer | None) -> None:
+    def __init__(
+        self, items: Iterator[Any], writer: Writer | _Shelf | None, path: str | None = None
+    ) -> None:
         super().__init__(items)
         self._path = path
         # All the mutable state:
-        self._writer = writer
+        self._writer = writer  # None: not kept
         self._raised = 0  # items
 
     def __next__(self) -> Any:
@@ -244,7 +230,7 @@ class StoringIterator(Over):
             self._add(self._writer, item)
         return item
 
-    def _add(self, writer: Writer, item: Any) -> None:
+    def _add(self, writer: Writer | _Shelf, item: Any) -> None:
         try:
             writer.add(item)
         except OSError as error:
@@ -287,30 +273,7 @@ class StoringIterator(Over):
         super().close()
 
 
-class StoredIterator(Iterator[Any]):
-    """A pass over what is kept in a file. A damaged record raises; the one behind it comes next."""
-
-    def __init__(self, reader: Reader, start: int = 0) -> None:
-        self._reader = reader
-        # All the mutable state:
-        self._given = start  # records
-        self._count = len(reader)
-
-    def __next__(self) -> Any:
-        given = self._given
-        if given >= self._count:
-            self._reader.close()
-            raise StopIteration
-        self._given = given + 1
-        return self._reader.read(given)
-
-    def close(self) -> None:
-        """Give up what is left, and let go of the file. Idempotent."""
-        self._count = 0
-        self._reader.close()
-
-
-def _warn_of(path: str, error: OSError) -> None:
+def _warn_of(path: str | None, error: OSError) -> None:
     warnings.warn(
         f"the cache file {path!r} can't be written ({error}); what was written of it is removed, and "
         "this pass goes on without a cache",

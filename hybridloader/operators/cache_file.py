@@ -2,13 +2,13 @@
 
 ::
 
-    header    magic, version, size of the fingerprint, its digest, the fingerprint (utf-8)
-    records   size of the pickle, number of buffers, digest | sizes of the buffers | pickle | buffers
-    table     where each record begins
-    tail      where the table begins, number of records, digest of the table and these, magic
+    head      magic, version
+    records   digest of what follows | size of the pickle, number of buffers, their sizes | these
+    index     the fingerprint (utf-8), and where each record begins
+    tail      where the index begins, size of the fingerprint | digest of these and the index | magic
 
-Numbers are little-endian. Buffers begin at multiples of 64, so that arrays over them are aligned.
-As the table says where records begin, damage to one spoils no other. A file is written under a
+Numbers are in the machine's own order. Buffers begin at multiples of 64, so that arrays over them are
+aligned. As the index says where records begin, damage to one spoils no other. A file is written under a
 temporary name beside its own and renamed when it is whole, so a reader never sees half of one; it
 is not synced, because the digests find what a power failure has cut off.
 
@@ -24,7 +24,6 @@ import os
 import re
 import stat
 import struct
-import sys
 import tempfile
 import weakref
 from array import array
@@ -36,20 +35,18 @@ from hybridloader.errors import CacheError, add_note
 
 _MAGIC = b"HLcache\n"
 _END = b"HLwhole\n"
-_VERSION = 1
-_HEADER = struct.Struct("<8sII16s")
-_RECORD = struct.Struct("<QQ16s")
-_TAIL = struct.Struct("<QQ16s8s")
+_VERSION = 2
+_HEAD = struct.Struct("=8sI")
+_SIZES = struct.Struct("=QQ")
+_TAIL = struct.Struct("=QQ16s8s")
+_DIGEST = 16
 _ALIGNED = 64
 
 _LETTERS = re.compile(" #[0-9a-f]{10}")
 """Digest, in a fingerprint, of the values that a step was given."""
 
-_DIRECT = 64 * 1024
-"""Bytes from which a piece is written by itself, without a copy into the block."""
-
-_BLOCK = 1024 * 1024
-"""Bytes that are gathered before they are written."""
+_BLOCK = 64 * 1024
+"""Bytes that are gathered before they are written; what is as large is not copied."""
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -61,15 +58,11 @@ _HOW = (  # absent where the platform has none
 )
 
 
-def _digest(*parts: Any) -> bytes:
-    made = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        made.update(part)
+def _digest(first: Any, *pieces: Any) -> bytes:
+    made = hashlib.blake2b(first, digest_size=_DIGEST)
+    for piece in pieces:
+        made.update(piece)
     return made.digest()
-
-
-def _padding(position: int) -> int:
-    return -position % _ALIGNED
 
 
 def _who_else(found: os.stat_result) -> str | None:
@@ -97,7 +90,8 @@ class Writer:
         folder, name = os.path.split(path)
         # 0600, as mkstemp has it: a pickle that others can write to is theirs to run.
         fd, temporary = tempfile.mkstemp(".partial", f".{name}.", folder or os.curdir)
-        self._path, self._temporary, self._fd = path, temporary, fd
+        self._path, self._fingerprint = path, fingerprint
+        self._temporary, self._fd = temporary, fd
         self._finalizer = weakref.finalize(self, _remove, fd, temporary, os.getpid())
         # All the mutable state, besides the file. The block is our own and no BufferedWriter's, which
         # in a fork of this process would write what it holds once more.
@@ -108,9 +102,7 @@ class Writer:
             somebody = _who_else(os.fstat(fd))  # NFS that takes root for nobody, vfat
             if somebody is not None:
                 raise OSError(f"here it could not be read again: {somebody}")
-            told = fingerprint.encode()
-            self._put(_HEADER.pack(_MAGIC, _VERSION, len(told), _digest(told)))
-            self._put(told)
+            self._put(_HEAD.pack(_MAGIC, _VERSION))
         except BaseException:
             self.discard()
             raise
@@ -124,23 +116,24 @@ class Writer:
             The item can't be pickled. Nothing was written.
         """
         header, buffers = pack(item)
-        sizes = array("Q", [buffer.nbytes for buffer in buffers])
-        head = _little(sizes)
-        self._starts.append(self._position)
-        self._put(_RECORD.pack(len(header), len(buffers), _digest(head, header, *buffers)))
+        sizes = _SIZES.pack(len(header), len(buffers))
         if buffers:
-            self._put(head)
-        self._put(header)
+            sizes += array("Q", [buffer.nbytes for buffer in buffers]).tobytes()
+        pieces: list[Any] = [sizes, header]
+        place = self._position + _DIGEST + len(sizes) + len(header)
         for buffer in buffers:
-            self._put(bytes(_padding(self._position)))
-            self._put(buffer)
+            gap = -place % _ALIGNED
+            pieces += bytes(gap), buffer
+            place += gap + buffer.nbytes
+        self._starts.append(self._position)
+        self._put(_digest(*pieces), *pieces)
 
     def commit(self) -> None:
         """Give the whole file its name."""
-        place, count, table = self._position, len(self._starts), _little(self._starts)
-        self._put(table)
-        digest = _digest(table, struct.pack("<QQ", place, count))
-        self._put(_TAIL.pack(place, count, digest, _END))
+        told = self._fingerprint.encode()
+        numbers = struct.pack("=QQ", self._position, len(told))
+        digest = _digest(told, self._starts, numbers)
+        self._put(told, self._starts.tobytes(), numbers, digest, _END)
         self._flush()
         self._finalizer.detach()
         try:
@@ -154,14 +147,14 @@ class Writer:
         """Remove what was written. Idempotent."""
         self._finalizer()
 
-    def _put(self, piece: Any) -> None:
-        size = len(piece)
-        self._position += size
-        if size >= _DIRECT:
-            self._flush()
-            _write(self._fd, piece)
-            return
-        self._block += piece
+    def _put(self, *pieces: Any) -> None:
+        for piece in pieces:
+            self._position += len(piece)
+            if len(piece) < _BLOCK:
+                self._block += piece
+            else:
+                self._flush()
+                _write(self._fd, piece)
         if len(self._block) >= _BLOCK:
             self._flush()
 
@@ -187,13 +180,6 @@ def _remove(fd: int, path: str, owner: int) -> None:
             os.unlink(path)
 
 
-def _little(numbers: array[int]) -> bytes:
-    if sys.byteorder == "big":
-        numbers = array("Q", numbers)
-        numbers.byteswap()
-    return numbers.tobytes()
-
-
 class Reader:
     """A whole file, record by record.
 
@@ -216,14 +202,10 @@ class Reader:
                 raise CacheError(
                     f"{path!r} is no cache file; give another path, or delete it if nobody needs it"
                 )
-            size = os.fstat(file.fileno()).st_size
-            if size < _HEADER.size + _TAIL.size:
-                raise self._damaged(f"it is cut off, at {size} bytes")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._view = memoryview(self._map)
         try:
-            self._check_header(fingerprint)
-            self._starts = self._read_table()
+            self._starts = self._read_index(fingerprint)
         except BaseException:
             self.close()
             raise
@@ -234,30 +216,20 @@ class Reader:
 
     def read(self, number: int) -> Any:
         """The item of record `number`, counted from 0."""
-        view, start, end = self._view, self._starts[number], self._starts[number + 1]
-        header, count, digest = 0, 0, b""
-        if start + _RECORD.size <= end:
-            header, count, digest = _RECORD.unpack_from(view, start)
-        place = start + _RECORD.size
-        found = hashlib.blake2b(digest_size=16)
-        sizes: tuple[int, ...] = ()
-        if 0 < count <= (end - place) // 8:
-            found.update(view[place : place + 8 * count])
-            sizes = struct.unpack_from(f"<{count}Q", view, place)
-            place += 8 * count
-        pickled = view[place : place + header]
+        start, end = self._starts[number], self._starts[number + 1]
+        view, place = self._view, start + _DIGEST
+        if _digest(view[place:end]) != self._map[start:place]:
+            raise self._damaged(f"record {number} of {self._count} is not as it was written")
+        header, count = _SIZES.unpack_from(view, place)
+        place += _SIZES.size
+        sizes = struct.unpack_from(f"={count}Q", view, place) if count else ()
+        place += 8 * count
+        pickled, buffers = view[place : place + header], []
         place += header
-        buffers = []
         for size in sizes:
-            place += _padding(place)
+            place += -place % _ALIGNED
             buffers.append(view[place : place + size])
             place += size
-        if place == end:
-            found.update(pickled)
-            for buffer in buffers:
-                found.update(buffer)
-        if place != end or found.digest() != digest:
-            raise self._damaged(f"record {number} of {self._count} is not as it was written")
         try:
             return unpack(pickled, buffers)
         except Exception as error:
@@ -283,41 +255,34 @@ class Reader:
                 "yours alone (chown, chmod 600)"
             )
 
-    def _check_header(self, fingerprint: str) -> None:
-        _, version, size, digest = _HEADER.unpack_from(self._view)
+    def _read_index(self, fingerprint: str) -> array[int]:
+        """Where records begin, and where the last one ends."""
+        view, size = self._view, len(self._view)
+        if size < _HEAD.size + _TAIL.size:
+            raise self._damaged(f"it is cut off, at {size} bytes")
+        _, version = _HEAD.unpack_from(view)
         if version != _VERSION:
             raise CacheError(
                 f"the cache file {self.path!r} is of format {version}, and this release reads format "
                 f"{_VERSION}; delete it to have it written anew"
             )
-        told = bytes(self._view[_HEADER.size : _HEADER.size + size])
-        if _digest(told) != digest:
-            raise self._damaged("its header is not as it was written")
-        if told != fingerprint.encode():
-            before = told.decode()
-            why = ""
-            if before == _LETTERS.sub("", fingerprint):
-                why = ". It is of a release that did not look at arguments, attributes and data"
-            elif _LETTERS.sub("", before) == _LETTERS.sub("", fingerprint):
-                why = ". Letters behind # stand for arguments, attributes and a sample of the data"
+        place, letters, digest, magic = _TAIL.unpack_from(view, size - _TAIL.size)
+        if magic != _END:
+            raise self._damaged(f"it is cut off, at {size} bytes, or its end was changed")
+        if _digest(view[place : size - _DIGEST - len(_END)]) != digest:
+            raise self._damaged("its index is not as it was written")
+        before = bytes(view[place : place + letters]).decode()
+        if before != fingerprint:
+            alike = _LETTERS.sub("", before) == _LETTERS.sub("", fingerprint)
+            why = (
+                "Letters behind # stand for arguments, attributes and a sample of the data. "
+                * alike
+            )
             raise CacheError(
                 f"the cache file {self.path!r} was written by another pipeline, {before!r}, and this "
-                f"one is {fingerprint!r}{why}; delete it, or give another path"
+                f"one is {fingerprint!r}. {why}Delete it, or give another path"
             )
-
-    def _read_table(self) -> array[int]:
-        """Where records begin, and where the last one ends."""
-        view = self._view
-        end = len(view) - _TAIL.size
-        place, count, digest, magic = _TAIL.unpack_from(view, end)
-        if magic != _END or place + 8 * count != end:
-            raise self._damaged(f"it is cut off, at {len(view)} bytes, or its end was changed")
-        table = view[place:end]
-        if _digest(table, struct.pack("<QQ", place, count)) != digest:
-            raise self._damaged("its table of records is not as it was written")
-        starts = array("Q", table.tobytes())
-        if sys.byteorder == "big":
-            starts.byteswap()
+        starts = array("Q", bytes(view[place + letters : size - _TAIL.size]))
         starts.append(place)
         return starts
 
