@@ -171,7 +171,7 @@ def test_its_own_processes_find_its_main_module(tmp_path: Path) -> None:
         ([], "the following arguments are required: SCRIPT"),
         (["--backend", "thread", __file__], "unknown backend 'thread'; there are: inline "),
         (["--on-error", "ignore", __file__], 'on_error must be "raise", "skip"'),
-        (["--task-timeout", "soon", __file__], "'soon' is not a number of seconds"),
+        (["--task-timeout", "soon", __file__], "invalid float value: 'soon'"),
         (["--task-timeout", "-1", __file__], "task_timeout is seconds, 0 or more, not -1.0"),
         (["--threads-per-worker", "0", __file__], "must be at least 1, not 0"),
         (["--shuffle", __file__], "unknown arguments: --shuffle"),
