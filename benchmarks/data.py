@@ -103,9 +103,9 @@ def jpeg_files(count: int = 40) -> list[bytes]:
 
 def _photographs() -> list[Any]:
     try:
-        from hybridloader.demo.photographs import PHOTOGRAPHS, photograph
+        from hybridloader.demo.photographs import PHOTOGRAPHS, _open
 
-        return [photograph(name) for name in PHOTOGRAPHS]
+        return [_open(*where) for where in PHOTOGRAPHS.values()]
     except Exception:  # of whatever kind: no skimage, another layout of its files
         import numpy
         from PIL import Image

@@ -1,64 +1,84 @@
-"""Checks of arguments: types and numbers, refused by name.
+"""Checks of arguments: numbers, truths and functions, refused by name and with what to give instead.
 
-torch's constructor looks first, and what it refuses stays its own. Nothing here reads a dataset or
-iterates a sampler.
+Everything wrong is found where it is given, not where it would fail. Nothing is rounded, clipped or
+guessed, and nothing is imported to look at a value.
 """
 
 from __future__ import annotations
 
+import numbers
 import operator
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
-from hybridloader.buffers.memory import Memory
-
-if TYPE_CHECKING:
-    from hybridloader.contract import Backend
-
-_Backend = TypeVar("_Backend", bound="Backend")
+from hybridloader.shown import short
 
 
-def check_backend(backend: _Backend) -> _Backend:
-    """Give `backend` back, if its options are of their types. Raises `TypeError`."""
-    memory: Any = backend.memory
-    copies: Any = backend.copies
-    if memory is not None and not isinstance(memory, Memory):
-        raise TypeError(
-            f"{type(backend).__name__}: memory must be a Memory, got {memory!r}; say memory=Memory(...)"
-        )
-    if not isinstance(copies, bool):
-        raise TypeError(
-            f"{type(backend).__name__}: copy_dataset must be True or False, got {copies!r}"
-        )
-    return backend
+def whole(
+    name: str, value: Any, least: int | None = None, most: int | None = None, instead: str = ""
+) -> int:
+    """Return `value` as an int; numpy's integers are welcome, True and False are not.
 
+    Parameters
+    ----------
+    name
+        What errors call it.
+    least, most
+        Limits; None: there is none.
+    instead
+        What to give, for errors.
 
-def index(name: str, value: Any, instead: str) -> int:
-    """As torch: True is 1, and a number of numpy's is one."""
+    Raises
+    ------
+    TypeError
+        It is no whole number.
+    ValueError
+        It is beyond a limit.
+    """
+    hint = f"; {instead}" if instead else ""
     try:
-        return operator.index(value)
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r}; {instead}") from None
+        raise TypeError(f"{name} must be a whole number, got {short(value)}{hint}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}{hint}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}{hint}")
+    return number
 
 
-def waiting_time(name: str, value: Any) -> None:
-    try:
-        sound = 0 <= value <= threading.TIMEOUT_MAX  # False for NaN
-    except (TypeError, ValueError, RuntimeError):  # not comparable; an array or tensor of several
-        raise TypeError(f"{name} must be a number of seconds, got {value!r}") from None
-    if not sound:
-        raise ValueError(
-            f"{name} must be a number of seconds up to {threading.TIMEOUT_MAX:.0f}, or 0 for no limit, "
-            f"got {value!r}"
-        )
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, which True and False are not meant as."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def seconds(name: str, value: Any, *, above: bool = False) -> None:
+    """Check that `value` can be waited for, or raise `ValueError`; 0 passes unless it must be above."""
+    if not is_number(value) or not (value > 0 if above else value >= 0):  # NaN is neither
+        least = "above 0" if above else "0 or more"
+        raise ValueError(f"{name} is seconds, {least}, not {short(value)}")
+    if value > threading.TIMEOUT_MAX:
+        raise ValueError(f"{name}={value!r} is more seconds than can be waited for")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return `value`, True or False of Python's or numpy's, as a bool. Raises `TypeError`."""
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"{name} must be True or False, got {short(value)}")
+    return bool(value)
 
 
 def function(name: str, value: Any, what: str) -> None:
+    """Check that `value` can be called; `what` tells with what. Raises `TypeError`."""
     if not callable(value):
-        raise TypeError(f"{name} must be {what}, got {value!r}")
+        raise TypeError(f"{name} must be {what}, got {short(value)}")
 
 
-def truth(name: str, value: Any) -> None:
-    """As torch: 0, 1 and None will do, but a text is always true."""
-    if not (value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_")):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+def one_of(name: str, value: Any, choices: Collection[str]) -> None:
+    """Check that `value` is one of `choices`. Raises `ValueError`."""
+    if not isinstance(value, str) or value not in choices:
+        *most, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.utils.data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hybridloader.arguments import whole
 from hybridloader.contract import Backend
 from hybridloader.foreign import attribute
 from hybridloader.loader_iterator import LoaderIterator
@@ -226,8 +227,7 @@ persistent_workers, pin_memory_device, in_order
 
         Without it passes are counted from 0. What was loaded is kept if it is in this epoch.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"epoch must be a whole number, 0 or more, got {epoch!r}")
+        epoch = whole("epoch", epoch, 0)
         leave_for_epoch(self._plan(), epoch)
         announce(self, epoch)
         told: list[Any] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import reprlib
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,7 @@ from typing import Any
 
 from hybridloader.contract import WorkerHandle
 from hybridloader.scheduler import Fault
-
-_short = reprlib.Repr()
-_short.maxlist = _short.maxtuple = 8
-_short.maxother = _short.maxstring = 120
+from hybridloader.shown import brief, table
 
 _DEBUG = "To find it, run with backend='inline' under a debugger."
 
@@ -102,7 +98,7 @@ def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
 
 def place(stage: str, worker: str, index: Any, doing: str) -> str:
     """Where an exception came from, in one line."""
-    return f"In stage {stage!r}, {worker}, {doing} {_short.repr(index)}."
+    return f"In stage {stage!r}, {worker}, {doing} {brief(index)}."
 
 
 def death(
@@ -135,7 +131,7 @@ def death(
     refusal
         Why no other was put in its place.
     """
-    held = [_short.repr(indices.get(seq)) for seq in fault.in_flight]
+    held = [brief(indices.get(seq)) for seq in fault.in_flight]
     tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
     more = f"; and {len(held) - 4} tasks more" if len(held) > 4 else ""
     cause = next((word for word in _CAUSES if word in fault.cause), "")
@@ -168,8 +164,8 @@ def sample_at(index: Any, at: int | None) -> str:
     if at is None or at < 0 or index is None:
         return ""
     inside = isinstance(index, (list, tuple)) and at < len(index)
-    which = f": {_short.repr(index[at])}" if inside else ""
-    return f"It was at sample {at} of {_short.repr(index)}{which}."
+    which = f": {brief(index[at])}" if inside else ""
+    return f"It was at sample {at} of {brief(index)}{which}."
 
 
 def overrun(
@@ -207,7 +203,7 @@ def overrun(
     else:
         fate = "It was killed; on_worker_death='restart' would put another in its place and go on."
     said = [
-        f"In stage {stage!r}, {worker} has been at {_short.repr(index)} for {_seconds(seconds)}, "
+        f"In stage {stage!r}, {worker} has been at {brief(index)} for {_seconds(seconds)}, "
         f"longer than task_timeout={timeout:g} seconds.",
         sample_at(index, at),
         fate,
@@ -242,14 +238,10 @@ def given_up(stage: str, worker: str, deaths: int, cause: str, *, at: int | None
 
 def workers_table(rows: Sequence[WorkerReport]) -> str:
     """One line for each worker, under a heading; empty without rows."""
-    from hybridloader.running.statistics import table  # which brings in all that makes a pipeline
-
     if not rows:
         return ""
     heading = ("worker", "where", "pid", "state", "done", "restarts", "for", "task")
-    cells = [heading, *(_cells(row) for row in rows)]
-    width = max(len(row[-1]) for row in cells)
-    return "\n".join(table([(*row[:-1], row[-1].ljust(width)) for row in cells]))
+    return "\n".join(table([heading, *map(_cells, rows)], left=(0, 1, len(heading) - 1)))
 
 
 def _cells(row: WorkerReport) -> tuple[str, ...]:
@@ -270,7 +262,7 @@ _BRIEF = 40
 
 
 def _brief(index: Any) -> str:
-    text = " ".join(_short.repr(index).split())
+    text = " ".join(brief(index).split())
     return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 3]}..."
 
 
@@ -286,7 +278,7 @@ def _seconds(seconds: float) -> str:
 
 def late(stage: str, workers: Sequence[str], indices: Sequence[Any], timeout: float) -> str:
     """Word the error for no result in time; it begins with torch's words, which people match on."""
-    held = "; ".join(_short.repr(index) for index in indices[:4])
+    held = "; ".join(brief(index) for index in indices[:4])
     who = ", ".join(dict.fromkeys(workers)) or "no worker"
     return (
         f"{stage} timed out after {timeout} seconds: no result came from {who}, which was "

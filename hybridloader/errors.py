@@ -139,11 +139,14 @@ def add_note(exception: BaseException, note: str) -> None:
         notes.append(note)
 
 
-def no_stop(error: Exception) -> Exception:
-    """As in PEP 479: a `StopIteration` would end the user's loop without a word."""
+def no_stop(error: Exception, what: str = "the dataset, or a function,") -> Exception:
+    """Return `error`, or in the place of a `StopIteration` the error that `what` raised one.
+
+    As in PEP 479: it would end the user's loop without a word.
+    """
     if not isinstance(error, StopIteration):
         return error
-    leak = RuntimeError("the dataset, or a function, raised StopIteration")
+    leak = RuntimeError(f"{what} raised StopIteration")
     leak.__cause__ = error
     return leak.with_traceback(error.__traceback__)
 

@@ -15,7 +15,6 @@ which number depends on timing.
 from __future__ import annotations
 
 import os
-import reprlib
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from hybridloader.buffers.collate import Slots, set_slots
 from hybridloader.errors import add_note
 from hybridloader.fetch import Abandoned, Flag
 from hybridloader.native import one_thread_on_this_thread
+from hybridloader.shown import brief
 from hybridloader.worker_info import get_worker_info, set_worker_info
 
 _SLICE = 0.05
@@ -103,7 +103,7 @@ class Fanout:
             if job.errors:
                 place = min(job.errors)
                 error = job.errors[place]
-                add_note(error, f"{what} {_short.repr(job.items[place])}")
+                add_note(error, f"{what} {brief(job.items[place])}")
                 try:
                     raise error
                 finally:
@@ -178,10 +178,6 @@ def fanout_of_this_thread(threads: int) -> Fanout:
     if found is None:
         found = _known.by_threads[threads] = Fanout(threads)
     return found
-
-
-_short = reprlib.Repr()
-_short.maxother = _short.maxstring = 120
 
 
 class _Job:

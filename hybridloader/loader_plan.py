@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hybridloader import arguments
+from hybridloader.arguments import flag, function, whole
 from hybridloader.buffers.memory import DEFAULT_MEMORY
 from hybridloader.caller import stacklevel
 from hybridloader.contract import Backend
@@ -115,24 +116,20 @@ class LoaderPlan:
 
         It would fail in a worker, at the first batch, or never. Raises `TypeError` or `ValueError`.
         """
-        arguments.index("num_workers", self.num_workers, "give an int, or 0 for no workers")
-        if self.prefetch_factor is not None:
-            factor = arguments.index(
-                "prefetch_factor", self.prefetch_factor, "give an int, or None for 2"
-            )
-            if factor < 1:
-                raise ValueError(
-                    f"prefetch_factor must be at least 1, got {factor}: workers would be asked for "
-                    "nothing"
-                )
-        arguments.waiting_time("timeout", self.timeout)
-        arguments.function("collate_fn", self.collate_fn, "a function of a list of samples")
+        # To torch, True is 1.
+        if not isinstance(self.num_workers, bool):
+            whole("num_workers", self.num_workers, instead="give an int, or 0 for no workers")
+        if not (self.prefetch_factor is None or isinstance(self.prefetch_factor, bool)):
+            instead = "give how many batches each worker is asked for ahead, or None for 2"
+            whole("prefetch_factor", self.prefetch_factor, 1, instead=instead)
+        _check_timeout(self.timeout)
+        function("collate_fn", self.collate_fn, "a function of a list of samples")
         if self.worker_init_fn is not None:
-            arguments.function(
-                "worker_init_fn", self.worker_init_fn, "a function of the worker's number"
-            )
+            function("worker_init_fn", self.worker_init_fn, "a function of the worker's number")
         for name in ("pin_memory", "persistent_workers", "in_order", "drop_last"):
-            arguments.truth(name, getattr(self, name))
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, int)):  # as torch; but a text is always true
+                flag(name, value)
         _check_generator(self.samplers.generator)
         _check_dataset(self.dataset)
         for name in ("sampler", "batch_sampler"):
@@ -235,6 +232,18 @@ def _warn_idle(name: str) -> None:
         "Give num_workers to use it.",
         stacklevel=stacklevel(),
     )
+
+
+def _check_timeout(value: Any) -> None:
+    try:
+        sound = 0 <= value <= threading.TIMEOUT_MAX  # False for NaN
+    except (TypeError, ValueError, RuntimeError):  # not comparable; an array or tensor of several
+        raise TypeError(f"timeout must be a number of seconds, got {value!r}") from None
+    if not sound:
+        raise ValueError(
+            f"timeout must be a number of seconds up to {threading.TIMEOUT_MAX:.0f}, or 0 for no "
+            f"limit, got {value!r}"
+        )
 
 
 def _check_generator(value: Any) -> None:

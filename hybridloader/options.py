@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from hybridloader.arguments import one_of, seconds, whole
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.faults.on_error import Replace, Retry, Skip
 from hybridloader.faults.on_error import parse as parse_on_error
@@ -76,23 +77,13 @@ class Options:
 
     def check(self) -> None:
         """Refuse what no loader could take. Raises `TypeError` or `ValueError`."""
-        threads: Any = self.threads_per_worker
-        if isinstance(threads, bool) or not isinstance(threads, int):
-            raise TypeError(f"threads_per_worker must be an int, got {threads!r}")
-        if threads < 1:
-            raise ValueError(
-                f"threads_per_worker must be at least 1 (the worker's own thread), got {threads}"
-            )
+        instead = "1 is the worker's own thread"
+        whole("threads_per_worker", self.threads_per_worker, 1, instead=instead)
         parse_on_error(self.on_error)
         parse_seeding(self.seeding)
         RestartPolicy.of(self.on_worker_death)
-        seconds: Any = self.task_timeout
-        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not (number and seconds >= 0):  # NaN is neither
-            raise ValueError(f"task_timeout is seconds, 0 or more, not {seconds!r}")
-        remainders: Any = self.shard_remainders
-        if remainders not in ("keep", "join"):
-            raise ValueError(f"shard_remainders must be 'keep' or 'join', got {remainders!r}")
+        seconds("task_timeout", self.task_timeout)
+        one_of("shard_remainders", self.shard_remainders, ("keep", "join"))
         check_device(self.device)
 
     def for_any(self, plan: LoaderPlan) -> Self:
@@ -103,7 +94,7 @@ class Options:
     def problems(self, plan: LoaderPlan) -> dict[str, str]:
         """What is wrong with an option for that loader, by its name."""
         found = {}
-        threads, seconds = self.threads_per_worker, self.task_timeout
+        threads, timeout = self.threads_per_worker, self.task_timeout
         if threads > 1 and plan.iterable:
             found["threads_per_worker"] = (
                 f"threads_per_worker={threads} can't be had for an iterable dataset, which is read by "
@@ -115,9 +106,9 @@ class Options:
                 f"threads_per_worker={threads} shares out the samples of a batch, and with "
                 "batch_size=None there is one sample at a time; raise num_workers, or give a batch_size"
             )
-        if seconds > 0 and plan.num_workers == 0:
+        if timeout > 0 and plan.num_workers == 0:
             found["task_timeout"] = (
-                f"task_timeout={seconds} needs num_workers > 0: with 0 the caller itself makes the "
+                f"task_timeout={timeout} needs num_workers > 0: with 0 the caller itself makes the "
                 "batch and can't be stopped"
             )
         if self.shard_remainders == "join" and not (plan.iterable and plan.batched):

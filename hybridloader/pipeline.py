@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybridloader.arguments import whole
 from hybridloader.buffers.collate import WithoutTorch
 from hybridloader.fetch import MapFetch
 from hybridloader.operators.base import INFINITE, Length, Operator, Source
@@ -208,8 +209,8 @@ class Pipeline(Steps):
         from hybridloader.running.run import Run
         from hybridloader.states.resume import checked
 
-        _check_number("epoch", epoch, 0)
-        _check_number("seed", seed)
+        epoch = None if epoch is None else whole("epoch", epoch, 0)
+        seed = None if seed is None else whole("seed", seed)
         if state is None:
             return Run(Machine(self, seed, first=epoch or 0), epoch or 0)
         resumed = checked(state, self, epoch=epoch, seed=seed)
@@ -242,9 +243,9 @@ class Pipeline(Steps):
         from hybridloader.running.run import Epochs
         from hybridloader.states.resume import checked
 
-        _check_number("count", count, 0)
-        _check_number("first", first, 0)
-        _check_number("seed", seed)
+        count = None if count is None else whole("count", count, 0)
+        first = whole("first", first, 0)
+        seed = None if seed is None else whole("seed", seed)
         resumed = None if state is None else checked(state, self, seed=seed)
         return Epochs(self, count, seed, first, resumed)
 
@@ -361,15 +362,6 @@ def _calls(operators: Sequence[Operator]) -> int:
         getattr(branch, "_calls", 0) for operator in operators for branch in operator.branches()
     )
     return deep + max(inner, default=0)
-
-
-def _check_number(name: str, value: Any, least: int | None = None) -> None:
-    if value is None and name in ("seed", "count", "epoch"):
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _as_it_is(sample: Any) -> Any:

@@ -13,7 +13,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hybridloader.arguments import check_backend
+from hybridloader.arguments import flag
+from hybridloader.buffers.memory import Memory
 from hybridloader.contract import Backend
 from hybridloader.errors import BackendUnavailable
 
@@ -71,7 +72,14 @@ def get_backend(backend: Any) -> Backend:
         Neither a name nor a backend.
     """
     if isinstance(backend, Backend):
-        return check_backend(backend)
+        name = type(backend).__name__
+        memory = getattr(backend, "memory", None)
+        if memory is not None and not isinstance(memory, Memory):
+            raise TypeError(
+                f"{name}: memory must be a Memory, got {memory!r}; say memory=Memory(...)"
+            )
+        flag(f"{name}: copy_dataset", getattr(backend, "copy_dataset", False))
+        return backend
     if not isinstance(backend, str):
         hint = f"; use an instance: {backend.__name__}()" if isinstance(backend, type) else ""
         raise TypeError(f"backend must be a name or a Backend, not {backend!r}{hint}")

@@ -144,7 +144,6 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._closing = True
                 raise
             finally:
-                self._inside -= 1
                 self._come_out()
 
     def pull(self, epoch: int | None = None, *, wait: bool = True) -> Any:
@@ -173,7 +172,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._check_wanted(epoch)
             self._inside += 1
             try:
-                result = self._scheduler.pop() if self._scheduler.done else None
+                result = self._scheduler.pop()
                 if result is None:
                     result = self._wait(wait)
                 if self._ledger is not None:
@@ -192,8 +191,8 @@ class Stage(Lifecycle, Iterator[Any]):
                 raise
             finally:
                 self._inside -= 1
-                if self._closing:
-                    self._come_out()
+                if self._closing and not (self._inside or self._leaving):
+                    self._end()
 
     __next__ = pull
 
@@ -286,10 +285,7 @@ class Stage(Lifecycle, Iterator[Any]):
             waits_for_source = not scheduler.sent
             if self._feed is not None and self._hungry:
                 self._feed.when_ready(self._crew.wake)
-            remaining = None
-            if deadline is not None or self._supervisor is not None:
-                remaining = self._remaining(None if waits_for_source else deadline)
-            self._listen(remaining)
+            self._listen(self._remaining(None if waits_for_source else deadline))
             if deadline is not None and waits_for_source:
                 deadline = self._clock() + self._timeout  # until now nobody else was late
 
@@ -338,9 +334,12 @@ class Stage(Lifecycle, Iterator[Any]):
             if isinstance(event, (Done, Failed)):
                 results.append(event)
                 continue
-            self._hear(results)
+            self._take_in(results)
             results = []
             self._hear_of(event)
+        self._take_in(results)
+
+    def _take_in(self, results: list[Result]) -> None:
         if not results:
             return
         stale = self._scheduler.take_in(results)

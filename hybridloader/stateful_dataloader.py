@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
+from hybridloader.arguments import whole
 from hybridloader.dataloader import DataLoader
 from hybridloader.loader_record import record_of
 from hybridloader.sampling.torchdata_order import BatchOrder, RandomOrder
@@ -116,13 +117,8 @@ device
         ordered = sampler is not None or batch_sampler is not None
         if shuffle and not ordered and not isinstance(dataset, IterableDataset):
             sampler, shuffle = RandomOrder(dataset, generator), None  # type: ignore[arg-type]
-        steps: Any = snapshot_every_n_steps
-        if isinstance(steps, bool) or not (
-            steps is None or (isinstance(steps, int) and steps >= 0)
-        ):
-            raise ValueError(
-                f"snapshot_every_n_steps must be a whole number, 0 or more, got {steps!r}"
-            )
+        if snapshot_every_n_steps is not None:
+            whole("snapshot_every_n_steps", snapshot_every_n_steps, 0)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         super().__init__(
             dataset,

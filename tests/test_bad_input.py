@@ -256,7 +256,7 @@ def test_numbers_out_of_range_are_refused(
 
 @pytest.mark.parametrize("wrong", [True, False, 2.0, "2", None, [2]])
 def test_a_number_of_threads_that_is_none_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="threads_per_worker must be an int") as caught:
+    with pytest.raises(TypeError, match="threads_per_worker must be a whole number") as caught:
         DataLoader(Numbers(), threads_per_worker=wrong)
     assert repr(wrong) in str(caught.value)
     loader = DataLoader(Numbers())

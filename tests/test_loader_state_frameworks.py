@@ -167,7 +167,7 @@ def test_set_epoch_tells_whoever_wants_to_know_once() -> None:
     loader.set_epoch(4)
     assert (sampler.epoch, data.epochs) == (4, [4])
     for wrong in (-1, True, 1.0, "1"):
-        with pytest.raises(ValueError, match="epoch must be a whole number"):
+        with pytest.raises((TypeError, ValueError), match="epoch must be"):
             loader.set_epoch(wrong)  # type: ignore[arg-type]
 
 

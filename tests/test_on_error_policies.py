@@ -38,12 +38,12 @@ def nothing(index: Any, error: Exception) -> None:
         (lambda: Replace(3), TypeError, "must be callable"),  # type: ignore[arg-type]
         (lambda: Replace(nothing, 2.0), ValueError, "is no share"),
         (lambda: Retry(0), ValueError, "at least 1"),
-        (lambda: Retry(True), TypeError, "must be an int"),
-        (lambda: Retry(1.5), TypeError, "must be an int"),  # type: ignore[arg-type]
+        (lambda: Retry(True), TypeError, "must be a whole number"),
+        (lambda: Retry(1.5), TypeError, "must be a whole number"),  # type: ignore[arg-type]
         (lambda: Retry(1, -1), ValueError, "backoff is seconds"),
-        (lambda: Retry(1, float("inf")), ValueError, "backoff is seconds"),
+        (lambda: Retry(1, float("inf")), ValueError, "backoff=inf is more seconds"),
         (lambda: Retry(1, float("nan")), ValueError, "backoff is seconds"),
-        (lambda: Retry(1, "1"), TypeError, "backoff is a number"),  # type: ignore[arg-type]
+        (lambda: Retry(1, "1"), ValueError, "backoff is seconds"),  # type: ignore[arg-type]
         (lambda: Retry(1, longest=-1), ValueError, "longest is seconds"),
         (lambda: Retry(1, on=()), ValueError, "repeat nothing"),
         (lambda: Retry(1, on=KeyboardInterrupt), TypeError, "that are an Exception"),  # type: ignore[arg-type]

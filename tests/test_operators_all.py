@@ -242,10 +242,10 @@ def test_a_fork_stays_one_fork_through_a_pickle() -> None:
 
 
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: Batch(0), ValueError, "batch: size must be at least 1, not 0"),
-    (lambda: Batch(2.0), TypeError, "batch: size must be a whole number, not 2.0"),  # type: ignore[arg-type]
-    (lambda: Batch(True), TypeError, "size must be a whole number, not True"),
-    (lambda: Batch(2, 1), TypeError, "drop_last must be True or False, not 1"),  # type: ignore[arg-type]
+    (lambda: Batch(0), ValueError, "batch: size must be at least 1, got 0"),
+    (lambda: Batch(2.0), TypeError, "batch: size must be a whole number, got 2.0"),  # type: ignore[arg-type]
+    (lambda: Batch(True), TypeError, "size must be a whole number, got True"),
+    (lambda: Batch(2, 1), TypeError, "drop_last must be True or False, got 1"),  # type: ignore[arg-type]
     (lambda: Batch(2, collate_fn="list"), TypeError, "collate_fn must be a function"),  # type: ignore[arg-type]
     (lambda: Batch(2, memory=1), TypeError, r"Memory\(limit"),  # type: ignore[arg-type]
     (lambda: PaddedBatch(0), ValueError, "padded_batch: size must be"),
@@ -262,7 +262,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: BatchBy(len, INFINITE), ValueError, "finite, not inf"),
     (lambda: BatchBy(len, 4, padded=None), TypeError, "padded must be True"),  # type: ignore[arg-type]
     (lambda: BatchBy(len, 4, max_size=0), ValueError, "max_size must be at least 1"),
-    (lambda: BatchBy(len, 4, oversize="cut"), ValueError, "'raise', 'skip' or 'alone', not 'cut'"),
+    (lambda: BatchBy(len, 4, oversize="cut"), ValueError, "'raise', 'skip' or 'alone', got 'cut'"),
     (lambda: BucketBy(None, 4), TypeError, "bucket_by: key must be a function"),  # type: ignore[arg-type]
     (lambda: BucketBy(len, "4"), TypeError, "size must be a whole number"),  # type: ignore[arg-type]
     (lambda: BucketBy(len, {1: 0}), ValueError, r"size\[1\] must be at least 1"),

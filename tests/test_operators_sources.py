@@ -154,7 +154,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"batch_sampler": [[1]], "shuffle": True}, ValueError, "shuffle=True and a batch_sampler"),
     ({"seed": 3}, ValueError, "seed=3 is of no use without shuffle=True"),
     ({"seed": -3, "shuffle": True}, ValueError, "seed must be at least 0"),
-    ({"shuffle": 1}, TypeError, "shuffle must be True or False, not 1"),
+    ({"shuffle": 1}, TypeError, "shuffle must be True or False, got 1"),
     ({"sampler": 3}, TypeError, "sampler must be an iterable, not 3"),
     ({"sampler": iter([1])}, TypeError, "an iterator, which is over after one"),
     ({"batch_sampler": iter([[1]])}, TypeError, r"give list\(batch_sampler\)"),

@@ -21,7 +21,7 @@ PACKAGES = ("buffers", "devices", "faults", "records", "running", "seeds", "stat
 LAYERS = {
     # module -> the modules of the package that it may import when it is imported
     "_version": set[str](),
-    "arguments": {"buffers.memory"},
+    "arguments": set(),
     "buffers.arena": {"buffers.seen", "buffers.segments", "buffers.slots"},
     "buffers.collate": {"buffers.packing", "buffers.slots", "buffers.tensors", "worker_info"},
     "buffers.gather": {"buffers.collate", "buffers.slots"},
@@ -164,7 +164,6 @@ LAYERS = {
         "states.resuming",
     },
     "loader_plan": {
-        "arguments",
         "buffers.memory",
         "caller",
         "contract",
@@ -185,10 +184,10 @@ LAYERS = {
     "records.shared_dict": {"records.columns", "records.shared_list"},
     "records.shared_list": {"records.columns", "records.shared_buffer"},
     "refresh": set(),
-    "registry": {"arguments", "contract", "errors"},
+    "registry": {"buffers.memory", "contract", "errors"},
     "relay": {"errors"},
     "roster": {"contract", "diagnosis", "messages", "scheduler"},
-    "running.drawing": {"operators", "running.plan", "running.statistics"},
+    "running.drawing": {"operators", "running.plan"},
     "running.feeder": {"relay", "running.plan"},
     "running.flow": {
         "contract",
@@ -330,6 +329,7 @@ LAYERS = {
         "inheritance",
     },
     "stateful_dataloader": {"dataloader", "loader_record", "sampling", "states.torchdata_form"},
+    "shown": set(),
     "stage": {
         "contract",
         "errors",
@@ -400,8 +400,8 @@ LAYERS = {
     },
     "worker_info": {"late"},
 }
-EVERYWHERE = {"foreign"}
-"""What every module of the core may import: it imports nothing itself."""
+EVERYWHERE = {"arguments", "foreign", "shown"}
+"""What every module of the core may import: they import nothing else."""
 
 BACKENDS_MAY_USE = {
     "backends",

@@ -614,7 +614,7 @@ def test_a_transfer_says_what_may_wait() -> None:
         with pytest.raises(ValueError, match="must be at least 1, got 0"):
             Transfer(fake, **options)
     for wrong in (1.5, "2", True, None):
-        with pytest.raises(TypeError, match="prefetch must be an int"):
+        with pytest.raises(TypeError, match="prefetch must be a whole number"):
             Transfer(fake, prefetch=wrong)  # type: ignore[arg-type]
 
 

@@ -278,7 +278,7 @@ def test_what_another_thread_would_take_is_refused_before_anything_starts(
 def test_parameters_that_can_not_be_are_refused_where_they_are_given() -> None:
     with pytest.raises(ValueError, match=r"^to: prefetch must be at least 1, got 0"):
         rows().to("cuda", prefetch=0)
-    with pytest.raises(TypeError, match=r"^pin_memory: buffer_bytes must be an int"):
+    with pytest.raises(TypeError, match=r"^pin_memory: buffer_bytes must be a whole number"):
         rows().pin_memory(buffer_bytes=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="names no device"):
         iter(rows().to("cuad"))

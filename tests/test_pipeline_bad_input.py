@@ -73,15 +73,23 @@ PLACEMENTS: dict[str, Case] = {
     "class as backend": placed(TypeError, r"use an instance: Threads\(\)", backend=Threads),
     "no workers": placed(ValueError, "workers must be at least 1, got 0", **THREADS, workers=0),
     "negative workers": placed(ValueError, "workers .*got -2", **THREADS, workers=-2),
-    "bool workers": placed(TypeError, "workers must be an int, not True", **THREADS, workers=True),
-    "str workers": placed(TypeError, "workers must be an int, not '2'", **THREADS, workers="2"),
-    "float workers": placed(TypeError, "workers must be an int, not 2.0", **THREADS, workers=2.0),
+    "bool workers": placed(
+        TypeError, "workers must be a whole number, got True", **THREADS, workers=True
+    ),
+    "str workers": placed(
+        TypeError, "workers must be a whole number, got '2'", **THREADS, workers="2"
+    ),
+    "float workers": placed(
+        TypeError, "workers must be a whole number, got 2.0", **THREADS, workers=2.0
+    ),
     "workers alone": placed(ValueError, "workers but no backend.*backend='threads'", workers=2),
     "timeout alone": placed(ValueError, "timeout but no backend", timeout=3),
     "no prefetch": placed(ValueError, "prefetch must be at least 1", **THREADS, prefetch=0),
-    "float prefetch": placed(TypeError, "prefetch must be an int", **THREADS, prefetch=1.5),
+    "float prefetch": placed(TypeError, "prefetch must be a whole number", **THREADS, prefetch=1.5),
     "no bytes": placed(ValueError, "buffer_bytes must be at least 1", **THREADS, buffer_bytes=0),
-    "str bytes": placed(TypeError, "buffer_bytes must be an int", **THREADS, buffer_bytes="1G"),
+    "str bytes": placed(
+        TypeError, "buffer_bytes must be a whole number", **THREADS, buffer_bytes="1G"
+    ),
     "no threads": placed(
         ValueError, "threads_per_worker .*at least 1", **THREADS, threads_per_worker=0
     ),
@@ -147,7 +155,7 @@ SOURCES: dict[str, Case] = {
 }
 
 NUMBERS: dict[str, Case] = {
-    "take": (lambda: BASE.take(-1), ValueError, "take: count must be at least 0, not -1"),
+    "take": (lambda: BASE.take(-1), ValueError, "take: count must be at least 0, got -1"),
     "skip": (lambda: BASE.skip(1.5), TypeError, "skip: count must be a whole number"),
     "batch": (lambda: BASE.batch(0), ValueError, "batch: size must be at least 1"),
     "batch of bool": (lambda: BASE.batch(True), TypeError, "batch: size must be a whole number"),
@@ -324,8 +332,8 @@ GAPS: dict[str, Case] = {
     "fuse": placed(TypeError, "fuse", **THREADS, fuse="no"),
     "a name that is no text": (lambda: BASE.map(double, name=5), TypeError, "name of a stage"),
     "epochs below zero": (lambda: BASE.epochs(-1), ValueError, "count must be at least 0"),
-    "seed of a run": (lambda: BASE.run(seed="x"), TypeError, "seed must be an int"),
-    "epoch of a run": (lambda: BASE.run(epoch=True), TypeError, "epoch must be an int"),
+    "seed of a run": (lambda: BASE.run(seed="x"), TypeError, "seed must be a whole number"),
+    "epoch of a run": (lambda: BASE.run(epoch=True), TypeError, "epoch must be a whole number"),
     "the class of an operator": (lambda: BASE.apply(Batch), TypeError, "apply takes an Operator"),
     "a branch repeated alone": (
         lambda: (lambda a, b: a.filter(double).repeat(2).zip(b).run())(*BASE.fork(2)),

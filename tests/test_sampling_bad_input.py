@@ -41,22 +41,26 @@ def budgeted(lengths: Any = (1, 2), budget: Any = 9, **changed: Any) -> Any:
 TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ShuffleSampler(-1, 0), ValueError, "n_or_data_source must be at least 0, got -1"),
     (lambda: ShuffleSampler(2**62 + 1, 0), ValueError, "must be at most 4611686018427387904"),
-    (lambda: ShuffleSampler(True, 0), TypeError, "must be an int, got True"),
+    (lambda: ShuffleSampler(True, 0), TypeError, "must be a whole number, got True"),
     (lambda: ShuffleSampler(1.5, 0), TypeError, "something with a length, got float"),  # type: ignore[arg-type]
     (lambda: ShuffleSampler(iter([]), 0), TypeError, "an iterable dataset has no indices"),  # type: ignore[arg-type]
     (lambda: ShuffleSampler(5, -1), ValueError, "seed must be at least 0, got -1"),
     (lambda: ShuffleSampler(5, 2**64), ValueError, "seed must be at most 18446744073709551615"),
-    (lambda: ShuffleSampler(5, None), TypeError, "seed must be an int, got None"),  # type: ignore[arg-type]
+    (lambda: ShuffleSampler(5, None), TypeError, "seed must be a whole number, got None"),  # type: ignore[arg-type]
     (lambda: ShuffleSampler(5, 0, epoch=-1), ValueError, "epoch must be at least 0"),
     (lambda: ShuffleSampler(5, 0).set_epoch(-1), ValueError, "epoch must be at least 0"),
-    (lambda: ShuffleSampler(5, 0).set_epoch(1.0), TypeError, "epoch must be an int, got 1.0"),  # type: ignore[arg-type]
+    (
+        lambda: ShuffleSampler(5, 0).set_epoch(1.0),
+        TypeError,
+        "epoch must be a whole number, got 1.0",
+    ),  # type: ignore[arg-type]
     (lambda: ShuffleSampler(5, 0).at(5), IndexError, "no position 5 in an order of 5"),
     (lambda: ShuffleSampler(0, 0).at(0), IndexError, "no position 0 in an order of 0"),
-    (lambda: Permutation(5, 0)[1.0], TypeError, "a position must be an int"),  # type: ignore[index]
+    (lambda: Permutation(5, 0)[1.0], TypeError, "a position must be a whole number"),  # type: ignore[index]
     (lambda: ranked(rank=2), ValueError, "rank must be at most 1, got 2"),
     (lambda: ranked(rank=-1), ValueError, "rank must be at least 0"),
     (lambda: ranked(world=0), ValueError, "world must be at least 1, got 0"),
-    (lambda: ranked(uneven="equal"), ValueError, "one of pad, drop, exact, got 'equal'"),
+    (lambda: ranked(uneven="equal"), ValueError, "'pad', 'drop' or 'exact', got 'equal'"),
     (lambda: ranked(shuffle=1), TypeError, "shuffle must be True or False, got 1"),
     (
         lambda: ranked(n_or_data_source=1, uneven="drop"),
@@ -78,7 +82,7 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: drawing(["a"]), TypeError, "weights must be numbers"),
     (lambda: drawing([1j]), TypeError, "weights must be numbers, got complex128"),
     (lambda: drawing(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
-    (lambda: drawing(num_samples=1.0), TypeError, "num_samples must be an int"),
+    (lambda: drawing(num_samples=1.0), TypeError, "num_samples must be a whole number"),
     (lambda: drawing(replacement=None), TypeError, "replacement must be True or False"),
     (
         lambda: drawing([1, 0, 1], 3, replacement=False),
@@ -99,7 +103,11 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: bucketed(width=None, buckets=0), ValueError, "buckets must be at least 1"),
     (lambda: bucketed(width=None, buckets=[3, 2]), ValueError, r"must ascend, got \[3, 2\]"),
     (lambda: bucketed(width=None, buckets=[-1]), ValueError, "a length in buckets must be at l"),
-    (lambda: bucketed(width=None, buckets="3"), TypeError, "a length in buckets must be an int"),
+    (
+        lambda: bucketed(width=None, buckets="3"),
+        TypeError,
+        "a length in buckets must be a whole number",
+    ),
     (lambda: bucketed(width=None, buckets=2.0), TypeError, "buckets must be a number, or the"),
     (lambda: bucketed(drop_last="no"), TypeError, "drop_last must be True or False, got 'no'"),
     (lambda: budgeted(budget=0), ValueError, "budget must be at least 1"),
@@ -110,7 +118,7 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: budgeted(max_size=0), ValueError, "max_size must be at least 1"),
     (lambda: budgeted(padded=1), TypeError, "padded must be True or False"),
-    (lambda: budgeted(oversize="drop"), ValueError, "one of error, alone, skip, got 'drop'"),
+    (lambda: budgeted(oversize="drop"), ValueError, "'error', 'alone' or 'skip', got 'drop'"),
     (
         lambda: budgeted([2**62, 2**62], 2**62, padded=False),
         ValueError,

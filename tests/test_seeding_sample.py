@@ -276,13 +276,13 @@ def test_so_it_is_if_it_was_set_later() -> None:
 
 @pytest.mark.parametrize("seed", [1.0, "7", True, b"1"])
 def test_a_seed_is_an_int(seed: Any) -> None:
-    with pytest.raises(TypeError, match="seed must be an int"):
+    with pytest.raises(TypeError, match="seed must be a whole number"):
         SampleSeeding(seed)
 
 
 @pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1])
 def test_of_the_size_that_torch_takes(seed: int) -> None:
-    with pytest.raises(ValueError, match="out of range"):
+    with pytest.raises(ValueError, match="torch takes"):
         SampleSeeding(seed)
     assert SampleSeeding((1 << 64) - 1).seed == (1 << 64) - 1
 

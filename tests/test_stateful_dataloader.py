@@ -246,7 +246,7 @@ def test_what_workers_tell_and_how_often() -> None:
     # When it begins, with the first batch, and with every so many behind that.
     assert [asked(1), asked(4), asked(0), asked(None)] == [12, 4, 2, 2]
     for wrong in (-1, 1.5, True, "1"):
-        with pytest.raises(ValueError, match="snapshot_every_n_steps must be"):
+        with pytest.raises((TypeError, ValueError), match="snapshot_every_n_steps must be"):
             loader_of(Counted(), snapshot_every_n_steps=wrong)
 
 

@@ -14,6 +14,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader.arguments import whole
 from hybridloader.buffers.page_locks import PageLocks
 from hybridloader.caller import stacklevel
 from hybridloader.devices.accelerator import Accelerator, Mark, current, find
@@ -68,11 +69,7 @@ class Transfer:
 
     def __post_init__(self) -> None:
         for name in ("prefetch", "buffer_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, not {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            whole(name, getattr(self, name), 1)
 
     @classmethod
     def of(cls, device: Any) -> Transfer:

@@ -6,7 +6,6 @@ on no worker's timing. No exception that is kept here holds a frame.
 
 from __future__ import annotations
 
-import reprlib
 import traceback
 from collections import Counter
 from collections.abc import Hashable, Iterable
@@ -17,9 +16,7 @@ from hybridloader.errors import Failure, ShardLost, TooManyErrors, twin
 from hybridloader.faults.on_error import LEAST, Policy, Skip, final
 from hybridloader.faults.places import LeftOut, beside
 from hybridloader.faults.tried import Miss
-
-_short = reprlib.Repr()
-_short.maxother = _short.maxstring = 60
+from hybridloader.shown import cell, table
 
 _SHOWN = 20
 """Lines of the table in `TooManyErrors`."""
@@ -192,15 +189,14 @@ class Losses:
         budget = f"budget={self._budget}"
         if isinstance(self._budget, float):
             budget += f": {int(self.allowed)} of {max(self.tried, LEAST)}"
-        rows = [(_short.repr(r.index), _line_of(r.error)) for r in self.records[:_SHOWN]]
-        wide = max(len("index"), *(len(index) for index, _ in rows))
-        table = [f"{'index':<{wide}}  exception", *(f"{i:<{wide}}  {e}" for i, e in rows)]
+        rows = [(cell(r.index), _line_of(r.error)) for r in self.records[:_SHOWN]]
+        lines = table([("index", "exception"), *rows], underlined=False)
         if lost > _SHOWN:
-            table.append(f"and {lost - _SHOWN} more")
+            lines.append(f"and {lost - _SHOWN} more")
         error = TooManyErrors(
             f"In stage {self._stage!r}, {lost} of {self.tried} samples failed, more than on_error "
             f"allows ({budget}). Mend the data, or give a larger budget; None sets no limit. "
-            f"These were {done}:\n" + "\n".join(table)
+            f"These were {done}:\n" + "\n".join(lines)
         )
         error.__cause__ = self.records[-1].error
         return error

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader.arguments import function, seconds, whole
+
 LEAST = 1000
 """Samples that a share is at least taken of: else the first bad sample of a run would be 100 %."""
 
@@ -51,8 +53,7 @@ class Replace:
     budget: Budget = 0.01
 
     def __post_init__(self) -> None:
-        if not callable(self.fn):
-            raise TypeError(f"Replace: fn must be callable as fn(index, error), not {self.fn!r}")
+        function("Replace: fn", self.fn, "callable as fn(index, error)")
         _check_budget("Replace", self.budget)
 
 
@@ -82,12 +83,9 @@ class Retry:
     longest: float = 60.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.times, bool) or not isinstance(self.times, int):
-            raise TypeError(f"Retry: times must be an int, not {self.times!r}")
-        if self.times < 1:
-            raise ValueError(f"Retry: times must be at least 1, got {self.times}")
-        for name in ("backoff", "longest"):
-            _check_seconds(name, getattr(self, name))
+        whole("Retry: times", self.times, 1)
+        seconds("Retry: backoff", self.backoff)
+        seconds("Retry: longest", self.longest)
         kinds: Any = self.on if isinstance(self.on, tuple) else (self.on,)
         for kind in kinds:
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
@@ -157,10 +155,3 @@ def _check_budget(policy: str, budget: Any) -> None:
             f"{policy}: budget={budget} is no share: a float is above 0 and at most 1, and a number "
             "of samples is an int"
         )
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"Retry: {name} is a number of seconds, not {value!r}")
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"Retry: {name} is seconds, 0 or more, not {value}")

@@ -6,15 +6,12 @@ is `Bad` is raised or skipped where results are handed out.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from hybridloader.errors import Failure
+from hybridloader.errors import Failure, no_stop
 from hybridloader.faults.tried import Miss
-
-_short = reprlib.Repr()
-_short.maxother = _short.maxstring = 120
+from hybridloader.shown import brief
 
 
 class Bad:
@@ -84,13 +81,5 @@ def whole_or_damaged(results: list[Any]) -> Any:
 def bad(error: Exception, item: Any, number: int | None = None) -> Bad:
     """What takes the place of the results of `item`, which is known by a number if it is none itself."""
     index = item if type(item) in (int, str) and number is None else number
-    if isinstance(error, StopIteration):
-        leaked = leak(error)
-        leaked.__cause__ = error
-        error = leaked
-    return Bad(Failure(error), _short.repr(item), index)
-
-
-def leak(error: StopIteration) -> RuntimeError:
-    """As in PEP 479: a `StopIteration` would end the user's loop without a word."""
-    return RuntimeError(f"a function of a pipeline raised {error!r}")
+    error = no_stop(error, "a function of a pipeline")
+    return Bad(Failure(error), brief(item), index)

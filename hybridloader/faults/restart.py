@@ -6,6 +6,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader.arguments import seconds, whole
+
 
 @dataclass(frozen=True)
 class RestartPolicy:
@@ -32,17 +34,8 @@ class RestartPolicy:
 
     def __post_init__(self) -> None:
         for name in ("max_restarts", "deaths_per_sample"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"RestartPolicy: {name} must be an int of at least 1, not {value!r}"
-                )
-        seconds: Any = self.window_seconds
-        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not (number and seconds > 0):  # NaN is neither
-            raise ValueError(
-                f"RestartPolicy: window_seconds must be a number of seconds above 0, not {seconds!r}"
-            )
+            whole(f"RestartPolicy: {name}", getattr(self, name), 1)
+        seconds("RestartPolicy: window_seconds", self.window_seconds, above=True)
 
     @classmethod
     def of(cls, value: Any) -> RestartPolicy | None:

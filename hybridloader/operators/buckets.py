@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader import arguments
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
-from hybridloader.operators import parameters
+from hybridloader.errors import no_stop
 from hybridloader.operators.base import INFINITE, Context, Length, Operator
 from hybridloader.operators.collating import SIZE, CollateFn, Collating, check_collation
 from hybridloader.operators.iterators import Over
-from hybridloader.operators.parameters import leak, short
+from hybridloader.operators.parameters import check_flags, settle_whole
+from hybridloader.shown import short
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,15 @@ class BucketBy(Operator):
     memory: Memory = DEFAULT_MEMORY
 
     def __post_init__(self) -> None:
-        parameters.function(self, "key", self.key, "a function from an item to something hashable")
+        arguments.function(
+            f"{self.name}: key", self.key, "a function from an item to something hashable"
+        )
         if isinstance(self.size, Mapping):
             for key, size in self.size.items():
-                parameters.whole(self, f"size[{key!r}]", size, least=1, instead=SIZE)
+                arguments.whole(f"{self.name}: size[{key!r}]", size, 1, instead=SIZE)
         elif not callable(self.size):
-            instead = f"{SIZE}, or a mapping or function from a key to it"
-            size = parameters.whole(self, "size", self.size, least=1, instead=instead)
-            parameters.settle(self, size=size)
-        parameters.flag(self, "drop_last", self.drop_last)
+            settle_whole(self, "size", 1, f"{SIZE}, or a mapping or function from a key to it")
+        check_flags(self, "drop_last")
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
@@ -77,8 +79,8 @@ class BucketBy(Operator):
         try:
             size = self.size(key)
         except StopIteration as error:
-            raise leak("bucket_by: size") from error
-        return parameters.whole(self, f"size({key!r})", size, least=1, instead=SIZE)
+            raise no_stop(error, "bucket_by: size") from error
+        return arguments.whole(f"{self.name}: size({key!r})", size, 1, instead=SIZE)
 
 
 class BucketByIterator(Over):
@@ -107,7 +109,7 @@ class BucketByIterator(Over):
             try:
                 key = rules.key(item)
             except StopIteration as error:
-                raise leak("bucket_by: key") from error
+                raise no_stop(error, "bucket_by: key") from error
             try:
                 bucket = buckets.get(key)
             except TypeError:

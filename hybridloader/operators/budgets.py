@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader import arguments
+from hybridloader.arguments import is_number
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
+from hybridloader.errors import no_stop
 from hybridloader.foreign import attribute
-from hybridloader.operators import parameters
 from hybridloader.operators.base import INFINITE, Context, Length, Operator
 from hybridloader.operators.collating import SIZE, CollateFn, Collating, check_collation
 from hybridloader.operators.iterators import Over
-from hybridloader.operators.parameters import is_number, leak, short
+from hybridloader.operators.parameters import check_flags, settle_whole
+from hybridloader.shown import short
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class BatchBy(Operator):
 
     def __post_init__(self) -> None:
         what = "a function from an item to a number (len, say)"
-        parameters.function(self, "cost", self.cost, what)
+        arguments.function(f"{self.name}: cost", self.cost, what)
         if not is_number(self.limit):
             raise TypeError(f"{self.name}: limit must be a number, not {short(self.limit)}")
         if not 0 < self.limit < math.inf:
@@ -66,15 +69,9 @@ class BatchBy(Operator):
                 f"{self.name}: limit must be above 0 and finite, not {self.limit}; give what the items "
                 "of a batch may cost together"
             )
-        parameters.flag(self, "drop_last", self.drop_last)
-        parameters.flag(self, "padded", self.padded)
-        if self.max_size is not None:
-            size = parameters.whole(self, "max_size", self.max_size, least=1, instead=SIZE)
-            parameters.settle(self, max_size=size)
-        if self.oversize not in ("raise", "skip", "alone"):
-            raise ValueError(
-                f"{self.name}: oversize must be 'raise', 'skip' or 'alone', not {self.oversize!r}"
-            )
+        check_flags(self, "drop_last", "padded")
+        settle_whole(self, "max_size", 1, SIZE, optional=True)
+        arguments.one_of(f"{self.name}: oversize", self.oversize, ("raise", "skip", "alone"))
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
@@ -120,7 +117,7 @@ class BatchByIterator(Over):
             try:
                 cost = price(item)
             except StopIteration as error:
-                raise leak("batch_by: cost") from error
+                raise no_stop(error, "batch_by: cost") from error
             if type(cost) is not int or cost < 0:
                 cost = _number(cost, item)
             if cost > limit and not self._takes(item, cost):

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from hybridloader.errors import ResultNotSendable, StateError
-from hybridloader.operators import parameters
 from hybridloader.operators.base import Context, Length, Mark, Operator, Part, Upstream
 from hybridloader.operators.cache_file import Reader, Writer
 from hybridloader.operators.iterators import Over
-from hybridloader.operators.parameters import short
+from hybridloader.operators.parameters import settle
+from hybridloader.shown import short
 
 
 class _Store:
@@ -72,7 +72,7 @@ class Cache(Operator):
                 raise TypeError(f"{self.name}: path must be that of a file, not {short(self.path)}")
             if not os.path.basename(path) or "\0" in path:
                 raise ValueError(f"{self.name}: path={path!r} names no file")
-            parameters.settle(self, path=path)
+            settle(self, path=path)
         if not isinstance(self.fingerprint, str):
             raise TypeError(
                 f"{self.name}: fingerprint must be a text, not {short(self.fingerprint)}"
@@ -82,7 +82,7 @@ class Cache(Operator):
         return {"path": self.path, "fingerprint": self.fingerprint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        parameters.settle(self, **state, _store=_Store())
+        settle(self, **state, _store=_Store())
 
     def ready(self) -> bool:
         """Whether a whole pass is kept, so that what comes before is not needed."""

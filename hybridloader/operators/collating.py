@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hybridloader.arguments import function
 from hybridloader.buffers.collate import is_default_collate, set_slots, teach_torch
 from hybridloader.buffers.memory import Memory, warn_of_overflow
 from hybridloader.buffers.slots import PrivateSlots
+from hybridloader.errors import no_stop
 from hybridloader.operators.base import Operator
-from hybridloader.operators.parameters import function, leak, short
+from hybridloader.shown import short
 
 if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
@@ -58,7 +60,7 @@ class Collating:
         try:
             batch = self._function(samples)
         except StopIteration as error:
-            raise leak("a collate_fn") from error
+            raise no_stop(error, "a collate_fn") from error
         finally:
             set_slots(before)
         if self._slots.refusal is not None and not self._warned:
@@ -67,18 +69,18 @@ class Collating:
         return batch
 
 
-def check_collation(described: Operator, collate_fn: Any, memory: Any) -> None:
+def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:
     """Refuse what can't be a collate function, or a limit of memory."""
     if collate_fn is not None:
         what = "a function from a list of samples to a batch (list keeps them as they are)"
-        function(described, "collate_fn", collate_fn, what)
-    check_memory(described, memory)
+        function(f"{operator.name}: collate_fn", collate_fn, what)
+    check_memory(operator, memory)
 
 
-def check_memory(described: Operator, memory: Any) -> None:
+def check_memory(operator: Operator, memory: Any) -> None:
     """Refuse what is not a limit of memory."""
     if not isinstance(memory, Memory):
         raise TypeError(
-            f"{described.name}: memory must be a hybridloader.Memory, not {short(memory)}; "
+            f"{operator.name}: memory must be a hybridloader.Memory, not {short(memory)}; "
             "for a limit in bytes give Memory(limit=...)"
         )

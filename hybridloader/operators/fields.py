@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from hybridloader.foreign import has
-from hybridloader.operators.parameters import short
+from hybridloader.shown import short
 
 
 def is_named(value: Any) -> bool:

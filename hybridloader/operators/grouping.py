@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from hybridloader import arguments
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
-from hybridloader.operators import parameters
+from hybridloader.errors import no_stop
 from hybridloader.operators.base import INFINITE, Context, Length, Operator
 from hybridloader.operators.buckets import BucketBy
 from hybridloader.operators.budgets import BatchBy
@@ -27,7 +28,7 @@ from hybridloader.operators.collating import (
 from hybridloader.operators.fields import samples_of
 from hybridloader.operators.iterators import Over
 from hybridloader.operators.padding import Pad
-from hybridloader.operators.parameters import leak
+from hybridloader.operators.parameters import check_flags, settle_whole
 
 __all__ = ["Batch", "BatchBy", "BucketBy", "PaddedBatch", "Unbatch"]
 
@@ -55,9 +56,8 @@ class Batch(Operator):
     memory: Memory = DEFAULT_MEMORY
 
     def __post_init__(self) -> None:
-        size = parameters.whole(self, "size", self.size, least=1, instead=SIZE)
-        parameters.settle(self, size=size)
-        parameters.flag(self, "drop_last", self.drop_last)
+        settle_whole(self, "size", 1, SIZE)
+        check_flags(self, "drop_last")
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
@@ -96,10 +96,8 @@ class PaddedBatch(Operator):
     memory: Memory = DEFAULT_MEMORY
 
     def __post_init__(self) -> None:
-        size = parameters.whole(self, "size", self.size, least=1, instead=SIZE)
-        parameters.settle(self, size=size)
-        parameters.flag(self, "drop_last", self.drop_last)
-        parameters.flag(self, "lengths", self.lengths)
+        settle_whole(self, "size", 1, SIZE)
+        check_flags(self, "drop_last", "lengths")
         check_memory(self, self.memory)
         try:
             Pad(self.padding_value)
@@ -179,10 +177,10 @@ class Unbatch(Operator):
 
     def __post_init__(self) -> None:
         if self.columns is not None:
-            parameters.flag(self, "columns", self.columns)
+            check_flags(self, "columns")
         if self.split is not None:
             what = "a function from a batch to an iterable of samples"
-            parameters.function(self, "split", self.split, what)
+            arguments.function(f"{self.name}: split", self.split, what)
             if self.columns is not None:
                 raise ValueError(
                     f"{self.name}: columns={self.columns} is a rule for splitting, and split= takes "
@@ -225,7 +223,7 @@ class UnbatchIterator(Over):
                 try:
                     self._samples = iter(self._split(batch))
                 except StopIteration as error:
-                    raise leak("unbatch: split") from error
+                    raise no_stop(error, "unbatch: split") from error
 
     def close(self) -> None:
         self._samples = iter(())

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from hybridloader.arguments import is_number, one_of
 from hybridloader.faults.places import astray, takes_a_place
-from hybridloader.operators import parameters
 from hybridloader.operators.base import INFINITE, Context, Length, Mark, Part, Source
 from hybridloader.operators.iterators import Among, close, nothing, opened
-from hybridloader.operators.parameters import is_number, short, sum_of
+from hybridloader.operators.parameters import SEED, settle, settle_whole, several, sum_of
 from hybridloader.operators.rows import Zip
 from hybridloader.operators.split import Branch, Fork, reaches_out
+from hybridloader.shown import short
 
 if TYPE_CHECKING:
     from hybridloader.pipeline import Pipeline
@@ -36,7 +37,7 @@ class Concat(Source):
     pipelines: tuple[Pipeline, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
-        parameters.settle(self, pipelines=parameters.several(self, self.pipelines))
+        settle(self, pipelines=several(self, self.pipelines))
 
     def branches(self) -> tuple[Pipeline, ...]:
         return self.pipelines
@@ -133,13 +134,11 @@ class Mix(Source):
     stop: str = "all"
 
     def __post_init__(self) -> None:
-        pipelines = parameters.several(self, self.pipelines)
-        seed = parameters.seed_or_none(self, self.seed)
-        parameters.settle(self, pipelines=pipelines, seed=seed)
-        if self.stop not in ("all", "first"):
-            raise ValueError(f"{self.name}: stop must be 'all' or 'first', not {self.stop!r}")
+        settle(self, pipelines=several(self, self.pipelines))
+        settle_whole(self, "seed", 0, SEED, optional=True)
+        one_of(f"{self.name}: stop", self.stop, ("all", "first"))
         if self.weights is not None:
-            parameters.settle(self, weights=self._checked(self.weights))
+            settle(self, weights=self._checked(self.weights))
 
     def _checked(self, weights: Any) -> tuple[float, ...]:
         try:
@@ -247,8 +246,8 @@ class Interleave(Source):
 
     def __post_init__(self) -> None:
         instead = "give how many items in a row come from one pipeline"
-        block = parameters.whole(self, "block", self.block, least=1, instead=instead)
-        parameters.settle(self, pipelines=parameters.several(self, self.pipelines), block=block)
+        settle_whole(self, "block", 1, instead)
+        settle(self, pipelines=several(self, self.pipelines))
 
     def branches(self) -> tuple[Pipeline, ...]:
         return self.pipelines

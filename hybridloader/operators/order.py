@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridloader.faults.places import LeftOut, beside, takes_a_place
-from hybridloader.operators import parameters
 from hybridloader.operators.base import (
     INFINITE,
     Context,
@@ -20,8 +19,7 @@ from hybridloader.operators.base import (
     Upstream,
 )
 from hybridloader.operators.iterators import Over, close, nothing
-
-_COUNT = "give a number of items"
+from hybridloader.operators.parameters import SEED, settle_whole
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class Shuffle(Operator):
 
     def __post_init__(self) -> None:
         instead = "give how many items may be held; the more, the better they are shuffled"
-        buffer = parameters.whole(self, "buffer", self.buffer, least=1, instead=instead)
-        parameters.settle(self, buffer=buffer, seed=parameters.seed_or_none(self, self.seed))
+        settle_whole(self, "buffer", 1, instead)
+        settle_whole(self, "seed", 0, SEED, optional=True)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return ShuffleIterator(items, self.buffer, context.random(self.seed))
@@ -103,8 +101,7 @@ class Take(Operator):
     count: int
 
     def __post_init__(self) -> None:
-        count = parameters.whole(self, "count", self.count, least=0, instead=_COUNT)
-        parameters.settle(self, count=count)
+        settle_whole(self, "count", 0, "give a number of items")
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return TakeIterator(items, self.count - context.start)
@@ -155,8 +152,7 @@ class Skip(Operator):
     count: int
 
     def __post_init__(self) -> None:
-        count = parameters.whole(self, "count", self.count, least=0, instead=_COUNT)
-        parameters.settle(self, count=count)
+        settle_whole(self, "count", 0, "give a number of items")
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return EveryIterator(items, 0 if context.start else self.count, 1)
@@ -232,9 +228,7 @@ class Enumerate(Operator):
     start: int = 0
 
     def __post_init__(self) -> None:
-        instead = "give the first number"
-        start = parameters.whole(self, "start", self.start, least=-sys.maxsize, instead=instead)
-        parameters.settle(self, start=start)
+        settle_whole(self, "start", -sys.maxsize, "give the first number")
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return EnumerateIterator(items, self.start + context.start)
@@ -281,10 +275,8 @@ class Repeat(Operator):
     times: int | None = None
 
     def __post_init__(self) -> None:
-        if self.times is not None:
-            instead = "give how many passes, or None for passes without end"
-            times = parameters.whole(self, "times", self.times, least=0, instead=instead)
-            parameters.settle(self, times=times)
+        instead = "give how many passes, or None for passes without end"
+        settle_whole(self, "times", 0, instead, optional=True)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         raise TypeError(f"{self.name} makes passes of its own; open it by `begin`")
@@ -387,16 +379,13 @@ class Shard(Operator):
                 f"{self.name}: rank={self.rank} and world={self.world}: give both, or neither, "
                 "to take those of torch.distributed"
             )
-        world = parameters.whole(
-            self, "world", self.world, least=1, instead="give the number of shards"
-        )
-        instead = "give the number of the shard, from 0"
-        rank = parameters.whole(self, "rank", self.rank, least=0, instead=instead)
-        if rank >= world:
+        settle_whole(self, "world", 1, "give the number of shards")
+        settle_whole(self, "rank", 0, "give the number of the shard, from 0")
+        if self.rank >= self.world:
             raise ValueError(
-                f"{self.name}: rank={rank} of world={world}: ranks go from 0 to {world - 1}"
+                f"{self.name}: rank={self.rank} of world={self.world}: ranks go from 0 to "
+                f"{self.world - 1}"
             )
-        parameters.settle(self, rank=rank, world=world)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         rank, world = self.resolved()

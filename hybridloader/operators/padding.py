@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
+from hybridloader.arguments import is_number
 from hybridloader.buffers.collate import slot_for
 from hybridloader.operators.fields import is_named, like
-from hybridloader.operators.parameters import is_number, short
+from hybridloader.shown import short
 
 if TYPE_CHECKING:
     import torch

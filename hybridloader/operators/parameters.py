@@ -6,13 +6,12 @@ knows what an operator does.
 
 from __future__ import annotations
 
-import numbers
-import operator
-import reprlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybridloader.arguments import flag, whole
 from hybridloader.operators.base import INFINITE, Length
+from hybridloader.shown import short
 
 if TYPE_CHECKING:
     from hybridloader.pipeline import Pipeline
@@ -25,61 +24,30 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-_short = reprlib.Repr()
-_short.maxother = _short.maxstring = 120
-
-
-def short(value: Any) -> str:
-    """What an error shows of an item."""
-    return f"{_short.repr(value)} (a {type(value).__qualname__})"
-
-
 def settle(described: Named, **values: Any) -> None:
     """Set fields of a frozen description, from its ``__post_init__``."""
     for name, value in values.items():
         object.__setattr__(described, name, value)
 
 
-def whole(described: Named, parameter: str, value: Any, *, least: int, instead: str) -> int:
-    """`value` as an int that is at least `least`."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{described.name}: {parameter} must be a whole number, not {short(value)}; {instead}"
-        ) from None
-    if number < least:
-        raise ValueError(
-            f"{described.name}: {parameter} must be at least {least}, not {number}; {instead}"
-        )
-    return number
+def settle_whole(
+    described: Named, parameter: str, least: int, instead: str, *, optional: bool = False
+) -> None:
+    """Make the field `parameter` an int that is at least `least`; or None, where it is optional."""
+    value = getattr(described, parameter)
+    if not (optional and value is None):
+        name = f"{described.name}: {parameter}"
+        settle(described, **{parameter: whole(name, value, least, instead=instead)})
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a real number, which True and False are not meant as."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def check_flags(described: Named, *parameters: str) -> None:
+    """Refuse fields that are neither True nor False."""
+    for parameter in parameters:
+        flag(f"{described.name}: {parameter}", getattr(described, parameter))
 
 
-def flag(described: Named, parameter: str, value: Any) -> None:
-    """`value` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{described.name}: {parameter} must be True or False, not {short(value)}")
-
-
-def function(described: Named, parameter: str, value: Any, what: str) -> None:
-    """`value` can be called; `what` tells with what, and what it gives."""
-    if not callable(value):
-        raise TypeError(f"{described.name}: {parameter} must be {what}, not {short(value)}")
-
-
-def seed_or_none(described: Named, seed: Any) -> int | None:
-    """`seed` as an int, or None."""
-    if seed is None:
-        return None
-    instead = "give an int from 0 up, or None for the seed of the run"
-    return whole(described, "seed", seed, least=0, instead=instead)
+SEED = "give an int from 0 up, or None for the seed of the run"
+"""What errors about a seed ask for."""
 
 
 def several(described: Named, pipelines: Any) -> tuple[Pipeline, ...]:
@@ -104,14 +72,6 @@ def one(described: Named, parameter: str, pipeline: Any) -> None:
             f"{described.name}: {parameter} must be a pipeline, not {short(pipeline)}; make one of "
             "an iterable or a dataset first"
         )
-
-
-def leak(what: str) -> RuntimeError:
-    """For a user's function that raised StopIteration, which would end the loop without a word.
-
-    As in PEP 479.
-    """
-    return RuntimeError(f"{what} raised StopIteration")
 
 
 def sum_of(lengths: Iterable[Length]) -> Length:

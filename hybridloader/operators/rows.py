@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridloader.errors import IteratorClosed, add_note
 from hybridloader.faults.places import LeftOut, goes_astray, takes_a_place
-from hybridloader.operators import parameters
 from hybridloader.operators.base import Context, Length, Mark, Part, Source
 from hybridloader.operators.counting import check, leaves_out, loses_count
 from hybridloader.operators.iterators import Among, Over, opened
+from hybridloader.operators.parameters import check_flags, settle, several
 from hybridloader.operators.split import may_begin_at
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class Zip(Source):
     strict: bool = True
 
     def __post_init__(self) -> None:
-        pipelines = parameters.several(self, self.pipelines)
-        parameters.settle(self, pipelines=pipelines)
-        parameters.flag(self, "strict", self.strict)
+        pipelines = several(self, self.pipelines)
+        settle(self, pipelines=pipelines)
+        check_flags(self, "strict")
         if len(pipelines) > 1:
             for number, pipeline in enumerate(pipelines):
                 check(self.name, number, pipeline)

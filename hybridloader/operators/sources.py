@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from hybridloader.errors import no_stop
 from hybridloader.foreign import attribute
-from hybridloader.operators import parameters
 from hybridloader.operators.base import Context, Length, Source
-from hybridloader.operators.parameters import leak, short
+from hybridloader.operators.parameters import SEED, check_flags, settle, settle_whole
 from hybridloader.operators.stateful import (
     INDICES,
     ITEMS,
@@ -25,6 +25,7 @@ from hybridloader.operators.stateful import (
     is_stateful,
     with_drawn_seed,
 )
+from hybridloader.shown import short
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Indices(Source):
         return "from_dataset"
 
     def __post_init__(self) -> None:
-        parameters.flag(self, "shuffle", self.shuffle)
-        parameters.settle(self, seed=parameters.seed_or_none(self, self.seed))
+        check_flags(self, "shuffle")
+        settle_whole(self, "seed", 0, SEED, optional=True)
         if self.sampler is not None and self.batch_sampler is not None:
             raise ValueError(
                 f"{self.name}: sampler and batch_sampler both say what is read; give one of them"
@@ -205,7 +206,7 @@ class Items(Source):
         return {"source": self.source}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        parameters.settle(self, **state, _begun=_Begun())
+        settle(self, **state, _begun=_Begun())
 
     def start(self, context: Context) -> Iterator[Any]:
         source = self.source
@@ -223,7 +224,7 @@ class Items(Source):
             try:
                 source = source()
             except StopIteration as error:
-                raise leak(f"{self.name}: the function {short(self.source)}") from error
+                raise no_stop(error, f"{self.name}: the function {short(self.source)}") from error
             if not hasattr(type(source), "__iter__"):
                 raise TypeError(
                     f"{self.name}: the function {short(self.source)} must give an iterable, not "

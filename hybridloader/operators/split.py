@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.errors import twin
-from hybridloader.operators import parameters
 from hybridloader.operators.base import Context, Length, Mark, Part, Source
 from hybridloader.operators.counting import leaves_out
 from hybridloader.operators.iterators import close
+from hybridloader.operators.parameters import one, settle_whole
+from hybridloader.shown import short
 
 if TYPE_CHECKING:
     from hybridloader.pipeline import Pipeline
@@ -44,10 +45,8 @@ class Fork:
         return "fork"
 
     def __post_init__(self) -> None:
-        parameters.one(self, "pipeline", self.pipeline)
-        instead = "give the number of branches"
-        count = parameters.whole(self, "count", self.count, least=1, instead=instead)
-        parameters.settle(self, count=count)
+        one(self, "pipeline", self.pipeline)
+        settle_whole(self, "count", 1, "give the number of branches")
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,11 @@ class Branch(Source):
 
     def __post_init__(self) -> None:
         if not isinstance(self.fork, Fork):
-            raise TypeError(f"{self.name}: fork must be a Fork, not {parameters.short(self.fork)}")
+            raise TypeError(f"{self.name}: fork must be a Fork, not {short(self.fork)}")
         instead = f"a fork of {self.fork.count} has branches 0 to {self.fork.count - 1}"
-        number = parameters.whole(self, "number", self.number, least=0, instead=instead)
-        if number >= self.fork.count:
-            raise ValueError(f"{self.name}: there is no branch {number}: {instead}")
-        parameters.settle(self, number=number)
+        settle_whole(self, "number", 0, instead)
+        if self.number >= self.fork.count:
+            raise ValueError(f"{self.name}: there is no branch {self.number}: {instead}")
 
     def branches(self) -> tuple[Pipeline, ...]:
         return (self.fork.pipeline,)

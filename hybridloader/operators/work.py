@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from hybridloader.arguments import flag, function, seconds, whole
 from hybridloader.contract import Backend
 from hybridloader.faults.on_error import Policy, Replace, Retry, Skip, parse
 from hybridloader.faults.restart import RestartPolicy
@@ -119,35 +119,21 @@ class Placement:
                 f"stage {stage!r} has {told} but no backend, so its work would be done where the "
                 "result is asked for; say where, for instance backend='threads'"
             )
-        for name, least in _LEAST.items():
-            _check_number(stage, name, given.get(name), least)
+        for name in given.keys() & {"prefetch", "buffer_bytes", "threads_per_worker"}:
+            given[name] = whole(f"stage {stage!r}: {name}", given[name], 1)
         if backend is None:
             return cls(**given, **faults)
         try:
             chosen = get_backend(backend)
         except (ValueError, TypeError) as error:
             raise type(error)(f"stage {stage!r}: {error}") from error
-        if workers is None:
-            workers = _cpus()
-        _check_number(stage, "workers", workers, 1)
-        for name in ("timeout", "task_timeout"):
-            seconds = given.get(name, 0)
-            number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-            if not (number and seconds >= 0):  # NaN is neither
-                raise ValueError(f"stage {stage!r}: {name} is seconds, 0 or more, not {seconds!r}")
-            if seconds > threading.TIMEOUT_MAX:
-                raise ValueError(
-                    f"stage {stage!r}: {name}={seconds!r} is more seconds than can be waited for; 0 is "
-                    "for ever"
-                )
-        for flag in ("ordered", "fuse"):
-            if not isinstance(given.get(flag, True), bool):
-                raise TypeError(
-                    f"stage {stage!r}: {flag} must be True or False, not {given[flag]!r}"
-                )
-        init = given.get("worker_init_fn")
-        if init is not None and not callable(init):
-            raise TypeError(f"stage {stage!r}: worker_init_fn must be callable, not {init!r}")
+        workers = whole(f"stage {stage!r}: workers", _cpus() if workers is None else workers, 1)
+        for name in given.keys() & {"timeout", "task_timeout"}:
+            seconds(f"stage {stage!r}: {name}", given[name])
+        for name in given.keys() & {"ordered", "fuse"}:
+            given[name] = flag(f"stage {stage!r}: {name}", given[name])
+        if "worker_init_fn" in given:
+            function(f"stage {stage!r}: worker_init_fn", given["worker_init_fn"], "callable")
         return cls(backend=chosen, workers=workers, **given, **faults)
 
     @property
@@ -171,18 +157,6 @@ def _policy(stage: str, of: Callable[[Any], Any], value: Any) -> Any:
         return of(value)
     except ValueError as error:
         raise ValueError(f"stage {stage!r}: {error}") from None
-
-
-_LEAST = {"prefetch": 1, "buffer_bytes": 1, "threads_per_worker": 1}
-
-
-def _check_number(stage: str, name: str, value: Any, least: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"stage {stage!r}: {name} must be an int, not {value!r}")
-    if value < least:
-        raise ValueError(f"stage {stage!r}: {name} must be at least {least}, got {value}")
 
 
 def _cpus() -> int:

@@ -18,7 +18,8 @@ from zlib import crc32
 
 from hybridloader.foreign import has
 from hybridloader.records.columns import Column, chunks
-from hybridloader.records.shared_list import SHOWN, SharedList, Unchanging, short
+from hybridloader.records.shared_list import SHOWN, SharedList, Unchanging
+from hybridloader.shown import cell
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -160,7 +161,7 @@ class SharedDict(Unchanging, Mapping[K, V]):
 
     def __repr__(self) -> str:
         shown = ", ".join(
-            f"{short.repr(key)}: {short.repr(value)}" for key, value in islice(self.items(), SHOWN)
+            f"{cell(key)}: {cell(value)}" for key, value in islice(self.items(), SHOWN)
         )
         more = f", ... {len(self):,} in all" if len(self) > SHOWN else ""
         return f"SharedDict({{{shown}{more}}})"

@@ -10,21 +10,18 @@ imported here.
 from __future__ import annotations
 
 import operator
-import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeVar, overload
 
 from hybridloader.records.columns import Column, Layout, bounds, decoder, elements
 from hybridloader.records.shared_buffer import SharedBuffer
+from hybridloader.shown import cell
 
 T = TypeVar("T")
 
 SHOWN = 3
 """Elements in a repr."""
-
-short = reprlib.Repr()
-short.maxstring = short.maxother = 60
 
 
 class ReadOnly(AttributeError, TypeError):
@@ -212,7 +209,7 @@ class SharedList(Unchanging, Sequence[T]):
         return id(self._buffer), self._layout, self._span
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(short.repr, self[:SHOWN]))
+        shown = ", ".join(map(cell, self[:SHOWN]))
         more = f", ... {len(self):,} in all" if len(self) > SHOWN else ""
         return f"SharedList([{shown}{more}])"
 

@@ -9,7 +9,7 @@ from hybridloader.operators.base import Length, Operator
 from hybridloader.operators.split import Branch
 from hybridloader.operators.work import of_length
 from hybridloader.running.plan import Handover, Inline, Node, Single, Workers, lay_out
-from hybridloader.running.statistics import table
+from hybridloader.shown import table
 
 if TYPE_CHECKING:
     from hybridloader.pipeline import Pipeline

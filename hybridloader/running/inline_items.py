@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from hybridloader.diagnosis import place
-from hybridloader.errors import IteratorClosed, add_note
+from hybridloader.errors import IteratorClosed, add_note, no_stop
 from hybridloader.faults.careful import Careful
 from hybridloader.faults.guard import Guard
 from hybridloader.faults.losses import Losses
 from hybridloader.faults.on_error import Policy
-from hybridloader.faults.outcomes import Bad, Noted, bad, leak
+from hybridloader.faults.outcomes import Bad, Noted, bad
 from hybridloader.fetch import Abandoned, Flag
 from hybridloader.foreign import attribute
 from hybridloader.running.work import Step
@@ -83,10 +83,7 @@ class InlineItems(Iterator[Any]):
 
     def _blame(self, error: Exception, item: Any) -> NoReturn:
         where = place(self._stage, "the thread that asked", item, "working on")
-        if isinstance(error, StopIteration):
-            leaked = leak(error)
-            add_note(leaked, where)
-            raise leaked from error
+        error = no_stop(error, "a function of a pipeline")
         add_note(error, where)
         raise error
 

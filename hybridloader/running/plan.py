@@ -18,6 +18,7 @@ from hybridloader.fallback import usable
 from hybridloader.operators.base import Operator
 from hybridloader.operators.cache import Cache
 from hybridloader.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.operators.parameters import settle_whole
 from hybridloader.operators.pin import PinMemory
 from hybridloader.operators.sources import Indices
 from hybridloader.operators.work import Lookup, Map, Placement, Readers, Work
@@ -134,10 +135,7 @@ class Prefetch(Operator):
     count: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int):
-            raise TypeError(f"prefetch: count must be an int, not {self.count!r}")
-        if self.count < 1:
-            raise ValueError(f"prefetch: count must be at least 1, got {self.count}")
+        settle_whole(self, "count", 1, "give how many items may wait")
 
     def open(self, items: Iterator[object], context: object) -> Iterator[object]:
         raise TypeError("prefetch is opened by the engine, as a relay")

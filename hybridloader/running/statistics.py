@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hybridloader.diagnosis import workers_table
 from hybridloader.running.plan import Handover, Inline, Node, Single, Workers
+from hybridloader.shown import table
 
 if TYPE_CHECKING:
     from hybridloader.running.machine import Machine, Path
@@ -93,18 +94,8 @@ class PipelineStats:
         return busiest if busiest.load >= _BUSY else None
 
     def __str__(self) -> str:
-        heading = (
-            "stage",
-            "where",
-            "items",
-            "busy",
-            "starved",
-            "blocked",
-            "other",
-            "load",
-            "queued",
-        )
-        rows: list[tuple[str, ...]] = [heading]
+        heading = "stage where items busy starved blocked other load queued"
+        rows = [tuple(heading.split())]
         worst = self.bottleneck
         for stage in self.stages:
             where = stage.backend + (f" x {stage.workers}" if stage.workers > 1 else "")
@@ -128,20 +119,6 @@ class PipelineStats:
         if worst is not None:
             lines.append(f"After {self.seconds:.1f} s, the bottleneck is {worst.name}.")
         return "\n".join(lines)
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, the first of them a heading; the first two columns to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
 
 
 def collect(machine: Machine) -> PipelineStats:

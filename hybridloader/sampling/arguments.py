@@ -6,7 +6,6 @@ torch is not imported: a tensor is known by its methods.
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Sized
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hybridloader.arguments import whole
 from hybridloader.foreign import has
 
 LARGEST = 2**63 - 1
@@ -21,27 +21,6 @@ LARGEST = 2**63 - 1
 
 MOST_SAMPLES = 2**62
 """Leaves room in int64 for an index and a number of ranks."""
-
-
-def whole(name: str, value: Any, least: int, most: int = LARGEST) -> int:
-    """`value` as an int from `least` to `most`; numpy's integers are welcome, bools are not."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    if number > most:
-        raise ValueError(f"{name} must be at most {most}, got {number}")
-    return number
-
-
-def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
 
 
 def seed_of(value: Any) -> int:

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hybridloader.sampling.arguments import LARGEST, fingerprint, flag, lengths_of, seed_of, whole
+from hybridloader.arguments import flag, one_of, whole
+from hybridloader.sampling.arguments import LARGEST, fingerprint, lengths_of, seed_of
 from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler, narrow
 
 OVERSIZE = ("error", "alone", "skip")
@@ -129,8 +130,7 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         self.budget = whole("budget", budget, 1)
         self.padded = flag("padded", padded)
         self.max_size = None if max_size is None else whole("max_size", max_size, 1)
-        if oversize not in OVERSIZE:
-            raise ValueError(f"oversize must be one of {', '.join(OVERSIZE)}, got {oversize!r}")
+        one_of("oversize", oversize, OVERSIZE)
         self.oversize = oversize
         above = given > self.budget
         self.oversized = int(np.count_nonzero(above))

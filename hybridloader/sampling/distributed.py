@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hybridloader.sampling.arguments import count_of, flag, seed_of, whole
+from hybridloader.arguments import flag, one_of, whole
+from hybridloader.sampling.arguments import count_of, seed_of
 from hybridloader.sampling.permutation import BLOCK, Permutation
 from hybridloader.sampling.resumable import Place, ResumableSampler
 
@@ -94,8 +95,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         self._n = count_of(n_or_data_source)
         self.seed = seed_of(seed)
         self.rank, self.world = _group(rank, world)
-        if uneven not in UNEVEN:
-            raise ValueError(f"uneven must be one of {', '.join(UNEVEN)}, got {uneven!r}")
+        one_of("uneven", uneven, UNEVEN)
         self.uneven = uneven
         self.shuffle = flag("shuffle", shuffle)
         if uneven == "drop" and 0 < self._n < self.world:

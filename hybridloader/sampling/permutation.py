@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader.sampling.arguments import LARGEST, MOST_SAMPLES, seed_of, whole
+from hybridloader.arguments import whole
+from hybridloader.sampling.arguments import LARGEST, MOST_SAMPLES, seed_of
 
 Words = npt.NDArray[np.uint64]
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import Sampler
 
-from hybridloader.sampling.arguments import LARGEST, whole
+from hybridloader.arguments import whole
+from hybridloader.sampling.arguments import LARGEST
 from hybridloader.states.schema import ANY, Schema, up_to
 
 T_co = TypeVar("T_co", covariant=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from hybridloader.arguments import whole
 from hybridloader.foreign import attribute
 
-_LIMITS = -(1 << 63), 1 << 64
 """What torch takes for a seed."""
 
 
@@ -39,14 +39,9 @@ class SampleSeeding:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.seed is None:
-            return
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"SampleSeeding: seed must be an int or None, not {self.seed!r}")
-        if not _LIMITS[0] <= self.seed < _LIMITS[1]:
-            raise ValueError(
-                f"SampleSeeding: seed={self.seed} is out of range; torch takes -2**63 to 2**64 - 1"
-            )
+        if self.seed is not None:
+            instead = "torch takes -2**63 to 2**64 - 1"
+            whole("SampleSeeding: seed", self.seed, -(2**63), 2**64 - 1, instead)
 
 
 def parse(value: Any) -> SampleSeeding | None:
