@@ -103,9 +103,9 @@ def jpeg_files(count: int = 40) -> list[bytes]:
 
 def _photographs() -> list[Any]:
     try:
-        from hybridloader.demo.photographs import PHOTOGRAPHS, _open
+        from hybridloader.demo.photographs import PHOTOGRAPHS, photograph
 
-        return [_open(*where) for where in PHOTOGRAPHS.values()]
+        return [photograph(name) for name in PHOTOGRAPHS]
     except Exception:  # of whatever kind: no skimage, another layout of its files
         import numpy
         from PIL import Image

@@ -115,7 +115,7 @@ def _add_run(commands: Any) -> None:
         ("threads_per_worker", _at_least(1), "N"),
         ("on_error", str, "raise|skip"),
         ("on_worker_death", str, "raise|restart"),
-        ("task_timeout", _seconds, "SECONDS"),
+        ("task_timeout", float, "SECONDS"),
         ("seeding", str, "worker|sample"),
         ("shard_remainders", str, "keep|join"),
         ("device", str, "DEVICE"),
@@ -130,23 +130,13 @@ def _add_run(commands: Any) -> None:
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    def whole_number(text: str) -> int:
+        value = int(text)
         if value < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
         return value
 
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    return whole_number
 
 
 def _run(arguments: argparse.Namespace) -> str | None:
@@ -181,13 +171,14 @@ def _demo(arguments: argparse.Namespace) -> str | None:
     missing = [package for name, package in needed.items() if not importlib.util.find_spec(name)]
     if missing:
         return f"needs {' and '.join(missing)}; install it with: pip install 'hybridloader[demo]'"
-    from hybridloader.demo.command import Options, run
+    from hybridloader.demo.command import run
     from hybridloader.demo.folders import DemoError
     from hybridloader.errors import BackendUnavailable
 
-    options = {name: getattr(arguments, name) for name in Options.__dataclass_fields__}
+    options = {**vars(arguments)}
+    del options["command"], options["run"], options["parser"]
     try:
-        run(Options(**options))
+        run(**options)
     except (DemoError, BackendUnavailable) as error:
         # torch's own loader puts the worker's traceback into the message; the last line tells.
         return str(error).strip().rpartition("\n")[2]

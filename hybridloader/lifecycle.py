@@ -157,6 +157,7 @@ class Lifecycle(ABC):
                 self._closing = True
                 raise
             finally:
+                self._inside -= 1
                 self._come_out()
 
     def interrupt(self, epoch: int | None = None) -> None:
@@ -242,12 +243,11 @@ class Lifecycle(ABC):
             raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
 
     def _come_out(self) -> None:
-        """A call that uses the crew ends; if it was closed meanwhile, so does all.
+        """A call that uses the crew has ended; if it was closed meanwhile, so does all.
 
-        All such calls hold the lock by `with` itself. A context manager of ours around lock and count
-        would be shorter, and an interrupt within its `__enter__` would keep the lock for ever.
+        All such calls hold the lock by `with` and count themselves. A context manager of ours, or the
+        count in here, would be shorter, and for ever wrong after an interrupt at its beginning.
         """
-        self._inside -= 1
         # Whoever has it leave closes it.
         if self._closing and not (self._inside or self._leaving):
             self._end()

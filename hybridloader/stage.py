@@ -144,6 +144,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._closing = True
                 raise
             finally:
+                self._inside -= 1
                 self._come_out()
 
     def pull(self, epoch: int | None = None, *, wait: bool = True) -> Any:
@@ -172,7 +173,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._check_wanted(epoch)
             self._inside += 1
             try:
-                result = self._scheduler.pop()
+                result = self._scheduler.pop() if self._scheduler.done else None
                 if result is None:
                     result = self._wait(wait)
                 if self._ledger is not None:
@@ -191,8 +192,8 @@ class Stage(Lifecycle, Iterator[Any]):
                 raise
             finally:
                 self._inside -= 1
-                if self._closing and not (self._inside or self._leaving):
-                    self._end()
+                if self._closing:
+                    self._come_out()
 
     __next__ = pull
 
@@ -285,7 +286,10 @@ class Stage(Lifecycle, Iterator[Any]):
             waits_for_source = not scheduler.sent
             if self._feed is not None and self._hungry:
                 self._feed.when_ready(self._crew.wake)
-            self._listen(self._remaining(None if waits_for_source else deadline))
+            remaining = None
+            if deadline is not None or self._supervisor is not None:
+                remaining = self._remaining(None if waits_for_source else deadline)
+            self._listen(remaining)
             if deadline is not None and waits_for_source:
                 deadline = self._clock() + self._timeout  # until now nobody else was late
 
@@ -334,12 +338,9 @@ class Stage(Lifecycle, Iterator[Any]):
             if isinstance(event, (Done, Failed)):
                 results.append(event)
                 continue
-            self._take_in(results)
+            self._hear(results)
             results = []
             self._hear_of(event)
-        self._take_in(results)
-
-    def _take_in(self, results: list[Result]) -> None:
         if not results:
             return
         stale = self._scheduler.take_in(results)

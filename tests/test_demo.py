@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +19,7 @@ from rich.console import Console
 import hybridloader
 from hybridloader import cli
 from hybridloader.demo import command, photographs
-from hybridloader.demo.comparison import compare, contenders
+from hybridloader.demo.comparison import contenders, measure
 from hybridloader.demo.display import Display
 from hybridloader.demo.folders import DemoError, read_class_folders
 from hybridloader.demo.images import SIDE, Photographs
@@ -107,18 +107,11 @@ def test_an_interrupted_cut_leaves_nothing_and_starts_again(tmp_path: Path) -> N
     assert sum(reports) == CROPS * len(PHOTOGRAPHS)
 
 
-def test_a_cut_with_a_crop_missing_is_made_again_and_stale_leftovers_go(tmp_path: Path) -> None:
+def test_a_cut_with_a_crop_missing_is_made_again(tmp_path: Path) -> None:
     folder = prepare(tmp_path, crops=2)
     (folder / "cat" / "0001.jpg").unlink()
-    stale, fresh = (tmp_path / f"{folder.name}.partial-{name}" for name in ("old", "new"))
-    stale.mkdir()
-    fresh.mkdir()
-    yesterday = time.time() - 86400
-    os.utime(stale, (yesterday, yesterday))
     assert not is_complete(folder, 2)
     assert is_complete(prepare(tmp_path, crops=2), 2)
-    assert not stale.exists()
-    assert fresh.exists()
 
 
 def test_a_short_cut_is_never_taken_for_a_whole_one(cut: Path) -> None:
@@ -147,7 +140,9 @@ def test_a_photograph_that_is_not_in_its_wheel_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PHOTOGRAPHS, "cat", ("skimage", "data/no_cat.png"))
-    with pytest.raises(DemoError, match=r"no_cat\.png, which skimage"):
+    with pytest.raises(
+        DemoError, match=r"can't read the image .*skimage/data/no_cat\.png: No such"
+    ):
         prepare(tmp_path)
 
 
@@ -247,7 +242,7 @@ def test_all_backends_are_measured_beside_torchs_loader(cut: Path) -> None:
     assert [row.name for row in rows[:2]] == ["torch DataLoader", "inline"]
     assert {row.name for row in rows[1:]} == set(hybridloader.backend_names())
     counts: list[int] = []
-    compare(rows, len(dataset), counts.append, rounds=2)
+    measure(rows, len(dataset), counts.append, rounds=2)
     assert sum(counts) == 8 * 3 * len(rows)
     for row in rows:
         assert row.skipped or (len(row.rates) == 2 and row.rate > 0 and row.first_batch > 0)
@@ -267,7 +262,7 @@ def test_a_backend_that_cant_serve_is_a_note_below_the_table(
     dataset = Photographs(read_class_folders(cut).train[:4], augment=True)
     rows = [row for row in contenders(dataset, 2, 1) if row.name in ("torch DataLoader", "fork")]
     counts: list[int] = []
-    compare(rows, len(dataset), counts.append, rounds=1)
+    measure(rows, len(dataset), counts.append, rounds=1)
     assert sum(counts) == 4 * 2 * len(rows)
     display, text = lines()
     display.table("Loading only", rows)
@@ -287,8 +282,7 @@ def test_a_log_gets_lines_and_a_terminal_gets_a_bar() -> None:
     with display.task("epoch 1", 3) as task:
         task.advance(1, 2.0)
         task.advance(2, 1.0)
-    assert text.getvalue().startswith("epoch 1: 3 images, ")
-    assert text.getvalue().endswith(" images/s, loss 1.900\n")
+    assert re.fullmatch(r"epoch 1 .* 3/3 .* images/s, loss 1.900 *\n", text.getvalue())
     terminal = io.StringIO()
     display = Display(Console(file=terminal, force_terminal=True, width=100))
     with display.task("epoch 1", 3) as task:
@@ -302,14 +296,19 @@ def test_a_log_gets_lines_and_a_terminal_gets_a_bar() -> None:
 
 def test_the_demo_from_end_to_end(cut: Path) -> None:
     display, text = lines()
-    options = command.Options(
-        data=cut, backend="threads", workers=2, batch_size=16, epochs=1, compare=False
+    accuracy = command.run(
+        data=cut,
+        backend="threads",
+        workers=2,
+        batch_size=16,
+        epochs=1,
+        compare=False,
+        display=display,
     )
-    accuracy = command.run(options, display)
     assert 0 <= accuracy <= 1
     said = text.getvalue()
     assert "10 classes, 50 images to train on, 10 held out" in said
-    assert "epoch 1 of 1: 50 images" in said
+    assert re.search("epoch 1 of 1 .* 50/50 ", said)
     assert f"accuracy on held-out images: {accuracy:.1%}" in said
 
 
@@ -317,7 +316,7 @@ def test_photographs_are_cut_with_a_bar_and_only_once(tmp_path: Path) -> None:
     display, text = lines()
     folder = command.prepared(tmp_path, display, crops=2)
     assert is_complete(folder, 2)
-    assert text.getvalue().startswith("cutting photographs: 20 images")
+    assert re.match("cutting photographs .* 20/20 ", text.getvalue())
     display, text = lines()
     assert command.prepared(tmp_path, display, crops=2) == folder
     assert not text.getvalue()
@@ -354,7 +353,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ("arguments", "words"),
     [
         (["--workers", "-1"], "--workers: must be at least 0"),
-        (["--workers", "two"], "'two' is not a whole number"),
+        (["--workers", "two"], "invalid whole_number value: 'two'"),
         (["--batch-size", "0"], "--batch-size: must be at least 1"),
         (["--epochs", "0"], "--epochs: must be at least 1"),
         (["--limit", "0"], "--limit: must be at least 1"),

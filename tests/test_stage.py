@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count, takewhile
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -353,6 +357,56 @@ def test_a_close_that_was_interrupted_can_be_done_again() -> None:
         it.close()
     it.close()
     assert crew.closed
+
+
+def test_an_interrupt_at_any_point_loses_no_result_of_a_stage_that_goes_on() -> None:
+    """Python handles signals where a function begins, and where a built-in one has returned."""
+
+    def answer_all(crew: ScriptedCrew) -> list[Event]:
+        sent, crew.sent[:] = list(crew.sent), []
+        return [Done(worker, task.seq, ByReference(task.seq)) for worker, task in sent]
+
+    def run(at: int) -> bool:
+        """Interrupt the run at the call of that number; false if there are not as many."""
+        it, backend = stage([ready(2), *[answer_all] * 9], workers=2, lookahead=4)
+        values: list[int] = []
+        counted = 0
+
+        def interrupt(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal counted
+            ours = frame.f_globals.get("__package__") == "hybridloader"
+            if not ours or event not in ("call", "c_return"):
+                return
+            if frame.f_code.co_flags & inspect.CO_GENERATOR:  # may be on its way to be collected
+                return
+            if (
+                getattr(argument, "__name__", "") == "__exit__"
+            ):  # the result is on its way to the caller
+                return
+            counted += 1
+            if counted == at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        def pull_all() -> None:
+            it.begin(iter(range(6)))
+            values.extend(it)
+
+        sys.setprofile(interrupt)
+        try:
+            pull_all()
+        except KeyboardInterrupt:
+            if not it.closed:
+                values.extend(it) if it.epoch == 0 else pull_all()
+                assert values == list(range(6))
+        finally:
+            sys.setprofile(None)
+        assert values == list(range(len(values)))
+        it.close()
+        assert backend.crews[0].closed
+        return counted >= at
+
+    assert sum(1 for _ in takewhile(run, count(1))) > 100
 
 
 def test_an_interrupt_of_one_pass_that_comes_late_leaves_the_next_alone() -> None:

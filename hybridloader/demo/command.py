@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hybridloader import DataLoader, get_backend
-from hybridloader.demo.comparison import IMAGES, ROUNDS, compare, contenders
+from hybridloader.demo.comparison import IMAGES, ROUNDS, contenders, measure
 from hybridloader.demo.display import Display
 from hybridloader.demo.folders import ClassFolders, read_class_folders
 from hybridloader.demo.images import Photographs
@@ -24,22 +25,19 @@ from hybridloader.demo.training import Trainer, cores_left_by
 SEED = 0
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line says; the help texts of `hybridloader.cli` tell what each is."""
-
-    data: Path | None = None
-    cache: Path | None = None
-    backend: str | None = None
-    workers: int | None = None
-    batch_size: int = 64
-    epochs: int = 4
-    limit: int | None = None
-    compare: bool = True
-
-
-def run(options: Options, display: Display | None = None) -> float:
-    """Run the demo.
+def run(
+    *,
+    data: Path | None = None,
+    cache: Path | None = None,
+    backend: str | None = None,
+    workers: int | None = None,
+    batch_size: int = 64,
+    epochs: int = 4,
+    limit: int | None = None,
+    compare: bool = True,
+    display: Display | None = None,
+) -> float:
+    """Run the demo. The help texts of `hybridloader.cli` tell what each option is.
 
     Returns
     -------
@@ -55,29 +53,29 @@ def run(options: Options, display: Display | None = None) -> float:
     """
     display = display or Display()
     start = time.perf_counter()
-    if options.backend is not None:
-        get_backend(options.backend)  # before anything takes time
-    workers = min(4, os.cpu_count() or 1) if options.workers is None else options.workers
-    folder = prepared(options.cache, display) if options.data is None else options.data
-    images = read_class_folders(folder).limited(options.limit)
+    if backend is not None:
+        get_backend(backend)  # before anything takes time
+    workers = min(4, os.cpu_count() or 1) if workers is None else workers
+    folder = prepared(cache, display) if data is None else data
+    images = read_class_folders(folder).limited(limit)
     display.say(
         f"{folder}: {len(images.classes)} classes, {len(images.train):,} images to train on, "
         f"{len(images.heldout):,} held out"
     )
     display.say(
-        f"backend {options.backend or 'as torch would choose'}, {workers} workers, "
-        f"batches of {options.batch_size}"
+        f"backend {backend or 'as torch would choose'}, {workers} workers, batches of {batch_size}"
     )
     torch.manual_seed(SEED)
+    loader = partial(DataLoader, batch_size=batch_size, num_workers=workers, backend=backend)
     with cores_left_by(workers):
-        right = _train(options, images, workers, display)
+        right = _train(loader, epochs, images, display)
     accuracy = right / len(images.heldout)
     display.say(
         f"accuracy on held-out images: {accuracy:.1%} ({right} of {len(images.heldout)}; "
         f"guessing would give {1 / len(images.classes):.0%})"
     )
-    if options.compare:
-        _compare(images, options.batch_size, workers, display)
+    if compare:
+        _compare(images, batch_size, workers, display)
     display.say(f"done in {time.perf_counter() - start:.0f} s")
     return accuracy
 
@@ -90,34 +88,26 @@ def prepared(cache: Path | None, display: Display, crops: int = CROPS) -> Path:
         return prepare(cache, crops=crops, report=task.advance)
 
 
-def _train(options: Options, images: ClassFolders, workers: int, display: Display) -> int:
+def _train(loader: Any, epochs: int, images: ClassFolders, display: Display) -> int:
     """Train, and give how many held-out images are named rightly."""
-
-    def loader(dataset: Photographs, *, shuffle: bool, persistent: bool) -> DataLoader:
-        return DataLoader(
-            dataset,
-            batch_size=options.batch_size,
-            shuffle=shuffle,
-            num_workers=workers,
-            persistent_workers=persistent and workers > 0,
-            backend=options.backend,
-        )
-
-    seen = loader(Photographs(images.train, augment=True), shuffle=True, persistent=True)
-    trainer = Trainer(len(images.classes), options.epochs * len(seen))
-    for epoch in range(1, options.epochs + 1):
-        with display.task(f"epoch {epoch} of {options.epochs}", len(images.train)) as task:
+    seen = loader(
+        Photographs(images.train, augment=True),
+        shuffle=True,
+        persistent_workers=loader.keywords["num_workers"] > 0,
+    )
+    trainer = Trainer(len(images.classes), epochs * len(seen))
+    for epoch in range(1, epochs + 1):
+        with display.task(f"epoch {epoch} of {epochs}", len(images.train)) as task:
             trainer.train(seen, task.advance)
-    unseen = loader(Photographs(images.heldout, augment=False), shuffle=False, persistent=False)
     with display.task("held-out images", len(images.heldout)) as task:
-        return trainer.correct(unseen, task.advance)
+        return trainer.correct(loader(Photographs(images.heldout, augment=False)), task.advance)
 
 
 def _compare(images: ClassFolders, batch_size: int, workers: int, display: Display) -> None:
     chosen = images.limited(IMAGES).train
     rows = contenders(Photographs(chosen, augment=True), batch_size, workers)
     with display.task("comparing", len(chosen) * len(rows) * (ROUNDS + 1)) as task:
-        compare(rows, len(chosen), task.advance)
+        measure(rows, len(chosen), task.advance)
     display.table(
         f"Loading only, {len(chosen):,} images in batches of {batch_size}: "
         f"the median of {ROUNDS} epochs",

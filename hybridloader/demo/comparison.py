@@ -6,9 +6,10 @@ no number is kept from an earlier run.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class Contender:
     name: str
     workers: int
     make: Callable[[], Iterable[Any]]
+    in_process: bool = False
     first_batch: float = 0.0
     """Seconds from asking for an iterator to its first batch, workers started from nothing."""
     rates: list[float] = field(default_factory=list)
@@ -45,27 +47,20 @@ class Contender:
 def contenders(dataset: Photographs, batch_size: int, workers: int) -> list[Contender]:
     """torch's own loader and all backends; with no workers, only those that need none."""
     common: dict[str, Any] = {"batch_size": batch_size, "shuffle": False}
-    busy = {**common, "num_workers": workers, "persistent_workers": True}
-
-    def torchs(options: dict[str, Any]) -> Callable[[], Iterable[Any]]:
-        return lambda: torch.utils.data.DataLoader(dataset, **options)
-
-    def ours(name: str, options: dict[str, Any]) -> Callable[[], Iterable[Any]]:
-        return lambda: hybridloader.DataLoader(dataset, backend=name, **options)
-
-    inline = Contender("inline", 0, ours("inline", common))
-    if workers == 0:
-        return [Contender("torch DataLoader", 0, torchs(common)), inline]
-    names = hybridloader.backend_names()
-    others = [name for name in names if not hybridloader.get_backend(name).in_caller]
-    return [
-        Contender("torch DataLoader", workers, torchs(busy)),
-        inline,
-        *(Contender(name, workers, ours(name, busy)) for name in others),
-    ]
+    busy = common | {"num_workers": workers, "persistent_workers": True} if workers else common
+    torchs = functools.partial(torch.utils.data.DataLoader, dataset, **busy)
+    rows = [Contender("torch DataLoader", workers, torchs)]
+    for name in hybridloader.backend_names():
+        backend = hybridloader.get_backend(name)
+        if backend.in_caller or workers:
+            options = common if backend.in_caller else busy
+            ours = functools.partial(hybridloader.DataLoader, dataset, backend=backend, **options)
+            used = 0 if backend.in_caller else workers
+            rows.append(Contender(name, used, ours, backend.in_process))
+    return rows
 
 
-def compare(
+def measure(
     rows: list[Contender], images: int, report: Callable[[int], None], rounds: int = ROUNDS
 ) -> None:
     """Measure all `rows` in turn, and that `rounds` times, so that no row has a quiet hour.
@@ -86,7 +81,7 @@ def compare(
     """
     loaders: dict[str, Iterable[Any]] = {}
     # Threads last: forking a process in which threads run is asking for trouble.
-    for row in sorted(rows, key=lambda row: _in_process(row.name)):
+    for row in sorted(rows, key=lambda row: row.in_process):
         try:
             loaders[row.name] = row.make()
             row.first_batch = _epoch(loaders[row.name], report)[0]
@@ -106,13 +101,5 @@ def _epoch(loader: Iterable[Any], report: Callable[[int], None]) -> tuple[float,
     first = 0.0
     for _, labels in loader:
         first = first or time.perf_counter() - start
-        report(_count(labels))
+        report(len(labels))
     return first, time.perf_counter() - start
-
-
-def _count(labels: Sized) -> int:
-    return len(labels)
-
-
-def _in_process(name: str) -> bool:
-    return name in hybridloader.backend_names() and hybridloader.get_backend(name).in_process

@@ -1,4 +1,4 @@
-"""What the demo shows: progress bars and a table on a terminal, plain short lines anywhere else.
+"""What the demo shows: progress bars and a table; a file or a pipe gets the last state of each bar.
 
 It never starts a thread (the loader may fork at any time) and never measures anything but the rate
 of what it is told of.
@@ -23,42 +23,28 @@ _REDRAW = 0.1
 class Task:
     """Something that takes a while, a known number of images long."""
 
-    def __init__(self, title: str, total: int, progress: Progress | None) -> None:
-        self.title, self.total, self.done = title, total, 0
-        self._loss: float | None = None
-        self._progress = progress
+    def __init__(self, title: str, total: int, progress: Progress) -> None:
+        self._progress, self._bar = progress, progress.add_task(title, total=total, said="")
+        # All the mutable state:
+        self._done, self._loss = 0, ""
+        self._smooth: float | None = None  # the loss, over some ten batches
         self._start = self._drawn = time.perf_counter()
-        if progress is not None:
-            self._bar = progress.add_task(title, total=total, rate="", loss="")
-
-    @property
-    def rate(self) -> str:
-        """Images per second so far, as text."""
-        return f"{self.done / max(1e-9, time.perf_counter() - self._start):,.0f} images/s"
-
-    @property
-    def loss(self) -> str:
-        """The loss, smoothed over some ten batches, as text; empty if there is none."""
-        return "" if self._loss is None else f"loss {self._loss:.3f}"
 
     def advance(self, images: int, loss: float | None = None) -> None:
         """Tell that so many images more are done, and what the loss of these was."""
-        self.done += images
+        self._done += images
         if loss is not None:
-            self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
-        if time.perf_counter() - self._drawn > _REDRAW or self.done >= self.total:
-            self._draw()
+            self._smooth = loss if self._smooth is None else 0.9 * self._smooth + 0.1 * loss
+            self._loss = f", loss {self._smooth:.3f}"
+        if time.perf_counter() - self._drawn > _REDRAW:
+            self.draw()
 
-    def finish(self) -> None:
-        """Show the last state."""
-        self._draw()
-
-    def _draw(self) -> None:
+    def draw(self) -> None:
+        """Show how far it is."""
         self._drawn = time.perf_counter()
-        if self._progress is not None:
-            self._progress.update(
-                self._bar, completed=self.done, rate=self.rate, loss=self.loss, refresh=True
-            )
+        rate = self._done / max(1e-9, self._drawn - self._start)
+        said = f"{rate:,.0f} images/s{self._loss}"
+        self._progress.update(self._bar, completed=self._done, said=said, refresh=True)
 
 
 class Display:
@@ -74,23 +60,12 @@ class Display:
     @contextmanager
     def task(self, title: str, total: int) -> Iterator[Task]:
         """Show the progress of what is done within the block."""
-        if not self.console.is_terminal:
-            task = Task(title, total, None)
-            yield task
-            self.say(
-                ", ".join(filter(None, (f"{title}: {task.done:,} images", task.rate, task.loss)))
-            )
-            return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TextColumn("{task.fields[loss]}"),
-        )
         # auto_refresh would be a thread; redirected streams would be inherited by forked workers.
         with Progress(
-            *columns,
+            TextColumn("{task.description}"),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[said]}"),
             console=self.console,
             auto_refresh=False,
             redirect_stdout=False,
@@ -98,7 +73,7 @@ class Display:
         ) as progress:
             task = Task(title, total, progress)
             yield task
-            task.finish()
+            task.draw()
 
     def table(self, title: str, rows: Sequence[Contender]) -> None:
         """Show the comparison; the first row is what the others are measured against."""
@@ -108,16 +83,10 @@ class Display:
             table.add_column(heading, justify="right")
         base = rows[0].rate
         for row in rows:
-            if row.skipped:
-                table.add_row(row.name, str(row.workers), "-", "-", "-")
-                continue
-            table.add_row(
-                row.name,
-                str(row.workers),
-                f"{row.rate:,.0f}",
-                f"{row.rate / base:.2f}",
-                f"{row.first_batch:.2f} s",
-            )
+            found = ("-", "-", "-")
+            if not row.skipped:
+                found = f"{row.rate:,.0f}", f"{row.rate / base:.2f}", f"{row.first_batch:.2f} s"
+            table.add_row(row.name, str(row.workers), *found)
         self.console.print(table)
         for row in rows:
             if row.skipped:

@@ -6,9 +6,9 @@ It looks at names only; it never opens an image and never writes anything.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 """Files with other endings are passed over: notes, checksums, thumbnails' data bases."""
@@ -16,13 +16,14 @@ SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", "
 EVERY = 10
 """Of every so many images of a class, in the order of their names, the last one is held out."""
 
+HELDOUT = slice(EVERY - 1, None, EVERY)
+
 
 class DemoError(Exception):
     """What the user gave can't be used. The message is one line and names the file or folder."""
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One image file and the number of its class."""
 
     path: str
@@ -75,23 +76,12 @@ def read_class_folders(folder: Path) -> ClassFolders:
     train: list[Sample] = []
     heldout: list[Sample] = []
     for label, name in enumerate(names):
-        seen, unseen = _split(_images(folder / name))
-        train += [Sample(str(path), label) for path in seen]
-        heldout += [Sample(str(path), label) for path in unseen]
+        images = [Sample(str(path), label) for path in _images(folder / name)]
+        unseen = HELDOUT if len(images) >= EVERY else slice(-1, None)
+        heldout += images[unseen]
+        del images[unseen]
+        train += images
     return ClassFolders(tuple(names), tuple(train), tuple(heldout))
-
-
-def is_heldout(index: int) -> bool:
-    """Whether image number `index` of a class with ten images or more is held out."""
-    return index % EVERY == EVERY - 1
-
-
-def _split(images: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    if len(images) < EVERY:
-        return list(images[:-1]), list(images[-1:])
-    seen = [path for index, path in enumerate(images) if not is_heldout(index)]
-    unseen = [path for index, path in enumerate(images) if is_heldout(index)]
-    return seen, unseen
 
 
 def _images(folder: Path) -> list[Path]:

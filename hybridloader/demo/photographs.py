@@ -11,17 +11,15 @@ import importlib.util
 import os
 import random
 import shutil
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
 
-from hybridloader.demo.folders import DemoError, is_heldout
+from hybridloader.demo.folders import EVERY, HELDOUT, DemoError
+from hybridloader.demo.images import decode
 
 # All ten are photographs (of a telescope and a fundus camera, too). The wheels carry more pictures,
 # left out because they are textures, drawings, scans or microscopy: brick, grass, gravel, text, ...
@@ -56,9 +54,6 @@ REACH = 3
 """Pixels that resizing looks at beyond the edge of the box: two for bicubic, times the scale (at most
 1.15, of the retina), rounded up."""
 
-_STALE = 3600.0
-"""Seconds after which a half-made cut can't be somebody else's at work: a cut takes seconds."""
-
 Box = tuple[float, float, float, float]
 
 
@@ -80,17 +75,15 @@ def heldout_windows(size: tuple[int, int]) -> list[Box]:
 def crop_box(name: str, index: int, size: tuple[int, int]) -> Box:
     """Where crop number `index` of a photograph lies; the same on every machine."""
     chance = random.Random(f"{name}/{index}")
+    heldout = index % EVERY == HELDOUT.start
     windows = heldout_windows(size)
     while True:
         width = size[0] * WINDOW * chance.uniform(SMALLEST, 1)
         height = width * SIZE[1] / SIZE[0]
-        if is_heldout(index):
-            left, top, right, bottom = chance.choice(windows)
-        else:
-            left, top, right, bottom = 0, 0, *size
+        left, top, right, bottom = chance.choice(windows) if heldout else (0, 0, *size)
         x, y = chance.uniform(left, right - width), chance.uniform(top, bottom - height)
         box = (x, y, x + width, y + height)
-        if is_heldout(index) or not any(overlap(box, window) for window in windows):
+        if heldout or not any(overlap(box, window) for window in windows):
             return box
 
 
@@ -105,23 +98,14 @@ def overlap(one: Box, other: Box) -> bool:
     )
 
 
-def default_cache() -> Path:
-    """Where caches go: ``$XDG_CACHE_HOME`` if it is set, else what the platform says."""
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(chosen):
-        return Path(chosen) / "hybridloader"
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return Path(local or Path.home() / "AppData" / "Local") / "hybridloader" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "hybridloader"
-    return Path.home() / ".cache" / "hybridloader"
-
-
 def cut_folder(cache: Path | None = None, crops: int = CROPS) -> Path:
-    """The folder that `prepare` fills; one with fewer crops has another name."""
-    name = "photographs-v1" if crops == CROPS else f"photographs-v1-{crops}-each"
-    return (cache or default_cache()) / name
+    """The folder that `prepare` fills; one with fewer crops has another name.
+
+    Where none is said, caches go below ``$XDG_CACHE_HOME``, or ``~/.cache``.
+    """
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache = cache or (chosen if chosen.is_absolute() else Path.home() / ".cache") / "hybridloader"
+    return cache / ("photographs-v1" if crops == CROPS else f"photographs-v1-{crops}-each")
 
 
 def is_complete(folder: Path, crops: int = CROPS) -> bool:
@@ -144,7 +128,7 @@ def prepare(
     Parameters
     ----------
     cache
-        The folder to cut into, in a folder of its own; `default_cache()` if None.
+        The folder to cut into, in a folder of its own.
     crops
         How many per photograph.
     report
@@ -163,16 +147,41 @@ def prepare(
     folder = cut_folder(cache, crops)
     if is_complete(folder, crops):
         return folder
-    sources = {name: _open(*where) for name, where in PHOTOGRAPHS.items()}
+    sources = {name: photograph(name) for name in PHOTOGRAPHS}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _clear(folder)
-        with _beside(folder) as partial:
-            _cut_all(sources, partial, crops, report or (lambda _: None))
-            _rename(partial, folder, crops)
+        _make_way(folder)
+        beside = f"{folder.name}.partial-"
+        with tempfile.TemporaryDirectory(prefix=beside, dir=folder.parent) as partial:
+            whole = Path(partial) / "cut"
+            _cut_all(sources, whole, crops, report or (lambda _: None))
+            try:
+                whole.rename(folder)
+            except OSError:
+                if not is_complete(folder, crops):  # else another process was faster
+                    raise
     except OSError as error:
         raise DemoError(f"can't write to {folder}: {error.strerror or error}") from error
     return folder
+
+
+def photograph(name: str) -> Image.Image:
+    """The photograph of that name, which a wheel carries."""
+    package, file = PHOTOGRAPHS[name]
+    found = importlib.util.find_spec(package)
+    places = list(found.submodule_search_locations or ()) if found is not None else []
+    return decode(os.path.join(places[0] if places else package, file))
+
+
+def _make_way(folder: Path) -> None:
+    """Remove what is left of an earlier cut, and nothing else."""
+    if not folder.exists():
+        return
+    if not folder.is_dir() or not set(os.listdir(folder)) <= PHOTOGRAPHS.keys():
+        raise DemoError(
+            f"{folder} is in the way and is not the demo's; move it away, or choose another cache"
+        )
+    shutil.rmtree(folder)
 
 
 def _cut_all(
@@ -187,7 +196,7 @@ def _cut_all(
         crop.save(folder / name / f"{index:04d}.jpg", quality=QUALITY)
 
     for name in sources:
-        (folder / name).mkdir()
+        (folder / name).mkdir(parents=True)
     jobs = [(name, index) for name in sources for index in range(crops)]
     executor = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
@@ -195,48 +204,3 @@ def _cut_all(
             report(1)
     finally:  # after Ctrl-C, don't cut the rest first
         executor.shutdown(cancel_futures=True)
-
-
-def _open(package: str, name: str) -> Image.Image:
-    found = importlib.util.find_spec(package)
-    places = list(found.submodule_search_locations or ()) if found is not None else []
-    path = Path(places[0] if places else package) / name
-    try:
-        with Image.open(path) as image:
-            pixels: Image.Image = image.convert("RGB")
-            return pixels
-    except OSError as error:
-        raise DemoError(f"can't read the photograph {path}, which {package} carries") from error
-
-
-@contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
-    """A fresh folder on the same disk, gone afterwards unless it was renamed."""
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
-    partial.chmod(0o755)  # mkdtemp makes it private, which a shared cache folder need not be
-    try:
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _clear(folder: Path) -> None:
-    """Remove what an earlier cut left behind, and nothing else."""
-    for partial in folder.parent.glob(f"{folder.name}.partial-*"):
-        if time.time() - partial.stat().st_mtime > _STALE:
-            shutil.rmtree(partial, ignore_errors=True)
-    if not folder.exists():
-        return
-    if not folder.is_dir() or not set(os.listdir(folder)) <= PHOTOGRAPHS.keys():
-        raise DemoError(
-            f"{folder} is in the way and is not the demo's; move it away, or choose another cache"
-        )
-    shutil.rmtree(folder)
-
-
-def _rename(partial: Path, folder: Path, crops: int) -> None:
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not is_complete(folder, crops):  # else another process was faster: its cut is as good
-            raise
