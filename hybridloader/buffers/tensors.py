@@ -75,6 +75,7 @@ class Tensors:
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         if not (tensor.requires_grad or self._bases):
+            array: Any
             try:
                 array = tensor.numpy()
             except (TypeError, RuntimeError):  # on a device, sparse, of a dtype that numpy has not
