@@ -23,7 +23,7 @@ from typing import Any
 
 from hybridloader.backends import stacks
 from hybridloader.buffers.segments import map_descriptor
-from hybridloader.fetch import Flag
+from hybridloader.fetcher import TaskContext
 
 _NUMBERS = struct.Struct("=5q")
 _SIGNAL, _PID, _HOME, _TASK, _AT = range(5)
@@ -274,8 +274,8 @@ def _nameless_file() -> int:
     return fd
 
 
-class NotedFlag(Flag):
-    """A flag whose `at` outlives its process.
+class BoardContext(TaskContext):
+    """A context whose `at` outlives its process.
 
     Parameters
     ----------
@@ -285,11 +285,10 @@ class NotedFlag(Flag):
     """
 
     __slots__ = ("_cell",)
-    notes = True
 
     def __init__(self, cell: Any) -> None:
         self._cell = cell
-        super().__init__()
+        super().__init__(tracked=True)
 
     @property
     def at(self) -> int:
@@ -340,9 +339,9 @@ class WorkerSide:
                 pass
             return None
 
-    def flag(self) -> NotedFlag:
+    def context(self) -> BoardContext:
         """One that notes which sample the worker is at."""
-        return NotedFlag(self._cells[_AT])
+        return BoardContext(self._cells[_AT])
 
     def begin(self, task: int) -> None:
         """The worker is at `task`, and at none of its samples yet."""

@@ -25,10 +25,10 @@ from hybridloader.backends.letters import (
 from hybridloader.backends.parent import Life, leave_signals
 from hybridloader.buffers import arena
 from hybridloader.buffers.collate import set_slots, teach_torch
-from hybridloader.buffers.packing import Packed, pack, unpack
+from hybridloader.buffers.packing import Packed, pack, pack_in_band, unpack
 from hybridloader.contract import Payload
-from hybridloader.errors import Failure, ShippingError
-from hybridloader.fetch import Fetcher, Flag
+from hybridloader.errors import Failure, ResultNotSendable, ShippingError
+from hybridloader.fetcher import Fetch, Fetcher, TaskContext
 from hybridloader.inheritance import Inherited
 from hybridloader.late import when_imported
 from hybridloader.messages import (
@@ -125,8 +125,8 @@ def main(
         if side is not None:
             desk.notes_on(side)
             if spec.tracked:
-                life.change(side.flag())
-        worker = Worker(number, spec, ProcessSeeds(), _Result, life.flag)
+                life.change(side.context())
+        worker = Worker(number, spec, ProcessSeeds(), _Result, life.context)
         set_process_info(worker.info)
         run(worker, desk, desk.report)
         desk.finish()
@@ -147,11 +147,10 @@ def _received(frame: Frame, inherited: Inherited | None) -> WorkerSpec:
     return spec
 
 
-class _Unloadable:
+class _Unloadable(Fetch):
     """The work of a worker that could not load its work."""
 
     dataset = None
-    private = False
 
     def __init__(self, error: ShippingError) -> None:
         self._error = error
@@ -159,7 +158,7 @@ class _Unloadable:
     def with_dataset(self, dataset: Any) -> _Unloadable:
         return self
 
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         raise self._error
 
 
@@ -235,6 +234,12 @@ class _Desk:
 
     def report(self, event: Event) -> None:
         fds: Sequence[int] = ()
+        extras = None
+        if isinstance(event, Done) and event.extras is not None:
+            try:
+                extras = pack_in_band(event.extras, "metadata of a result")
+            except ResultNotSendable as error:
+                event = Failed(event.worker, event.seq, Failure(error), event.position)
         returned = self._tasks.returned()
         if isinstance(event, Done):
             assert isinstance(event.payload, _Result)
@@ -247,6 +252,7 @@ class _Desk:
                 returned=returned,
                 refusal=None if self._tasks.overflow is None else self._complaint(),
                 position=event.position,
+                extras=extras,
             )
         elif isinstance(event, Failed):
             parts = encode_failed(event, returned)

@@ -19,7 +19,7 @@ from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.errors import ShippingError
-from hybridloader.fetch import Flag
+from hybridloader.fetcher import TaskContext
 from hybridloader.messages import Begin, Event, Exited, First, Message, Stop, Task, WorkerSpec
 from hybridloader.seeds.seeding import CallerSeeds, InlineSeeds, Seeds
 from hybridloader.shipping import replicate
@@ -81,7 +81,7 @@ class _InlineCrew(Crew):
         self._copy_dataset = copy_dataset
         self._slots = slots
         self._warned = False
-        self._flag = Flag()
+        self._context = TaskContext()
         self._events: deque[Event] = deque()
         self._todo: deque[tuple[int, Message]] = deque()
         self.workers: dict[int, Worker] = {}
@@ -96,7 +96,7 @@ class _InlineCrew(Crew):
             seeds = InlineSeeds()
             spec = replace(spec, fetch=spec.fetch.with_dataset(self._dataset_for(spec)))
         self._todo = deque(item for item in self._todo if item[0] != worker)
-        made = Worker(worker, spec, seeds, ByReference, self._flag)
+        made = Worker(worker, spec, seeds, ByReference, self._context)
         self._handles[worker : worker + 1] = [_Handle(self, worker)]
         self.workers[worker] = made
         self._act(made, None)
@@ -133,7 +133,7 @@ class _InlineCrew(Crew):
             self._events.append(Exited(worker, cause))
 
     def close(self) -> None:
-        self._flag.up = True
+        self._context.cancelled = True
         self._todo.clear()
         self._events.clear()
         workers = list(self.workers.values())

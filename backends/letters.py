@@ -23,9 +23,9 @@ from hybridloader.buffers.packing import IN_BAND, Packed, pack, unpack
 from hybridloader.buffers.slots import OWN
 from hybridloader.errors import DamagedMessage, Failure, ResultNotSendable
 from hybridloader.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
-from hybridloader.states.carried import Carried
+from hybridloader.states.carried import DatasetState
 
-READY, DONE, FAILED, EXHAUSTED = range(4)
+READY, DONE, FAILED, EXHAUSTED, DONE_WITH_EXTRAS = range(5)
 
 _PREFIX = struct.Struct("<BQIIqdq")
 """Kind, seq, bytes of the parcel's pickle, slots returned (their numbers follow, 8 bytes each), items in
@@ -190,7 +190,7 @@ def encode_exhausted(event: Exhausted, returned: Sequence[int] = ()) -> list[Any
     return [prefix + _numbers(returned) + _told(event.told)]
 
 
-def _told(told: Carried | Failure | None) -> bytes:
+def _told(told: DatasetState | Failure | None) -> bytes:
     return b"" if told is None else pickle.dumps(told, 5)  # both are made to be sent
 
 
@@ -202,7 +202,7 @@ def decode_told(rest: memoryview) -> Any:
         told = unpack(rest, ())
     except Exception as error:  # whatever a pickle that is none may raise
         raise DamagedMessage(f"what a worker told can't be read: {error!r}") from error
-    if not isinstance(told, (Carried, Failure)):
+    if not isinstance(told, (DatasetState, Failure)):
         raise DamagedMessage(f"a worker told {type(told)} of itself")
     return told
 
@@ -227,6 +227,7 @@ def encode_done(
     returned: Sequence[int] = (),
     refusal: str | None = None,
     position: int = 0,
+    extras: bytes | None = None,
 ) -> tuple[list[Any], list[int]]:
     """A result; what can go through slots does. Gives parts and descriptors.
 
@@ -242,10 +243,12 @@ def encode_done(
         What the parent shall warn of.
     position
         Where the worker is in its shard.
+    extras
+        Metadata of the result, pickled: the last part.
     """
     header, buffers = packed
     items = -1 if count is None else count
-    if not (buffers or returned or refusal or len(header) >= OWN):
+    if not (buffers or returned or refusal or extras or len(header) >= OWN):
         told = _PREFIX.pack(
             DONE, seq, 0, 0, items, seconds, position
         )  # `_prefix`, without the call
@@ -254,8 +257,21 @@ def encode_done(
     if refusal is not None:
         parcel = (parcel or Parcel((None,) * len(buffers), (), (), None))._replace(refusal=refusal)
     meta = b"" if parcel is None else pickle.dumps(parcel, 5)
-    prefix = _prefix(DONE, seq, len(meta), len(returned), items, seconds, position)
-    return [prefix + _numbers(returned) + meta + header, *buffers], fds
+    kind = DONE if extras is None else DONE_WITH_EXTRAS
+    prefix = _prefix(kind, seq, len(meta), len(returned), items, seconds, position)
+    parts = [prefix + _numbers(returned) + meta + header, *buffers]
+    return parts if extras is None else [*parts, extras], fds
+
+
+def decode_extras(part: memoryview) -> dict[str, Any]:
+    """Metadata of a result. Raises `DamagedMessage`."""
+    try:
+        extras = unpack(part, ())
+    except Exception as error:  # whatever a pickle that is none may raise
+        raise DamagedMessage(f"the metadata of a result can't be read: {error!r}") from error
+    if type(extras) is not dict:
+        raise DamagedMessage(f"a result has {type(extras)} for metadata")
+    return extras
 
 
 def into_slots(
@@ -290,7 +306,7 @@ def decode_event(
     if len(part) < _BEGIN:
         raise DamagedMessage(f"an event from a worker has {len(part)} bytes, fewer than any")
     kind, seq, size, back, count, seconds, position, check = _CHECKED.unpack_from(part)
-    if check != crc32(part[: _PREFIX.size]) or kind > EXHAUSTED:
+    if check != crc32(part[: _PREFIX.size]) or kind > DONE_WITH_EXTRAS:
         raise DamagedMessage("an event from a worker does not begin as one")
     items = None if count < 0 else count
     if not (size or back):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hybridloader.fetch import Flag
+from hybridloader.fetcher import TaskContext
 
 _POLL = 0.5
 """Seconds between two looks at the parent, where nothing tells its end."""
@@ -64,7 +64,7 @@ class Life:
     """
 
     def __init__(self, channel: Any, parent: int, sweep: Callable[[], None]) -> None:
-        self.flag = Flag()
+        self.context = TaskContext()
         self._sweep = sweep
         self._changing = threading.Lock()
         thread = threading.Thread(
@@ -73,10 +73,10 @@ class Life:
         thread.daemon = True
         thread.start()
 
-    def change(self, flag: Flag) -> None:
-        """Raise `flag` from now on; raise it at once if the one before is up."""
+    def change(self, context: TaskContext) -> None:
+        """Raise `context` from now on; raise it at once if the one before is up."""
         with self._changing:
-            flag.up, self.flag = self.flag.up, flag
+            context.cancelled, self.context = self.context.cancelled, context
 
     def _watch(self, line: int | None, parent: int) -> None:
         if line is None or not hasattr(os, "pidfd_open"):
@@ -97,7 +97,7 @@ class Life:
                 if fd == pidfd:
                     self._end()
                 with self._changing:
-                    self.flag.up = True
+                    self.context.cancelled = True
                 poll.unregister(line)
 
     def _watch_by_looking(self, parent: int) -> None:
@@ -108,7 +108,7 @@ class Life:
     def _end(self) -> NoReturn:
         """The parent is gone: let the worker close what it reads, and end the process in any case."""
         with self._changing:
-            self.flag.up = True
+            self.context.cancelled = True
         # The worker, which reads the end of its stream, ends the process meanwhile.
         time.sleep(_GRACE)
         self._sweep()

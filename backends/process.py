@@ -21,9 +21,11 @@ from hybridloader.backends.handles import GRACE, ProcessHandle, bury, join_all, 
 from hybridloader.backends.lane import Lane
 from hybridloader.backends.letters import (
     DONE,
+    DONE_WITH_EXTRAS,
     EXHAUSTED,
     FAILED,
     decode_event,
+    decode_extras,
     decode_failure,
     decode_told,
 )
@@ -299,7 +301,8 @@ class ProcessCrew(Crew):
         lane = self._lanes[worker]
         if returned:
             lane.take_back(returned)
-        if kind == DONE:
+        if kind in (DONE, DONE_WITH_EXTRAS):
+            extras = decode_extras(frame.parts.pop()) if kind == DONE_WITH_EXTRAS else None
             if lane.sent_on:
                 lane.answered(seq)
             if parcel is None:
@@ -309,7 +312,7 @@ class ProcessCrew(Crew):
                 slots.learn(parcel, frame.fds)
                 self._overflow = self._overflow or parcel.refusal or slots.overflow
                 sealed = Slotted(rest, frame.parts[1:], count, self._forks, slots, parcel)
-            return Done(worker, seq, sealed, seconds, position)
+            return Done(worker, seq, sealed, seconds, position, extras)
         if kind == FAILED:
             lane.answered(seq)
             return Failed(worker, seq, decode_failure(rest), position)

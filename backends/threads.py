@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ClassVar
 
-from hybridloader import fetch
+from hybridloader import fetcher
 from hybridloader.buffers.collate import set_slots, teach_torch
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.datapipes import is_datapipe
-from hybridloader.fetch import Flag, NotingFlag
+from hybridloader.fetcher import TaskContext
 from hybridloader.messages import Event, Exited, Message, Stop, Task, WorkerSpec
 from hybridloader.native import one_thread_on_this_thread
 from hybridloader.seeds.seeding import ThreadSeeds
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _PATIENCE = 1.9
 """Seconds that `close` waits for the threads."""
 
-_OURS = (threading.__file__, os.path.dirname(os.path.abspath(fetch.__file__)), __file__)
+_OURS = (threading.__file__, os.path.dirname(os.path.abspath(fetcher.__file__)), __file__)
 """Files whose frames say nothing about where a worker is stuck, when they come first."""
 
 _SLICE = 0.2 if sys.platform == "win32" else None
@@ -78,13 +78,13 @@ class _Messages(SimpleQueue[Message]):
 class _Noted:
     """The queue of a worker that notes which task it is at."""
 
-    def __init__(self, messages: _Messages, flag: Flag) -> None:
-        self._messages, self._flag = messages, flag
+    def __init__(self, messages: _Messages, context: TaskContext) -> None:
+        self._messages, self._context = messages, context
 
     def get(self) -> Message:
         message = self._messages.get()
         if isinstance(message, Task):
-            self._flag.at, self._flag.task = -1, message.seq
+            self._context.at, self._context.task = -1, message.seq
         return message
 
 
@@ -105,7 +105,7 @@ class _Thread(WorkerHandle):
         if copy_dataset or fetch.private:
             spec = replace(spec, fetch=fetch.with_dataset(replicate(fetch.dataset, "the dataset")))
         seeds = ThreadSeeds(borrows=spec.init_fn is not None)
-        self.flag = NotingFlag() if spec.tracked else Flag()
+        self.context = TaskContext(tracked=spec.tracked)
         self.messages = _Messages()
         self.opened = threading.Event()
         self._codes: list[int] = []
@@ -118,7 +118,7 @@ class _Thread(WorkerHandle):
                 self.messages,
                 events,
                 slots,
-                self.flag,
+                self.context,
                 self.opened,
                 self._codes,
             ),
@@ -138,7 +138,7 @@ class _Thread(WorkerHandle):
         return self.thread.is_alive()
 
     def terminate(self) -> None:
-        self.flag.up = True
+        self.context.cancelled = True
         self.messages.put(Stop())
 
     def join(self, timeout: float | None = None) -> None:
@@ -153,33 +153,33 @@ def _main(
     messages: _Messages,
     events: SimpleQueue[Event | None],
     slots: PrivateSlots,
-    flag: Flag,
+    context: TaskContext,
     opened: threading.Event,
     codes: list[int],
 ) -> None:
     def report(event: Event) -> None:
-        flag.task = -1
+        context.task = -1
         opened.set()
         events.put(event)
 
     cause, evidence = None, ""
     try:
-        worker = Worker(number, spec, seeds, ByReference, flag)
+        worker = Worker(number, spec, seeds, ByReference, context)
         set_worker_info(worker.info)
         set_slots(slots)
         if slots.locks is not None:
             slots.locks.enter()
         one_thread_on_this_thread()
-        run(worker, _Noted(messages, flag) if flag.notes else messages, report)
+        run(worker, _Noted(messages, context) if context.tracked else messages, report)
     except BaseException as error:  # whatever ends a worker, its crew must hear of it
-        if not flag.up:
+        if not context.cancelled:
             evidence = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             cause = f"was ended by {type(error).__name__}: {error}"
             codes.append(1)  # as of a process that an exception has ended
     finally:
         opened.set()
-        task, at = (flag.task, flag.at) if flag.notes else (None, None)
-        if flag.task >= 0 and flag.at < 0:
+        task, at = (context.task, context.at) if context.tracked else (None, None)
+        if context.task >= 0 and context.at < 0:
             at = None  # at a task, but at none of its samples alone
         events.put(Exited(number, cause, task, at, evidence))
 

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import ClassVar
 
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
-from hybridloader.fetch import Flag
+from hybridloader.fetcher import TaskContext
 from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
 from hybridloader.seeds.seeding import ThreadSeeds
 from hybridloader.shipping import replicate
@@ -42,16 +42,16 @@ class PoolWorker(WorkerHandle):
             dataset = replicate(spec.fetch.dataset, "the dataset")
             spec = replace(spec, fetch=spec.fetch.with_dataset(dataset))
         self.number = number
-        self.ended = Flag()
+        self.ended = TaskContext()
         seeds = ThreadSeeds(borrows=spec.init_fn is not None)
         self.worker = Worker(number, spec, seeds, ByReference, self.ended)
         self.executor = ThreadPoolExecutor(1, f"pool-{spec.stage}-{number}")
 
     def is_alive(self) -> bool:
-        return not self.ended.up
+        return not self.ended.cancelled
 
     def terminate(self) -> None:
-        self.ended.up = True
+        self.ended.cancelled = True
 
     def join(self, timeout: float | None = None) -> None:
         self.executor.shutdown()
@@ -80,11 +80,11 @@ class PoolCrew(Crew):
 
     def send(self, worker: int, message: Message) -> None:
         mine = self.workers[worker]
-        if not mine.ended.up:
+        if not mine.ended.cancelled:
             mine.executor.submit(self._act, mine, message)
 
     def _act(self, mine: PoolWorker, message: Message) -> None:
-        if mine.ended.up:
+        if mine.ended.cancelled:
             return
         if isinstance(message, Stop):
             self._end(mine, None)
@@ -94,8 +94,8 @@ class PoolCrew(Crew):
             self.events.put(event)
 
     def _end(self, mine: PoolWorker, cause: str | None) -> None:
-        if not mine.ended.up:
-            mine.ended.up = True
+        if not mine.ended.cancelled:
+            mine.ended.cancelled = True
             self.events.put(Exited(mine.number, cause))
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
@@ -117,7 +117,7 @@ class PoolCrew(Crew):
 
     def close(self) -> None:
         for mine in self.workers:
-            mine.ended.up = True
+            mine.ended.cancelled = True
         for mine in self.workers:
             mine.executor.shutdown(cancel_futures=True)
 

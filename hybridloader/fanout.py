@@ -29,7 +29,7 @@ from typing import Any
 
 from hybridloader.buffers.collate import Slots, set_slots
 from hybridloader.errors import add_note
-from hybridloader.fetch import Abandoned, Flag
+from hybridloader.fetcher import Abandoned, TaskContext
 from hybridloader.native import one_thread_on_this_thread
 from hybridloader.shown import brief
 from hybridloader.worker_info import get_worker_info, set_worker_info
@@ -68,7 +68,7 @@ class Fanout:
         self,
         function: Callable[[Any], Any],
         items: Iterable[Any],
-        cancelled: Flag | None = None,
+        context: TaskContext | None = None,
         what: str = "item",
     ) -> list[Any]:
         """``[function(item) for item in items]``.
@@ -78,7 +78,7 @@ class Fanout:
 
         Parameters
         ----------
-        cancelled
+        context
             Looked at after every item.
         what
             What an item is called in the note that its exception gets.
@@ -89,7 +89,7 @@ class Fanout:
             The flag is up. The items that were running have ended, unless that took longer than
             1.5 seconds.
         """
-        job = _Job(function, items, cancelled)
+        job = _Job(function, items, context)
         helpers = min(self.threads, job.count) - 1
         slots = before = set_slots(None)
         if helpers > 0 and before is not None and not isinstance(before, _OneAtATime):
@@ -189,12 +189,12 @@ class _Job:
     """
 
     def __init__(
-        self, function: Callable[[Any], Any], items: Iterable[Any], cancelled: Flag | None
+        self, function: Callable[[Any], Any], items: Iterable[Any], context: TaskContext | None
     ) -> None:
         self.function: Callable[[Any], Any] | None = function
         self.items = items if isinstance(items, (list, tuple, range)) else list(items)
         self.count = len(self.items)
-        self.cancelled = cancelled
+        self.context = context
         self.surroundings: _Surroundings | None = None
         # All the mutable state:
         self.todo = deque(enumerate(self.items))
@@ -205,7 +205,7 @@ class _Job:
 
     def work(self, helping: bool) -> None:
         """Do items until there are no more. The caller's interrupts come through at once."""
-        function, todo, results, cancelled = self.function, self.todo, self.results, self.cancelled
+        function, todo, results, context = self.function, self.todo, self.results, self.context
         if function is None:
             return
         while True:
@@ -221,7 +221,7 @@ class _Job:
                 self.errors[place] = error
                 self.stop()
             self._finish()
-            if cancelled is not None and cancelled.up:
+            if context is not None and context.cancelled:
                 self.stop()
 
     def stop(self) -> None:
@@ -240,25 +240,25 @@ class _Job:
 
     def wait(self) -> None:
         """Until what the others have begun is done."""
-        cancelled, deadline = self.cancelled, None
+        context, deadline = self.context, None
         while len(self.finished) < self.count:
             try:
                 self.bell.get(timeout=_SLICE)  # in slices, so also Ctrl-C gets through on Windows
             except Empty:
                 pass
-            if cancelled is not None and cancelled.up:
+            if context is not None and context.cancelled:
                 self.stop()
                 if deadline is None:
                     deadline = time.monotonic() + _PATIENCE
                 elif time.monotonic() > deadline:
                     raise Abandoned
-        if cancelled is not None and cancelled.up:
+        if context is not None and context.cancelled:
             raise Abandoned
 
     def forget(self) -> None:
         """Let go of everything of the user's: a thread that comes late still finds this job."""
         self.todo.clear()
-        self.function = self.surroundings = self.cancelled = None
+        self.function = self.surroundings = self.context = None
         self.items = self.results = []
         self.errors = {}
 

@@ -14,70 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from hybridloader.buffers.gather import Odd, gatherer
 from hybridloader.datapipes import seed_datapipe
 from hybridloader.errors import WorkerDied
 from hybridloader.faults.on_error import Policy
+from hybridloader.fetcher import Abandoned, Fetch, Fetcher, TaskContext
 from hybridloader.foreign import attribute
 from hybridloader.seeds.sample_seeds import key_of
-from hybridloader.states.carried import carrying
-
-if TYPE_CHECKING:
-    from hybridloader.seeds.draws import Draws
-
-
-class EndOfShard(Exception):
-    """The iterable dataset of this worker has no more to give in this epoch."""
-
-
-class Abandoned(BaseException):
-    """The iterator was closed; nobody waits for this batch. Past every ``except Exception``."""
-
-
-Fetcher = Callable[[Any], Any]
-"""Makes the result of one task.
-
-It has an attribute `position` and a method `skip(count)`, if its results depend on what it did
-before. It has a method `close()`, if it reads an iterator: that ends the iterator. It may have a
-method `mend(result, check)` for a result that can't be sent: then `check` raises
-`ResultNotSendable`.
-"""
-
-
-class Flag:
-    """Up once nobody waits any more; looked at after every sample.
-
-    Raised from any thread, even from a finalizer: a plain attribute, no lock.
-
-    Attributes
-    ----------
-    notes
-        Whether somebody wants to know which sample of its task the worker is at, should it die.
-    at
-        The number of that sample, from 0. Set before each sample by fetchers, if `notes`; -1: none, or
-        not known.
-    task
-        The number of that task, for a worker that is a thread; -1: none.
-    draws
-        What seeds each sample, under ``seeding="sample"``; looked at when a fetcher is opened.
-    """
-
-    __slots__ = ("at", "draws", "task", "up")
-    notes = False
-
-    def __init__(self) -> None:
-        self.up = False
-        self.draws: Draws | None = None
-        self.at = self.task = -1
-
-
-class NotingFlag(Flag):
-    """One for which fetchers note which sample they are at."""
-
-    __slots__ = ()
-    notes = True
+from hybridloader.states.carried import states_of
 
 
 class GivenUp:
@@ -113,26 +59,8 @@ class Apart(list[Any]):
     wanted = 0
 
 
-class Fetch(Protocol):
-    """What a stage does to an index, as a description that can be sent to a worker."""
-
-    @property
-    def dataset(self) -> Any:
-        """What `get_worker_info().dataset` shows."""
-
-    @property
-    def private(self) -> bool:
-        """Whether every worker must have a copy of its own, also where workers share memory."""
-
-    def with_dataset(self, dataset: Any) -> Fetch:
-        """The same work on another copy of the dataset."""
-
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
-        """Make the fetcher for one epoch. It may raise `EndOfShard`, once and for all."""
-
-
 @dataclass(frozen=True)
-class MapFetch:
+class MapFetch(Fetch):
     """Samples by index, from a dataset with ``[]``, collated.
 
     Attributes
@@ -145,7 +73,7 @@ class MapFetch:
         Threads, the worker's own among them, that fetch the samples of one batch; see `Fanout`. No
         matter where the dataset makes a batch in one go.
     on_error
-        With a policy, results are `Tried` or `Short`.
+        With a policy, an `Outcome` goes beside each result.
     fill
         Whether a batch that came short is sent uncollated, to be filled up from others.
     carries
@@ -167,70 +95,92 @@ class MapFetch:
     def with_dataset(self, dataset: Any) -> MapFetch:
         return replace(self, dataset=dataset)
 
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
-        fetcher = self._open(cancelled)
-        if cancelled.draws is not None:
-            first = first_of_batch if self.batched else key_of_sample
-            fetcher = cancelled.draws.task(fetcher, first)
-        if not self.carries:
-            return fetcher
-        carrier: Fetcher = carrying(fetcher, self.dataset, every=self.told_every)
-        return carrier
-
-    def _open(self, cancelled: Flag) -> Fetcher:
-        dataset, collate_fn = self.dataset, self.collate_fn
-        spread = self._spread(cancelled) if self.batched and self.threads > 1 else None
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
+        spread = self._spread(context) if self.batched and self.threads > 1 else None
+        fetcher: Fetcher
         if self.on_error is not None:
             from hybridloader.faults.guarded import GuardedMap
 
-            return noting_the_end(GuardedMap(self, self.on_error, cancelled, spread), cancelled)
-        gather = gatherer(dataset, collate_fn) if self.batched else None
-        if cancelled.draws is not None:
-            dataset = cancelled.draws.view(dataset, whole=not one_by_one(dataset))
-            collate_fn = cancelled.draws.collating(collate_fn)
-        fetch_one = partial(operator.getitem, dataset)
-        notes = cancelled.notes
+            fetcher = GuardedMap(self, self.on_error, context, spread)
+        elif self.batched:
+            fetcher = BatchFetcher(self, context, spread)
+        else:
+            fetcher = SampleFetcher(self, context)
+        if self.carries:
+            fetcher.states = states_of(self.dataset, every=self.told_every)
+        return fetcher
 
-        def fetch_batch(indices: Any) -> Any:
-            if gather is not None:
-                try:
-                    return gather(indices)
-                except Odd:
-                    pass
-            if type(indices) is Spared:
-                raise next(index for index in indices if type(index) is GivenUp).error()
-            if spread is not None and one_by_one(dataset):
-                return collate_fn(spread(fetch_one, indices))
-            many = attribute(dataset, "__getitems__")
-            if many and not (notes and one_by_one(dataset)):
-                return collate_fn(many(indices))
-            samples = []
-            for index in numbered(indices, cancelled) if notes else indices:
-                samples.append(dataset[index])
-                if cancelled.up:
-                    raise Abandoned
-            return collate_fn(samples)
-
-        def fetch_sample(index: Any) -> Any:
-            if type(index) is GivenUp:
-                raise index.error()
-            if notes:
-                cancelled.at = 0
-            return collate_fn(dataset[index])
-
-        return noting_the_end(fetch_batch if self.batched else fetch_sample, cancelled)
-
-    def _spread(self, cancelled: Flag) -> Spread:
+    def _spread(self, context: TaskContext) -> Spread:
         """What does a function to the samples of a batch on several threads."""
         from hybridloader.fanout import fanout_of_this_thread
 
         fanout = fanout_of_this_thread(self.threads)
-        return lambda function, indices: fanout.map(function, indices, cancelled, "sample")
+        return lambda function, indices: fanout.map(function, indices, context, "sample")
 
     @property
     def idle_threads(self) -> bool:
         """Whether it has several threads and no use for them: the dataset makes batches by itself."""
         return self.threads > 1 and self.batched and not one_by_one(self.dataset)
+
+
+class SampleFetcher(Fetcher):
+    """Fetcher of single samples of a map-style dataset."""
+
+    def __init__(self, fetch: MapFetch, context: TaskContext) -> None:
+        self._context = context
+        self._dataset, self._collate_fn = seeded(fetch, context)
+
+    def fetch(self, index: Any) -> Any:
+        if type(index) is GivenUp:
+            raise index.error()
+        if self._context.tracked:
+            self._context.at = 0
+        return self._collate_fn(self._dataset[index])
+
+    def key(self, index: Any) -> bytes:
+        return key_of_sample(index)
+
+
+class BatchFetcher(Fetcher):
+    """Fetcher of batches of a map-style dataset."""
+
+    def __init__(self, fetch: MapFetch, context: TaskContext, spread: Spread | None) -> None:
+        self._context, self._spread = context, spread
+        self._gather = gatherer(fetch.dataset, fetch.collate_fn)
+        self._dataset, self._collate_fn = seeded(fetch, context)
+
+    def fetch(self, indices: Any) -> Any:
+        if self._gather is not None:
+            try:
+                return self._gather(indices)
+            except Odd:
+                pass
+        if type(indices) is Spared:
+            raise next(index for index in indices if type(index) is GivenUp).error()
+        dataset, context, spread = self._dataset, self._context, self._spread
+        if spread is not None and one_by_one(dataset):
+            return self._collate_fn(spread(partial(operator.getitem, dataset), indices))
+        many = attribute(dataset, "__getitems__")
+        if many and not (context.tracked and one_by_one(dataset)):
+            return self._collate_fn(many(indices))
+        samples = []
+        for index in numbered(indices, context) if context.tracked else indices:
+            samples.append(dataset[index])
+            if context.cancelled:
+                raise Abandoned
+        return self._collate_fn(samples)
+
+    def key(self, index: Any) -> bytes:
+        return first_of_batch(index)
+
+
+def seeded(fetch: MapFetch, context: TaskContext) -> tuple[Any, Callable[[Any], Any]]:
+    """Dataset and collation of `fetch`, seeded by what `context` says."""
+    dataset, draws = fetch.dataset, context.draws
+    if draws is None:
+        return dataset, fetch.collate_fn
+    whole = fetch.batched and not one_by_one(dataset)
+    return draws.view(dataset, whole=whole), draws.collating(fetch.collate_fn)
 
 
 Spread = Callable[[Callable[[Any], Any], Any], list[Any]]
@@ -246,34 +196,11 @@ def first_of_batch(indices: Any) -> bytes:
     return next((key_of_sample(index) for index in indices), b"")
 
 
-def numbered(items: Iterable[Any], cancelled: Flag) -> Iterator[Any]:
-    """`items`, of which `cancelled` notes the number of the one that was given last."""
-    for cancelled.at, item in enumerate(items):
+def numbered(items: Iterable[Any], context: TaskContext) -> Iterator[Any]:
+    """`items`, of which `context` notes the number of the one that was given last."""
+    for context.at, item in enumerate(items):
         yield item
-    cancelled.at = -1
-
-
-def noting_the_end(fetcher: Fetcher, cancelled: Flag) -> Fetcher:
-    """`fetcher`, which is at no sample any more when it is done, however it ends."""
-    if not cancelled.notes:
-        return fetcher
-    return _Noting(fetcher, cancelled)
-
-
-class _Noting:
-    def __init__(self, fetcher: Fetcher, cancelled: Flag) -> None:
-        self._fetcher, self._cancelled = fetcher, cancelled
-
-    def __call__(self, index: Any) -> Any:
-        try:
-            return self._fetcher(index)
-        finally:
-            self._cancelled.at = -1
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._fetcher, name)
+    context.at = -1
 
 
 def one_by_one(dataset: Any) -> bool:
@@ -297,7 +224,7 @@ def one_by_one(dataset: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class IterableFetch:
+class IterableFetch(Fetch):
     """The next samples of this worker's own iterator over the dataset, collated.
 
     Attributes
@@ -305,7 +232,7 @@ class IterableFetch:
     in_turn
         A sample can be had only behind those before it, and not asked for by itself.
     on_error
-        With a policy, results are `Tried` or `Short`.
+        With a policy, an `Outcome` goes beside each result.
     join
         Whether the last samples of the shard, if they are no full batch, are sent uncollated, to be
         joined to those of other shards.
@@ -331,33 +258,31 @@ class IterableFetch:
     def with_dataset(self, dataset: Any) -> IterableFetch:
         return replace(self, dataset=dataset)
 
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         dataset = self.dataset
         if self.datapipe and shared_seed is not None:
             dataset = seed_datapipe(dataset, shared_seed)
-        draws = cancelled.draws
+        draws = context.draws
         seeded = None if draws is None else draws.shard(lambda: iter(dataset))
         samples = iter(dataset) if seeded is None else seeded.wrapped
         read = samples if seeded is None else seeded
         from hybridloader.shard import Shard
 
+        shard: Shard
         if self.on_error is not None:
             from hybridloader.faults.guarded_shard import GuardedShard
 
-            shard: Shard = GuardedShard(self, self.on_error, read, cancelled)
+            shard = GuardedShard(self, self.on_error, read, context)
         else:
-            shard = Shard(self, read, cancelled)
-        own: Fetcher = shard
-        if draws is not None:
-            own = draws.task(shard, lambda _: draws.at(shard.position))
-        fetcher: Fetcher = carrying(own, dataset, samples, every=self.told_every)
-        return fetcher
+            shard = Shard(self, read, context)
+        shard.states = states_of(dataset, samples, every=self.told_every)
+        return shard
 
 
-def skip(samples: Iterator[Any], count: int, cancelled: Flag) -> tuple[int, bool]:
+def skip(samples: Iterator[Any], count: int, context: TaskContext) -> tuple[int, bool]:
     """Draw `count` samples and drop them: how many there were, and whether that was the end."""
     for done in range(count):
-        if cancelled.up:
+        if context.cancelled:
             return done, False
         try:
             next(samples)

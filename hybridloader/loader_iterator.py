@@ -34,7 +34,9 @@ from hybridloader.faults.losses import Losses, Skipped
 from hybridloader.faults.on_error import Policy, parse
 from hybridloader.faults.refill import FullBatches
 from hybridloader.faults.restart import RestartPolicy
-from hybridloader.fetch import Abandoned, Fetch, IterableFetch, MapFetch
+from hybridloader.faults.tried import Outcome
+from hybridloader.fetch import IterableFetch, MapFetch
+from hybridloader.fetcher import Abandoned, Fetch
 from hybridloader.loader_plan import LoaderPlan
 from hybridloader.messages import WorkerSpec
 from hybridloader.records.large import hint_at_large_container
@@ -278,7 +280,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             collate_fn = _then(collate_fn, self._pinner.here)  # that thread does not see these
         return FullBatches(
             batches,
-            (lambda: results.last_worker) if self._num_workers or self._joins else (lambda: None),
+            functools.partial(_last, results, workers=bool(self._num_workers or self._joins)),
             self._losses,
             collate_fn,
             drop_last=self._drop_last,
@@ -352,6 +354,13 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | None]:
+    """Return who made the last of `results`, and what became of its samples."""
+    extras = results.last_extras
+    outcome = None if extras is None else extras.get("outcome")
+    return results.last_worker if workers else None, outcome
 
 
 def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -1,22 +1,23 @@
 """What travels between a stage and its workers: messages one way, events the other.
 
 Nothing here knows what carries it. Every class is frozen and made of plain values, so that it can
-go by reference to a thread and by pickle to a process.
+go by reference to a thread and by pickle to a process. Those of which there is one a batch are named
+tuples, which are made in a third of the time that a frozen dataclass takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from hybridloader.contract import Payload
     from hybridloader.errors import Failure
-    from hybridloader.fetch import Fetch
+    from hybridloader.fetcher import Fetch
     from hybridloader.refresh import Change
     from hybridloader.seeds.sample_seeds import Origin
-    from hybridloader.states.carried import Carried, Start
+    from hybridloader.states.carried import DatasetState, Start
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ class WorkerSpec:
     tells: bool = False
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """Fetch `index` and answer with `seq`."""
 
     seq: int
@@ -80,8 +80,7 @@ class Begin:
     changes: tuple[Change, ...] = ()
 
 
-@dataclass(frozen=True)
-class First:
+class First(NamedTuple):
     """What the next task begins with, under ``seeding="sample"``.
 
     Attributes
@@ -104,8 +103,7 @@ class Stop:
 Message = Task | Begin | First | Stop
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """The worker has started and ran its `init_fn`.
 
     Attributes
@@ -115,32 +113,38 @@ class Ready:
     """
 
     worker: int
-    told: Carried | Failure | None = None
+    told: DatasetState | Failure | None = None
 
 
-@dataclass(frozen=True)
-class Done:
-    """Task `seq` has a value; the worker spent `seconds` on it, and is at `position` of its shard."""
+class Done(NamedTuple):
+    """Task `seq` has a value; the worker spent `seconds` on it, and is at `position` of its shard.
+
+    Attributes
+    ----------
+    extras
+        Metadata of the value, by name; None if there is none. ``"outcome"`` is what failed on the way
+        (`faults.tried.Outcome`), ``"state"`` the state of the dataset (`states.carried.DatasetState`).
+    """
 
     worker: int
     seq: int
     payload: Payload
     seconds: float = 0.0
     position: int = 0
+    extras: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Failed:
-    """Task `seq` raised; the worker goes on, from `position` of its shard."""
+class Failed(NamedTuple):
+    """Task `seq` raised; the worker goes on, from `position` of its shard. It has no metadata."""
 
     worker: int
     seq: int
     failure: Failure
     position: int = 0
+    extras: None = None
 
 
-@dataclass(frozen=True)
-class Exhausted:
+class Exhausted(NamedTuple):
     """The worker's shard of an iterable dataset ended when it was asked for task `seq`.
 
     It answers no further task of this epoch.
@@ -156,7 +160,7 @@ class Exhausted:
     worker: int
     seq: int
     position: int = 0
-    told: Carried | None = None
+    told: DatasetState | None = None
 
 
 @dataclass(frozen=True)
@@ -168,8 +172,8 @@ class Exited:
     cause
         What happened; None when it was asked to go.
     task, at
-        The task that it was at, and the number of the sample in it, if somebody wanted to know (`Flag`).
-        `at` is -1 between two samples, None where it is not known.
+        The task that it was at, and the number of the sample in it, if somebody wanted to know
+        (`TaskContext`). `at` is -1 between two samples, None where it is not known.
     evidence
         The stack that it left.
     memory

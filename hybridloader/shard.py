@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hybridloader.faults.tried import Short
-from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch, end, skip
+from hybridloader.faults.tried import short
+from hybridloader.fetch import IterableFetch, end, skip
+from hybridloader.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.seeds.draws import innermost
 from hybridloader.states.carried import Start, load_iterator
 
 
-class Shard:
+class Shard(Fetcher):
     """The fetcher of an iterable dataset: one pass of one worker over its part.
 
     Attributes
@@ -26,29 +27,29 @@ class Shard:
         Whether the iterator has.
     """
 
-    def __init__(self, fetch: IterableFetch, samples: Iterator[Any], cancelled: Flag) -> None:
-        self._samples, self._cancelled = samples, cancelled
+    def __init__(self, fetch: IterableFetch, samples: Iterator[Any], context: TaskContext) -> None:
+        self._samples, self._context = samples, context
         self._collate_fn, self._join = fetch.collate_fn, fetch.join
         self._drop_last = fetch.drop_last and not fetch.join
         self._batched = fetch.batched
         self._seeded: Any = None
-        if cancelled.draws is not None:
-            self._seeded, self._collate_fn = samples, cancelled.draws.collating(self._collate_fn)
+        if context.draws is not None:
+            self._seeded, self._collate_fn = samples, context.draws.collating(self._collate_fn)
         # All the mutable state:
         self.position = 0
         self.ended = False
 
-    def __call__(self, indices: Any) -> Any:
+    def fetch(self, indices: Any) -> Any:
         if self.ended:
             raise EndOfShard
         if not self._batched:
             return self._collate_fn(self._one())
         batch: list[Any] = []
-        samples, cancelled = self._samples, self._cancelled
+        samples, context = self._samples, self._context
         try:
             for _ in indices:
                 batch.append(next(samples))
-                if cancelled.up:
+                if context.cancelled:
                     raise Abandoned
         except StopIteration:
             self.ended = True
@@ -61,8 +62,14 @@ class Shard:
             raise EndOfShard
         if self._join and len(batch) < len(indices):
             numbers = list(range(self.position - len(batch), self.position))
-            return Short(numbers, batch, [], len(indices))
+            value, outcome = short(numbers, batch, [], len(indices))
+            self._context.add("outcome", outcome)
+            return value
         return self._collate_fn(batch)
+
+    def key(self, index: Any) -> bytes:
+        draws = self._context.draws
+        return b"" if draws is None else draws.at(self.position)
 
     def _one(self) -> Any:
         try:
@@ -94,5 +101,5 @@ class Shard:
         """Go on behind `count` samples, which others have delivered. What they raise is known."""
         more = max(0, count - self.position)
         if more and not self.ended:
-            done, self.ended = skip(self._samples, more, self._cancelled)
+            done, self.ended = skip(self._samples, more, self._context)
             self.position += done

@@ -110,6 +110,7 @@ class Stage(Lifecycle, Iterator[Any]):
         self._last_exit: Exited | None = None
         # Of the result that was handed out last:
         self.last_worker, self.last_seq, self.last_position = 0, -1, 0
+        self.last_extras: dict[str, Any] | None = None
         window = max(1, lookahead)
         super().__init__(
             backend,
@@ -183,7 +184,7 @@ class Stage(Lifecycle, Iterator[Any]):
                     self._fill()
                     self._crew.flush()
                 self.last_worker, self.last_seq = result.worker, result.seq
-                self.last_position = result.position
+                self.last_position, self.last_extras = result.position, result.extras
                 return self._hand_out(result)
             except Exception:
                 raise

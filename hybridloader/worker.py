@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from hybridloader.contract import Payload
 from hybridloader.datapipes import seed_datapipe
 from hybridloader.errors import Failure, ResultNotSendable, no_stop, twin
-from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag
+from hybridloader.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.messages import (
     Begin,
     Done,
@@ -33,7 +33,7 @@ from hybridloader.messages import (
 from hybridloader.refresh import apply
 from hybridloader.seeds.draws import Draws
 from hybridloader.seeds.seeding import ProcessSeeds, Seeds, seeds_by_sample
-from hybridloader.states.carried import Carried, resumed
+from hybridloader.states.carried import DatasetState, resumed
 from hybridloader.worker_info import describe
 
 
@@ -55,8 +55,8 @@ class Worker:
         How it comes to its random numbers.
     wrap
         Makes the payload of a result.
-    cancelled
-        Up once the iterator was closed, so that the rest of a batch can be left out.
+    context
+        Of its tasks; cancelled once the iterator was closed, so that the rest of a batch is left out.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Worker:
         spec: WorkerSpec,
         seeds: Seeds,
         wrap: Callable[[Any], Payload],
-        cancelled: Flag,
+        context: TaskContext,
     ) -> None:
         self.worker = worker
         self._spec = spec
         self._seeds = seeds
         self._wrap = wrap
-        self.cancelled = cancelled
+        self.context = context
         self._draws = _draws_of(spec, worker, seeds)
         if self._draws is not None and spec.seeding is not None:
             self._seeds = seeds_by_sample(seeds, any_thread=spec.seeding.any_thread)
@@ -85,7 +85,7 @@ class Worker:
     def open(self) -> Ready:
         """Seed, run `init_fn`, open the first fetcher."""
         spec = self._spec
-        self.cancelled.draws = self._draws
+        self.context.draws = self._draws
         with self._seeds.initialising(spec.base_seed, self.worker):
             if self._draws is not None:
                 self._draws.prepare()
@@ -97,31 +97,30 @@ class Worker:
                     spec.init_fn(self.worker)
                 self._initialised = True
                 if spec.starts:
-                    self._fetcher = resumed(spec.fetch, spec.starts[self.worker], self.cancelled)
+                    self._fetcher = resumed(spec.fetch, spec.starts[self.worker], self.context)
                 else:
-                    self._fetcher = spec.fetch.open(None, self.cancelled)
+                    self._fetcher = spec.fetch.open(None, self.context)
                 if spec.skip:
-                    skip = getattr(self._fetcher, "skip", None)
-                    if skip is not None:
-                        skip(spec.skip)
+                    self._fetcher.skip(spec.skip)
             except Exception as error:
                 if spec.workers == 0:
                     raise
                 self._broken = no_stop(error)
             return Ready(self.worker, self._first_state() if spec.tells else None)
 
-    def _first_state(self) -> Carried | Failure | None:
+    def _first_state(self) -> DatasetState | Failure | None:
         if self._broken is not None:
             return Failure(twin(self._broken))
         starts = self._spec.starts
         # Behind results that came since a state, the next one is told when it is due.
-        return None if starts and starts[self.worker].results_since else self._state
+        return None if starts and starts[self.worker].results_since else self._state_now()
 
-    @property
-    def _state(self) -> Carried | None:
-        """Return the state of the dataset as it is now, if it has one."""
-        now: Callable[[], Carried] | None = getattr(self._fetcher, "carried_now", None)
-        return None if now is None else now()
+    def _state_now(self) -> DatasetState | None:
+        """Return the state of the dataset, if it has one."""
+        fetcher = self._fetcher
+        if fetcher is None or fetcher.states is None:
+            return None
+        return fetcher.states.now(ended=fetcher.ended)
 
     def close(self) -> None:
         """End the work and close what the worker was reading."""
@@ -147,66 +146,73 @@ class Worker:
         self._let_go()
         if self._draws is not None and self._spec.seeding is not None:
             self._draws.begin(replace(self._spec.seeding, epoch=message.epoch))
-            self.cancelled.draws = self._draws
+            self.context.draws = self._draws
         if not self._initialised:
             return  # init_fn failed, and that stays the answer to every task
         self._broken = None
         try:
             apply(self._spec.fetch.dataset, message.changes)
-            self._fetcher = self._spec.fetch.open(message.shared_seed, self.cancelled)
+            self._fetcher = self._spec.fetch.open(message.shared_seed, self.context)
         except Exception as error:
             self._broken = no_stop(error)
         del before
 
     def _let_go(self) -> None:
-        """Close what the fetcher reads, if it reads an iterator of its own."""
+        """Close what the fetcher reads."""
         fetcher, self._fetcher = self._fetcher, None
-        close = getattr(fetcher, "close", None)
-        if close is None:
+        if fetcher is None:
             return
         try:
-            close()
+            fetcher.close()
         except Exception:  # of a generator's `finally`: as Python, which ignores and shows it
             traceback.print_exc()
 
     def _answer(self, task: Task) -> Event | None:
         if self._exhausted:
             return None
+        context, fetcher = self.context, self._fetcher
         try:
             if self._broken is not None:
-                if self._told and getattr(self._spec.fetch, "in_turn", False):
+                if self._told and self._spec.fetch.in_turn:
                     raise EndOfShard  # it will never have anything to give, and the others have
                 self._told = True
                 return Failed(self.worker, task.seq, Failure(twin(self._broken)), self._position)
-            assert self._fetcher is not None
+            assert fetcher is not None
             began = perf_counter()
-            payload = self._packed(self._fetcher(task.index))
+            try:
+                if self._draws is None:
+                    value = fetcher.fetch(task.index)
+                else:
+                    value = self._draws.task(fetcher.key, fetcher.fetch, task.index)
+            finally:
+                if context.tracked:
+                    context.at = -1
+            if fetcher.states is not None:
+                state = fetcher.states.due(ended=fetcher.ended)
+                if state is not None:
+                    context.add("state", state)
+            try:
+                payload = self._wrap(value)
+            except ResultNotSendable as error:
+                payload = self._wrap(fetcher.mend(value, error, self._wrap))
             seconds = perf_counter() - began
-            return Done(self.worker, task.seq, payload, seconds, self._position)
+            extras = None if context.extras is None else context.take_extras()
+            return Done(self.worker, task.seq, payload, seconds, fetcher.position, extras)
         except EndOfShard:
             self._exhausted = True
-            return Exhausted(self.worker, task.seq, self._position, self._state)
+            return Exhausted(self.worker, task.seq, self._position, self._state_now())
         except Abandoned:
             return None
         except Exception as error:
+            context.extras = None
             # torch lets a StopIteration through, and a map-style dataset that leaks one ends the
             # user's loop early, without a word.
             return Failed(self.worker, task.seq, Failure(no_stop(error)), self._position)
 
-    def _packed(self, result: Any) -> Payload:
-        try:
-            return self._wrap(result)
-        except ResultNotSendable:
-            mend = getattr(self._fetcher, "mend", None)
-            mend = mend or getattr(self._spec.fetch, "mend", None)
-            if mend is None:
-                raise
-            return self._wrap(mend(result, self._wrap))
-
     @property
     def _position(self) -> int:
-        """How far it is in its shard, in samples."""
-        return getattr(self._fetcher, "position", 0)
+        """Number of samples of its shard that it is behind."""
+        return 0 if self._fetcher is None else self._fetcher.position
 
     def _describe(self) -> Any:
         """This worker's `WorkerInfo`; None when the caller does the work itself."""
@@ -232,7 +238,7 @@ def _draws_of(spec: WorkerSpec, worker: int, seeds: Seeds) -> Draws | None:
     if origin is None:
         return None
     shared = seeds.method == "thread" or (origin.any_thread and not isinstance(seeds, ProcessSeeds))
-    if not (shared or getattr(spec.fetch, "threads", 1) > 1):
+    if not (shared or spec.fetch.threads > 1):
         return Draws(origin, worker)
     from hybridloader.seeds.thread_draws import ThreadDraws
 
@@ -252,7 +258,7 @@ def run(worker: Worker, source: Source, report: Callable[[Event], None]) -> None
         report(worker.open())
         while True:
             message = source.get()
-            if isinstance(message, Stop) or worker.cancelled.up:
+            if isinstance(message, Stop) or worker.context.cancelled:
                 return
             event = worker.step(message)
             del message  # slots of what it held go back with the event

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from hybridloader.backends import board as board_module
 from hybridloader.backends import stacks
-from hybridloader.backends.board import Board, NotedFlag, WorkerSide, free_signal, parent_ends
+from hybridloader.backends.board import Board, BoardContext, WorkerSide, free_signal, parent_ends
 from hybridloader.backends.fork import Fork
 from hybridloader.backends.spawn import Spawn
 from hybridloader.contract import Backend, Crew
-from hybridloader.fetch import Fetcher, Flag, MapFetch
+from hybridloader.fetch import MapFetch
+from hybridloader.fetcher import Fetcher, FunctionFetcher, TaskContext
 from hybridloader.messages import Done, Event, Exited, Ready, Task, WorkerSpec
 
 PATIENCE = 60.0
@@ -113,7 +114,7 @@ def test_a_new_board_knows_nothing(board: Board) -> None:
 def test_what_the_worker_was_at_outlives_it(board: Board) -> None:
     def body(me: Child) -> None:
         me.side.begin(7)
-        flag = me.side.flag()
+        flag = me.side.context()
         flag.at = 2
         flag.at = 3
         os.kill(os.getpid(), signal.SIGKILL)
@@ -126,7 +127,7 @@ def test_a_task_begins_without_a_sample_and_ends_without_either(board: Board) ->
     seen: list[tuple[int | None, int | None]] = []
 
     def body(me: Child) -> None:
-        flag = me.side.flag()
+        flag = me.side.context()
         steps: tuple[Callable[[], None], ...] = (
             lambda: me.side.begin(0),
             lambda: setattr(flag, "at", 5),
@@ -147,9 +148,9 @@ def test_a_task_begins_without_a_sample_and_ends_without_either(board: Board) ->
 
 def test_the_flag_is_one_that_fetchers_know_and_starts_at_no_sample() -> None:
     cell = ctypes.c_int64(5)
-    flag = NotedFlag(cell)
-    assert isinstance(flag, Flag)
-    assert (flag.up, flag.notes, Flag.notes) == (False, True, False)
+    flag = BoardContext(cell)
+    assert isinstance(flag, TaskContext)
+    assert (flag.cancelled, flag.tracked, TaskContext().tracked) == (False, True, False)
     assert (flag.at, cell.value) == (-1, -1)
     flag.at = 4
     assert (flag.at, cell.value) == (4, 4)
@@ -458,13 +459,13 @@ def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: Board) -
     def body(me: Child) -> None:
         line, _ = os.pipe()  # which nobody hangs up
         life = Life(Channel(line), os.getppid(), sweep=int)
-        flags = [me.side.flag(), me.side.flag()]
+        flags = [me.side.context(), me.side.context()]
         life.change(flags[0])
-        assert life.flag is flags[0]
-        assert not flags[0].up
-        flags[0].up = True
+        assert life.context is flags[0]
+        assert not flags[0].cancelled
+        flags[0].cancelled = True
         life.change(flags[1])
-        assert flags[1].up
+        assert flags[1].cancelled
 
     assert Child(board, body).end() == 0
 
@@ -687,7 +688,7 @@ CHILD = str(Path(board_module.__file__).with_name("child.py"))
 
 
 def test_the_loop_and_what_is_around_it_are_left_out() -> None:
-    worker = str(Path(Flag.__init__.__code__.co_filename).with_name("worker.py"))
+    worker = str(Path(TaskContext.__init__.__code__.co_filename).with_name("worker.py"))
     text = "\n".join(
         [
             "Thread 0x00ff (most recent call first):",
@@ -834,15 +835,15 @@ class Trouble:
 class Noting(MapFetch):
     """One that says which sample it is at, as fetchers do that are watched."""
 
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         def fetch(indices: list[int]) -> list[int]:
             samples = []
             for number, index in enumerate(indices):
-                cancelled.at = number
+                context.at = number
                 samples.append(self.dataset[index])
             return samples
 
-        return fetch
+        return FunctionFetcher(fetch)
 
 
 @contextmanager

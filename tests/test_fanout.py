@@ -27,7 +27,7 @@ from hybridloader import fanout
 from hybridloader.buffers.collate import _current as current_slots
 from hybridloader.buffers.collate import set_slots
 from hybridloader.fanout import Fanout
-from hybridloader.fetch import Abandoned, Flag
+from hybridloader.fetcher import Abandoned, TaskContext
 from hybridloader.worker_info import worker_info_set
 
 LONG = 60.0
@@ -140,10 +140,10 @@ def test_an_interrupt_of_the_caller_does_not_wait_for_the_others() -> None:
 def test_a_cancelled_call_waits_for_running_items_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, stuck: bool
 ) -> None:
-    caller, flag, done, ended = threading.get_ident(), Flag(), [], []
+    caller, flag, done, ended = threading.get_ident(), TaskContext(), [], []
     begun, waiting, release = threading.Barrier(2), threading.Event(), threading.Event()
 
-    def clock() -> float:  # the caller looks at it once it waits, cancelled
+    def clock() -> float:  # the caller looks at it once it waits, context
         waiting.set()
         return next(ticks) if stuck else 0.0
 
@@ -153,7 +153,7 @@ def test_a_cancelled_call_waits_for_running_items_but_not_for_ever(
     def function(item: int) -> None:
         begun.wait(LONG)
         if threading.get_ident() == caller:
-            flag.up = True
+            flag.cancelled = True
             return
         if (release if stuck else waiting).wait(LONG):
             done.append(item)
@@ -166,9 +166,9 @@ def test_a_cancelled_call_waits_for_running_items_but_not_for_ever(
 
 
 def test_a_flag_that_goes_up_with_the_last_item_is_seen() -> None:
-    flag = Flag()
+    flag = TaskContext()
     with pytest.raises(Abandoned):
-        Fanout(3).map(lambda item: setattr(flag, "up", item == 5), range(6), flag)
+        Fanout(3).map(lambda item: setattr(flag, "cancelled", item == 5), range(6), flag)
 
 
 def test_what_is_kept_per_thread_is_the_callers_and_only_for_the_call() -> None:

@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, get_worker_info
 from hybridloader.errors import ShardLost
-from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch
+from hybridloader.fetch import IterableFetch
+from hybridloader.fetcher import Abandoned, EndOfShard, TaskContext
 from hybridloader.messages import Task, WorkerSpec
 from hybridloader.running.readers import ReadersFetch
 from hybridloader.seeds.seeding import CallerSeeds
@@ -179,11 +180,7 @@ def test_a_batch_that_can_not_be_made_or_sent_is_lost_as_a_whole() -> None:
 
 
 def fetcher(policy: Any = None, **stream: Any) -> Any:
-    return IterableFetch(Stream(**stream), list, True, on_error=policy).open(None, Flag())
-
-
-def data(result: Any) -> Any:
-    return getattr(result, "data", result)
+    return IterableFetch(Stream(**stream), list, True, on_error=policy).open(None, TaskContext())
 
 
 @pytest.mark.parametrize("policy", [None, Skip(), Retry(1, 0, then="skip")])
@@ -192,7 +189,7 @@ def test_who_comes_after_goes_on_where_the_one_before_was(policy: Any) -> None:
         first = fetcher(policy)
         for _ in range(stop):
             try:
-                first([0] * 3)
+                first.fetch([0] * 3)
             except OSError:
                 assert policy is None
         second = fetcher(policy)
@@ -203,7 +200,7 @@ def test_who_comes_after_goes_on_where_the_one_before_was(policy: Any) -> None:
             found = []
             while True:
                 try:
-                    found.append(data(one([0] * 3)))
+                    found.append(one.fetch([0] * 3))
                 except OSError:
                     found.append("error")
                 except EndOfShard:
@@ -217,22 +214,22 @@ def test_skipping_ends_quietly_with_the_shard_or_when_nobody_waits() -> None:
     short.skip(99)
     assert short.position == 3
     with pytest.raises(EndOfShard):
-        short([0])
-    flag = Flag()
-    flag.up = True
+        short.fetch([0])
+    flag = TaskContext()
+    flag.cancelled = True
     left = IterableFetch(Stream(), list, True).open(None, flag)
     left.skip(5)
     assert left.position == 0
-    reader: Any = ReadersFetch(lambda: Steps(6, (1,))).open(None, Flag())
+    reader: Any = ReadersFetch(lambda: Steps(6, (1,))).open(None, TaskContext())
     reader.skip(3)
-    assert (reader.position, reader(9)) == (3, [3, 4, 5])
+    assert (reader.position, reader.fetch(9)) == (3, [3, 4, 5])
 
 
 def test_a_worker_tells_its_position_and_begins_behind_what_is_known() -> None:
     from hybridloader.contract import ByReference
 
     spec = WorkerSpec("stage", 1, IterableFetch(Stream(9, (4,)), list, True), skip=2)
-    worker = Worker(0, spec, CallerSeeds(), ByReference, Flag())
+    worker = Worker(0, spec, CallerSeeds(), ByReference, TaskContext())
     worker.open()
     events: list[Any] = [worker.step(Task(n, [0, 0])) for n in range(4)]
     assert [event.position for event in events] == [4, 5, 7, 9]
@@ -242,29 +239,29 @@ def test_a_worker_tells_its_position_and_begins_behind_what_is_known() -> None:
 
 @pytest.mark.parametrize("policy", [None, Skip()])
 def test_a_reader_counts_what_it_has_drawn(policy: Any) -> None:
-    reader: Any = ReadersFetch(lambda: Steps(6, (1,)), policy).open(None, Flag())
-    found = reader(4)
+    reader: Any = ReadersFetch(lambda: Steps(6, (1,)), policy).open(None, TaskContext())
+    found = reader.fetch(4)
     assert reader.position == 2
     assert found.outcomes[1].index == 1
-    assert reader(2) == [2, 3]
+    assert reader.fetch(2) == [2, 3]
     assert reader.position == 4
-    assert reader(9) == [4, 5]
+    assert reader.fetch(9) == [4, 5]
     assert reader.position == 6
     with pytest.raises(EndOfShard):
-        reader(9)
+        reader.fetch(9)
 
 
 def test_waiting_to_try_again_ends_when_nobody_waits() -> None:
-    flag = Flag()
+    flag = TaskContext()
 
     class Closes(Steps):
         def __next__(self) -> int:
-            flag.up = True
+            flag.cancelled = True
             raise OSError
 
     stream: Any = IterableFetch(Closes(3, ()), list, True, on_error=Retry(9, 60)).open(None, flag)
     with pytest.raises(Abandoned):
-        stream([0])
+        stream.fetch([0])
 
 
 # -- readers of a pipeline -------------------------------------------------------------------------

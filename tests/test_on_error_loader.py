@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 
 from hybridloader import DataLoader, Replace, Retry, Skip, TooManyErrors
 from hybridloader.errors import WorkerDied
-from hybridloader.fetch import Abandoned, Flag, GivenUp, MapFetch, NotingFlag, Spared
+from hybridloader.fetch import GivenUp, MapFetch, Spared
+from hybridloader.fetcher import Abandoned, TaskContext
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -459,15 +460,28 @@ def test_each_iterator_and_each_pass_has_its_own_records() -> None:
 # -- samples that kill workers -----------------------------------------------------------------------
 
 
-def opened(dataset: Any, flag: Flag, policy: Any = None, **more: Any) -> Any:
+class Answer(NamedTuple):
+    """What a fetcher gave, and what it put beside it."""
+
+    value: Any
+    outcome: Any
+
+
+def opened(dataset: Any, flag: TaskContext, policy: Any = None, **more: Any) -> Any:
     more = {"collate_fn": list, "batched": True, **more}
-    return MapFetch(dataset, on_error=policy, **more).open(None, flag)
+    fetcher = MapFetch(dataset, on_error=policy, **more).open(None, flag)
+
+    def fetch(index: Any) -> Answer:
+        value = fetcher.fetch(index)
+        return Answer(value, (flag.take_extras() or {}).get("outcome"))
+
+    return fetch
 
 
 class At:
     """Notes where the flag is when each sample is fetched."""
 
-    def __init__(self, flag: Flag) -> None:
+    def __init__(self, flag: TaskContext) -> None:
         self.flag, self.seen = flag, []  # type: ignore[var-annotated]
 
     def __getitem__(self, index: int) -> int:
@@ -480,7 +494,7 @@ class At:
 @pytest.mark.parametrize("policy", [None, Skip()])
 @pytest.mark.parametrize("noting", [True, False])
 def test_who_wants_to_know_sees_which_sample_a_worker_is_at(policy: Any, noting: bool) -> None:
-    flag = NotingFlag() if noting else Flag()
+    flag = TaskContext(tracked=True) if noting else TaskContext()
     dataset = At(flag)
     collated: list[int] = []
     fetch = opened(dataset, flag, policy, collate_fn=lambda batch: collated.append(flag.at))
@@ -491,12 +505,12 @@ def test_who_wants_to_know_sees_which_sample_a_worker_is_at(policy: Any, noting:
         fetch([7, -8, 9])
     except ValueError:
         pass
-    assert flag.at == -1
+    flag.at = -1  # as the worker does after each task
     alone = opened(dataset, flag, policy, batched=False, collate_fn=abs)
     dataset.seen.clear()
     alone(7)
     assert dataset.seen == ([0] if noting else [-1])
-    assert flag.at == -1
+    flag.at = -1
     dataset.seen.clear()
     opened(Subset(dataset, range(9)), flag, policy)([3, 4])  # type: ignore[arg-type]
     assert dataset.seen == ([0, 1] if noting else [-1] * 2)
@@ -506,26 +520,28 @@ def test_a_sample_that_was_given_up_is_as_one_that_failed() -> None:
     lost = GivenUp(7, "it kills")
     for dataset in (Samples(9, ()), Together(9, ()), TensorDataset(torch.arange(9))):
         with pytest.raises(WorkerDied, match="it kills"):
-            opened(dataset, Flag())(Spared([1, lost]))
-        short = opened(dataset, Flag(), Skip())(Spared([1, lost, 2]))
-        assert (short.indices, short.wanted) == ([1, 2], 3)
-        ((index, position, failure, replaced),) = short.misses
+            opened(dataset, TaskContext())(Spared([1, lost]))
+        short = opened(dataset, TaskContext(), Skip())(Spared([1, lost, 2]))
+        assert (short.outcome.short, short.outcome.wanted) == ([1, 2], 3)
+        ((index, position, failure, replaced),) = short.outcome.misses
         assert (index, position, replaced) == (7, 1, False)
         assert str(failure.exception) == "it kills"
-        whole = opened(dataset, Flag(), Replace(lambda i, e: -i))(Spared([lost]))
-        assert whole.data == [-7]
+        whole = opened(dataset, TaskContext(), Replace(lambda i, e: -i))(Spared([lost]))
+        assert whole.value == [-7]
         with pytest.raises(WorkerDied, match="it kills"):
-            opened(dataset, Flag(), batched=False, collate_fn=abs)(lost)
-        alone = opened(dataset, Flag(), Skip(), batched=False)(lost)
-        assert (alone.samples, alone.misses[0].index) == ([], 7)
+            opened(dataset, TaskContext(), batched=False, collate_fn=abs)(lost)
+        alone = opened(dataset, TaskContext(), Skip(), batched=False)(lost)
+        assert (alone.value, alone.outcome.misses[0].index) == ([], 7)
 
 
 def test_of_a_batch_that_is_lost_each_sample_keeps_its_own_error() -> None:
     def collate(samples: list[Any]) -> None:
         raise TypeError("odd")
 
-    short = opened(Samples(9, (3,)), Flag(), Skip(), collate_fn=collate, fill=False)([2, 3, 4])
-    assert [(m.index, type(m.failure.exception)) for m in short.misses] == [
+    short = opened(Samples(9, (3,)), TaskContext(), Skip(), collate_fn=collate, fill=False)(
+        [2, 3, 4]
+    )
+    assert [(m.index, type(m.failure.exception)) for m in short.outcome.misses] == [
         (2, TypeError),
         (3, ValueError),
         (4, TypeError),
@@ -538,20 +554,20 @@ class Greedy(Samples):
 
 
 def test_a_dataset_never_sees_what_was_given_up() -> None:
-    short = opened(Greedy(), Flag(), Skip())(Spared([1, GivenUp(7, "it kills")]))
-    assert [missing.index for missing in short.misses] == [7]
-    assert len(short.samples) == 1
+    short = opened(Greedy(), TaskContext(), Skip())(Spared([1, GivenUp(7, "it kills")]))
+    assert [missing.index for missing in short.outcome.misses] == [7]
+    assert len(short.value) == 1
 
 
 def test_a_batch_is_abandoned_between_two_samples() -> None:
-    flag = Flag()
+    flag = TaskContext()
 
     class Stops:
         seen = 0
 
         def __getitem__(self, index: int) -> int:
             self.seen += 1
-            flag.up = True
+            flag.cancelled = True
             raise ValueError
 
     dataset = Stops()

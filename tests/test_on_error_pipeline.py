@@ -15,7 +15,8 @@ from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
 from hybridloader.errors import IteratorClosed, WorkerDied
 from hybridloader.faults.outcomes import Bad, Noted
 from hybridloader.faults.restart import RestartPolicy
-from hybridloader.fetch import Flag, GivenUp, MapFetch, NotingFlag, Spared
+from hybridloader.fetch import GivenUp, MapFetch, Spared
+from hybridloader.fetcher import TaskContext
 from hybridloader.operators.work import Placement
 from hybridloader.running.plan import Inline, Workers, lay_out
 from hybridloader.running.work import Step, WorkFetch
@@ -390,19 +391,21 @@ STEPS = {
 @pytest.mark.parametrize("kind", sorted(STEPS))
 def test_an_item_that_was_given_up_is_as_one_that_failed(kind: str, threads: int) -> None:
     items = Spared([1, GivenUp(7, "it kills"), 2])
-    work: Any = WorkFetch(STEPS[kind], threads).open(None, Flag())
+    work: Any = WorkFetch(STEPS[kind], threads).open(None, TaskContext())
     bad = ("Bad", "it kills", 7)
-    assert kinds(work(items)) == [10, bad, 20]
-    assert type(work(items).outcomes[1].failure.exception) is WorkerDied
-    swapped: Any = WorkFetch(STEPS[kind], threads, Replace(lambda i, e: 4)).open(None, Flag())
+    assert kinds(work.fetch(items)) == [10, bad, 20]
+    assert type(work.fetch(items).outcomes[1].failure.exception) is WorkerDied
+    swapped: Any = WorkFetch(STEPS[kind], threads, Replace(lambda i, e: 4)).open(
+        None, TaskContext()
+    )
     expected = 40 if kind == "filter" else 4  # it goes on to the next step
-    assert kinds(swapped(items)) == [10, ("Noted", 7), expected, 20]
+    assert kinds(swapped.fetch(items)) == [10, ("Noted", 7), expected, 20]
 
 
 @pytest.mark.parametrize("policy", [None, Retry(1, 0)])
 @pytest.mark.parametrize("kind", ["map", "maps", "filter", "flat_map"])
 def test_who_wants_to_know_sees_which_item_a_worker_is_at(kind: str, policy: Any) -> None:
-    flag, seen = NotingFlag(), []
+    flag, seen = TaskContext(tracked=True), []
 
     def note(item: int) -> int:
         seen.append(flag.at)
@@ -415,10 +418,10 @@ def test_who_wants_to_know_sees_which_item_a_worker_is_at(kind: str, policy: Any
         "flat_map": (Step("flat_map", lambda item: [note(item)]),),
     }[kind]
     work: Any = WorkFetch(steps, on_error=policy).open(None, flag)
-    assert work([7, 8, 9]) == [7, 8, 9]
+    assert work.fetch([7, 8, 9]) == [7, 8, 9]
     assert (seen, flag.at) == ([0, 1, 2], -1)
-    work(Spared([7, GivenUp(8, "it kills"), 9]))
+    work.fetch(Spared([7, GivenUp(8, "it kills"), 9]))
     assert (seen[3:], flag.at) == ([0, 2], -1)
-    quiet: Any = WorkFetch(steps, on_error=policy).open(None, Flag())
-    quiet([7])
+    quiet: Any = WorkFetch(steps, on_error=policy).open(None, TaskContext())
+    quiet.fetch([7])
     assert seen[-1] == -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,10 @@ from hybridloader.faults.guard import Guard, Swapped
 from hybridloader.faults.losses import Losses, Register, bare
 from hybridloader.faults.on_error import final, parse
 from hybridloader.faults.refill import FullBatches, Refill
-from hybridloader.faults.tried import Miss, Short, Tried
-from hybridloader.fetch import Abandoned, Flag, GivenUp, Spared
+from hybridloader.faults.tried import Attempt, Miss, Outcome
+from hybridloader.faults.tried import short as left
+from hybridloader.fetch import GivenUp, Spared
+from hybridloader.fetcher import Abandoned, TaskContext
 
 # -- policies --------------------------------------------------------------------------------------
 
@@ -102,7 +104,7 @@ class Scripted:
 
 def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices() -> None:
     slept: list[float] = []
-    guard = Guard(Retry(5, backoff=0.05, longest=0.3), Flag(), slept.append)
+    guard = Guard(Retry(5, backoff=0.05, longest=0.3), TaskContext(), slept.append)
     function = Scripted(*[OSError(n) for n in range(5)], "good")
     assert guard(function, 7) == "good"
     assert function.calls == [7] * 6
@@ -111,17 +113,17 @@ def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices() -> None:
 
 
 def test_without_backoff_nobody_sleeps() -> None:
-    guard = Guard(Retry(1, backoff=0), Flag(), lambda seconds: pytest.fail("slept"))
+    guard = Guard(Retry(1, backoff=0), TaskContext(), lambda seconds: pytest.fail("slept"))
     assert guard(Scripted(OSError(), 1), 0) == 1
 
 
 def test_a_wait_ends_when_nobody_waits_any_more() -> None:
-    flag, slept = Flag(), []
+    flag, slept = TaskContext(), []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 3:
-            flag.up = True
+            flag.cancelled = True
 
     function = Scripted(OSError(), "never")
     with pytest.raises(Abandoned):
@@ -131,7 +133,7 @@ def test_a_wait_ends_when_nobody_waits_any_more() -> None:
 
 
 def test_only_what_is_worth_it_is_tried_again() -> None:
-    guard = Guard(Retry(3, 0, OSError), Flag())
+    guard = Guard(Retry(3, 0, OSError), TaskContext())
     function = Scripted(OSError("passes"), ValueError("stays"), "never")
     with pytest.raises(ValueError, match="stays"):
         guard(function, 0)
@@ -141,7 +143,7 @@ def test_only_what_is_worth_it_is_tried_again() -> None:
 def test_times_counts_the_repetitions_and_the_last_error_is_raised() -> None:
     function = Scripted(OSError(0), OSError(1), OSError(2), "never")
     with pytest.raises(OSError, match="2") as caught:
-        Guard(Retry(2, 0), Flag())(function, 0)
+        Guard(Retry(2, 0), TaskContext())(function, 0)
     assert len(function.calls) == 3
     assert caught.value.__context__ is None
 
@@ -153,7 +155,9 @@ def test_a_replacement_is_told_what_failed() -> None:
         seen.append((index, repr(error)))
         return "other"
 
-    found = Guard(Retry(1, 0, then=Replace(instead)), Flag())(Scripted(OSError(0), OSError(1)), 7)
+    found = Guard(Retry(1, 0, then=Replace(instead)), TaskContext())(
+        Scripted(OSError(0), OSError(1)), 7
+    )
     assert isinstance(found, Swapped)
     assert (found.value, repr(found.error)) == ("other", "OSError(1)")
     assert seen == [(7, "OSError(1)")]
@@ -164,7 +168,7 @@ def test_what_a_replacement_raises_is_raised_and_says_why_it_was_called() -> Non
         raise KeyError(index)
 
     with pytest.raises(KeyError) as caught:
-        Guard(Replace(instead), Flag())(Scripted(OSError("first")), 7)
+        Guard(Replace(instead), TaskContext())(Scripted(OSError("first")), 7)
     assert repr(caught.value.__cause__) == "OSError('first')"
     assert "function of Replace" in caught.value.__notes__[0]
 
@@ -172,7 +176,7 @@ def test_what_a_replacement_raises_is_raised_and_says_why_it_was_called() -> Non
         raise error
 
     with pytest.raises(OSError, match="first") as second:
-        Guard(Replace(again), Flag())(Scripted(OSError("first")), 7)
+        Guard(Replace(again), TaskContext())(Scripted(OSError("first")), 7)
     assert second.value.__cause__ is None
 
 
@@ -181,23 +185,25 @@ def test_what_is_no_exception_passes(policy: Any) -> None:
     for error in (KeyboardInterrupt(), SystemExit(), Abandoned()):
         function = Scripted(error, "never")
         with pytest.raises(type(error)):
-            Guard(policy, Flag())(function, 0)
+            Guard(policy, TaskContext())(function, 0)
         assert len(function.calls) == 1
 
 
 def test_a_stop_iteration_is_a_runtime_error() -> None:
-    guard = Guard(Retry(1, 0, on=RuntimeError), Flag())
+    guard = Guard(Retry(1, 0, on=RuntimeError), TaskContext())
     assert guard(Scripted(StopIteration(3), "good"), 0) == "good"
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        Guard(Skip(), Flag())(Scripted(StopIteration()), 0)
+        Guard(Skip(), TaskContext())(Scripted(StopIteration()), 0)
 
 
 def test_what_was_given_up_is_not_tried_but_may_be_replaced() -> None:
     function = Scripted("never")
     lost = GivenUp(7, "it kills")
     with pytest.raises(WorkerDied, match="it kills"):
-        Guard(Retry(5, 0), Flag())(function, lost)
-    found = Guard(Retry(5, 0, then=Replace(lambda i, e: (i, str(e)))), Flag())(function, lost)
+        Guard(Retry(5, 0), TaskContext())(function, lost)
+    found = Guard(Retry(5, 0, then=Replace(lambda i, e: (i, str(e)))), TaskContext())(
+        function, lost
+    )
     assert found.value == (7, "it kills")
     assert function.calls == []
     spared = pickle.loads(pickle.dumps(Spared([1, lost])))
@@ -213,7 +219,7 @@ def test_a_guard_leaves_no_cycle() -> None:
     try:
         for policy in (Skip(), Retry(2, 0), Replace(lambda i, e: 1), Replace(lambda i, e: 1 / 0)):
             try:
-                Guard(policy, Flag())(lambda n: {}[n], 0)
+                Guard(policy, TaskContext())(lambda n: {}[n], 0)
             except Exception:
                 pass
         assert gc.collect() == 0
@@ -389,37 +395,54 @@ def batches_of(
     parsed = parse(policy)
     assert parsed is not None
     losses = Losses(parsed, "stage")
+    given = Given(results)
     batches = FullBatches(
-        iter(results), lambda: 0, losses, collate, drop_last=drop_last, copies=True
+        given, lambda: (0, given.outcome), losses, collate, drop_last=drop_last, copies=True
     )
     return batches, losses
 
 
-def short(wanted: int, *samples: int) -> Short:
+class Given(Iterator[Any]):
+    """Values, and what is beside the last of them."""
+
+    def __init__(self, attempts: list[Attempt]) -> None:
+        self._attempts = iter(attempts)
+        self.outcome: Outcome | None = None
+
+    def __next__(self) -> Any:
+        value, self.outcome = next(self._attempts)
+        return value
+
+
+def whole(value: Any, tried: int, misses: Any = ()) -> Attempt:
+    return value, Outcome(tried, misses)
+
+
+def short(wanted: int, *samples: int) -> Attempt:
     lost = [miss(-n) for n in range(wanted - len(samples))]
-    return Short(list(samples), list(samples), lost, wanted)
+    return left(list(samples), list(samples), lost, wanted)
 
 
 def test_full_batches_stand_where_the_short_one_did() -> None:
-    results = [Tried("a", 3), short(3, 1, 2), Tried("b", 3), short(3, 3), Tried("c", 3), short(3)]
+    results = [whole("a", 3), short(3, 1, 2), whole("b", 3), short(3, 3), whole("c", 3), short(3)]
     batches, losses = batches_of(results)
     assert list(batches) == ["a", "b", (1, 2, 3), "c"]
     assert losses.tried == 18
     assert len(losses.records) == 1 + 2 + 3
-    batches, _ = batches_of([short(3, 1, 2), Tried("b", 3)])
+    batches, _ = batches_of([short(3, 1, 2), whole("b", 3)])
     assert list(batches) == ["b", (1, 2)]
     assert list(batches) == []
-    batches, _ = batches_of([short(3, 1, 2), Tried("b", 3)], drop_last=True)
+    batches, _ = batches_of([short(3, 1, 2), whole("b", 3)], drop_last=True)
     assert list(batches) == ["b"]
 
 
 def test_what_came_with_the_last_straw_is_there_for_who_goes_on() -> None:
-    batches, _ = batches_of([short(3, 1, 2), short(3, 3, 4), Tried("b", 3)], Skip(1))
+    batches, _ = batches_of([short(3, 1, 2), short(3, 3, 4), whole("b", 3)], Skip(1))
     with pytest.raises(TooManyErrors):
         next(batches)
     assert list(batches) == [(1, 2, 3), "b", (4,)]
-    swapped = Tried("a", 3, [miss(0)._replace(replaced=True)])
-    batches, losses = batches_of([swapped, Tried("b", 3)], Replace(nothing, 0))
+    swapped = whole("a", 3, [miss(0)._replace(replaced=True)])
+    batches, losses = batches_of([swapped, whole("b", 3)], Replace(nothing, 0))
     with pytest.raises(TooManyErrors, match="replaced:"):
         next(batches)
     assert list(batches) == ["a", "b"]
@@ -444,7 +467,7 @@ def test_what_waits_is_copied_if_that_can_be() -> None:
             raise TypeError("not me")
 
     kept, stubborn = [0], Sample()
-    results = [Short([0, 1], [kept, stubborn], [miss(2)], 3)]
+    results = [left([0, 1], [kept, stubborn], [miss(2)], 3)]
     ((first, second),) = batches_of(results)[0]
     kept.append(1)
     assert first == [0]

@@ -88,6 +88,17 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
         ) from error
 
 
+def pack_in_band(value: Any, what: str) -> bytes:
+    """Pickle `value` with all its buffers in the pickle. Raises `ResultNotSendable`, as `pack` does."""
+    header, buffers = pack(value, what)
+    if not buffers:
+        return header
+    import cloudpickle
+
+    whole: bytes = cloudpickle.dumps(value, protocol=5)
+    return whole
+
+
 _MAIN = b"__main__"
 _NAMES_OF_ONE_PROCESS = re.compile(_MAIN), re.compile(b"cloudpickle")
 

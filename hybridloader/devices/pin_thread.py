@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 
 from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout, add_note
-from hybridloader.faults.tried import Short, Tried
 from hybridloader.refresh import Change
 from hybridloader.relay import FINAL, Relay
 from hybridloader.stage import Stage
-from hybridloader.states.carried import Carried
 
 _PATIENCE = 2.0
 """Seconds that `close` may take."""
@@ -34,6 +32,7 @@ class _Handed(NamedTuple):
     seq: int
     worker: int
     position: int
+    extras: dict[str, Any] | None
     found: Any
     size: int = 0
     error: Exception | None = None
@@ -129,39 +128,24 @@ class _Pulling(Iterator[Any]):
             return self._handed(None, error=error)
 
     def _handled(self, result: list[Any]) -> _Handed:
-        box = _box_of(result[0])
-        if box is None:
-            if type(result[0]) is Short or _is_short(result[0]):
-                return self._handed(result.pop())
-            sent = self._pinner.send(result)
-            return self._handed(sent, sent.size)
-        inner, box.data = [box.data], None
-        sent = box.data = self._pinner.send(inner)
-        return self._handed(result.pop(), sent.size)
+        extras = self._stage.last_extras
+        if extras is not None and "outcome" in extras and extras["outcome"].short is not None:
+            return self._handed(result.pop())  # samples, of which a batch is yet to be made
+        sent = self._pinner.send(result)
+        return self._handed(sent, sent.size)
 
     def _handed(
         self, found: Any, size: int = 0, error: Exception | None = None, final: bool = False
     ) -> _Handed:
         stage = self._stage
         place = stage.last_seq, stage.last_worker, stage.last_position
-        return _Handed(*place, found, size, error, final)
+        extras = stage.last_extras if error is None else None
+        return _Handed(*place, extras, found, size, error, final)
 
     def close(self) -> None:
         """The thread ends."""
         if self.ends_stage:
             self._stage.close()
-
-
-def _box_of(found: Any) -> Carried | Tried | None:
-    """What the batch is wrapped in, if it is and if there is one."""
-    box = None
-    while type(found) is Carried or type(found) is Tried:
-        box, found = found, found.data
-    return None if type(found) is Short else box
-
-
-def _is_short(found: Any) -> bool:
-    return type(found) is Carried and type(found.data) is Short
 
 
 class PinnedResults(Iterator[Any]):
@@ -176,7 +160,7 @@ class PinnedResults(Iterator[Any]):
 
     Attributes
     ----------
-    last_seq, last_worker, last_position
+    last_seq, last_worker, last_position, last_extras
         Of the result that was handed out last, as of a `Stage`.
     """
 
@@ -194,6 +178,7 @@ class PinnedResults(Iterator[Any]):
         self._owner = os.getpid()
         # All the mutable state:
         self.last_seq, self.last_worker, self.last_position = -1, 0, 0
+        self.last_extras: dict[str, Any] | None = None
         self._relay: Relay | None = None
         self._epoch = -1
         self._failed = False  # by an error after which nothing more will come
@@ -225,7 +210,7 @@ class PinnedResults(Iterator[Any]):
                 "this iterator belongs to the process that this one was forked from; make one here"
             )
         handed = self._wait()
-        self.last_seq, self.last_worker, self.last_position = handed[:3]
+        self.last_seq, self.last_worker, self.last_position, self.last_extras = handed[:4]
         self.draw()
         if handed.error is not None:
             error, self._failed = handed.error, handed.final
@@ -234,7 +219,8 @@ class PinnedResults(Iterator[Any]):
                 raise error
             finally:
                 del error  # a traceback whose frame holds its own exception is a cycle
-        return self._taken(handed.found)
+        found = handed.found
+        return self._pinner.take(found) if type(found) is Sent else found
 
     def _wait(self) -> _Handed:
         assert self._relay is not None
@@ -253,14 +239,6 @@ class PinnedResults(Iterator[Any]):
             raise
         self._stage.pull(self._epoch, wait=True)  # it says why there is no more
         raise IteratorClosed("this pass was broken off")
-
-    def _taken(self, found: Any) -> Any:
-        if type(found) is Sent:
-            return self._pinner.take(found)
-        box = _box_of(found)
-        if box is not None:
-            box.data = self._pinner.take(box.data)
-        return found
 
 
 class PinThread:

@@ -12,24 +12,24 @@ from typing import Any
 
 from hybridloader.fanout import fanout_of_this_thread
 from hybridloader.faults.guard import Guard, Swapped
-from hybridloader.faults.outcomes import Noted, bad, whole_or_damaged
-from hybridloader.faults.tried import Tried
-from hybridloader.fetch import Abandoned, Fetcher, Flag, GivenUp, numbered
+from hybridloader.faults.outcomes import Noted, bad, mended, whole_or_damaged
+from hybridloader.fetch import GivenUp, numbered
+from hybridloader.fetcher import Abandoned, Fetcher, TaskContext
 
 Opened = list[tuple[str, Callable[[Any], Any]]]
 """Kinds of steps, and their functions as one worker calls them."""
 
 
-class Careful:
+class Careful(Fetcher):
     """The steps of a stage, for one worker.
 
     Parameters
     ----------
     opened
-        Besides the kinds of `Step` there is ``"batch"``: its function gives `Tried` or `Short`.
+        Besides the kinds of `Step` there is ``"batch"``: its function gives an `Attempt`.
     guard
         Around each call.
-    cancelled
+    context
         Looked at after every item.
 
     Attributes
@@ -38,32 +38,26 @@ class Careful:
         Whether this does anything that the short ways do not.
     """
 
-    def __init__(self, opened: Opened, guard: Guard, cancelled: Flag) -> None:
+    def __init__(self, opened: Opened, guard: Guard, context: TaskContext) -> None:
         self.needed = guard.acts or any(kind == "batch" for kind, _ in opened)
-        self._guard, self._cancelled = guard, cancelled
+        self._guard, self._context = guard, context
         self._opened = [
             (kind, self._at_once(function) if kind == "flat_map" and guard.acts else function)
             for kind, function in opened
         ]
 
-    def __call__(self, items: list[Any]) -> Any:
-        cancelled = self._cancelled
+    def fetch(self, items: list[Any]) -> Any:
+        context = self._context
         results: list[Any] = []
-        for item in numbered(items, cancelled) if cancelled.notes else items:
+        for item in numbered(items, context) if context.tracked else items:
             self._pass(item, 0, results)
-            if cancelled.up:
+            if context.cancelled:
                 raise Abandoned
         return whole_or_damaged(results)
 
-    def spread(self, threads: int) -> Fetcher:
-        """The same, the items of a task shared out to threads."""
-        fanout = fanout_of_this_thread(threads)
-
-        def work(items: list[Any]) -> Any:
-            found = fanout.map(self.alone, items, self._cancelled)
-            return whole_or_damaged(list(chain.from_iterable(found)))
-
-        return work
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the results that can't be sent; see `Fetcher.mend`."""
+        return mended(value, check)
 
     def alone(self, item: Any) -> list[Any]:
         """The outcomes of one item."""
@@ -78,7 +72,7 @@ class Careful:
             found = []
             for one in function(item):
                 found.append(one)
-                if self._cancelled.up:
+                if self._context.cancelled:
                     raise Abandoned
             return found
 
@@ -114,17 +108,19 @@ class Careful:
                 results.append(Noted(0, [miss._replace(replaced=True)]))
                 item = found.value
             elif kind == "batch":
-                whole = type(found) is Tried
-                results.append(Noted(found.tried - whole, found.misses))  # it counts as one itself
+                item, outcome = found
+                whole = outcome.short is None
+                results.append(
+                    Noted(outcome.tried - whole, outcome.misses)
+                )  # it counts as one itself
                 if not whole:
                     return
-                item = found.data
             else:
                 item = found
         else:
             results.append(item)
             return
-        while not self._cancelled.up:
+        while not self._context.cancelled:
             try:
                 one = next(several)
             except StopIteration:
@@ -133,3 +129,19 @@ class Careful:
                 results.append(bad(error, name))
                 return
             self._pass(one, at, results)
+
+
+class SpreadCareful(Fetcher):
+    """The same, the items of a task shared out to threads."""
+
+    def __init__(self, careful: Careful, threads: int, context: TaskContext) -> None:
+        self._careful, self._context = careful, context
+        self._fanout = fanout_of_this_thread(threads)
+
+    def fetch(self, items: list[Any]) -> Any:
+        found = self._fanout.map(self._careful.alone, items, self._context)
+        return whole_or_damaged(list(chain.from_iterable(found)))
+
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the results that can't be sent; see `Fetcher.mend`."""
+        return mended(value, check)

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hybridloader.errors import Failure, ResultNotSendable, add_note, no_stop
+from hybridloader.errors import Failure, add_note, no_stop
 from hybridloader.faults.on_error import Policy, Replace, Retry, Skip, final
 from hybridloader.faults.tried import Miss
-from hybridloader.fetch import Abandoned, Flag, GivenUp
+from hybridloader.fetch import GivenUp
+from hybridloader.fetcher import Abandoned, TaskContext
 
 _SLICE = 0.02
 """Seconds between two looks at the flag while waiting to try again."""
@@ -34,21 +35,24 @@ class Guard:
     ----------
     policy
         None does nothing but raise.
-    cancelled
+    context
         Ends a wait.
     sleep
         Seconds.
     """
 
     def __init__(
-        self, policy: Policy | None, cancelled: Flag, sleep: Callable[[float], None] = time.sleep
+        self,
+        policy: Policy | None,
+        context: TaskContext,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._retry = policy if isinstance(policy, Retry) else None
         last = final(policy)
         self._replace = last if isinstance(last, Replace) else None
         self.skips = isinstance(last, Skip)
         self.acts = self._retry is not None or self._replace is not None
-        self._cancelled, self._sleep = cancelled, sleep
+        self._context, self._sleep = context, sleep
 
     def __call__(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """``function(argument)``, or something `Swapped`. Raises what can't be helped."""
@@ -105,10 +109,10 @@ class Guard:
             del error
 
     def _pause(self, seconds: float) -> None:
-        while seconds > 0 and not self._cancelled.up:
+        while seconds > 0 and not self._context.cancelled:
             self._sleep(min(seconds, _SLICE))
             seconds -= _SLICE
-        if self._cancelled.up:
+        if self._context.cancelled:
             raise Abandoned
 
 
@@ -117,14 +121,3 @@ def miss_of(index: Any, position: int, error: Exception, *, replaced: bool = Fal
     if type(index) is GivenUp:
         index = index.index
     return Miss(index, position, Failure(error), replaced)
-
-
-def why(data: Any, check: Callable[[Any], Any]) -> Exception:
-    """Why a result can't be sent, in words about what the user made."""
-    try:
-        check(data)
-    except Exception as error:
-        return error
-    return ResultNotSendable(
-        "a batch can't be sent to another process because of one of its indices"
-    )

@@ -1,7 +1,7 @@
 """The fetcher of map-style datasets under a policy of `on_error`, in the worker.
 
-It differs from that in `fetch` only where something has failed. What must be counted travels with
-the result.
+It differs from that in `fetch` only where something has failed. What must be counted goes
+beside the result.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Any
 
 from hybridloader.buffers.gather import Odd, gatherer
 from hybridloader.errors import no_stop
-from hybridloader.faults.guard import Guard, Swapped, miss_of, why
+from hybridloader.faults.guard import Guard, Swapped, miss_of
 from hybridloader.faults.on_error import Policy
-from hybridloader.faults.tried import Miss, Short, Tried
+from hybridloader.faults.tried import Attempt, Miss, Outcome, short
 from hybridloader.fetch import (
-    Abandoned,
     Apart,
-    Flag,
     GivenUp,
     MapFetch,
     Spared,
     Spread,
+    first_of_batch,
+    key_of_sample,
     numbered,
     one_by_one,
 )
+from hybridloader.fetcher import Abandoned, Fetcher, TaskContext
 from hybridloader.foreign import attribute
 
 
@@ -40,7 +41,7 @@ class _Lost:
         self.error = error
 
 
-class GuardedMap:
+class GuardedMap(Fetcher):
     """The fetcher of a `MapFetch` under a policy.
 
     Parameters
@@ -48,57 +49,66 @@ class GuardedMap:
     fetch
         What to do.
     policy
-        If it skips, what is left of a batch is `Short`, or, unless ``fetch.fill``, collated.
-    cancelled
+        If it skips, what is left of a batch is given as it is, or, unless ``fetch.fill``, collated.
+    context
         Looked at after every sample.
     spread
         Does a function to the samples of a batch on several threads; None: one after the other.
     """
 
     def __init__(
-        self, fetch: MapFetch, policy: Policy, cancelled: Flag, spread: Spread | None
+        self, fetch: MapFetch, policy: Policy, context: TaskContext, spread: Spread | None
     ) -> None:
         self._dataset, self._collate_fn = fetch.dataset, fetch.collate_fn
         self._batched, self._fill = fetch.batched, fetch.fill
-        self._cancelled, self._spread = cancelled, spread
-        self._guard = Guard(policy, cancelled)
+        self._context, self._spread = context, spread
+        self._guard = Guard(policy, context)
         self._gather = gatherer(fetch.dataset, fetch.collate_fn) if fetch.batched else None
         self._one = _one_of(fetch.dataset)
-        if cancelled.draws is not None:
-            draws = cancelled.draws
+        if context.draws is not None:
+            draws = context.draws
             self._dataset = draws.view(fetch.dataset, whole=not one_by_one(fetch.dataset))
             self._one, self._collate_fn = draws.seeded(self._one), draws.collating(fetch.collate_fn)
-            self._guard = Guard(draws.policy(policy), cancelled)
-        # All the mutable state: what the last task was for.
-        self._indices: Sequence[Any] = ()
+            self._guard = Guard(draws.policy(policy), context)
+        # All the mutable state: what the last task was for, and gave.
+        self._last: tuple[Sequence[Any], Outcome] = (), Outcome(0)
 
-    def __call__(self, index: Any) -> Tried | Short:
-        self._indices = index if self._batched else [index]
+    def fetch(self, index: Any) -> Any:
+        value, outcome = self.attempt(index)
+        self._last = index if self._batched else [index], outcome
+        self._context.add("outcome", outcome)
+        return value
+
+    def key(self, index: Any) -> bytes:
+        return first_of_batch(index) if self._batched else key_of_sample(index)
+
+    def attempt(self, index: Any) -> Attempt:
+        """Return the value of a task and what became of its samples. On any thread."""
         if not self._batched:
-            if self._cancelled.notes:
-                self._cancelled.at = 0
-            return self._checked(self._sample(index))
+            if self._context.tracked:
+                self._context.at = 0
+            return self._checked(index, self._sample(index))
         if type(index) is Apart:
             found = []
             for one in index:
                 found.append(self._sample(one))
-                if self._cancelled.up:
+                if self._context.cancelled:
                     raise Abandoned
-            return Short(*self._parted(found), index.wanted)
+            return short(*_parted(index, found), index.wanted)
         whole = self._as_a_whole(index)
         if whole is not None:
             return whole
         if self._spread is not None and one_by_one(self._dataset):
-            return self._sorted(self._spread(self._sample, index))
+            return self._sorted(index, self._spread(self._sample, index))
         return self._one_after_the_other(index)
 
-    def _one_after_the_other(self, indices: Any) -> Tried | Short:
+    def _one_after_the_other(self, indices: Any) -> Attempt:
         # `_sample` for each would do, but would add a third of a microsecond to every good one.
-        fetch_one, cancelled = self._one, self._cancelled
+        fetch_one, context = self._one, self._context
         spared = type(indices) is Spared
         found: list[Any] = []
         whole = not spared
-        for index in numbered(indices, cancelled) if cancelled.notes else indices:
+        for index in numbered(indices, context) if context.tracked else indices:
             error: Exception | None = None
             if spared and type(index) is GivenUp:
                 error = index.error()
@@ -113,9 +123,9 @@ class GuardedMap:
                     found.append(self._rescued(index, error))
                 finally:
                     del error
-            if cancelled.up:
+            if context.cancelled:
                 raise Abandoned
-        return self._collated(found, []) if whole else self._sorted(found)
+        return self._collated(indices, found, []) if whole else self._sorted(indices, found)
 
     def _rescued(self, index: Any, error: Exception) -> Any:
         guard = self._guard
@@ -130,11 +140,11 @@ class GuardedMap:
         finally:
             del error
 
-    def _as_a_whole(self, indices: Any) -> Tried | Short | None:
+    def _as_a_whole(self, indices: Any) -> Attempt | None:
         """The batch in one go; None where that can't be had, or has failed."""
         if self._gather is not None:
             try:
-                return Tried(self._gather(indices), len(indices))
+                return self._gather(indices), Outcome(len(indices))
             except Odd:
                 pass
         if one_by_one(self._dataset) or any(type(index) is GivenUp for index in indices):
@@ -143,7 +153,7 @@ class GuardedMap:
             samples = self._dataset.__getitems__(indices)
         except Exception:  # which of them it was, they tell when they are asked for alone
             return None
-        return self._collated(samples, [])
+        return self._collated(indices, samples, [])
 
     def _sample(self, index: Any) -> Any:
         try:
@@ -153,64 +163,69 @@ class GuardedMap:
                 raise
             return _Lost(error)
 
-    def _checked(self, found: Any) -> Tried | Short:
+    def _checked(self, index: Any, found: Any) -> Attempt:
         """One sample that is no batch."""
-        (index,) = self._indices
         if type(found) is _Lost:
-            return Short([], [], [miss_of(index, 0, found.error)], 1)
+            return short([], [], [miss_of(index, 0, found.error)], 1)
         misses = []
         if type(found) is Swapped:
             misses.append(miss_of(index, 0, found.error, replaced=True))
             found = found.value
-        return self._collated(found, misses)
+        return self._collated([index], found, misses)
 
-    def _sorted(self, found: list[Any]) -> Tried | Short:
+    def _sorted(self, asked: Sequence[Any], found: list[Any]) -> Attempt:
         """The samples of a batch, of which some may be lost or swapped."""
-        indices, samples, misses = self._parted(found)
+        indices, samples, misses = _parted(asked, found)
         if len(samples) < len(found) and (self._fill or not samples):
-            return Short(indices, samples, misses, len(found))
-        return self._collated(samples, misses)
+            return short(indices, samples, misses, len(found))
+        return self._collated(asked, samples, misses)
 
-    def _parted(self, found: list[Any]) -> tuple[list[Any], list[Any], list[Miss]]:
-        """The indices and samples that are there, and what is missing."""
-        indices: list[Any] = []
-        samples: list[Any] = []
-        misses: list[Miss] = []
-        for position, (index, sample) in enumerate(zip(self._indices, found, strict=True)):
-            if type(sample) is _Lost:
-                misses.append(miss_of(index, position, sample.error))
-                continue
-            if type(sample) is Swapped:
-                misses.append(miss_of(index, position, sample.error, replaced=True))
-                sample = sample.value
-            indices.append(index)
-            samples.append(sample)
-        return indices, samples, misses
-
-    def _collated(self, samples: Any, misses: list[Miss]) -> Tried | Short:
+    def _collated(self, indices: Sequence[Any], samples: Any, misses: list[Miss]) -> Attempt:
         """`samples`, as a batch; if that can't be made, the whole of it is lost."""
         try:
-            return Tried(self._collate_fn(samples), len(self._indices), misses)
+            return self._collate_fn(samples), Outcome(len(indices), misses)
         except Exception as error:
             if not self._guard.skips:
                 raise
-            return self._all_lost(no_stop(error), misses)
+            return _all_lost(indices, no_stop(error), misses)
 
-    def mend(self, result: Tried | Short, check: Callable[[Any], Any]) -> Tried | Short:
-        """What can be sent of a result that can't, which `check` tells by raising."""
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the samples that can't be sent, or the batch; see `Fetcher.mend`."""
+        indices, outcome = self._last
         if not self._guard.skips:
-            check(result.data if isinstance(result, Tried) else result)
-        if isinstance(result, Short):
-            return _sendable(result, check)
-        return self._all_lost(why(result.data, check), result.misses)
+            super().mend(value, error, check)
+        if outcome.short is None:
+            value, outcome = _all_lost(indices, error, outcome.misses)
+        else:
+            value, outcome = _sendable(value, outcome, check)
+        self._context.add("outcome", outcome)
+        return value
 
-    def _all_lost(self, error: Exception, misses: Sequence[Miss]) -> Short:
-        """A batch that can't be had: those that were lost before, and the others because of `error`."""
-        known = {miss.position: miss for miss in misses}
-        for position, index in enumerate(self._indices):
-            if position not in known:
-                known[position] = miss_of(index, position, error)
-        return Short([], [], [known[n] for n in sorted(known)], len(self._indices))
+
+def _parted(asked: Sequence[Any], found: list[Any]) -> tuple[list[Any], list[Any], list[Miss]]:
+    """The indices and samples that are there, and what is missing."""
+    indices: list[Any] = []
+    samples: list[Any] = []
+    misses: list[Miss] = []
+    for position, (index, sample) in enumerate(zip(asked, found, strict=True)):
+        if type(sample) is _Lost:
+            misses.append(miss_of(index, position, sample.error))
+            continue
+        if type(sample) is Swapped:
+            misses.append(miss_of(index, position, sample.error, replaced=True))
+            sample = sample.value
+        indices.append(index)
+        samples.append(sample)
+    return indices, samples, misses
+
+
+def _all_lost(indices: Sequence[Any], error: Exception, misses: Sequence[Miss]) -> Attempt:
+    """A batch that can't be had: those that were lost before, and the others because of `error`."""
+    known = {miss.position: miss for miss in misses}
+    for position, index in enumerate(indices):
+        if position not in known:
+            known[position] = miss_of(index, position, error)
+    return short([], [], [known[n] for n in sorted(known)], len(indices))
 
 
 def _one_of(dataset: Any) -> Callable[[Any], Any]:
@@ -226,15 +241,16 @@ def _one_of(dataset: Any) -> Callable[[Any], Any]:
     return partial(operator.getitem, dataset)
 
 
-def _sendable(short: Short, check: Callable[[Any], Any]) -> Short:
-    """Without the samples that can't be sent."""
-    indices, samples, misses = [], [], list(short.misses)
-    for position, (index, sample) in enumerate(zip(short.indices, short.samples, strict=True)):
+def _sendable(samples: list[Any], outcome: Outcome, check: Callable[[Any], Any]) -> Attempt:
+    """Leave out the samples that can't be sent."""
+    assert outcome.short is not None
+    indices, kept, misses = [], [], list(outcome.misses)
+    for position, (index, sample) in enumerate(zip(outcome.short, samples, strict=True)):
         try:
             check(sample)
         except Exception as error:
             misses.append(miss_of(index, position, error))
             continue
         indices.append(index)
-        samples.append(sample)
-    return Short(indices, samples, misses, short.wanted)
+        kept.append(sample)
+    return short(indices, kept, misses, outcome.wanted)

@@ -10,11 +10,12 @@ from types import GeneratorType
 from typing import Any
 
 from hybridloader.errors import ShardLost, no_stop
-from hybridloader.faults.guard import Guard, Swapped, miss_of, why
+from hybridloader.faults.guard import Guard, Swapped, miss_of
 from hybridloader.faults.on_error import Policy
 from hybridloader.faults.places import rest_is_lost
-from hybridloader.faults.tried import Miss, Short, Tried
-from hybridloader.fetch import Abandoned, EndOfShard, Flag, IterableFetch
+from hybridloader.faults.tried import Attempt, Miss, Outcome, short
+from hybridloader.fetch import IterableFetch
+from hybridloader.fetcher import Abandoned, EndOfShard, TaskContext
 from hybridloader.seeds.draws import innermost
 from hybridloader.shard import Shard
 
@@ -23,17 +24,22 @@ class GuardedShard(Shard):
     """The fetcher of an `IterableFetch` under a policy. A sample is known by its number."""
 
     def __init__(
-        self, fetch: IterableFetch, policy: Policy, samples: Iterator[Any], cancelled: Flag
+        self, fetch: IterableFetch, policy: Policy, samples: Iterator[Any], context: TaskContext
     ) -> None:
-        super().__init__(fetch, samples, cancelled)
-        if cancelled.draws is not None:
-            policy = cancelled.draws.policy(policy)
-        self._source = GuardedIterator(samples, policy, cancelled, self)
+        super().__init__(fetch, samples, context)
+        if context.draws is not None:
+            policy = context.draws.policy(policy)
+        self._source = GuardedIterator(samples, policy, context, self)
         # All the mutable state: what the last task gave, and why there will be no more.
-        self._numbers: list[int] = []
+        self._last: tuple[list[int], Outcome] = [], Outcome(0)
         self._lost: ShardLost | None = None
 
-    def __call__(self, indices: Any) -> Tried | Short:
+    def fetch(self, indices: Any) -> Any:
+        value, outcome = self._attempt(indices)
+        self._context.add("outcome", outcome)
+        return value
+
+    def _attempt(self, indices: Any) -> Attempt:
         if self._lost is not None:
             error, self._lost = self._lost, None
             raise error
@@ -43,10 +49,9 @@ class GuardedShard(Shard):
         numbers: list[int] = []
         samples: list[Any] = []
         misses: list[Miss] = []
-        self._numbers = numbers
         before = self.position
         while len(samples) < wanted and not self.ended:
-            if self._cancelled.up:
+            if self._context.cancelled:
                 raise Abandoned
             number = self.position
             try:
@@ -70,40 +75,45 @@ class GuardedShard(Shard):
         if not samples or (self._drop_last and len(samples) < wanted):
             return self._nothing(misses)
         if self._join and self._batched and len(samples) < wanted:
-            return Short(numbers, samples, misses, wanted)
+            return short(numbers, samples, misses, wanted)
         tried = self.position - before
         try:
             data = self._collate_fn(samples if self._batched else samples[0])
         except Exception as error:
             if not self._source.guard.skips:
                 raise
-            return self._all_lost(no_stop(error), misses)
-        return Tried(data, tried, misses)
+            return _all_lost(numbers, no_stop(error), misses)
+        self._last = numbers, Outcome(tried, misses)
+        return data, self._last[1]
 
     def close(self) -> None:
         super().close()
         self._source.close()
 
-    def _nothing(self, misses: list[Miss]) -> Short:
+    def _nothing(self, misses: list[Miss]) -> Attempt:
         if misses:
-            return Short([], [], misses, 0)
+            return short([], [], misses, 0)
         if self._lost is not None:
             error, self._lost = self._lost, None
             raise error
         raise EndOfShard
 
-    def mend(self, result: Tried | Short, check: Callable[[Any], Any]) -> Short:
-        """What can be sent of a result that can't, which `check` tells by raising."""
-        if isinstance(result, Short):
-            check(result)  # there is nothing of the user's in it
-            return result
-        if not self._source.guard.skips:
-            check(result.data)
-        return self._all_lost(why(result.data, check), result.misses)
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the batch that can't be sent; see `Fetcher.mend`."""
+        numbers, outcome = self._last
+        extras = self._context.extras
+        if not self._source.guard.skips or extras is None or extras["outcome"] is not outcome:
+            super().mend(
+                value, error, check
+            )  # of a batch that is short, the samples were sent as they are
+        value, outcome = _all_lost(numbers, error, outcome.misses)
+        self._context.add("outcome", outcome)
+        return value
 
-    def _all_lost(self, error: Exception, misses: Sequence[Miss]) -> Short:
-        batch = [miss_of(number, n, error) for n, number in enumerate(self._numbers)]
-        return Short([], [], [*misses, *batch], 0)
+
+def _all_lost(numbers: list[int], error: Exception, misses: Sequence[Miss]) -> Attempt:
+    batch = [miss_of(number, n, error) for n, number in enumerate(numbers)]
+    return short([], [], [*misses, *batch], 0)
 
 
 class GuardedIterator:
@@ -115,7 +125,7 @@ class GuardedIterator:
         The iterator.
     policy
         Of whoever draws.
-    cancelled
+    context
         Ends a wait.
     place
         Its `position` is counted up with every call of ``next()`` that was not the end: who comes after
@@ -123,10 +133,10 @@ class GuardedIterator:
     """
 
     def __init__(
-        self, samples: Iterator[Any], policy: Policy | None, cancelled: Flag, place: Any
+        self, samples: Iterator[Any], policy: Policy | None, context: TaskContext, place: Any
     ) -> None:
         self._samples, self._place = samples, place
-        self.guard = Guard(policy, cancelled)
+        self.guard = Guard(policy, context)
         self._is_over = False
 
     def draw(self) -> Any:

@@ -6,7 +6,7 @@ is `Bad` is raised or skipped where results are handed out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridloader.errors import Failure, no_stop
@@ -83,3 +83,15 @@ def bad(error: Exception, item: Any, number: int | None = None) -> Bad:
     index = item if type(item) in (int, str) and number is None else number
     error = no_stop(error, "a function of a pipeline")
     return Bad(Failure(error), brief(item), index)
+
+
+def mended(value: Any, check: Callable[[Any], Any]) -> Damaged:
+    """The results of a task of which some can't be sent, which `check` tells by raising."""
+    results = []
+    for outcome in value.outcomes if type(value) is Damaged else value:
+        try:
+            check(outcome)
+        except Exception as error:
+            outcome = bad(error, outcome)
+        results.append(outcome)
+    return Damaged(results)

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hybridloader.errors import Failure, TooManyErrors, no_stop
 from hybridloader.faults.losses import Losses
-from hybridloader.faults.tried import Miss, Short, Tried
+from hybridloader.faults.tried import Miss, Outcome
 
 T = TypeVar("T")
 
@@ -83,9 +83,10 @@ class FullBatches(Iterator[Any]):
     Parameters
     ----------
     results
-        `Tried` and `Short`, one after the other; anything else is a batch.
-    last_worker
-        Who made the last of them.
+        Values, one after the other.
+    last
+        Returns who made the last of them, and what became of its samples: of a batch that came with
+        nothing to tell, None.
     losses
         Is told what has failed; None if nothing can, because there is no policy.
     collate_fn
@@ -101,7 +102,7 @@ class FullBatches(Iterator[Any]):
     def __init__(
         self,
         results: Iterator[Any],
-        last_worker: Callable[[], int | None],
+        last: Callable[[], tuple[int | None, Outcome | None]],
         losses: Losses | None,
         collate_fn: Callable[[Any], Any],
         *,
@@ -109,7 +110,7 @@ class FullBatches(Iterator[Any]):
         copies: bool,
         waiting: Waiting | None = None,
     ) -> None:
-        self._results, self._last_worker, self._losses = results, last_worker, losses
+        self._results, self._last, self._losses = results, last, losses
         self._collate_fn, self._drop_last, self._copies = collate_fn, drop_last, copies
         # All the mutable state: what waits, and batches that came with an error that was raised first.
         self._refill: Refill[_Good] = Refill()
@@ -126,34 +127,34 @@ class FullBatches(Iterator[Any]):
                     raise
                 self._collate(rest)
                 continue
-            if type(found) is not Tried and type(found) is not Short:
+            worker, outcome = self._last()
+            if outcome is None:
                 return found
-            if type(found) is Tried and not found.misses:
+            if outcome.short is None and not outcome.misses:
                 if self._losses is not None:
-                    self._losses.take(found.tried, (), None)
-                return found.data
-            worker = self._last_worker()
+                    self._losses.take(outcome.tried, (), None)
+                return found
             try:
                 if self._losses is not None:
-                    self._losses.take(found.tried, found.misses, worker)
+                    self._losses.take(outcome.tried, outcome.misses, worker)
             except TooManyErrors:
-                self._take(found, worker)  # for whoever catches it and goes on
+                self._take(found, outcome, worker)  # for whoever catches it and goes on
                 raise
-            self._take(found, worker)
+            self._take(found, outcome, worker)
         data, count = self._ready.popleft()
         self._waiting.given(count)
         self._waiting.whole = False
         return data
 
-    def _take(self, found: Tried | Short, worker: int | None) -> None:
-        if isinstance(found, Tried):
-            self._ready.append((found.data, 0))
+    def _take(self, found: Any, outcome: Outcome, worker: int | None) -> None:
+        if outcome.short is None:
+            self._ready.append((found, 0))
             self._waiting.whole = True
             return
-        self._waiting.samples.extend((worker, index) for index in found.indices)
-        samples = map(_own, found.samples) if self._copies else found.samples
-        good = map(_Good, found.indices, samples)
-        batch = self._refill.add(good, found.wanted)
+        self._waiting.samples.extend((worker, index) for index in outcome.short)
+        samples = map(_own, found) if self._copies else found
+        good = map(_Good, outcome.short, samples)
+        batch = self._refill.add(good, outcome.wanted)
         if batch is not None:
             self._collate(batch)
 

@@ -1,6 +1,6 @@
-"""What the result of a task is under a policy of `on_error`: with it travels what has failed.
+"""Metadata of the value of a task under a policy of `on_error`: what has failed on the way to it.
 
-Plain carriers between worker and parent, by reference or by pickle; nothing is decided here.
+Plain tuples, by reference or by pickle between worker and parent; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -32,51 +32,34 @@ class Miss(NamedTuple):
     replaced: bool = False
 
 
-class Tried:
-    """A batch, or a sample, that is whole, and what was left out or replaced on the way.
+class Outcome(NamedTuple):
+    """Metadata of the value of a task under a policy: what was tried for it, and what has failed.
 
     Attributes
     ----------
-    data
-        Collated.
     tried
         Samples that were tried for it.
     misses
         Those of them that failed.
-    """
-
-    __slots__ = ("data", "misses", "tried")
-
-    def __init__(self, data: Any, tried: int, misses: Sequence[Miss] = ()) -> None:
-        self.data, self.tried, self.misses = data, tried, misses
-
-    def __reduce__(self) -> Any:
-        return Tried, (self.data, self.tried, self.misses)
-
-
-class Short:
-    """What is left of a batch of which samples failed, not collated.
-
-    Attributes
-    ----------
-    indices, samples
-        Of those that did not.
-    misses
-        Those that did.
+    short
+        None if the value is whole. Else it is the list of the samples that are left of a batch, not
+        collated, and these are their indices.
     wanted
-        How many the batch should have had.
+        Samples that such a batch should have had.
     """
 
-    __slots__ = ("indices", "misses", "samples", "wanted")
+    tried: int
+    misses: Sequence[Miss] = ()
+    short: Sequence[Any] | None = None
+    wanted: int = 0
 
-    def __init__(
-        self, indices: list[Any], samples: list[Any], misses: list[Miss], wanted: int
-    ) -> None:
-        self.indices, self.samples, self.misses, self.wanted = indices, samples, misses, wanted
 
-    def __reduce__(self) -> Any:
-        return Short, (self.indices, self.samples, self.misses, self.wanted)
+Attempt = tuple[Any, Outcome]
+"""The value of a task, and what became of its samples."""
 
-    @property
-    def tried(self) -> int:
-        return len(self.samples) + len(self.misses)
+
+def short(
+    indices: Sequence[Any], samples: list[Any], misses: Sequence[Miss], wanted: int
+) -> Attempt:
+    """Return what is left of a batch of which samples failed."""
+    return samples, Outcome(len(samples) + len(misses), misses, indices, wanted)

@@ -13,7 +13,7 @@ from hybridloader.faults.losses import Losses
 from hybridloader.faults.outcomes import Bad, Damaged, Noted
 from hybridloader.faults.places import alike
 from hybridloader.feed import Portions, is_sealed
-from hybridloader.fetch import Flag
+from hybridloader.fetcher import TaskContext
 from hybridloader.foreign import attribute
 from hybridloader.refresh import Change
 from hybridloader.relay import FINAL, Relay
@@ -299,12 +299,12 @@ class Guarded(Iterator[Any]):
     A source is guarded, so that steps that give nothing for a long time can be ended by it.
     """
 
-    def __init__(self, items: Iterator[Any], left: Flag) -> None:
+    def __init__(self, items: Iterator[Any], left: TaskContext) -> None:
         self._items, self._left = items, left
         self._pull = items.__next__
 
     def __next__(self) -> Any:
-        if self._left.up:
+        if self._left.cancelled:
             raise IteratorClosed("this pass was left")
         return self._pull()
 

@@ -15,7 +15,7 @@ from hybridloader.faults.guard import Guard
 from hybridloader.faults.losses import Losses
 from hybridloader.faults.on_error import Policy
 from hybridloader.faults.outcomes import Bad, Noted, bad
-from hybridloader.fetch import Abandoned, Flag
+from hybridloader.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.foreign import attribute
 from hybridloader.running.work import Step
 from hybridloader.seeds.draws import Draws, now
@@ -43,12 +43,12 @@ class InlineItems(Iterator[Any]):
         items: Iterator[Any],
         step: Step,
         stage: str,
-        left: Flag,
+        left: TaskContext,
         draws: Draws | None = None,
     ) -> None:
         self._items, self._stage, self._left = items, stage, left
         self._pull = items.__next__ if draws is None else _Counted(items, draws).__next__
-        flag = Flag()
+        flag = TaskContext()
         flag.draws = draws
         self._kind, self._function = step.open(flag)
         # All the mutable state:
@@ -65,7 +65,7 @@ class InlineItems(Iterator[Any]):
                 except Exception as error:
                     self._several = None
                     self._blame(error, self._item)
-            if self._left.up:
+            if self._left.cancelled:
                 raise IteratorClosed(f"the iterator of stage {self._stage!r} is closed")
             item = self._pull()
             try:
@@ -105,26 +105,6 @@ class _Counted(Iterator[Any]):
         return item
 
 
-class _Following(Flag):
-    """A flag that is up when another is, with `draws` of its own: the other is of the whole pass."""
-
-    __slots__ = ("_other",)
-
-    def __init__(self, other: Flag, draws: Draws) -> None:
-        self._other = other
-        super().__init__()
-        self.draws = draws
-
-    @property
-    def up(self) -> bool:
-        return self._other.up
-
-    @up.setter
-    def up(self, value: bool) -> None:
-        if value:
-            self._other.up = True
-
-
 class GuardedInlineItems(Iterator[Any]):
     """The same under a policy, a function at a time. See `InlineItems` for the parameters.
 
@@ -141,7 +121,7 @@ class GuardedInlineItems(Iterator[Any]):
         items: Iterator[Any],
         step: Step,
         stage: str,
-        left: Flag,
+        left: TaskContext,
         policy: Policy,
         losses: Losses,
         draws: Draws | None = None,
@@ -153,7 +133,7 @@ class GuardedInlineItems(Iterator[Any]):
         if draws is not None:
             self._pull = _Counted(items, draws).__next__
             policy = draws.policy(policy, lambda _: now.item)
-            flag = _Following(left, draws)
+            flag = FollowingContext(left, draws)
         guard = Guard(policy, left)
         kind, self._function = opened = step.open(flag, policy)
         # An iterable of a function may be long, or endless, so it is not read before it is asked for.
@@ -173,7 +153,7 @@ class GuardedInlineItems(Iterator[Any]):
                     return outcome
             except Abandoned:
                 pass  # and so `left` is up
-            if self._left.up:
+            if self._left.cancelled:
                 raise IteratorClosed(f"the iterator of stage {self._stage!r} is closed")
             item = self._pull()
             self._outcomes = self._several(item) if self._lazy else self._once(item)

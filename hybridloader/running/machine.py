@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hybridloader.caller import stacklevel
 from hybridloader.devices.pinning import Pinner
 from hybridloader.errors import IteratorClosed, StateError
-from hybridloader.fetch import Flag
+from hybridloader.fetcher import TaskContext
 from hybridloader.operators.base import Operator
 from hybridloader.operators.cache import Cache
 from hybridloader.operators.join import Branch, Zip
@@ -86,8 +86,8 @@ class Machine:
             self.seeded, self.seed = resumed.seeded, resumed.seed
             self._draws.update(resumed.draws)
         self.owner = os.getpid()
-        self.closed = Flag()
-        self.left = Flag()  # of the pass that runs
+        self.closed = TaskContext()
+        self.left = TaskContext()  # of the pass that runs
         self.began = time.monotonic()
         self._ended: float | None = None
         self.given, self.waited = 0, 0.0  # items your loop got, and seconds that it waited for them
@@ -117,7 +117,7 @@ class Machine:
     def begin(self, epoch: int, trail: Trail) -> Iterator[Any]:
         """Make the iterators of one epoch, and start them. What is left of another is broken off."""
         self.break_off()
-        self.left = Flag()
+        self.left = TaskContext()
         self.stations.register.new_run()
         trail.layout = Layout(self._line, self.path_of)
         run = Pass(self, trail, (), epoch, {}, self.left)
@@ -131,7 +131,7 @@ class Machine:
     def add_relay(self, node: Handover, where: Path, relay: Relay) -> None:
         """Take charge of a relay, which takes the place of the one before it."""
         with self._ending:
-            if self.closed.up:
+            if self.closed.cancelled:
                 raise IteratorClosed("the pipeline was closed")
             before = self.relays.get(where)
             self.relays[where] = relay
@@ -275,7 +275,7 @@ class Machine:
 
     def break_off(self) -> None:
         """End the pass that runs; its workers stay."""
-        self.left.up = True
+        self.left.cancelled = True
         relays = list(self.relays.values())
         for relay in relays:
             relay.shut()
@@ -288,10 +288,10 @@ class Machine:
     def close(self) -> None:
         """End everything: from any thread, any number of times; within some 2 seconds."""
         if os.getpid() != self.owner:  # a fork may have copied the lock while somebody had it
-            self.closed.up = self.left.up = True
+            self.closed.cancelled = self.left.cancelled = True
             return
         with self._ending:
-            self.closed.up = self.left.up = True
+            self.closed.cancelled = self.left.cancelled = True
             relays = list(self.relays.values())
         self._ended = self._ended or time.monotonic()
         deadline = time.monotonic() + _PATIENCE

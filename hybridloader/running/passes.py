@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.errors import StateError
-from hybridloader.fetch import Flag
+from hybridloader.fetcher import TaskContext
 from hybridloader.operators.base import Mark, Operator
 from hybridloader.states.dropping import Dropping
 from hybridloader.states.trail import Path, Trail
@@ -62,7 +62,7 @@ class Pass:
         path: Path,
         epoch: int,
         shared: dict[Any, Any],
-        left: Flag,
+        left: TaskContext,
         operator: Operator | None = None,
         number: int = 0,
         begins: Start = Start(),  # noqa: B008 - it can't be changed

@@ -11,17 +11,17 @@ from hybridloader.errors import ShardLost
 from hybridloader.faults.guard import Swapped
 from hybridloader.faults.guarded_shard import GuardedIterator
 from hybridloader.faults.on_error import Policy
-from hybridloader.faults.outcomes import Damaged, Noted, bad, whole_or_damaged
+from hybridloader.faults.outcomes import Damaged, Noted, bad, mended, whole_or_damaged
 from hybridloader.faults.places import rest_is_lost
-from hybridloader.fetch import Abandoned, EndOfShard, Fetcher, Flag, end, skip
-from hybridloader.running.work import WorkFetch
+from hybridloader.fetch import end, skip
+from hybridloader.fetcher import Abandoned, EndOfShard, Fetch, Fetcher, TaskContext
 from hybridloader.seeds.draws import innermost
 
 _READING = 0.01
 """Seconds after which a reader gives what it has, if that is less than it was asked for."""
 
 
-class ReadersFetch:
+class ReadersFetch(Fetch):
     """The work of a reader: the next items of its own iterator, as many as it is asked for.
 
     Parameters
@@ -39,8 +39,6 @@ class ReadersFetch:
     def __init__(self, source: Any, on_error: Policy | None = None) -> None:
         self._source, self._on_error = source, on_error
 
-    mend = WorkFetch.mend
-
     @property
     def dataset(self) -> Any:
         return self._source
@@ -52,18 +50,17 @@ class ReadersFetch:
     def with_dataset(self, dataset: Any) -> ReadersFetch:
         return ReadersFetch(dataset, self._on_error)
 
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         def make() -> Iterator[Any]:
             return iter(self._source if self.private else self._source())
 
-        if cancelled.draws is None:
-            return Reader(make(), self._on_error, cancelled)
-        policy = cancelled.draws.policy(self._on_error)
-        reader = Reader(cancelled.draws.later(make), policy, cancelled)
-        return cancelled.draws.task(reader, lambda most: b"")
+        if context.draws is None:
+            return Reader(make(), self._on_error, context)
+        policy = context.draws.policy(self._on_error)
+        return Reader(context.draws.later(make), policy, context)
 
 
-class Reader:
+class Reader(Fetcher):
     """One pass of one reader over its part.
 
     Attributes
@@ -72,13 +69,13 @@ class Reader:
         How often the iterator was asked for an item and had not ended; also where it has raised.
     """
 
-    def __init__(self, items: Iterator[Any], on_error: Policy | None, cancelled: Flag) -> None:
-        self._items, self._cancelled = items, cancelled
+    def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
+        self._items, self._context = items, context
         self._draw: Callable[[], Any] = items.__next__
         self._plain = on_error is None  # else the source counts
         self._guarded: GuardedIterator | None = None
         if on_error is not None:
-            self._guarded = GuardedIterator(items, on_error, cancelled, self)
+            self._guarded = GuardedIterator(items, on_error, context, self)
             self._draw = self._guarded.draw
         # All the mutable state:
         self.position = 0
@@ -87,7 +84,7 @@ class Reader:
             None  # to be raised where the rest of the items would have been
         )
 
-    def __call__(self, most: int) -> Any:
+    def fetch(self, most: int) -> Any:
         if self._lost is not None:
             lost, self._lost, self._ended = self._lost, None, True
             return Damaged([bad(lost, "the next item", self.position)])
@@ -120,11 +117,15 @@ class Reader:
                 results.append(Noted(0, [miss._replace(replaced=True)]))
                 item = item.value
             results.append(item)
-            if self._cancelled.up:
+            if self._context.cancelled:
                 raise Abandoned
         if not results:
             raise EndOfShard
         return results if self._plain else whole_or_damaged(results)
+
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the items that can't be sent; see `Fetcher.mend`."""
+        return mended(value, check)
 
     def close(self) -> None:
         """End the iterator: nothing more will be read."""
@@ -136,4 +137,4 @@ class Reader:
 
     def skip(self, count: int) -> None:
         """Go on behind `count` items, which another worker has delivered. What they raise is known."""
-        self.position, self._ended = skip(self._items, count, self._cancelled)
+        self.position, self._ended = skip(self._items, count, self._context)

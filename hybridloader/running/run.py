@@ -90,7 +90,7 @@ class Run(Iterator[Any]):
             self._refuse()
         with self._asking:
             machine = self._machine
-            if self._over is not None or self._left.up:
+            if self._over is not None or self._left.cancelled:
                 self._refuse()
             self._asked = True
             trail, began = self._trail, time.monotonic()
@@ -147,13 +147,13 @@ class Run(Iterator[Any]):
             self._over = _CLOSED
         if self._finalizer is not None:
             self._finalizer()
-        elif not self._left.up:
+        elif not self._left.cancelled:
             self._machine.break_off()
 
     @property
     def closed(self) -> bool:
         """Whether nothing will come any more."""
-        return self._over is not None or self._left.up
+        return self._over is not None or self._left.cancelled
 
     def state_dict(self) -> dict[str, Any]:
         """Where this run is, to go on from with `Pipeline.run` or `Pipeline.epochs`.
@@ -283,7 +283,7 @@ class Epochs(Iterator[Run]):
         self._next += done
 
     def __next__(self) -> Run:
-        if self._machine.closed.up:
+        if self._machine.closed.cancelled:
             raise IteratorClosed("these epochs are closed")
         if self._left is not None:
             if self._left == 0:

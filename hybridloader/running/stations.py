@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.errors import IteratorClosed, ShippingError
 from hybridloader.faults.losses import Losses, Register
-from hybridloader.fetch import Flag
+from hybridloader.fetcher import TaskContext
 from hybridloader.messages import WorkerSpec
 from hybridloader.operators.work import Lookup, Placement, Readers, Work
 from hybridloader.refresh import Watch
@@ -55,7 +55,7 @@ class Stations(dict[Path, Station]):
         Up once the machine is.
     """
 
-    def __init__(self, seed: int, closed: Flag) -> None:
+    def __init__(self, seed: int, closed: TaskContext) -> None:
         super().__init__()
         self._seed, self._closed = seed, closed
         # All the other mutable state:
@@ -75,7 +75,7 @@ class Stations(dict[Path, Station]):
         found = self.get(path)
         if found is not None and not found.stage.closed:
             return found
-        if self._closed.up:
+        if self._closed.cancelled:
             raise IteratorClosed("the pipeline was closed")
         placement = node.placement
         assert placement.backend is not None

@@ -11,20 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from hybridloader.faults.careful import Careful, Opened
+from hybridloader.faults.careful import Careful, Opened, SpreadCareful
 from hybridloader.faults.guard import Guard
 from hybridloader.faults.on_error import Policy
-from hybridloader.faults.outcomes import Damaged, bad, whole_or_damaged
-from hybridloader.fetch import (
-    Abandoned,
-    Fetcher,
-    Flag,
-    MapFetch,
-    Spared,
-    noting_the_end,
-    numbered,
-)
+from hybridloader.faults.outcomes import Damaged, bad, mended, whole_or_damaged
+from hybridloader.fetch import MapFetch, Spared, numbered
+from hybridloader.fetcher import Abandoned, Fetch, Fetcher, FollowingContext, TaskContext
 from hybridloader.foreign import attribute
+from hybridloader.seeds.draws import Draws
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Step:
     function: Any
 
     def open(
-        self, cancelled: Flag, on_error: Policy | None = None, number: int = 0
+        self, context: TaskContext, on_error: Policy | None = None, number: int = 0
     ) -> tuple[str, Callable[[Any], Any]]:
         """The kind, and the function as this worker calls it: number `number` of its stage.
 
@@ -52,12 +46,9 @@ class Step:
         own, threads too.
         """
         function = self.function
-        draws = None if cancelled.draws is None else cancelled.draws.of(number)
-        if isinstance(function, MapFetch) and draws is not None:
-            with draws.opening(cancelled):
-                return self._open_fetch(function, cancelled, on_error)
+        draws = None if context.draws is None else context.draws.of(number)
         if isinstance(function, MapFetch):
-            return self._open_fetch(function, cancelled, on_error)
+            return self._open_fetch(function, context, draws, on_error)
         setup = attribute(function, "setup")
         if callable(setup) and not isinstance(function, type):
             function = copy.copy(function)
@@ -69,16 +60,25 @@ class Step:
         return self.kind, function
 
     def _open_fetch(
-        self, function: MapFetch, cancelled: Flag, on_error: Policy | None
+        self, fetch: MapFetch, context: TaskContext, draws: Draws | None, on_error: Policy | None
     ) -> tuple[str, Callable[[Any], Any]]:
-        if function.batched and on_error is not None:  # what fails is one sample of an item
-            function = replace(function, on_error=on_error, fill=False)
-            return "batch", function.open(None, cancelled)
-        return self.kind, function.open(None, cancelled)
+        if context.tracked or draws is not None:
+            context = FollowingContext(context, draws)  # what is noted is the number of the item
+        kind = self.kind
+        if fetch.batched and on_error is not None:  # what fails is one sample of an item
+            fetch = replace(fetch, on_error=on_error, fill=False)
+            fetcher: Any = fetch.open(None, context)
+            kind, function = "batch", fetcher.attempt
+        else:
+            fetcher = fetch.open(None, context)
+            function = fetcher.fetch
+        if draws is None:
+            return kind, function
+        return kind, lambda item: draws.task(fetcher.key, function, item)
 
 
 @dataclass(frozen=True)
-class WorkFetch:
+class WorkFetch(Fetch):
     """The work of a stage: items in, results out, as lists.
 
     Attributes
@@ -119,78 +119,42 @@ class WorkFetch:
         )
         return replace(self, steps=steps)
 
-    @staticmethod
-    def mend(results: Any, check: Callable[[Any], Any]) -> Damaged:
-        """The results of a task of which some can't be sent, which `check` tells by raising."""
-        outcomes = results.outcomes if type(results) is Damaged else results
-        mended = []
-        for outcome in outcomes:
-            try:
-                check(outcome)
-            except Exception as error:
-                outcome = bad(error, outcome)
-            mended.append(outcome)
-        return Damaged(mended)
-
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         opened = [
-            step.open(cancelled, self.on_error, number) for number, step in enumerate(self.steps)
+            step.open(context, self.on_error, number) for number, step in enumerate(self.steps)
         ]
-        draws = cancelled.draws
+        draws = context.draws
         if draws is not None:
             from hybridloader.seeds.seeded_items import SeededItems, of_item
 
             policy = draws.policy(self.on_error, of_item)
-            careful = Careful(opened, Guard(policy, cancelled), cancelled)
-            return SeededItems(careful, cancelled, draws, self.threads)
-        careful = Careful(opened, Guard(self.on_error, cancelled), cancelled)
+            careful = Careful(opened, Guard(policy, context), context)
+            return SeededItems(careful, context, draws, self.threads)
+        careful = Careful(opened, Guard(self.on_error, context), context)
         if self.threads > 1:
-            return careful.spread(self.threads)
-        return noting_the_end(self._fetcher(opened, careful, cancelled), cancelled)
-
-    @staticmethod
-    def _fetcher(opened: Opened, careful: Careful, cancelled: Flag) -> Fetcher:
-        """The shortest way through the steps."""
-        kinds = {kind for kind, _ in opened}
+            return SpreadCareful(careful, self.threads, context)
         if careful.needed:
             return careful
-        if kinds != {"map"}:
-            return _one_after_the_other(opened, careful, cancelled)
-        if len(opened) == 1:
-            return _map_alone(opened[0][1], careful, cancelled)
-        return _maps([function for _, function in opened], careful, cancelled)
+        if any(kind != "map" for kind, _ in opened):
+            return StepsFetcher(opened, careful, context)
+        return MapsFetcher([function for _, function in opened], careful, context)
 
 
-def _map_alone(function: Callable[[Any], Any], careful: Careful, cancelled: Flag) -> Fetcher:
-    notes = cancelled.notes
+class MapsFetcher(Fetcher):
+    """The shortest way through functions that give one result for each item."""
 
-    def work(items: list[Any]) -> Any:
+    def __init__(
+        self, functions: list[Callable[[Any], Any]], careful: Careful, context: TaskContext
+    ) -> None:
+        self._functions, self._careful, self._context = functions, careful, context
+
+    def fetch(self, items: list[Any]) -> Any:
         if type(items) is Spared:
-            return careful(items)
+            return self._careful.fetch(items)
+        functions, context = self._functions, self._context
         results: list[Any] = []
         damaged = False
-        for item in numbered(items, cancelled) if notes else items:
-            try:
-                results.append(function(item))
-            except Exception as error:
-                results.append(bad(error, item))
-                damaged = True
-            if cancelled.up:
-                raise Abandoned
-        return Damaged(results) if damaged else results
-
-    return work
-
-
-def _maps(functions: list[Callable[[Any], Any]], careful: Careful, cancelled: Flag) -> Fetcher:
-    notes = cancelled.notes
-
-    def work(items: list[Any]) -> Any:
-        if type(items) is Spared:
-            return careful(items)
-        results: list[Any] = []
-        damaged = False
-        for item in numbered(items, cancelled) if notes else items:
+        for item in numbered(items, context) if context.tracked else items:
             try:
                 for function in functions:
                     item = function(item)
@@ -198,30 +162,38 @@ def _maps(functions: list[Callable[[Any], Any]], careful: Careful, cancelled: Fl
             except Exception as error:
                 results.append(bad(error, item))
                 damaged = True
-            if cancelled.up:
+            if context.cancelled:
                 raise Abandoned
         return Damaged(results) if damaged else results
 
-    return work
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the results that can't be sent; see `Fetcher.mend`."""
+        return mended(value, check)
 
 
-def _one_after_the_other(opened: Opened, careful: Careful, cancelled: Flag) -> Fetcher:
-    notes = cancelled.notes
+class StepsFetcher(Fetcher):
+    """The shortest way through steps of any kind."""
 
-    def work(items: list[Any]) -> Any:
+    def __init__(self, opened: Opened, careful: Careful, context: TaskContext) -> None:
+        self._opened, self._careful, self._context = opened, careful, context
+
+    def fetch(self, items: list[Any]) -> Any:
         if type(items) is Spared:
-            return careful(items)
+            return self._careful.fetch(items)
+        context = self._context
         results: list[Any] = []
-        for item in numbered(items, cancelled) if notes else items:
-            _pass(item, opened, 0, results, cancelled)
-            if cancelled.up:
+        for item in numbered(items, context) if context.tracked else items:
+            _pass(item, self._opened, 0, results, context)
+            if context.cancelled:
                 raise Abandoned
         return whole_or_damaged(results)
 
-    return work
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the results that can't be sent; see `Fetcher.mend`."""
+        return mended(value, check)
 
 
-def _pass(item: Any, opened: Opened, at: int, results: list[Any], cancelled: Flag) -> None:
+def _pass(item: Any, opened: Opened, at: int, results: list[Any], context: TaskContext) -> None:
     """Take `item` through the steps from number `at` on; what comes out is added to `results`.
 
     An exception takes the place of what that one step would have given: what other steps made of
@@ -245,7 +217,7 @@ def _pass(item: Any, opened: Opened, at: int, results: list[Any], cancelled: Fla
     else:
         results.append(item)
         return
-    while not cancelled.up:
+    while not context.cancelled:
         try:
             one = next(several)
         except StopIteration:
@@ -253,4 +225,4 @@ def _pass(item: Any, opened: Opened, at: int, results: list[Any], cancelled: Fla
         except Exception as error:
             results.append(bad(error, item))
             return
-        _pass(one, opened, at, results, cancelled)
+        _pass(one, opened, at, results, context)

@@ -16,7 +16,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from hybridloader.faults.on_error import Replace, Retry
@@ -101,15 +100,6 @@ class Draws:
         self._parts.add(part)
         return part
 
-    @contextmanager
-    def opening(self, cancelled: Any) -> Iterator[None]:
-        """What is opened with this flag within the block takes these."""
-        before, cancelled.draws = cancelled.draws, self
-        try:
-            yield
-        finally:
-            cancelled.draws = before
-
     def begin(self, origin: Origin) -> None:
         """A pass begins."""
         self.origin, self._next = origin, 0
@@ -172,9 +162,14 @@ class Draws:
         worker = b"%d/" % self.worker
         return SeededIterator(self, worker, self.call(OPEN, worker, make))
 
-    def task(self, fetcher: Callable[[Any], Any], first: Callable[[Any], bytes]) -> SeededTask:
-        """`fetcher`, of whose index `first` tells by what collation is seeded."""
-        return SeededTask(self, fetcher, first)
+    def task(self, key: Callable[[Any], bytes], function: Callable[[Any], T], index: Any) -> T:
+        """Return ``function(index)``, the result of a task, collation seeded by ``key(index)``."""
+        outer = now.digest, now.own  # a sample may have a loader of its own
+        self.first = key(index)
+        try:
+            return function(index)
+        finally:
+            now.digest, now.own = outer
 
     def view(self, dataset: Any, *, whole: bool) -> Any:
         """`dataset`, of which each sample is seeded; each batch, if it makes these in one go."""
@@ -269,28 +264,6 @@ class _Later(Iterator[Any]):
     @property
     def wrapped(self) -> Iterator[Any] | None:
         return self._made
-
-
-class SeededTask:
-    """A fetcher that tells its `Draws` of each task."""
-
-    def __init__(
-        self, draws: Draws, fetcher: Callable[[Any], Any], first: Callable[[Any], bytes]
-    ) -> None:
-        self._draws, self._fetcher, self._first = draws, fetcher, first
-
-    def __call__(self, index: Any) -> Any:
-        outer = now.digest, now.own  # a sample may have a loader of its own
-        self._draws.first = self._first(index)
-        try:
-            return self._fetcher(index)
-        finally:
-            now.digest, now.own = outer
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._fetcher, name)
 
 
 def seed_imported(digest: bytes) -> None:

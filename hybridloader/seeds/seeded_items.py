@@ -8,19 +8,19 @@ from typing import Any
 
 from hybridloader.fanout import fanout_of_this_thread
 from hybridloader.faults.careful import Careful
-from hybridloader.faults.outcomes import whole_or_damaged
-from hybridloader.fetch import Abandoned, Flag
+from hybridloader.faults.outcomes import mended, whole_or_damaged
+from hybridloader.fetcher import Abandoned, Fetcher, TaskContext
 from hybridloader.seeds.draws import SAMPLE, Draws, SeededIterator, now
 
 
-class SeededItems:
+class SeededItems(Fetcher):
     """The fetcher of such a stage.
 
     Parameters
     ----------
     careful
         Takes an item through the steps, whose functions are `seeded_by_item`.
-    cancelled
+    context
         Looked at after every item.
     draws
         Of the stage.
@@ -28,34 +28,36 @@ class SeededItems:
         That share the items of a task.
     """
 
-    def __init__(self, careful: Careful, cancelled: Flag, draws: Draws, threads: int) -> None:
-        self._careful, self._cancelled, self._draws = careful, cancelled, draws
+    def __init__(self, careful: Careful, context: TaskContext, draws: Draws, threads: int) -> None:
+        self._careful, self._context, self._draws = careful, context, draws
         self._fanout = fanout_of_this_thread(threads) if threads > 1 else None
 
-    def __call__(self, items: list[Any]) -> Any:
+    def fetch(self, items: list[Any]) -> Any:
         first = self._draws.take(len(items))
         found = self._several(items, first)
         return whole_or_damaged(list(chain.from_iterable(found)))
 
     def _several(self, items: list[Any], first: int) -> list[list[Any]]:
-        cancelled = self._cancelled
+        context = self._context
         pairs = enumerate(items, first)
         outer = now.digest, now.own, now.item
         try:
             if self._fanout is not None:
-                return self._fanout.map(self._one, list(pairs), cancelled)
+                return self._fanout.map(self._one, list(pairs), context)
             found = []
             for pair in pairs:
-                if cancelled.notes:
-                    cancelled.at = pair[0] - first
+                if context.tracked:
+                    context.at = pair[0] - first
                 found.append(self._one(pair))
-                if cancelled.up:
+                if context.cancelled:
                     raise Abandoned
             return found
         finally:
             now.digest, now.own, now.item = outer
-            if cancelled.notes:
-                cancelled.at = -1
+
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the results that can't be sent; see `Fetcher.mend`."""
+        return mended(value, check)
 
     def _one(self, pair: tuple[int, Any]) -> list[Any]:
         number, item = pair

@@ -12,12 +12,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.errors import StateError
 from hybridloader.foreign import attribute
 from hybridloader.states.cadence import ASKED, Cadence
 from hybridloader.states.copies import Frozen, Latest
+
+if TYPE_CHECKING:
+    from hybridloader.fetcher import Fetch, Fetcher, TaskContext
 
 
 class Start(NamedTuple):
@@ -61,13 +64,11 @@ class Start(NamedTuple):
         return self.since or len(self.again)
 
 
-class Carried:
-    """A result, and the state of the dataset behind it.
+class DatasetState(NamedTuple):
+    """State of a dataset behind a result of one worker.
 
     Attributes
     ----------
-    data
-        The result.
     dataset, iterator
         States; None where there is none.
     ended
@@ -76,16 +77,10 @@ class Carried:
         Why there is no state, if there should be one.
     """
 
-    __slots__ = ("data", "dataset", "ended", "fault", "iterator")
-
-    def __init__(
-        self, data: Any, dataset: Frozen | None, iterator: Frozen | None, ended: bool, fault: str
-    ) -> None:
-        self.data, self.dataset, self.iterator = data, dataset, iterator
-        self.ended, self.fault = ended, fault
-
-    def __reduce__(self) -> Any:
-        return Carried, (self.data, self.dataset, self.iterator, self.ended, self.fault)
+    dataset: Frozen | None
+    iterator: Frozen | None
+    ended: bool
+    fault: str
 
 
 def is_stateful(thing: Any) -> bool:
@@ -95,19 +90,61 @@ def is_stateful(thing: Any) -> bool:
     ) and not isinstance(thing, type)
 
 
-def carrying(
-    fetcher: Callable[[Any], Any], dataset: Any, samples: Any = None, *, every: int = 0
-) -> Any:
-    """Wrap `fetcher`: some results are `Carried` if the dataset, or its iterator, has a state.
+def states_of(dataset: Any, samples: Any = None, *, every: int = 0) -> DatasetStates | None:
+    """Return access to the state of `dataset` and of its iterator `samples`; None if neither has one.
 
-    There are as many of these as is cheap, but at least `every` results from one to the next.
+    States are told as often as is cheap, but at least `every` results from one to the next.
     """
     itself = samples is dataset  # torchdata saves it once then, as the iterator's
     stateful = is_stateful(dataset) and not itself
-    if stateful or is_stateful(samples):
-        cadence = Cadence(every=every, free=ASKED) if every else Cadence()
-        return _Carrying(fetcher, dataset if stateful else None, samples, cadence)
-    return fetcher
+    if not (stateful or is_stateful(samples)):
+        return None
+    cadence = Cadence(every=every, free=ASKED) if every else Cadence()
+    return DatasetStates(dataset if stateful else None, samples, cadence)
+
+
+class DatasetStates:
+    """Access to the state of what one fetcher reads: of its first result, its last, and when one is due.
+
+    Parameters
+    ----------
+    dataset, samples
+        The dataset, if it has a state, and the iterator over it, which may have one.
+    cadence
+        When a state is due.
+    """
+
+    def __init__(self, dataset: Any, samples: Any, cadence: Cadence) -> None:
+        self._dataset = dataset
+        self._samples = samples if is_stateful(samples) else None
+        self._cadence = cadence
+
+    def due(self, *, ended: bool) -> DatasetState | None:
+        """Return the state behind the result that was just made, if it is to go with it."""
+        due = self._cadence.due()
+        if not (due or ended):
+            return None
+        state = self.now(ended=ended)
+        if due:
+            self._cadence.taken()
+        return state
+
+    def go_on(self, since: int) -> None:
+        """Count the results since the state that this fetcher goes on from."""
+        self._cadence.go_on(since)
+
+    def now(self, *, ended: bool) -> DatasetState:
+        """Return the state as it is now."""
+        dataset = iterator = None
+        fault = ""
+        try:
+            if self._dataset is not None:
+                dataset = frozen(self._dataset, "the dataset")
+            if self._samples is not None:
+                iterator = frozen(self._samples, "the iterator over the dataset")
+        except StateError as error:
+            fault = str(error)
+        return DatasetState(dataset, iterator, ended, fault)
 
 
 def frozen(thing: Any, what: str) -> Frozen:
@@ -163,98 +200,32 @@ def _picklable(value: Any) -> bool:
     return True
 
 
-class _Carrying:
-    """Fetcher whose first and last results are `Carried`, and those at which a state is due.
-
-    In all else it behaves as the fetcher within.
-    """
-
-    def __init__(
-        self,
-        fetcher: Callable[[Any], Any],
-        dataset: Any,
-        samples: Any,
-        cadence: Cadence,
-    ) -> None:
-        self.within, self._dataset = fetcher, dataset
-        self._samples = samples if is_stateful(samples) else None
-        self._cadence = cadence
-        self._mend: Any = getattr(fetcher, "mend", None)
-        if self._mend is not None:
-            self.mend = self._mended
-
-    def __call__(self, index: Any) -> Any:
-        data = self.within(index)
-        due = self._cadence.due()
-        if not (due or self._ended):
-            return data
-        carried = self._with_state(data)
-        if due:
-            self._cadence.taken()
-        return carried
-
-    @property
-    def _ended(self) -> bool:
-        return getattr(self.within, "ended", False)
-
-    def go_on(self, since: int) -> None:
-        """Count the results since the state that this fetcher goes on from."""
-        self._cadence.go_on(since)
-
-    def carried_now(self) -> Carried:
-        """Return the state alone, as it is now."""
-        return self._with_state(None)
-
-    def _with_state(self, data: Any) -> Carried:
-        dataset = iterator = None
-        fault = ""
-        try:
-            if self._dataset is not None:
-                dataset = frozen(self._dataset, "the dataset")
-            if self._samples is not None:
-                iterator = frozen(self._samples, "the iterator over the dataset")
-        except StateError as error:
-            fault = str(error)
-        return Carried(data, dataset, iterator, self._ended, fault)
-
-    def _mended(self, result: Any, check: Callable[[Any], Any]) -> Any:
-        if type(result) is not Carried:
-            return self._mend(result, check)
-        return self._with_state(self._mend(result.data, check))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "mend":
-            raise AttributeError(name)
-        return getattr(self.within, name)
-
-
-def resumed(fetch: Any, start: Start, cancelled: Any) -> Any:
+def resumed(fetch: Fetch, start: Start, context: TaskContext) -> Fetcher:
     """The fetcher of a worker that goes on. The dataset gets its state first, as in torchdata."""
     if start.dataset is not None:
         _load(fetch.dataset, start.dataset, "the dataset")
-    fetcher = fetch.open(None, cancelled)
+    fetcher = fetch.open(None, context)
     if start.behind and start.iterator is not None:
         fetcher.resume(start)
-        fetcher = fetch.open(None, cancelled)
-    resume = getattr(fetcher, "resume", None)
-    if resume is not None:
-        resume(start._replace(iterator=None, ended=False) if start.behind else start)
-    within = fetcher.within if type(fetcher) is _Carrying else fetcher
-    _do_again(within, start.again, cancelled)
-    if type(fetcher) is _Carrying and start.stateful and not start.behind:
-        fetcher.go_on(start.results_since)
+        fetcher = fetch.open(None, context)
+    fetcher.resume(start._replace(iterator=None, ended=False) if start.behind else start)
+    _do_again(fetcher, start.again, context)
+    if fetcher.states is not None and start.stateful and not start.behind:
+        fetcher.states.go_on(start.results_since)
     return fetcher
 
 
-def _do_again(fetcher: Callable[[Any], Any], tasks: tuple[Any, ...], cancelled: Any) -> None:
+def _do_again(fetcher: Fetcher, tasks: tuple[Any, ...], context: TaskContext) -> None:
     """Do again what was done since the state was taken, to bring the dataset to the same place."""
     for task in tasks:
-        if cancelled.up:
+        if context.cancelled:
             return
-        with suppress(
-            Exception
-        ):  # it was a result then, and whatever raises now does so when asked
-            fetcher(task)
+        with suppress(Exception):  # it was a result then, and what raises now does so when asked
+            if context.draws is None:
+                fetcher.fetch(task)
+            else:
+                context.draws.task(fetcher.key, fetcher.fetch, task)
+        context.extras = None
 
 
 def load_iterator(samples: Any, state: Frozen) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
 from hybridloader.feed import is_sealed
-from hybridloader.fetch import Flag
+from hybridloader.fetcher import TaskContext
 from hybridloader.foreign import attribute
 from hybridloader.relay import FINAL
 
@@ -43,7 +43,9 @@ class Dropping(Iterator[Any]):
         Items dropped.
     """
 
-    def __init__(self, items: Iterator[Any], count: int, slack: int, left: Flag, name: str) -> None:
+    def __init__(
+        self, items: Iterator[Any], count: int, slack: int, left: TaskContext, name: str
+    ) -> None:
         self.items, self.count, self._slack = items, count, slack
         self._left, self._name = left, name
         self._pull: Callable[[], Any] = items.__next__
@@ -71,7 +73,7 @@ class Dropping(Iterator[Any]):
 
     def _drop(self, pull: Callable[[], Any]) -> None:
         while self.done < self.count:
-            if self._left.up:
+            if self._left.cancelled:
                 raise IteratorClosed("this pass was left")
             try:
                 item = pull()

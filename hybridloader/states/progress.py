@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hybridloader.errors import WorkerDied
 from hybridloader.faults.refill import Waiting
-from hybridloader.faults.tried import Short
+from hybridloader.faults.tried import Outcome
 from hybridloader.fetch import Apart
-from hybridloader.states.carried import Carried, Start
+from hybridloader.states.carried import DatasetState, Start
 from hybridloader.states.copies import Latest
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Base(NamedTuple):
 Draw = tuple[Any, "Base | None"]
 """One item of the sampler, and the state from which it can be drawn again, if there is one."""
 
+_NOTHING: dict[str, Any] = {}
+
 UNKNOWN = object()
 """In the place of an item that was drawn before the state that a pass goes on from."""
 
@@ -53,6 +55,9 @@ class Results(Protocol):
 
     @property
     def last_position(self) -> int: ...
+
+    @property
+    def last_extras(self) -> dict[str, Any] | None: ...
 
     def __next__(self) -> Any: ...
 
@@ -157,8 +162,8 @@ class Progress:
         self.again = [max(0, start.skip - start.position) for start in starts]
         self.of = sum(self.again)
 
-    def passed(self, stage: Results, found: Any = None, error: Exception | None = None) -> None:
-        """Note that a result was handed out: `found`, or an error. Ignore it if it was none."""
+    def passed(self, stage: Results, error: Exception | None = None) -> None:
+        """Note that a result was handed out, or an error. Ignore it if it was none."""
         seq = stage.last_seq
         if seq == self._seq or seq < self._first:  # of the pass before, and this one's are late
             return
@@ -169,11 +174,13 @@ class Progress:
         if worker in self.first:
             self.first = tuple(w for w in self.first if w != worker)
         number = seq - self.shift
-        self._note_place(worker, stage.last_position, found)
+        extras = stage.last_extras or _NOTHING
+        state = extras.get("state")
+        self._note_place(worker, stage.last_position, state, extras.get("outcome"))
         if self.iterable:
             return
         # What kills workers is not done again; the state of the next one comes with its first.
-        again = type(found) is not Carried and not isinstance(error, WorkerDied)
+        again = state is None and not isinstance(error, WorkerDied)
         if again and self.places[worker].stateful and number in self.log:
             self._again[worker].append(self.log[number][0])
         self._count(number)
@@ -214,7 +221,7 @@ class Progress:
             whole.append(self._latest[0])
         return apart, whole
 
-    def opened(self, worker: int, told: Carried) -> None:
+    def opened(self, worker: int, told: DatasetState) -> None:
         """Note the state with which a worker began."""
         at = self.places[worker].skip
         self.places[worker] = Start(at, at, told.dataset, told.iterator, told.ended)
@@ -260,19 +267,20 @@ class Progress:
         self.missing.update(range(self.behind, number))
         self.behind, self.at = number + 1, draw
 
-    def _note_place(self, worker: int, position: int, found: Any) -> None:
+    def _note_place(
+        self, worker: int, position: int, state: DatasetState | None, outcome: Outcome | None
+    ) -> None:
         before, again = self.places[worker], self._again[worker]
         self._before = before, again, len(again)
-        if type(found) is Carried:
+        if state is not None:
             self.places[worker] = Start(
-                position, position, found.dataset, found.iterator, found.ended
+                position, position, state.dataset, state.iterator, state.ended
             )
             self._again[worker] = []
-            self.fault = found.fault
-            found = found.data
+            self.fault = state.fault
         elif self.iterable:
             self.places[worker] = before._replace(skip=position, since=before.since + 1)
-        if type(found) is Short and found.samples:
+        if outcome is not None and outcome.short:
             self.remainders[worker] = before
 
 
@@ -334,7 +342,7 @@ class Drawing(Iterator[Any]):
 
 
 class Counting(Iterator[Any]):
-    """The results of a stage, of which is noted what was handed out; states that they carry are kept."""
+    """The results of a stage, of which is noted what was handed out, and the states beside them."""
 
     def __init__(self, stage: Results, progress: Progress, *, plain: bool) -> None:
         self._stage, self._progress = stage, progress
@@ -347,14 +355,14 @@ class Counting(Iterator[Any]):
         try:
             found = self._pull()
         except Exception as error:
-            progress.passed(stage, error=error)
+            progress.passed(stage, error)
             raise
         # What `passed` comes to where results are in order and nothing waits: 1 us less a batch.
-        if self._plain and type(found) is not Carried:
+        if self._plain and stage.last_extras is None:
             number = stage.last_seq - progress.shift
             if number == progress.behind:
                 progress.behind = number + 1
                 progress.at = progress.log.pop(number)
                 return found
-        progress.passed(stage, found)
-        return found.data if type(found) is Carried else found
+        progress.passed(stage)
+        return found

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from hybridloader.buffers.collate import WithoutTorch
 from hybridloader.buffers.page_locks import PageLocks
 from hybridloader.contract import Backend, Crew, WorkerHandle
-from hybridloader.fetch import EndOfShard, Fetcher, Flag
+from hybridloader.fetcher import EndOfShard, Fetch, Fetcher, FunctionFetcher, TaskContext
 from hybridloader.messages import (
     Begin,
     Done,
@@ -36,7 +36,7 @@ from hybridloader.worker_info import get_worker_info
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Fetch):
     """A `Fetch` that calls a function: the simplest work for a worker."""
 
     function: Callable[[Any], Any]
@@ -46,12 +46,12 @@ class Call:
     def with_dataset(self, dataset: Any) -> Call:
         return Call(self.function, dataset, self.private)
 
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
-        return self.function
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
+        return FunctionFetcher(self.function)
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(Fetch):
     """A `Fetch` whose shard has `length` items in each epoch."""
 
     length: int
@@ -61,7 +61,7 @@ class Count:
     def with_dataset(self, dataset: Any) -> Count:
         return Count(self.length, dataset, self.private)
 
-    def open(self, shared_seed: int | None, cancelled: Flag) -> Fetcher:
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         items = iter(range(self.length))
 
         def fetch(index: Any) -> int:
@@ -69,7 +69,7 @@ class Count:
                 return item
             raise EndOfShard
 
-        return fetch
+        return FunctionFetcher(fetch)
 
 
 class BackendContract:
