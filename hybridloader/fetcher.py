@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from hybridloader.faults.tried import Outcome
     from hybridloader.seeds.draws import Draws
     from hybridloader.states.carried import DatasetStates, Start
 
@@ -62,6 +63,13 @@ class TaskContext:
             self.extras = {name: value}
         else:
             self.extras[name] = value
+
+    @property
+    def outcome(self) -> Outcome:
+        """Outcome of the samples of the task in hand, under a policy of `on_error`."""
+        assert self.extras is not None
+        outcome: Outcome = self.extras["outcome"]
+        return outcome
 
     def take_extras(self) -> dict[str, Any] | None:
         """Return what was put beside the value, and begin with nothing."""

@@ -358,7 +358,8 @@ class LoaderIterator(_BaseDataLoaderIter):
 
 def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | None]:
     """Return who made the last of `results`, and what became of its samples."""
-    extras = results.last_extras
+    # Taken away: an inline worker's error has a traceback, and its frames hold the caller's own.
+    extras, results.last_extras = results.last_extras, None
     outcome = None if extras is None else extras.get("outcome")
     return results.last_worker if workers else None, outcome
 

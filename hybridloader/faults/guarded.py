@@ -70,12 +70,12 @@ class GuardedMap(Fetcher):
             self._dataset = draws.view(fetch.dataset, whole=not one_by_one(fetch.dataset))
             self._one, self._collate_fn = draws.seeded(self._one), draws.collating(fetch.collate_fn)
             self._guard = Guard(draws.policy(policy), context)
-        # All the mutable state: what the last task was for, and gave.
-        self._last: tuple[Sequence[Any], Outcome] = (), Outcome(0)
+        # All the mutable state: what the last task was for.
+        self._indices: Sequence[Any] = ()
 
     def fetch(self, index: Any) -> Any:
+        self._indices = index if self._batched else [index]
         value, outcome = self.attempt(index)
-        self._last = index if self._batched else [index], outcome
         self._context.add("outcome", outcome)
         return value
 
@@ -191,7 +191,7 @@ class GuardedMap(Fetcher):
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the samples that can't be sent, or the batch; see `Fetcher.mend`."""
-        indices, outcome = self._last
+        indices, outcome = self._indices, self._context.outcome
         if not self._guard.skips:
             super().mend(value, error, check)
         if outcome.short is None:

@@ -31,7 +31,7 @@ class GuardedShard(Shard):
             policy = context.draws.policy(policy)
         self._source = GuardedIterator(samples, policy, context, self)
         # All the mutable state: what the last task gave, and why there will be no more.
-        self._last: tuple[list[int], Outcome] = [], Outcome(0)
+        self._numbers: list[int] = []
         self._lost: ShardLost | None = None
 
     def fetch(self, indices: Any) -> Any:
@@ -49,7 +49,7 @@ class GuardedShard(Shard):
         numbers: list[int] = []
         samples: list[Any] = []
         misses: list[Miss] = []
-        before = self.position
+        self._numbers, before = numbers, self.position
         while len(samples) < wanted and not self.ended:
             if self._context.cancelled:
                 raise Abandoned
@@ -83,8 +83,7 @@ class GuardedShard(Shard):
             if not self._source.guard.skips:
                 raise
             return _all_lost(numbers, no_stop(error), misses)
-        self._last = numbers, Outcome(tried, misses)
-        return data, self._last[1]
+        return data, Outcome(tried, misses)
 
     def close(self) -> None:
         super().close()
@@ -100,9 +99,8 @@ class GuardedShard(Shard):
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the batch that can't be sent; see `Fetcher.mend`."""
-        numbers, outcome = self._last
-        extras = self._context.extras
-        if not self._source.guard.skips or extras is None or extras["outcome"] is not outcome:
+        numbers, outcome = self._numbers, self._context.outcome
+        if not self._source.guard.skips or outcome.short is not None:
             super().mend(
                 value, error, check
             )  # of a batch that is short, the samples were sent as they are

@@ -56,8 +56,7 @@ class Results(Protocol):
     @property
     def last_position(self) -> int: ...
 
-    @property
-    def last_extras(self) -> dict[str, Any] | None: ...
+    last_extras: dict[str, Any] | None
 
     def __next__(self) -> Any: ...
 
