@@ -1,0 +1,90 @@
+"""Calls of Python functions that a plain batch costs, ours alone, in the middle of an epoch.
+
+No clock is read. What nobody has asked for (statistics, restarts, states, seeds by sample) costs no
+call, and a call that comes to every batch is seen here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybridloader
+from hybridloader import DataLoader, backends
+
+OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))
+SIZE, FIRST, BATCHES = 4, 100, 200
+
+
+class Calls(collections.Counter[str]):
+    """Counts calls of our functions, by name, while it is the profiling function of this thread."""
+
+    def __call__(self, frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            self[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"] += 1
+
+    def a_batch(self) -> float:
+        return sum(self.values()) / BATCHES
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count / BATCHES:.2f} {name}" for name, count in self.most_common())
+
+
+def plainly(samples: Any) -> Any:
+    return samples
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Counted(Numbers):
+    """Has a worker count its calls; the sample after the last batch that counts is what it counted."""
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == SIZE * FIRST:
+            sys.setprofile(self.calls)
+        if index == SIZE * (FIRST + BATCHES):
+            sys.setprofile(None)
+            return dict(self.calls)
+        return index
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers", "most"),
+    [("threads", 2, 22), ("fork", 2, 35), ("shared-memory", 2, 35)],
+)
+def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, most: int) -> None:
+    iterator = iter(
+        DataLoader(Numbers(), SIZE, num_workers=workers, backend=backend, collate_fn=plainly)  # type: ignore[arg-type]
+    )
+    for _ in range(FIRST):
+        next(iterator)
+    calls, before = Calls(), sys.getprofile()
+    sys.setprofile(calls)
+    try:
+        for _ in range(BATCHES):
+            next(iterator)
+    finally:
+        sys.setprofile(before)
+    iterator.close()  # type: ignore[attr-defined]
+    assert calls.a_batch() <= most, str(calls)
+
+
+@pytest.mark.parametrize("backend", ["fork", "shared-memory"])
+def test_a_plain_batch_costs_a_worker_few_calls(backend: Any) -> None:
+    loader = DataLoader(Counted(), SIZE, num_workers=1, backend=backend, collate_fn=plainly)  # type: ignore[arg-type]
+    counted = next(batch[0] for batch in loader if type(batch[0]) is dict)
+    calls = Calls(counted)
+    assert calls.a_batch() <= 30, str(calls)
