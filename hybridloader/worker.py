@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol
@@ -130,15 +131,18 @@ class Worker:
 
     def step(self, message: Task | Begin | First) -> Event | None:
         """Do what `message` says; give what there is to report, or None."""
-        if isinstance(message, First):
-            if self._draws is not None:
-                self._draws.begin_at(message.item, message.epoch)
-            return None
-        with self._seeds.working():
-            if isinstance(message, Begin):
+        working = self._seeds.working
+        if isinstance(message, Task):
+            if working is None:
+                return self._answer(message)
+            with working():
+                return self._answer(message)
+        if isinstance(message, Begin):
+            with nullcontext() if working is None else working():
                 self._begin(message)
-                return None
-            return self._answer(message)
+        elif self._draws is not None:
+            self._draws.begin_at(message.item, message.epoch)
+        return None
 
     def _begin(self, message: Begin) -> None:
         self._exhausted = self._told = False
@@ -220,8 +224,8 @@ class Worker:
         if spec.workers == 0:
             return None
         rng = self._seeds.generators(spec.base_seed, self.worker)
-        if rng is not None and self._draws is not None:
-            rng = self._draws.rng() or rng
+        if self._draws is not None:
+            rng = self._draws.rng(rng)
         return describe(
             id=self.worker,
             num_workers=spec.workers,

@@ -14,6 +14,13 @@ from torch.utils.data import TensorDataset
 
 import hybridloader
 from hybridloader import DataLoader, Replace, Retry, SampleSeeding, WorkerDied
+from hybridloader.seeds.seeding import (
+    CallerSeeds,
+    InlineSeeds,
+    ProcessSeeds,
+    ThreadSeeds,
+    seeds_by_sample,
+)
 from tests.drawing import (
     Drawing,
     DrawingStream,
@@ -246,6 +253,14 @@ def test_what_is_imported_in_the_middle_of_a_sample_is_seeded() -> None:
     assert "numpy" not in fresh[1][1], "the worker had numpy before"
     here = found(num_workers=0)
     assert [s[2:] for s in fresh] == [s[2:] for s in here]
+
+
+def test_only_workers_that_the_caller_plays_have_something_to_do_around_a_task() -> None:
+    for seeds in (CallerSeeds(), ProcessSeeds(), ThreadSeeds(borrows=True)):
+        assert seeds.working is None
+    for seeds in (CallerSeeds(), InlineSeeds()):
+        assert seeds_by_sample(seeds, any_thread=False).working is not None
+        assert seeds_by_sample(seeds, any_thread=True).working is None
 
 
 # -- bad input ---------------------------------------------------------------------------------------

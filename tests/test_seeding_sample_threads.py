@@ -16,14 +16,18 @@ import numpy as np
 import pytest
 import torch
 from numpy.random import rand as taken_rand
+from numpy.random import sample as taken_sample
+from numpy.random import seed as taken_seed
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
+from hybridloader.seeds.by_thread import installation
 from hybridloader.seeds.draws import Draws, now
 from hybridloader.seeds.sample_seeds import Origin
-from hybridloader.seeds.stand_ins import installation
 from hybridloader.seeds.thread_draws import ThreadDraws
 from tests.drawing import Drawing, add, collate, states
+
+taken_instance: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -62,6 +66,11 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "numpy reseeded": lambda: [np.random.seed(4), np.random.rand()],
     "numpy's state": lambda: np.random.get_state()[1].tolist(),
     "numpy mtrand": lambda: np.random.mtrand.rand(),
+    "numpy's instance": lambda: [
+        np.random.mtrand._rand.permutation(9).tolist(),
+        np.random.RandomState(np.random.get_bit_generator()).rand(),
+    ],
+    "numpy by name": lambda: [taken_seed(4), taken_sample(2).tolist()],
     "torch": lambda: [
         torch.rand(2).tolist(),
         torch.randn(2).tolist(),
@@ -154,8 +163,7 @@ def test_functions_imported_on_their_own_are_covered_where_they_are_python(
         (taken, "generator of `random`"),
         (lambda: taken_bits(3), "generator of `random`"),
         (taken_rand, "generator of `numpy.random`"),
-        (lambda: np.random.mtrand._rand.rand(), "generator of `numpy.random`"),
-        (lambda: np.random.RandomState(np.random.get_bit_generator()).rand(), "`numpy.random`"),
+        (lambda: taken_instance.randn(), "generator of `numpy.random`"),
         (lambda: torch.nn.functional.dropout(torch.ones(99)), "torch's default generator"),
         (lambda: torch.nn.functional.gumbel_softmax(torch.ones(9)), "torch's default generator"),
         (lambda: torch.dropout(torch.ones(99), 0.5, True), "torch's default generator"),
@@ -172,6 +180,17 @@ def test_what_gets_past_is_reported_once_by_name(
         twice()
     assert len(told) == 1
     assert "sample 17 of stage 'augment'" in str(told[0].message)
+
+
+def test_it_is_looked_for_in_the_first_samples_of_a_worker(threads: ThreadDraws) -> None:
+    """A look takes longer than to seed the sample. All functions of a stage have the looks together."""
+    for number in range(15):
+        threads.of(number % 2 and 0).call(b"", b"i%d" % number, random.random)
+    with pytest.warns(RuntimeWarning, match="sample 15"):
+        threads.call(b"", b"i15", taken)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        threads.call(b"", b"i16", taken_rand)
 
 
 def test_what_draws_nothing_is_not_reported(threads: ThreadDraws) -> None:

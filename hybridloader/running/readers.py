@@ -57,7 +57,7 @@ class ReadersFetch(Fetch):
         if context.draws is None:
             return Reader(make(), self._on_error, context)
         policy = context.draws.policy(self._on_error)
-        return Reader(context.draws.later(make), policy, context)
+        return Reader(context.draws.shard(make, later=True), policy, context)
 
 
 class Reader(Fetcher):

@@ -1,7 +1,7 @@
 """Loans of the global generators of this process, which are given back as they were.
 
 An inline worker borrows them alone and puts its own states in. Threads that run an `init_fn` borrow
-them together: each thread finds generators of its own in their place (see `stand_ins`). Some, such
+them together: each thread finds generators of its own in their place (see `thread_draws`). Some, such
 as the generators of devices, have no stand-in; their states are restored when the last thread is
 through. Nothing here seeds anything.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from hybridloader.seeds.draws import now
 
 
 class Globals:
-    """The states of the three global generators.
+    """The states of the three global generators: of those whose libraries are imported.
 
     Parameters
     ----------
@@ -29,23 +30,39 @@ class Globals:
     """
 
     def __init__(self, *, devices: bool = False) -> None:
-        import numpy as np
-        import torch
-
+        array, tensor = sys.modules.get("numpy"), sys.modules.get("torch")
+        self._python = random.getstate()
+        self._array = None if array is None else array.random.get_state()
         # The CPU generator only: torch.get_rng_state and set_rng_state leave the devices alone.
-        self._states = random.getstate(), torch.get_rng_state(), np.random.get_state()
+        self._tensor = None if tensor is None else tensor.get_rng_state()
         self._devices = _device_states() if devices else []
 
     def restore(self) -> None:
-        import numpy as np
-        import torch
-
-        python, tensor, array = self._states
-        random.setstate(python)
-        torch.set_rng_state(tensor)
-        np.random.set_state(array)
+        """Put them back. What was imported meanwhile, and perhaps seeded, is as if new."""
+        random.setstate(self._python)
+        array, tensor = sys.modules.get("numpy"), sys.modules.get("torch")
+        if self._array is not None:
+            array.random.set_state(self._array)  # type: ignore[union-attr]
+        elif array is not None:
+            array.random.seed()
+        if self._tensor is not None:
+            tensor.set_rng_state(self._tensor)  # type: ignore[union-attr]
+        elif tensor is not None:
+            tensor.default_generator.seed()
         for module, number, state in self._devices:
             module.set_rng_state(state, number)
+
+
+@contextmanager
+def kept(*, devices: bool = False) -> Iterator[None]:
+    """Leave the global generators as they are now, and the sample of `rng`."""
+    outer = now.digest, now.own
+    before = Globals(devices=devices)
+    try:
+        yield
+    finally:
+        now.digest, now.own = outer
+        before.restore()
 
 
 def _device_states() -> list[tuple[Any, int, Any]]:
@@ -75,30 +92,25 @@ class _Lent:
         self._free = threading.Condition()
         # All the mutable state:
         self._owner: int | None = None  # the thread that has them alone
-        self._depth = 0
         self._inside: set[int] = set()  # the threads that have them together
         self._before: Globals | None = None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Borrow them alone. On the same thread again, or beneath `together`, it does not wait."""
-        if now.stand_ins is not None:
+        """Borrow them alone. On the same thread again, or beneath `together`, it does nothing."""
+        me = threading.get_ident()
+        if now.stand_ins is not None or self._owner == me:
             yield
             return
-        me = threading.get_ident()
         with self._free:
-            self._free.wait_for(
-                lambda: self._owner == me or (self._owner is None and not self._inside)
-            )
-            self._owner, self._depth = me, self._depth + 1
+            self._free.wait_for(lambda: self._owner is None and not self._inside)
+            self._owner = me
         try:
             yield
         finally:
             with self._free:
-                self._depth -= 1
-                if not self._depth:
-                    self._owner = None
-                    self._free.notify_all()
+                self._owner = None
+                self._free.notify_all()
 
     @contextmanager
     def together(self, starter: int) -> Iterator[None]:
@@ -131,7 +143,7 @@ class _Lent:
         me = threading.get_ident()
         self._free = threading.Condition()
         if self._owner != me:
-            self._owner, self._depth = None, 0
+            self._owner = None
         self._inside &= {me}
 
 

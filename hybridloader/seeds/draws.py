@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import os
 import random
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -29,6 +29,42 @@ BATCH = b"batch/"
 COLLATE = b"collate/"
 REPLACE = b"replace/"
 OPEN = b"open/"
+
+
+class Generators:
+    """The generators that code draws from; those of them whose libraries are imported.
+
+    Attributes
+    ----------
+    python
+        The one of `random`, or the module for its global one.
+    """
+
+    def __init__(self, python: Any = random) -> None:
+        self.python = python
+
+    def seed(self, python: int, array: int | list[int], tensor: int) -> None:
+        """Seed them all. What is imported later is seeded then: see `Draws.prepare`."""
+        self.python.seed(python)
+        modules = sys.modules
+        if "numpy" in modules:
+            self.seed_numpy(array)
+        if "torch" in modules:
+            self.seed_torch(tensor)
+
+    def seed_numpy(self, seed: int | list[int]) -> None:
+        import numpy as np
+
+        np.random.seed(seed)
+
+    def seed_torch(self, seed: int) -> None:
+        import torch
+
+        # Not torch.manual_seed, which goes round all devices: 1 us against 77.
+        torch.default_generator.manual_seed(seed)
+
+
+GLOBALS = Generators()
 
 
 class Now(threading.local):
@@ -66,8 +102,6 @@ class Draws:
         Its number, by which samples of a shard are known.
     number
         Of the function in the stage that is seeded by this.
-    base
-        The one of the whole stage, if this is of one of its functions.
 
     Attributes
     ----------
@@ -75,36 +109,19 @@ class Draws:
         By what the collation of the task in hand is seeded.
     """
 
-    def __init__(
-        self, origin: Origin, worker: int, number: int = 0, base: Draws | None = None
-    ) -> None:
-        self.origin, self.worker, self._number = origin, worker, number
-        self._parts: weakref.WeakSet[Draws] = weakref.WeakSet()
+    def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
+        self.worker, self._number = worker, number
         # All the mutable state:
+        self._parts: dict[int, Draws] = {}
         self.first: bytes = b""
-        self._next = 0  # the number of the next item of this stage's input
-        self._root = root(origin, origin.stages[number])
-
-    def prepare(self) -> None:
-        """Before the first call, and behind what else seeds modules as they are imported.
-
-        What is imported in the middle of a sample is seeded before anybody sees it.
-        """
-        for name, seed in (("numpy", _seed_numpy_now), ("torch", _seed_torch_now)):
-            if name not in sys.modules:
-                when_imported(name, seed)
-
-    def of(self, number: int) -> Draws:
-        """Those of function `number` of the stage."""
-        part = type(self)(self.origin, self.worker, number, self)
-        self._parts.add(part)
-        return part
+        self.begin(origin)
 
     def begin(self, origin: Origin) -> None:
         """A pass begins."""
-        self.origin, self._next = origin, 0
+        self.origin = origin
+        self._next = 0  # the number of the next item of this stage's input
         self._root = root(origin, origin.stages[self._number])
-        for part in self._parts:
+        for part in self._parts.values():
             part.begin(origin)
 
     def begin_at(self, item: int, epoch: int) -> None:
@@ -119,28 +136,49 @@ class Draws:
         self._next += items
         return first
 
+    def of(self, number: int) -> Draws:
+        """Those of function `number` of the stage."""
+        if number not in self._parts:
+            self._parts[number] = self._part(number)
+        return self._parts[number]
+
     def digest(self, kind: bytes, key: bytes) -> bytes:
         found = self._root.copy()
-        found.update(kind)
-        found.update(key)
+        found.update(kind + key)
         digest: bytes = found.digest()
         return digest
 
     # -- what differs where the generators are shared --------------------------------------------------
 
-    def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
-        """``function(*arguments)`` as what draws the numbers of `key`."""
-        digest = self.digest(kind, key)
-        now.digest, now.own = digest, None
-        seed_imported(digest)
-        return function(*arguments)
+    def prepare(self) -> None:
+        """Before the first call, and behind what else seeds modules as they are imported.
+
+        What is imported in the middle of a sample is seeded before anybody sees it.
+        """
+        for name in ("numpy", "torch"):
+            place = os.getpid(), name
+            if name not in sys.modules and place not in _awaited:
+                _awaited.add(place)
+                when_imported(name, functools.partial(_came, name))
 
     def release(self) -> None:
         """Nothing will be called any more."""
 
-    def rng(self) -> Any:
-        """What `WorkerInfo.rng` is to be; None: as without."""
-        return None
+    def rng(self, without: Any) -> Any:
+        """What `WorkerInfo.rng` is to be, in place of what it would be `without`."""
+        return without
+
+    def _part(self, number: int) -> Draws:
+        return Draws(self.origin, self.worker, number)
+
+    def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
+        """``function(*arguments)`` as what draws the numbers of `key`."""
+        found = self._root.copy()  # `digest`, without the call
+        found.update(kind + key)
+        now.digest = digest = found.digest()
+        now.own = None
+        (now.stand_ins or GLOBALS).seed(*seeds(digest))
+        return function(*arguments)
 
     # -- what is wrapped -------------------------------------------------------------------------------
 
@@ -153,27 +191,27 @@ class Draws:
         """`collate_fn`, seeded by the first sample of the task in hand."""
         return lambda samples: self.call(COLLATE, self.first, collate_fn, samples)
 
-    def later(self, make: Callable[[], Iterator[Any]]) -> SeededIterator:
-        """The same as `shard`, but made when it is first read: by then it is known which pass it is."""
-        return self.shard(lambda: _Later(make))
+    def shard(self, make: Callable[[], Iterator[Any]], *, later: bool = False) -> SeededIterator:
+        """The iterator that `make` gives, each of its samples seeded by its number in this shard.
 
-    def shard(self, make: Callable[[], Iterator[Any]]) -> SeededIterator:
-        """The iterator that `make` gives, each of its samples seeded by its number in this shard."""
+        It is made now, or `later`, when it is first read: by then it is known which pass it is.
+        """
         worker = b"%d/" % self.worker
-        return SeededIterator(self, worker, self.call(OPEN, worker, make))
+        made = None if later else self.call(OPEN, worker, make)
+        return SeededIterator(self, worker, made, make)
 
     def task(self, key: Callable[[Any], bytes], function: Callable[[Any], T], index: Any) -> T:
         """Return ``function(index)``, the result of a task, collation seeded by ``key(index)``."""
-        outer = now.digest, now.own  # a sample may have a loader of its own
+        outer = now.digest, now.own, now.item  # a sample may have a loader of its own
         self.first = key(index)
         try:
             return function(index)
         finally:
-            now.digest, now.own = outer
+            now.digest, now.own, now.item = outer
 
     def view(self, dataset: Any, *, whole: bool) -> Any:
         """`dataset`, of which each sample is seeded; each batch, if it makes these in one go."""
-        return _Whole(self, dataset) if whole else _OneByOne(self, dataset)
+        return _Seeded(self, dataset, whole=whole)
 
     def policy(self, policy: Any, key_of: Callable[[Any], bytes] = key_of) -> Any:
         """`policy`, whose replacements are seeded by what they replace."""
@@ -193,25 +231,16 @@ class Draws:
         return b"%d/%d" % (self.worker, position)
 
 
-class _OneByOne:
-    """A dataset that is asked for single samples."""
+class _Seeded:
+    """A dataset that is asked for single samples; for batches too, all indices of one in order."""
 
-    def __init__(self, draws: Draws, dataset: Any) -> None:
+    def __init__(self, draws: Draws, dataset: Any, *, whole: bool) -> None:
         self._one = draws.seeded(functools.partial(operator.getitem, dataset))
+        if whole:
+            self.__getitems__ = draws.seeded(dataset.__getitems__, BATCH)
 
     def __getitem__(self, index: Any) -> Any:
         return self._one(index)
-
-
-class _Whole(_OneByOne):
-    """A dataset that is asked for batches: all indices of one, in order, seed it."""
-
-    def __init__(self, draws: Draws, dataset: Any) -> None:
-        super().__init__(draws, dataset)
-        self._many = draws.seeded(dataset.__getitems__, BATCH)
-
-    def __getitems__(self, indices: Any) -> Any:
-        return self._many(indices)
 
 
 class SeededIterator(Iterator[Any]):
@@ -220,84 +249,52 @@ class SeededIterator(Iterator[Any]):
     Attributes
     ----------
     wrapped
-        The iterator itself.
+        The iterator itself; None: it is made when it is first read.
     number
         Of the next sample.
     """
 
-    def __init__(self, draws: Draws, prefix: bytes, wrapped: Iterator[Any]) -> None:
-        self._draws, self._prefix, self.wrapped = draws, prefix, wrapped
+    def __init__(
+        self,
+        draws: Draws,
+        prefix: bytes,
+        wrapped: Iterator[Any] | None,
+        make: Callable[[], Iterator[Any]] | None = None,
+    ) -> None:
+        self._draws, self._prefix, self._make = draws, prefix, make
         # All the mutable state:
+        self.wrapped: Any = wrapped
         self.number = 0
 
     def __next__(self) -> Any:
         number = self.number
         self.number = number + 1
-        return self._draws.call(SAMPLE, self._prefix + b"%d" % number, next, self.wrapped)
+        return self._draws.call(SAMPLE, self._prefix + b"%d" % number, self._pull)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.wrapped, name)
+    def _pull(self) -> Any:
+        if self.wrapped is None:
+            assert self._make is not None
+            self.wrapped = self._make()
+        return next(self.wrapped)
 
 
 def innermost(samples: Iterator[Any]) -> Any:
     """The iterator itself, without what was wrapped around it here."""
-    while isinstance(samples, (SeededIterator, _Later)) and samples.wrapped is not None:
-        samples = samples.wrapped
+    if isinstance(samples, SeededIterator) and samples.wrapped is not None:
+        return samples.wrapped
     return samples
 
 
-class _Later(Iterator[Any]):
-    """The iterator that a function makes when it is asked for the first item."""
-
-    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
-        self._make = make
-        # All the mutable state:
-        self._made: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        if self._made is None:
-            self._made = self._make()
-        return next(self._made)
-
-    @property
-    def wrapped(self) -> Iterator[Any] | None:
-        return self._made
+_awaited: set[tuple[int, str]] = set()
+"""Modules that will be seeded when imported, by process: a fork seeds them for its worker first."""
 
 
-def seed_imported(digest: bytes) -> None:
-    """Seed those of the global generators that there are, or what this thread has in their place."""
-    if now.stand_ins is not None:
-        now.stand_ins.seed(digest)
-        return
-    python, array, tensor = seeds(digest)
-    random.seed(python)
-    modules = sys.modules
-    if "numpy" in modules:
-        _seed_numpy(array)
-    if "torch" in modules:
-        _seed_torch(tensor)
-
-
-def _seed_numpy(seed: int) -> None:
-    import numpy as np
-
-    np.random.seed(seed)
-
-
-def _seed_torch(seed: int) -> None:
-    import torch
-
-    # Not torch.manual_seed, which goes round all devices: 1 us against 77.
-    torch.default_generator.manual_seed(seed)
-
-
-def _seed_numpy_now() -> None:
-    if now.digest is not None and now.stand_ins is None:
-        _seed_numpy(seeds(now.digest).numpy)
-
-
-def _seed_torch_now() -> None:
-    if now.digest is not None and now.stand_ins is None:
-        _seed_torch(seeds(now.digest).torch)
+def _came(name: str) -> None:
+    """A library was imported, perhaps in the middle of a sample."""
+    if now.digest is not None:
+        _, array, tensor = seeds(now.digest)
+        mine = now.stand_ins or GLOBALS
+        if name == "numpy":
+            mine.seed_numpy(array)
+        else:
+            mine.seed_torch(tensor)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridloader.contract import Backend
+from hybridloader.seeds.borrowing import kept
 from hybridloader.seeds.draws import COLLATE, Draws
 from hybridloader.seeds.numbering import Counter, Numbering
 from hybridloader.seeds.sample_seeds import Origin, parse
-from hybridloader.seeds.seeding import kept
 
 
 class PassSeeds:

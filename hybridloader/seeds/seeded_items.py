@@ -9,6 +9,7 @@ from typing import Any
 from hybridloader.fanout import fanout_of_this_thread
 from hybridloader.faults.careful import Careful
 from hybridloader.faults.outcomes import mended, whole_or_damaged
+from hybridloader.fetch import numbered
 from hybridloader.fetcher import Abandoned, Fetcher, TaskContext
 from hybridloader.seeds.draws import SAMPLE, Draws, SeededIterator, now
 
@@ -33,27 +34,17 @@ class SeededItems(Fetcher):
         self._fanout = fanout_of_this_thread(threads) if threads > 1 else None
 
     def fetch(self, items: list[Any]) -> Any:
-        first = self._draws.take(len(items))
-        found = self._several(items, first)
-        return whole_or_damaged(list(chain.from_iterable(found)))
-
-    def _several(self, items: list[Any], first: int) -> list[list[Any]]:
         context = self._context
-        pairs = enumerate(items, first)
-        outer = now.digest, now.own, now.item
-        try:
-            if self._fanout is not None:
-                return self._fanout.map(self._one, list(pairs), context)
+        pairs = enumerate(items, self._draws.take(len(items)))
+        if self._fanout is not None:
+            found = self._fanout.map(self._one, list(pairs), context)
+        else:
             found = []
-            for pair in pairs:
-                if context.tracked:
-                    context.at = pair[0] - first
+            for pair in numbered(pairs, context) if context.tracked else pairs:
                 found.append(self._one(pair))
                 if context.cancelled:
                     raise Abandoned
-            return found
-        finally:
-            now.digest, now.own, now.item = outer
+        return whole_or_damaged(list(chain.from_iterable(found)))
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the results that can't be sent; see `Fetcher.mend`."""

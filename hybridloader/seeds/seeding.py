@@ -16,18 +16,17 @@ import importlib
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader.late import when_imported
-from hybridloader.seeds.borrowing import Globals, lent
-from hybridloader.seeds.draws import now
+from hybridloader.seeds.borrowing import Globals, kept, lent
+from hybridloader.seeds.draws import GLOBALS, now
+from hybridloader.seeds.sample_seeds import Seeds as SampleSeeds
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import _RNG
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def numpy_seed(base_seed: int, worker: int) -> list[int]:
@@ -42,19 +41,9 @@ def _numpy_random() -> Any:
     return importlib.import_module("numpy.random")
 
 
-def seed_globals(base_seed: int, worker: int) -> None:
-    """Seed `random`, `torch` and `numpy.random` as torch does in worker number `worker`.
-
-    Not by `torch.manual_seed`, which seeds the generators of all devices too: within the training
-    process these are the training code's, and nobody could restore them.
-    """
-    import torch
-
-    random.seed(base_seed + worker)
-    mine = now.stand_ins  # of a thread that plays a worker within its own
-    default = torch.default_generator if mine is None or mine.tensor is None else mine.tensor
-    default.manual_seed(base_seed + worker)
-    _seed_numpy(base_seed, worker)
+def _seeds(base_seed: int, worker: int) -> SampleSeeds:
+    """What torch seeds `random`, numpy and torch with in worker number `worker`."""
+    return SampleSeeds(base_seed + worker, numpy_seed(base_seed, worker), base_seed + worker)
 
 
 def _seed_numpy(base_seed: int, worker: int) -> None:
@@ -80,29 +69,37 @@ def _seed_torch(seed: int) -> None:
             sys.tracebacklimit = limit
 
 
-class Seeds(Protocol):
-    """How one worker comes to its random numbers."""
+class Seeds:
+    """How one worker comes to its random numbers. This one seeds nothing and swaps nothing.
 
-    method: ClassVar[str]
-    """What `WorkerInfo.worker_method` says."""
+    Attributes
+    ----------
+    method
+        What `WorkerInfo.worker_method` says.
+    working
+        Around everything that the worker does later than `initialising`; None: nothing is to be done.
+    """
+
+    method: ClassVar[str] = "caller"
+    working: Callable[[], AbstractContextManager[None]] | None = None
 
     def generators(self, base_seed: int, worker: int) -> _RNG | None:
         """The worker's own generators, for `WorkerInfo.rng`."""
+        return None
 
     def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
         """Around `init_fn` and the opening of the first fetcher."""
-
-    def working(self) -> AbstractContextManager[None]:
-        """Around everything that the worker does later."""
+        return nullcontext() if self.working is None else self.working()
 
 
-class ProcessSeeds:
+class CallerSeeds(Seeds):
+    """For ``num_workers=0``: the caller has its own generators."""
+
+
+class ProcessSeeds(Seeds):
     """For a worker with a process of its own."""
 
-    method: ClassVar[str] = "multiprocessing"
-
-    def generators(self, base_seed: int, worker: int) -> _RNG | None:
-        return None
+    method = "multiprocessing"
 
     def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
         # Whoever imports numpy or torch later gets it seeded: a worker need not have either. Since
@@ -110,13 +107,10 @@ class ProcessSeeds:
         random.seed(base_seed + worker)
         when_imported("numpy.random", lambda: _seed_numpy(base_seed, worker))
         when_imported("torch", lambda: _seed_torch(base_seed + worker))
-        return _NOTHING
-
-    def working(self) -> AbstractContextManager[None]:
-        return _NOTHING
+        return nullcontext()
 
 
-class ThreadSeeds:
+class ThreadSeeds(Seeds):
     """For a thread: the global generators belong to the training code and stay as they are.
 
     The object is made on the thread that starts the worker. That thread must wait while `init_fn`
@@ -128,7 +122,7 @@ class ThreadSeeds:
         Whether there is an `init_fn`, which reseeds and draws as if it had a process of its own.
     """
 
-    method: ClassVar[str] = "thread"
+    method = "thread"
 
     def __init__(self, *, borrows: bool) -> None:
         self._borrows = borrows
@@ -150,133 +144,58 @@ class ThreadSeeds:
         if not self._borrows:
             yield
             return
-        from hybridloader.seeds.stand_ins import StandIns
+        from hybridloader.seeds.thread_draws import ThreadGenerators
 
-        seed = base_seed + worker
-        mine = StandIns()
-        with lent.together(self._starter), mine.in_place():
-            mine.seed_with(seed, numpy_seed(base_seed, worker), seed)
+        mine = ThreadGenerators()
+        with lent.together(self._starter), mine.in_place(_seeds(base_seed, worker)):
             yield
 
-    def working(self) -> AbstractContextManager[None]:
-        return _NOTHING
 
-
-class InlineSeeds:
+class InlineSeeds(Seeds):
     """For a worker played by the caller: its states are swapped in while it works."""
 
-    method: ClassVar[str] = "inline"
+    method = "inline"
 
     def __init__(self) -> None:
         self._mine: Globals | None = None
 
-    def generators(self, base_seed: int, worker: int) -> _RNG | None:
-        return None
-
     @contextmanager
     def initialising(self, base_seed: int, worker: int) -> Iterator[None]:
-        with lent.alone():
-            before = Globals(devices=True)
-            seed_globals(base_seed, worker)
+        import torch  # noqa: F401
+
+        found = _seeds(base_seed, worker)
+        with lent.alone(), kept(devices=True):
+            # Not by `torch.manual_seed`, which seeds the generators of all devices too.
+            (now.stand_ins or GLOBALS).seed(*found)
             try:
                 yield
             finally:
                 self._mine = Globals()
-                before.restore()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        with lent.alone():
-            before = Globals()
+        with lent.alone(), kept():
             if self._mine is not None:
                 self._mine.restore()
             try:
                 yield
             finally:
                 self._mine = Globals()
-                before.restore()
-
-
-class LentSeeds:
-    """For a worker played by the caller under ``seeding="sample"``, also with ``num_workers=0``.
-
-    It has the global generators while it works, and seeds them for every sample; what they were before
-    is put back behind every task, not every sample: that takes some 0.1 ms, most of it numpy's.
-
-    Parameters
-    ----------
-    seeds
-        What it would be without.
-    """
-
-    method: ClassVar[str] = "inline"
-
-    def __init__(self, seeds: Seeds) -> None:
-        self._seeds = seeds
-
-    def generators(self, base_seed: int, worker: int) -> _RNG | None:
-        return None
-
-    @contextmanager
-    def initialising(self, base_seed: int, worker: int) -> Iterator[None]:
-        with self._seeds.initialising(base_seed, worker), self.working():
-            yield
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        with lent.alone(), kept():
-            yield
-
-
-class StrangerSeeds(InlineSeeds):
-    """For one that any thread may play: it borrows the global generators for `init_fn` alone."""
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        yield
 
 
 def seeds_by_sample(seeds: Seeds, *, any_thread: bool) -> Seeds:
-    """What a worker with `seeds` does under ``seeding="sample"``."""
-    if isinstance(seeds, (ProcessSeeds, ThreadSeeds)):
-        return seeds
-    return StrangerSeeds() if any_thread else LentSeeds(seeds)
+    """`seeds` of a worker under ``seeding="sample"``.
+
+    If the caller plays it, also with ``num_workers=0``, it has the global generators while it works, and
+    seeds them for every sample. They are put back behind every task, not every sample: that takes some
+    0.1 ms, most of it numpy's. If any thread may play it, it borrows them for `init_fn` alone.
+    """
+    if isinstance(seeds, (CallerSeeds, InlineSeeds)):
+        seeds.working = None if any_thread else _borrowed  # type: ignore[method-assign]
+    return seeds
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """Leave the global generators of what is imported as they are now, and the sample of `rng`."""
-    outer = now.digest, now.own
-    python = random.getstate()
-    array, tensor = sys.modules.get("numpy"), sys.modules.get("torch")
-    states = None if array is None else array.random.get_state()
-    default = None if tensor is None else tensor.get_rng_state()
-    try:
+def _borrowed() -> Iterator[None]:
+    with lent.alone(), kept():
         yield
-    finally:
-        now.digest, now.own = outer
-        random.setstate(python)
-        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-        if array is not None:
-            array.random.set_state(states)
-        elif numpy is not None:  # imported meanwhile, and seeded for some sample
-            numpy.random.seed()
-        if tensor is not None:
-            tensor.set_rng_state(default)
-        elif torch is not None:
-            torch.default_generator.seed()
-
-
-class CallerSeeds:
-    """For ``num_workers=0``: nothing is seeded, nothing is swapped."""
-
-    method: ClassVar[str] = "caller"
-
-    def generators(self, base_seed: int, worker: int) -> _RNG | None:
-        return None
-
-    def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
-        return _NOTHING
-
-    def working(self) -> AbstractContextManager[None]:
-        return _NOTHING

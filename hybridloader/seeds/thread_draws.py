@@ -2,116 +2,176 @@
 
 A sample on a thread must not move the global generators, which belong to the training loop, and must
 draw what it would draw in a process of its own. So while such workers run, `random`, `numpy.random` and
-torch look at the thread first (see `stand_ins`). What gets past them, by a function that C holds, cannot
-be helped from here; it is looked for, and reported once. Never touches a global generator's state.
+torch look at the thread first (see `by_thread`). What gets past them, by a function that C holds, cannot
+be helped from here; in a worker's first samples it is looked for, and reported once. Never touches a
+global generator's state.
 """
 
 from __future__ import annotations
 
-import sys
+import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, TypeVar
 
-from hybridloader.seeds.draws import Draws, now
-from hybridloader.seeds.sample_seeds import Origin
-from hybridloader.seeds.stand_ins import StandIns, installation
-from hybridloader.worker_info import Description, get_worker_info, set_worker_info
+from hybridloader.seeds.by_thread import installation, mode_class, seen
+from hybridloader.seeds.draws import Draws, Generators, now
+from hybridloader.seeds.sample_seeds import Origin, Seeds, seeds
 
 T = TypeVar("T")
 
-_NO_MODE: AbstractContextManager[Any] = nullcontext()
+_LOOKS = 16
+"""Samples of a worker that are looked at for draws that got past. A look takes 0.1 ms."""
 
 
-class _Pool(threading.local):
-    """A thread's stand-ins: one for each sample that it is in the middle of."""
+class ThreadGenerators(Generators):
+    """What a thread has in place of the global generators, for libraries that are imported.
+
+    Attributes
+    ----------
+    python, array, tensor
+        A `random.Random`, a `numpy.random.RandomState`, a `torch.Generator`.
+    mode
+        Gives torch's functions that generator, while it is entered.
+    watched
+        Whether torch's functions are to be looked at.
+    past
+        Which global generators were seen to move all the same.
+    """
 
     def __init__(self) -> None:
-        self.made: list[StandIns] = []
-        self.depth = 0
-        self.infos: dict[int, tuple[Any, Any]] = {}  # by the identity of that which was told before
+        super().__init__(random.Random())
+        self.array: Any = None
+        self.tensor: Any = None
+        self.mode: Any = nullcontext()
+        self.watched = False
+        self.past: set[str] = set()
 
+    def seed_numpy(self, seed: int | list[int]) -> None:
+        if self.array is None:
+            import numpy as np
 
-_pool = _Pool()
+            self.array = np.random.RandomState()
+        self.array.seed(seed)
 
+    def seed_torch(self, seed: int) -> None:
+        if self.tensor is None:
+            import torch
 
-class ThreadDraws(Draws):
-    """Gives each thread generators of its own while it makes a sample. See `Draws`."""
+            self.tensor = torch.Generator()
+            self.mode = mode_class()(self)
+        self.tensor.manual_seed(seed)
 
-    def __init__(
-        self,
-        origin: Origin,
-        worker: int,
-        number: int = 0,
-        base: Draws | None = None,
-        *,
-        stage: str = "",
-    ) -> None:
-        self._end: Any = None
-        self._reported: set[str] = set()
-        self._stage = stage
-        if isinstance(base, ThreadDraws):  # told once for the stage
-            self._reported, self._stage = base._reported, base._stage
-        super().__init__(origin, worker, number, base)
+    @cached_property
+    def generator(self) -> Any:
+        """A `numpy.random.Generator` with the bit generator of `array`, so seeded with it."""
+        import numpy as np
 
-    def prepare(self) -> None:
+        return np.random.Generator(self.array._bit_generator)
+
+    @contextmanager
+    def in_place(self, found: Seeds) -> Iterator[None]:
+        """Let this thread find these in place of the global ones, even if no other thread does."""
+        import numpy  # noqa: F401
+        import torch  # noqa: F401
+
         installation.take()
-        self._end = weakref.finalize(self, installation.give_back)
-        self._end.atexit = False
-
-    def release(self) -> None:
-        if self._end is not None:
-            self._end()
-
-    def rng(self) -> Any:
-        """The stand-ins of the calling thread, for `WorkerInfo.rng`."""
-        return _stand_ins(0).as_rng()
-
-    def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
-        digest = self.digest(kind, key)
-        depth = _pool.depth
-        mine = _stand_ins(depth)
-        mine.seed(digest)
-        outer = now.digest, now.own, now.stand_ins, now.item
-        info = _taught(mine, depth)
-        before = installation.fingerprints()
-        _pool.depth = depth + 1
-        now.digest, now.own, now.stand_ins = digest, None, mine
+        outer, now.stand_ins = now.stand_ins, self
         try:
-            with _NO_MODE if mine.mode is None else mine.mode:
-                return function(*arguments)
+            self.seed(*found)
+            with self.mode:
+                yield
         finally:
-            now.digest, now.own, now.stand_ins, now.item = outer
-            _pool.depth = depth
-            if info is not None:
-                set_worker_info(info)
-            moved = installation.moved(before) | mine.past
-            if moved:
-                mine.past = set()
-                self._report(moved - self._reported, key)
+            now.stand_ins = outer
+            installation.give_back()
 
-    def _report(self, moved: set[str], key: bytes) -> None:
-        self._reported.update(moved)
-        for generator in sorted(moved):
-            where = f" of stage {self._stage!r}" if self._stage else ""
-            warnings.warn(
-                f"{_WORDS[generator]} while a thread made sample {_shown(key)}{where}. If it was the "
-                "sample, its numbers do not follow from its index and differ from those it has on "
-                f"processes: {_ADVICE[generator]} If it was your loop, on another thread, nothing is "
-                "wrong. (Told once for each worker and generator.)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+
+class _Spare(threading.local):
+    """Generators of a thread that no sample uses. Those of a sample that makes samples are in use."""
+
+    def __init__(self) -> None:
+        self.found: list[ThreadGenerators] = []
+
+
+_spare = _Spare()
+
+
+class _RngByThread:
+    """`WorkerInfo.rng` of a worker on threads: of the sample that the thread makes which asks.
+
+    Parameters
+    ----------
+    outside
+        The same outside of samples.
+    """
+
+    def __init__(self, outside: Any) -> None:
+        self._outside = outside
+
+    @property
+    def random_generator(self) -> random.Random:
+        mine = now.stand_ins
+        found: random.Random = self._outside.random_generator if mine is None else mine.python
+        return found
+
+    @property
+    def torch_generator(self) -> Any:
+        mine = now.stand_ins
+        return self._outside.torch_generator if mine is None else mine.tensor
+
+    @property
+    def numpy_generator(self) -> Any:
+        mine = now.stand_ins
+        return self._outside.numpy_generator if mine is None else mine.generator
+
+
+class _Watch:
+    """Looks for draws from the global generators while samples are made. One for each worker."""
+
+    def __init__(self, stage: str) -> None:
+        self._where = f" of stage {stage!r}" if stage else ""
+        # All the mutable state:
+        self.looks = _LOOKS
+        self._reported: set[str] = set()
+
+    def begin(self, mine: ThreadGenerators) -> Any:
+        mine.watched = True
+        return seen()
+
+    def end(self, mine: ThreadGenerators, before: Any, key: bytes) -> None:
+        self.looks -= 1
+        mine.watched = False
+        moved, mine.past = mine.past, set()
+        after = seen()
+        if before is not None and after is not None and before[1] == after[1]:
+            moved |= {name for name, state in before[0].items() if after[0].get(name) != state}
+        for generator in sorted(moved - self._reported):
+            self._reported.add(generator)
+            self._report(generator, key)
+
+    def _report(self, generator: str, key: bytes) -> None:
+        text = key.decode("utf-8", "replace")
+        sample = text[1:] if text[:1] in ("i", "s") else text
+        warnings.warn(
+            f"{_WORDS[generator]} while a thread made sample {sample}{self._where}. If it was the "
+            "sample, its numbers do not follow from its index and differ from those it has on "
+            f"processes: {_ADVICE[generator]} If it was your loop, on another thread, nothing is "
+            "wrong. (Told once for each worker and generator.)",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 _WORDS = {
     "random": "the generator of `random` was moved past hybridloader, as by a function that was "
     "imported on its own (`from random import random`),",
     "numpy": "the generator of `numpy.random` was moved past hybridloader, as by a function that was "
-    "imported on its own (`from numpy.random import rand`) or by `numpy.random.mtrand._rand`,",
+    "imported on its own (`from numpy.random import rand`) or by an object that has kept "
+    "`numpy.random.mtrand._rand`,",
     "torch": "torch's default generator was moved by an operation that takes no generator, such as "
     "dropout,",
 }
@@ -122,29 +182,51 @@ _ADVICE = {
 }
 
 
-def _shown(key: bytes) -> str:
-    text = key.decode("utf-8", "replace")
-    return text[1:] if text[:1] in ("i", "s") else text
+class ThreadDraws(Draws):
+    """Gives each thread generators of its own while it makes a sample. See `Draws`."""
 
+    def __init__(
+        self,
+        origin: Origin,
+        worker: int,
+        number: int = 0,
+        *,
+        stage: str = "",
+        watch: _Watch | None = None,
+    ) -> None:
+        self._end: Any = None
+        self._watch = watch or _Watch(stage)
+        super().__init__(origin, worker, number)
 
-def _stand_ins(depth: int) -> StandIns:
-    made = _pool.made
-    while len(made) <= depth:
-        made.append(StandIns())
-    return made[depth]
+    def prepare(self) -> None:
+        installation.take()
+        self._end = weakref.finalize(self, installation.give_back)
+        self._end.atexit = False
+        super().prepare()
 
+    def release(self) -> None:
+        if self._end is not None:
+            self._end()
 
-def _taught(mine: StandIns, depth: int) -> Any:
-    """Have `get_worker_info().rng` be what this thread draws from; what it was before, if it was not."""
-    info: Any = get_worker_info()
-    if info is None or getattr(info, "rng", None) is None or info.rng is mine.as_rng():
-        return None
-    known = _pool.infos.get(depth)
-    if known is None or known[0] is not info:
-        facts = {name: getattr(info, name) for name in Description.__dataclass_fields__}
-        facts["rng"] = mine.as_rng()
-        description = Description(**facts)
-        told: Any = description.in_torchs_words() if "torch" in sys.modules else description
-        known = _pool.infos[depth] = (info, told)
-    set_worker_info(known[1])
-    return info
+    def rng(self, without: Any) -> Any:
+        return None if without is None else _RngByThread(without)
+
+    def _part(self, number: int) -> Draws:
+        return ThreadDraws(self.origin, self.worker, number, watch=self._watch)
+
+    def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
+        digest = self.digest(kind, key)
+        mine = _spare.found.pop() if _spare.found else ThreadGenerators()
+        mine.seed(*seeds(digest))
+        outer = now.digest, now.own, now.item, now.stand_ins
+        watch = self._watch if self._watch.looks > 0 else None
+        before = None if watch is None else watch.begin(mine)
+        now.digest, now.own, now.stand_ins = digest, None, mine
+        try:
+            with mine.mode:
+                return function(*arguments)
+        finally:
+            now.digest, now.own, now.item, now.stand_ins = outer
+            _spare.found.append(mine)
+            if watch is not None:
+                watch.end(mine, before, key)
