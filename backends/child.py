@@ -226,7 +226,7 @@ class _Desk:
                 self._release(lost.returned)
                 self.report(Failed(self._worker, lost.seq, Failure(lost.error)))
                 continue
-            if returned or self._one_way:
+            if returned or (self._one_way and self._tasks.highest >= 0):
                 self._release(returned)
             if self._side is not None and isinstance(message, Task):
                 self._side.begin(message.seq)
@@ -265,11 +265,10 @@ class _Desk:
         if self._side is not None:
             self._side.end()
 
-    def _release(self, returned: list[int]) -> None:
+    def _release(self, returned: Sequence[int]) -> None:
         """The parent is done with these results."""
         if self._results is not None:
-            if returned:
-                self._results.release(returned)
+            self._results.release(returned)
             if self._one_way and self._tasks.highest >= 0:
                 self._one_way = False  # from now on both ways share
                 self._results.lower(arena.both_ways(self._share)[0])

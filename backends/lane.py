@@ -28,12 +28,13 @@ made on the spot, unless both crews are forks) is it loaded here and packed anew
 from __future__ import annotations
 
 import os
+import pickle
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.backends import descriptors
-from hybridloader.backends.letters import encode_message, encode_small, encode_task, into_slots
+from hybridloader.backends.letters import TASK, encode_message, into_slots, letter
 from hybridloader.backends.sealed import Hold, Sealed
 from hybridloader.buffers import arena
 from hybridloader.buffers.arena import Notice, Parcel, Span
@@ -94,18 +95,22 @@ class Lane:
             return None
         return self.results.size, self._share
 
-    def encode(self, message: Message) -> tuple[list[Any], list[int]]:
+    def encode(self, message: Message) -> tuple[list[Any], Sequence[int]]:
         """The letter, and descriptors to be sent along and then closed."""
         returned = self.results.returned()
-        small = encode_small(message, returned)
-        if small is not None:
-            return [small], []
         try:
             if type(message) is not Task:
-                return encode_message(message, returned, other_main=not self._forks), []
-            if isinstance(message.index, Sealed):
-                return self._forward(message.seq, returned, message.index)
-            return self._enclose(message.seq, returned, message.index)
+                return encode_message(message, returned, other_main=not self._forks), ()
+            seq, index = message
+            kind = type(index[0]) if type(index) is list and index else type(index)
+            if kind is int or kind is str:  # what a sampler gives
+                try:
+                    return [letter(TASK, seq, pickle.dumps(index, 5), returned)], ()
+                except Exception:  # a mixed list with something in it that plain pickle can't do
+                    pass
+            if isinstance(index, Sealed):
+                return self._forward(seq, returned, index)
+            return self._enclose(seq, returned, index)
         except BaseException:
             for number in returned:
                 self.results.hand_back(number)
@@ -173,18 +178,20 @@ class Lane:
             self._tasks = arena.Writer(limit, names)
         return self._tasks
 
-    def _enclose(self, seq: int, returned: list[int], index: Any) -> tuple[list[Any], list[int]]:
+    def _enclose(
+        self, seq: int, returned: list[int], index: Any
+    ) -> tuple[list[Any], Sequence[int]]:
         packed, buffers = pack(index, "a task", other_main=not self._forks)
         large = buffers or len(packed) >= OWN
         slots = self._writer() if large else None
         parcel, header, streamed, fds = into_slots(packed, buffers, slots)
         if parcel is not None:
             self.refusal = self.refusal or parcel.refusal
-        return encode_task(seq, returned, parcel, header, streamed), fds
+        return [letter(TASK, seq, header, returned, parcel), *streamed], fds
 
     def _forward(
         self, seq: int, returned: list[int], sealed: Sealed
-    ) -> tuple[list[Any], list[int]]:
+    ) -> tuple[list[Any], Sequence[int]]:
         holds = self.hold(seq, sealed)
         try:
             same = self._forks and sealed.forks
@@ -197,7 +204,7 @@ class Lane:
 
     def _name(
         self, seq: int, returned: list[int], sealed: Sealed, holds: dict[int, Hold]
-    ) -> tuple[list[Any], list[int]]:
+    ) -> tuple[list[Any], Sequence[int]]:
         """A letter that names the slots of another worker, as far as this one can map them."""
         segments = {segment: sealed.segment(segment) for segment, _ in map(place_of, holds)}
         for seen in segments.values():
@@ -226,9 +233,9 @@ class Lane:
             self._claims.setdefault(name, []).append(holds[number])
         header: Any = sealed.header
         if self._kind == "stream":
-            return encode_task(seq, returned, None, header or rest.pop(), rest), []
+            return [letter(TASK, seq, header or rest.pop(), returned), *rest], ()
         own: Parcel | None = None
-        own_fds: list[int] = []
+        own_fds: Sequence[int] = ()
         if rest or len(header) >= OWN:
             own, header, rest, own_fds = into_slots(header, rest, self._writer())
         if own is not None:
@@ -239,7 +246,7 @@ class Lane:
         parcel = None
         if spans or forgotten:
             parcel = Parcel(tuple(spans), tuple(new), tuple(forgotten), None)
-        return encode_task(seq, returned, parcel, header, rest), [*own_fds, *fds]
+        return [letter(TASK, seq, header, returned, parcel), *rest], [*own_fds, *fds]
 
     def _introduce(
         self, segments: dict[int, Seen]

@@ -21,13 +21,13 @@ from hybridloader.backends.handles import GRACE, ProcessHandle, bury, join_all, 
 from hybridloader.backends.lane import Lane
 from hybridloader.backends.letters import (
     DONE,
-    DONE_WITH_EXTRAS,
     EXHAUSTED,
     FAILED,
-    decode_event,
+    READY,
     decode_extras,
     decode_failure,
     decode_told,
+    read_letter,
 )
 from hybridloader.backends.portable import PortableChannel, PortablePost
 from hybridloader.backends.sealed import Sealed, Slotted
@@ -297,30 +297,33 @@ class ProcessCrew(Crew):
         self._handles = []
 
     def _decode(self, worker: int, frame: Frame) -> Event:
-        kind, seq, parcel, rest, count, seconds, returned, position = decode_event(frame.parts[0])
+        found = read_letter(frame.parts)
+        kind, seq, body, returned, parcel, extras, count, seconds, position = found
         lane = self._lanes[worker]
         if returned:
             lane.take_back(returned)
-        if kind in (DONE, DONE_WITH_EXTRAS):
-            extras = decode_extras(frame.parts.pop()) if kind == DONE_WITH_EXTRAS else None
+        if kind == DONE:
+            told = None if extras is None else decode_extras(extras)
             if lane.sent_on:
                 lane.answered(seq)
             if parcel is None:
-                sealed = Sealed(rest, frame.parts[1:], count, self._forks)
+                sealed = Sealed(body, frame.parts[1:], count, self._forks)
             else:
                 slots = lane.results
                 slots.learn(parcel, frame.fds)
                 self._overflow = self._overflow or parcel.refusal or slots.overflow
-                sealed = Slotted(rest, frame.parts[1:], count, self._forks, slots, parcel)
-            return Done(worker, seq, sealed, seconds, position, extras)
+                sealed = Slotted(body, frame.parts[1:], count, self._forks, slots, parcel)
+            return Done(worker, seq, sealed, seconds, position, told)
         if kind == FAILED:
             lane.answered(seq)
-            return Failed(worker, seq, decode_failure(rest), position)
+            return Failed(worker, seq, decode_failure(body), position)
         if kind == EXHAUSTED:
             lane.all_answered()
-            return Exhausted(worker, seq, position, decode_told(rest))
+            return Exhausted(worker, seq, position, decode_told(body))
+        if kind != READY:
+            raise DamagedMessage("a worker sent what is no event")
         self._arrived(worker)
-        return Ready(worker, decode_told(rest))
+        return Ready(worker, decode_told(body))
 
     def _shipment(self, spec: WorkerSpec) -> Shipment:
         """What the worker is sent first: packed once for all that start together."""

@@ -6,14 +6,12 @@ refuses), and nothing that makes the unpickler's memo grow without bound is trie
 
 from __future__ import annotations
 
-import os
 import pickle
 import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from zlib import crc32
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -23,14 +21,17 @@ from hybridloader.backends import frames, letters
 from hybridloader.backends.frames import MOST_BYTES, Decoder, encode
 from hybridloader.backends.letters import (
     Unreadable,
-    decode_event,
+    decode_extras,
     decode_failure,
     decode_message,
+    decode_told,
     encode_done,
     encode_exhausted,
     encode_failed,
     encode_message,
     encode_ready,
+    letter,
+    read_letter,
 )
 from hybridloader.buffers.arena import Parcel, Span
 from hybridloader.buffers.packing import pack, unpack
@@ -232,33 +233,45 @@ def test_a_damaged_stream_stays_damaged() -> None:
 # -- letters ---------------------------------------------------------------------------------------
 
 PARCEL = Parcel((Span(3, 0, 70_000), None), (), (5,), "too much is kept")
-EVENTS: list[bytes] = [
+LETTERS: list[bytes] = [
     bytes(encode_ready(Ready(0))[0]),
     bytes(encode_exhausted(Exhausted(0, 7), [1, -2])[0]),
     bytes(encode_failed(Failed(0, 3, Failure(KeyError("k"))), [9])[0]),
     bytes(encode_done(1 << 40, pack([1, "two"]), None, count=2, seconds=0.5)[0][0]),
-    bytes(encode_done(4, pack(None), None, returned=[4, 5], refusal="why")[0][0]),
+    bytes(encode_done(4, pack(None), None, returned=[4, 5], refusal="why", extras=b"e")[0][0]),
+    bytes(encode_message(Task(1 << 40, [1, 2, 3]), [1, 2])[0]),
 ]
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=["ready", "exhausted", "failed", "done", "refusal"])
-def test_every_bit_of_the_fixed_bytes_counts(event: bytes) -> None:
-    decode_event(memoryview(event))
+@pytest.mark.parametrize(
+    "whole", LETTERS, ids=["ready", "exhausted", "failed", "done", "refusal", "task"]
+)
+def test_every_bit_of_the_fixed_bytes_counts(whole: bytes) -> None:
+    read_letter([memoryview(whole)])
     for bit in range(8 * letters._BEGIN):
-        damaged = bytearray(event)
+        damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedMessage):
-            decode_event(memoryview(damaged))
+            read_letter([memoryview(damaged)])
     for size in range(letters._BEGIN):
         with pytest.raises(DamagedMessage):
-            decode_event(memoryview(event)[:size])
+            read_letter([memoryview(whole)[:size]])
+
+
+def test_a_letter_is_read_as_it_was_written() -> None:
+    written = letters.DONE, 1 << 40, b"body", (3, -4), PARCEL, b"extras", 7, 0.25, 1 << 50
+    assert read_letter([memoryview(letter(*written))]) == written
+    plain = letters.FAILED, 0, b"", (), None, None, -1, 0.0, 0
+    assert read_letter([memoryview(letter(*plain))]) == (*plain[:6], None, *plain[7:])
 
 
 @thorough
 @given(st.binary(max_size=200))
-def test_any_bytes_are_no_event(part: bytes) -> None:
+def test_any_bytes_are_no_letter(part: bytes) -> None:
     with pytest.raises(DamagedMessage):
-        decode_event(memoryview(part))
+        read_letter([memoryview(part)])
+    with pytest.raises(DamagedMessage):
+        read_letter([])
 
 
 @thorough
@@ -266,22 +279,28 @@ def test_any_bytes_are_no_event(part: bytes) -> None:
     st.integers(0, 255),
     st.integers(0, 300) | st.integers(0, 2**32 - 1),
     st.integers(0, 30) | st.integers(0, 2**32 - 1),
-    st.binary(max_size=300) | st.just(pickle.dumps(PARCEL, 5)) | st.just(pickle.dumps([1])),
+    st.binary(max_size=300)
+    | st.sampled_from([(PARCEL, None), (None, b"e"), (None, None), (b"e", PARCEL), 1, PARCEL]).map(
+        lambda meta: pickle.dumps(meta, 5)
+    ),
 )
-def test_an_event_that_claims_what_it_has_not_is_refused(
+def test_a_letter_that_claims_what_it_has_not_is_refused(
     kind: int, size: int, back: int, rest: bytes
 ) -> None:
     """The check is right, and the numbers are wrong."""
     assume(b"r" not in rest or rest[0] == 0x80)
-    told = struct.pack("<BQIIqdq", kind, 1, size, back, -1, 0.0, 0)
-    part = memoryview(told + struct.pack("<I", crc32(told)) + rest)
+    folded = kind ^ 1 ^ size ^ back ^ -1
+    check = (folded ^ folded >> 32 ^ letters._SIGN) & 0xFFFFFFFF
+    fields = struct.pack("<BQIIqqqI", kind, 1, size, back, -1, 0, 0, check)
     with only("Parcel", "Span", "_reconstruct"):
         try:
-            _, _, parcel, left, _, _, returned, _ = decode_event(part)
+            found = read_letter([memoryview(fields + rest)])
         except DamagedMessage:
             return
-    assert kind <= 3
+    _, _, left, returned, parcel, extras, *_ = found
+    assert kind <= letters.OTHER
     assert parcel is None or type(parcel) is Parcel
+    assert extras is None or type(extras) is bytes
     assert (len(returned), len(left)) == (back, len(rest) - size - 8 * back)
 
 
@@ -312,21 +331,16 @@ def test_a_damaged_message_is_an_error_of_ours_or_a_message(
 
 @thorough
 @given(st.binary(max_size=100))
-def test_any_bytes_are_no_message_and_no_failure(part: bytes) -> None:
+def test_any_bytes_are_no_message_and_nothing_that_a_worker_told(part: bytes) -> None:
     assume(b"r" not in part)
     with only():
-        for decode in (lambda: decode_message([memoryview(part)]), lambda: decode_failure(part)):
-            with pytest.raises((DamagedMessage, Unreadable)):
-                decode()
-
-
-def test_descriptors_of_a_damaged_message_are_closed() -> None:
-    fds = list(os.pipe())
-    with pytest.raises(DamagedMessage):
-        decode_message([memoryview(b"nothing")], None, fds)
-    assert fds == []  # and conftest.py counts
-    with pytest.raises(DamagedMessage):
-        decode_message([], None, list(os.pipe()))
+        for decode in (decode_failure, decode_extras, decode_told):
+            if part or decode is not decode_told:  # nothing is told by nothing
+                with pytest.raises(DamagedMessage):
+                    decode(memoryview(part))
+        for kind in (letters.OTHER, letters.DONE):
+            with pytest.raises(DamagedMessage):
+                decode_message([memoryview(letter(kind, 0, part))])
 
 
 class Explosive:
@@ -334,8 +348,8 @@ class Explosive:
         return eval, ("1 / 0",)
 
 
-@pytest.mark.parametrize("returned", [[], [3], [1, 70_000, 1 << 40]])
-def test_an_index_that_fails_to_load_among_others_is_known_by_its_task(returned: list[int]) -> None:
+@pytest.mark.parametrize("returned", [(), (3,), (1, 70_000, 1 << 40)])
+def test_an_index_that_fails_to_load_among_others_is_known_by_its_task(returned: Any) -> None:
     parts = encode_message(Task(1 << 33, [0, 5, Explosive(), 6]), returned)
     with pytest.raises(Unreadable) as caught:
         decode_message([memoryview(part) for part in parts])

@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 from steps import steps
 
 from hybridloader.backends.frames import Decoder, encode
-from hybridloader.backends.letters import decode_event, decode_message, encode_done, encode_message
+from hybridloader.backends.letters import decode_message, encode_done, encode_message, read_letter
 from hybridloader.buffers.arena import Reader, Writer
 from hybridloader.buffers.packing import IN_BAND, pack, unpack
 from hybridloader.buffers.slots import OWN
@@ -75,7 +75,7 @@ def through_slots(value: Any, lanes: tuple[Writer, Reader] | None = None) -> Any
     writer.release(reader.returned())
     parts, fds = encode_done(7, pack(value), writer)
     carried = [memoryview(bytearray(part)) for part in parts]
-    _, seq, parcel, header, *_ = decode_event(carried[0])
+    _, seq, header, _, parcel, *_ = read_letter(carried)
     assert seq == 7
     buffers = carried[1:]
     if parcel is not None:
@@ -669,7 +669,7 @@ def test_every_kind_of_index_reaches_the_worker_with_the_slots_to_use_again(inde
     parts = [memoryview(bytes(part)) for part in encode_message(Task(9, index), [4, 2])]
     message, returned = decode_message(parts)
     assert isinstance(message, Task)
-    assert (message.seq, returned) == (9, [4, 2])
+    assert (message.seq, returned) == (9, (4, 2))
     if isinstance(index, list) and len(index) == 2 and callable(index[1]):
         assert message.index[0] == 1
         assert message.index[1]() == 5
@@ -680,4 +680,4 @@ def test_every_kind_of_index_reaches_the_worker_with_the_slots_to_use_again(inde
 def test_other_messages_carry_the_returned_slots_too() -> None:
     for message in (Stop(), Begin(2, 77, ())):
         parts = [memoryview(bytes(part)) for part in encode_message(message, [1])]
-        assert decode_message(parts) == (message, [1])
+        assert decode_message(parts) == (message, (1,))
