@@ -1,125 +1,99 @@
-"""A backend in one page: every worker is a `ThreadPoolExecutor` with a single thread.
+"""A backend in one page: every worker is a process of `multiprocessing`, at the other end of a pipe.
 
-Register it by name with the entry-point group ``hybridloader.backends``, or pass an instance:
-``DataLoader(dataset, num_workers=2, backend=Pool())``.
+``DataLoader(dataset, num_workers=2, backend=Pool())`` uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
-from typing import ClassVar
+import multiprocessing
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, ClassVar
 
-from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
-from hybridloader.fetcher import TaskContext
-from hybridloader.messages import Event, Exited, Message, Stop, WorkerSpec
-from hybridloader.seeds.seeding import ThreadSeeds
-from hybridloader.shipping import replicate
-from hybridloader.worker import Worker
-from hybridloader.worker_info import set_worker_info
+from hybridloader import engine
 
 
 @dataclass(frozen=True)
-class Pool(Backend):
-    """What the user chooses. Options would be its fields."""
+class Pool(engine.Backend):
+    """What the user chooses. Options are its fields."""
 
+    start_method: str | None = None
     name: ClassVar[str] = "pool"
-    in_process: ClassVar[bool] = True
+    children: ClassVar[bool] = True
 
-    def open(self) -> Crew:
-        return PoolCrew()
-
-
-class PoolWorker(WorkerHandle):
-    """One worker and its thread."""
-
-    name = "pool"
-
-    def __init__(self, number: int, spec: WorkerSpec) -> None:
-        if spec.fetch.private:  # iterable datasets: each worker reads a copy of its own
-            dataset = replicate(spec.fetch.dataset, "the dataset")
-            spec = replace(spec, fetch=spec.fetch.with_dataset(dataset))
-        self.number = number
-        self.ended = TaskContext()
-        seeds = ThreadSeeds(borrows=spec.init_fn is not None)
-        self.worker = Worker(number, spec, seeds, ByReference, self.ended)
-        self.executor = ThreadPoolExecutor(1, f"pool-{spec.stage}-{number}")
-
-    def is_alive(self) -> bool:
-        return not self.ended.cancelled
-
-    def terminate(self) -> None:
-        self.ended.cancelled = True
-
-    def join(self, timeout: float | None = None) -> None:
-        self.executor.shutdown()
+    def open(self) -> PoolCrew:
+        return PoolCrew(multiprocessing.get_context(self.start_method))
 
 
-class PoolCrew(Crew):
+class PoolCrew(engine.Crew):
     """The running workers of one stage."""
 
-    def __init__(self) -> None:
-        self.events: SimpleQueue[Event | None] = SimpleQueue()  # None wakes
-        self.workers: list[PoolWorker] = []
+    def __init__(self, context: Any) -> None:
+        self.context = context
 
-    def start(self, worker: int, spec: WorkerSpec) -> None:
-        mine = PoolWorker(worker, spec)
-        for former in self.workers[worker : worker + 1]:  # which has exited
-            former.executor.shutdown(wait=False, cancel_futures=True)
-        self.workers[worker : worker + 1] = [mine]
+    def start(self, worker: int, spec: engine.WorkerSpec) -> None:
+        self.place(worker, PoolWorker(self, worker, engine.PackedSpec(spec)))
 
-        def open_worker() -> None:
-            set_worker_info(mine.worker.info)
-            self.events.put(mine.worker.open())
+    def send(self, worker: int, message: engine.Message) -> None:
+        self.handles()[worker].outbox.put(engine.dumps(message))
 
-        opened = mine.executor.submit(open_worker)
-        if spec.init_fn is not None:  # it borrows the global generators: the caller waits
-            opened.result()
 
-    def send(self, worker: int, message: Message) -> None:
-        mine = self.workers[worker]
-        if not mine.ended.cancelled:
-            mine.executor.submit(self._act, mine, message)
+class PoolWorker(engine.WorkerHandle):
+    """One process, which counts as alive until all that it has sent was read."""
 
-    def _act(self, mine: PoolWorker, message: Message) -> None:
-        if mine.ended.cancelled:
-            return
-        if isinstance(message, Stop):
-            self._end(mine, None)
-            return
-        event = mine.worker.step(message)
-        if event is not None:
-            self.events.put(event)
+    def __init__(self, crew: PoolCrew, number: int, spec: engine.PackedSpec) -> None:
+        self.pipe, theirs = crew.context.Pipe()
+        args = number, self.pipe, theirs, spec
+        self.process = crew.context.Process(target=work, args=args, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self.writer = Thread(target=self.write, daemon=True)  # a pipe may be full: that takes time
+        self.reader = Thread(target=self.read, args=(number, crew.report), daemon=True)
+        self.writer.start()
+        self.reader.start()
 
-    def _end(self, mine: PoolWorker, cause: str | None) -> None:
-        if not mine.ended.cancelled:
-            mine.ended.cancelled = True
-            self.events.put(Exited(mine.number, cause))
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid
 
-    def wait(self, timeout: float | None) -> Sequence[Event]:
-        found: list[Event] = []
-        try:
-            event = self.events.get(timeout=timeout)
-            while event is not None:
-                found.append(event)
-                event = self.events.get_nowait()
-        except Empty:
-            pass
-        return found
+    @property
+    def exitcode(self) -> int | None:
+        return None if self.is_alive() else self.process.exitcode
 
-    def wake(self) -> None:
-        self.events.put(None)
+    def is_alive(self) -> bool:
+        return self.reader.is_alive()
 
-    def kill(self, worker: int) -> None:
-        self._end(self.workers[worker], "was told to end")
+    def terminate(self) -> None:
+        self.process.kill()
 
-    def close(self) -> None:
-        for mine in self.workers:
-            mine.ended.cancelled = True
-        for mine in self.workers:
-            mine.executor.shutdown(cancel_futures=True)
+    def join(self, timeout: float | None = None) -> None:
+        self.reader.join(timeout)
 
-    def handles(self) -> Sequence[WorkerHandle]:
-        return self.workers
+    def write(self) -> None:
+        with suppress(OSError):  # the process is gone; `read` tells
+            while (message := self.outbox.get()) is not None:
+                self.pipe.send_bytes(message)
+
+    def read(self, number: int, report: Any) -> None:
+        event: Any = None
+        with suppress(Exception):  # the process is gone, or has sent what can't be read
+            while not isinstance(event := engine.loads(self.pipe.recv_bytes()), engine.Exited):
+                report(event)
+                event = None  # a batch must not outlive its consumer
+        if event is None:
+            self.process.kill()
+        self.process.join()
+        self.outbox.put(None)
+        self.writer.join()
+        self.pipe.close()
+        report(event or engine.Exited(number, f"exited with code {self.process.exitcode}"))
+
+
+def work(number: int, ours: Any, pipe: Any, spec: engine.PackedSpec) -> None:
+    """The process: a worker that gets its messages from `pipe`, and reports to it."""
+    ours.close()  # a fork has a copy; while that is open, the end of the parent would not show
+    worker = engine.process_worker(number, spec)
+    engine.serve(worker, pipe.recv, lambda event: pipe.send_bytes(engine.dumps(event)))

@@ -3,22 +3,39 @@
 A *backend* is what a user chooses: a small immutable object with options, safe to share, pickle
 and reuse. Opening it gives a *crew*: the workers of one stage, while that stage runs. The crew
 starts workers, carries messages to them, carries events back, and ends them. It knows nothing of
-order, batches, sampling or pinning. `hybridloader.testing.BackendContract` is the executable form
-of this page; a backend that passes it can serve.
+order, batches, sampling or pinning. Six methods must be written: `Backend.open`, `Crew.start` and
+`Crew.send`, and `is_alive`, `terminate` and `join` of a `WorkerHandle`. All others have defaults that are
+right for a crew that calls `Crew.place` and `Crew.report`. `hybridloader.testing.BackendContract` is the
+executable form of this page; a backend that passes it can serve. Authors import all that they need
+from `hybridloader.engine`.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
-from hybridloader.messages import Event, Message, WorkerSpec
+from hybridloader.messages import Done, Event, Message, Stop, WorkerSpec
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from hybridloader.buffers.page_locks import PageLocks
+
+GRACE = 1.0
+"""Seconds that workers get to end by themselves when their crew is closed."""
+
+PATIENCE = 1.9
+"""Seconds after which a crew is closed, whatever its workers do."""
+
+_SLICE = 0.2 if sys.platform == "win32" else None
+"""Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
 
 
 class Payload:
@@ -143,8 +160,30 @@ class WorkerHandle(ABC):
 class Crew(ABC):
     """The running workers of one stage.
 
-    One thread at a time calls these methods; only `wake` may be called from any thread.
+    One thread at a time calls these methods; only `wake` and `report` may be called from any thread.
+
+    Attributes
+    ----------
+    upkeep
+        Called by each `wait`, on the thread of whoever pulls the stage, for instance to warn. None:
+        nothing is.
     """
+
+    upkeep: Callable[[], None] | None = None
+
+    __handles: list[WorkerHandle]
+    __events: SimpleQueue[Event | None]
+    __left: float | None  # when the workers were told to leave
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        # Not in `__init__`, so that a subclass with one of its own need not call it.
+        self = super().__new__(cls)
+        self.__handles = []
+        self.__events = SimpleQueue()  # None wakes; safe to use in finalizers
+        self.__left = None
+        return self
+
+    # -- to be written ---------------------------------------------------------------------------
 
     @abstractmethod
     def start(self, worker: int, spec: WorkerSpec) -> None:
@@ -155,6 +194,22 @@ class Crew(ABC):
 
         What can be known to fail is raised here.
         """
+
+    @abstractmethod
+    def send(self, worker: int, message: Message) -> None:
+        """Queue `message`, in order. Never blocks; does nothing when the worker is gone."""
+
+    # -- for its use -----------------------------------------------------------------------------
+
+    def place(self, worker: int, handle: WorkerHandle) -> None:
+        """Note who is worker number `worker` from now on; called by `start`."""
+        self.__handles[worker : worker + 1] = [handle]
+
+    def report(self, event: Event) -> None:
+        """Have the next `wait` give `event`. From any thread."""
+        self.__events.put(event)
+
+    # -- with a default --------------------------------------------------------------------------
 
     def settle(self) -> None:  # noqa: B027  # workers with a process of their own disturb nobody
         """Wait until the caller may go on; called after a row of calls of `start`.
@@ -174,46 +229,81 @@ class Crew(ABC):
         other processes have no part in this.
         """
 
-    @abstractmethod
-    def send(self, worker: int, message: Message) -> None:
-        """Queue `message`, in order. Never blocks; does nothing when the worker is gone."""
-
     def flush(self) -> None:  # noqa: B027  # most crews have nothing to do
         """Send off what `send` has queued, if it does not do so itself. `wait` does so, too."""
 
-    @abstractmethod
     def wait(self, timeout: float | None) -> Sequence[Event]:
         """Give the events that have come; wait `timeout` seconds for the first (None: for ever).
 
-        May return early and empty, and does so after `wake`.
+        May return early and empty, and does so after `wake`. By default, events come from `report`.
         """
+        if self.upkeep is not None:
+            self.upkeep()
+        if _SLICE is not None:
+            timeout = _SLICE if timeout is None else min(timeout, _SLICE)
+        events, found = self.__events, []
+        try:
+            event = events.get(timeout=timeout)
+            while event is not None:
+                found.append(event)
+                event = events.get_nowait()
+        except Empty:
+            pass
+        return found
 
-    @abstractmethod
     def wake(self) -> None:
         """Make a `wait` that is under way, or else the next one, return at once."""
+        self.__events.put(None)
 
-    @abstractmethod
     def kill(self, worker: int) -> None:
-        """End the worker now; `Exited` follows. For threads: asked to end after this sample."""
+        """End the worker now; `Exited` follows. For threads: asked to end after this sample.
+
+        By default, `WorkerHandle.kill` does it.
+        """
+        self.handles()[worker].kill()
 
     def stack(self, worker: int) -> str:
         """Where the worker is now, as a Python traceback in text; or why that can't be told."""
         return ""
 
-    def leave(self) -> None:  # noqa: B027  # what can't begin without waiting is done by `close`
+    def leave(self) -> None:
         """Begin to end all workers, without waiting; `close` follows. Idempotent, never raises.
 
         The seconds that `close` takes at most count from the first call of this. So several crews
-        that are all told to leave, and then closed, take no longer than the slowest.
+        that are all told to leave, and then closed, take no longer than the slowest. By default,
+        each worker is sent a `Stop`: it first does what it has been sent, as far as there is time.
         """
+        if self.__left is None:
+            self.__left = time.monotonic()
+            for worker in range(len(self.__handles)):
+                self.send(worker, Stop())
 
-    @abstractmethod
     def close(self) -> None:
-        """End all workers and free everything, within 2 seconds. Idempotent, never raises."""
+        """End all workers and free everything, within 2 seconds. Idempotent, never raises.
 
-    @abstractmethod
+        By default, workers that have not ended a second after `leave` are killed. Results that nobody
+        has asked for are discarded.
+        """
+        self.leave()
+        if self.__left is None:  # `leave` is the subclass's own
+            self.__left = time.monotonic()
+        for seconds in (GRACE, PATIENCE):
+            for handle in self.__handles:
+                handle.join(max(0.0, self.__left + min(seconds, PATIENCE) - time.monotonic()))
+            for handle in self.__handles:
+                if handle.is_alive():
+                    handle.kill()
+        try:
+            while True:
+                event = self.__events.get_nowait()
+                if isinstance(event, Done):
+                    event.payload.discard()
+        except Empty:
+            pass
+
     def handles(self) -> Sequence[WorkerHandle]:
         """The workers started so far, in the order of their numbers."""
+        return self.__handles
 
 
 class Backend(ABC):
