@@ -13,7 +13,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from hybridloader.backends.board import WorkerSide
-from hybridloader.backends.frames import Frame
 from hybridloader.backends.letters import (
     Unreadable,
     decode_message,
@@ -27,8 +26,7 @@ from hybridloader.buffers import arena
 from hybridloader.buffers.collate import set_slots, teach_torch
 from hybridloader.buffers.packing import Packed, pack, pack_in_band, unpack
 from hybridloader.contract import Payload
-from hybridloader.errors import Failure, ResultNotSendable, ShippingError
-from hybridloader.fetcher import Fetch, Fetcher, TaskContext
+from hybridloader.errors import Failure, ResultNotSendable
 from hybridloader.inheritance import Inherited
 from hybridloader.late import when_imported
 from hybridloader.messages import (
@@ -43,7 +41,7 @@ from hybridloader.messages import (
 )
 from hybridloader.native import one_thread_in_this_process
 from hybridloader.seeds.seeding import ProcessSeeds
-from hybridloader.shipping import receive
+from hybridloader.serving import received
 from hybridloader.worker import Worker, run
 from hybridloader.worker_info import set_process_info
 
@@ -120,7 +118,7 @@ def main(
             frame = channel.get()
             if board is not None and frame.fds:  # the kernel drops what there is no room for
                 side = WorkerSide.open(frame.fds.pop())
-            spec = _received(frame, inherited)
+            spec = received(frame.parts, frame.fds, inherited)
             del frame
         if side is not None:
             desk.notes_on(side)
@@ -128,7 +126,7 @@ def main(
                 life.change(side.context())
         worker = Worker(number, spec, ProcessSeeds(), _Result, life.context)
         set_process_info(worker.info)
-        run(worker, desk, desk.report)
+        run(worker, desk.get, desk.report)
         desk.finish()
     except EOFError:  # the parent has closed the iterator, or is gone, and reads nothing more
         desk.sweep()
@@ -136,30 +134,6 @@ def main(
         channel.close()
     if fresh:
         _leave()
-
-
-def _received(frame: Frame, inherited: Inherited | None) -> WorkerSpec:
-    """What to do. If it can't be loaded here, that is the answer to every task."""
-    try:
-        spec: WorkerSpec = receive(frame.parts, frame.fds, inherited)
-    except ShippingError as error:
-        return WorkerSpec("", 1, _Unloadable(error))
-    return spec
-
-
-class _Unloadable(Fetch):
-    """The work of a worker that could not load its work."""
-
-    dataset = None
-
-    def __init__(self, error: ShippingError) -> None:
-        self._error = error
-
-    def with_dataset(self, dataset: Any) -> _Unloadable:
-        return self
-
-    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
-        raise self._error
 
 
 def _leave() -> None:

@@ -85,10 +85,10 @@ class _InlineCrew(Crew):
         self._events: deque[Event] = deque()
         self._todo: deque[tuple[int, Message]] = deque()
         self.workers: dict[int, Worker] = {}
-        self._handles: list[_Handle] = []
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
+        self.upkeep = locks.warn
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         seeds: Seeds = CallerSeeds()
@@ -97,7 +97,7 @@ class _InlineCrew(Crew):
             spec = replace(spec, fetch=spec.fetch.with_dataset(self._dataset_for(spec)))
         self._todo = deque(item for item in self._todo if item[0] != worker)
         made = Worker(worker, spec, seeds, ByReference, self._context)
-        self._handles[worker : worker + 1] = [_Handle(self, worker)]
+        self.place(worker, _Handle(self, worker))
         self.workers[worker] = made
         self._act(made, None)
 
@@ -105,11 +105,11 @@ class _InlineCrew(Crew):
         self._todo.append((worker, message))
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
-        if self._slots.refusal is not None and not self._warned:
+        if not self._warned and self._slots.refusal is not None:
             self._warned = True
             warn_of_overflow(self._slots.refusal)
-        if self._slots.locks is not None:
-            self._slots.locks.warn()
+        if self.upkeep is not None:
+            self.upkeep()
         while self._todo and not self._events:
             worker, message = self._todo.popleft()
             made = self.workers.get(worker)
@@ -143,9 +143,6 @@ class _InlineCrew(Crew):
                 worker.close()
         finally:
             self._slots.close()
-
-    def handles(self) -> Sequence[WorkerHandle]:
-        return self._handles
 
     def _act(self, worker: Worker, message: Task | Begin | First | None) -> None:
         """Open the worker (None) or let it do one step, with its `WorkerInfo` in place."""

@@ -10,38 +10,27 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader import fetcher
 from hybridloader.buffers.collate import set_slots, teach_torch
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.buffers.slots import PrivateSlots
-from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
+from hybridloader.contract import Backend, Crew, WorkerHandle
 from hybridloader.datapipes import is_datapipe
-from hybridloader.fetcher import TaskContext
-from hybridloader.messages import Event, Exited, Message, Stop, Task, WorkerSpec
-from hybridloader.native import one_thread_on_this_thread
-from hybridloader.seeds.seeding import ThreadSeeds
-from hybridloader.shipping import replicate
-from hybridloader.worker import Worker, run
-from hybridloader.worker_info import set_worker_info
+from hybridloader.messages import Event, Message, Stop, WorkerSpec
+from hybridloader.serving import serve, thread_worker
+from hybridloader.worker import Worker
 
 if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
 
-_PATIENCE = 1.9
-"""Seconds that `close` waits for the threads."""
-
 _OURS = (threading.__file__, os.path.dirname(os.path.abspath(fetcher.__file__)), __file__)
 """Files whose frames say nothing about where a worker is stuck, when they come first."""
-
-_SLICE = 0.2 if sys.platform == "win32" else None
-"""Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +57,7 @@ class Threads(Backend):
         return self.copy_dataset
 
     def open(self) -> Crew:
-        return _ThreadCrew(self.copy_dataset, PrivateSlots(self.memory.bytes()))
-
-
-class _Messages(SimpleQueue[Message]):
-    """A worker's queue. `SimpleQueue` is written to be usable from finalizers."""
-
-
-class _Noted:
-    """The queue of a worker that notes which task it is at."""
-
-    def __init__(self, messages: _Messages, context: TaskContext) -> None:
-        self._messages, self._context = messages, context
-
-    def get(self) -> Message:
-        message = self._messages.get()
-        if isinstance(message, Task):
-            self._context.at, self._context.task = -1, message.seq
-        return message
+        return _ThreadCrew(self.copies, PrivateSlots(self.memory.bytes()))
 
 
 class _Thread(WorkerHandle):
@@ -94,35 +66,16 @@ class _Thread(WorkerHandle):
     name = "thread"
 
     def __init__(
-        self,
-        worker: int,
-        spec: WorkerSpec,
-        events: SimpleQueue[Event | None],
-        slots: PrivateSlots,
-        copy_dataset: bool,
+        self, worker: Worker, stage: str, slots: PrivateSlots, report: Callable[[Event], None]
     ) -> None:
-        fetch = spec.fetch
-        if copy_dataset or fetch.private:
-            spec = replace(spec, fetch=fetch.with_dataset(replicate(fetch.dataset, "the dataset")))
-        seeds = ThreadSeeds(borrows=spec.init_fn is not None)
-        self.context = TaskContext(tracked=spec.tracked)
-        self.messages = _Messages()
+        self.context = worker.context
+        self.messages: SimpleQueue[Message] = SimpleQueue()  # usable from finalizers
         self.opened = threading.Event()
         self._codes: list[int] = []
         self.thread = threading.Thread(
             target=_main,
-            args=(
-                worker,
-                spec,
-                seeds,
-                self.messages,
-                events,
-                slots,
-                self.context,
-                self.opened,
-                self._codes,
-            ),
-            name=f"hybridloader-{spec.stage}-{worker}",
+            args=(worker, self.messages, slots, report, self.opened, self._codes),
+            name=f"hybridloader-{stage}-{worker.worker}",
             daemon=True,
         )
 
@@ -147,61 +100,43 @@ class _Thread(WorkerHandle):
 
 
 def _main(
-    number: int,
-    spec: WorkerSpec,
-    seeds: ThreadSeeds,
-    messages: _Messages,
-    events: SimpleQueue[Event | None],
+    worker: Worker,
+    messages: SimpleQueue[Message],
     slots: PrivateSlots,
-    context: TaskContext,
+    report: Callable[[Event], None],
     opened: threading.Event,
     codes: list[int],
 ) -> None:
-    def report(event: Event) -> None:
-        context.task = -1
-        opened.set()
-        events.put(event)
-
-    cause, evidence = None, ""
-    try:
-        worker = Worker(number, spec, seeds, ByReference, context)
-        set_worker_info(worker.info)
+    def prepare() -> None:
         set_slots(slots)
         if slots.locks is not None:
             slots.locks.enter()
-        one_thread_on_this_thread()
-        run(worker, _Noted(messages, context) if context.tracked else messages, report)
-    except BaseException as error:  # whatever ends a worker, its crew must hear of it
-        if not context.cancelled:
-            evidence = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            cause = f"was ended by {type(error).__name__}: {error}"
-            codes.append(1)  # as of a process that an exception has ended
-    finally:
+
+    def report_opened(event: Event) -> None:
         opened.set()
-        task, at = (context.task, context.at) if context.tracked else (None, None)
-        if context.task >= 0 and context.at < 0:
-            at = None  # at a task, but at none of its samples alone
-        events.put(Exited(number, cause, task, at, evidence))
+        report(event)
+
+    codes.append(serve(worker, messages.get, report_opened, prepare=prepare))
 
 
 class _ThreadCrew(Crew):
-    def __init__(self, copy_dataset: bool, slots: PrivateSlots) -> None:
+    def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
-        self._copy_dataset = copy_dataset
+        self._copies = copies
         self._slots = slots
         self._warned = False
-        self._events: SimpleQueue[Event | None] = SimpleQueue()  # None wakes
         self._threads: list[_Thread] = []
         self._opening: list[_Thread] = []  # whose `init_fn` may run
-        self._patience = _PATIENCE
-        self._left: float | None = None  # when the threads were told to leave
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
+        self.upkeep = locks.warn
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
-        thread = _Thread(worker, spec, self._events, self._slots, self._copy_dataset)
+        made = thread_worker(worker, spec, copies=self._copies)
+        thread = _Thread(made, spec.stage, self._slots, self._report)
         self._threads[worker : worker + 1] = [thread]
+        self.place(worker, thread)
         thread.thread.start()
         if spec.init_fn is not None:
             self._opening.append(thread)
@@ -215,30 +150,6 @@ class _ThreadCrew(Crew):
     def send(self, worker: int, message: Message) -> None:
         self._threads[worker].messages.put(message)
 
-    def wait(self, timeout: float | None) -> Sequence[Event]:
-        if self._slots.refusal is not None and not self._warned:
-            self._warned = True
-            warn_of_overflow(self._slots.refusal)
-        if self._slots.locks is not None:
-            self._slots.locks.warn()
-        if _SLICE is not None:
-            timeout = _SLICE if timeout is None else min(timeout, _SLICE)
-        found = []
-        try:
-            event = self._events.get(timeout=timeout)
-            while event is not None:
-                found.append(event)
-                event = self._events.get_nowait()
-        except Empty:
-            pass
-        return found
-
-    def wake(self) -> None:
-        self._events.put(None)
-
-    def kill(self, worker: int) -> None:
-        self._threads[worker].terminate()
-
     def stack(self, worker: int) -> str:
         frame = sys._current_frames().get(self._threads[worker].thread.ident or 0)
         frames = list(traceback.extract_stack(frame)) if frame is not None else []
@@ -248,23 +159,23 @@ class _ThreadCrew(Crew):
 
     def leave(self) -> None:
         for thread in self._threads:
-            thread.terminate()
-        if self._left is None:
-            self._left = time.monotonic()
+            thread.context.cancelled = True  # the rest of a batch is left out
+        super().leave()
 
     def close(self) -> None:
-        self.leave()
-        assert self._left is not None
-        # Only the first close waits: who is stuck then will be stuck again at exit.
-        deadline, self._patience = self._left + self._patience, 0.0
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        try:
-            while True:  # results that nobody has asked for hold slots
-                self._events.get_nowait()
-        except Empty:
-            pass
+        super().close()
         self._slots.close()
 
-    def handles(self) -> Sequence[WorkerHandle]:
-        return self._threads
+    def _report(self, event: Event) -> None:
+        """Report from a worker's thread."""
+        if self._slots.refusal is not None and not self._warned:
+            self.upkeep = self._warn
+        self.report(event)
+
+    def _warn(self) -> None:
+        """Warn, where the batches are taken, that there was no slot for one."""
+        locks = self._slots.locks
+        self.upkeep = None if locks is None else locks.warn
+        if not self._warned:
+            self._warned = True
+            warn_of_overflow(str(self._slots.refusal))

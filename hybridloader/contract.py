@@ -4,10 +4,10 @@ A *backend* is what a user chooses: a small immutable object with options, safe 
 and reuse. Opening it gives a *crew*: the workers of one stage, while that stage runs. The crew
 starts workers, carries messages to them, carries events back, and ends them. It knows nothing of
 order, batches, sampling or pinning. Six methods must be written: `Backend.open`, `Crew.start` and
-`Crew.send`, and `is_alive`, `terminate` and `join` of a `WorkerHandle`. All others have defaults that are
-right for a crew that calls `Crew.place` and `Crew.report`. `hybridloader.testing.BackendContract` is the
-executable form of this page; a backend that passes it can serve. Authors import all that they need
-from `hybridloader.engine`.
+`Crew.send`, and `is_alive`, `terminate` and `join` of a `WorkerHandle`. All others have defaults,
+right for a crew that calls `Crew.place` and `Crew.report`. `hybridloader.testing.BackendContract`
+is the executable form of this page; a backend that passes it can serve. Authors import all that
+they need from `hybridloader.engine`.
 """
 
 from __future__ import annotations

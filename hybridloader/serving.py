@@ -18,6 +18,7 @@ from hybridloader.buffers.packing import pack, pack_in_band, unpack
 from hybridloader.contract import ByReference, Payload
 from hybridloader.errors import Failure, ResultNotSendable, ShippingError
 from hybridloader.fetcher import Fetch, Fetcher, TaskContext
+from hybridloader.inheritance import Inherited
 from hybridloader.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
 from hybridloader.native import one_thread_in_this_process, one_thread_on_this_thread
 from hybridloader.seeds.seeding import ProcessSeeds, ThreadSeeds
@@ -63,15 +64,22 @@ class PackedSpec:
         self._inherited = shipment.inherited
 
     def open(self) -> WorkerSpec:
-        """Load it, in the worker. If it can't be loaded there, that is the answer to every task."""
-        try:
-            spec: WorkerSpec = receive([*map(memoryview, self._parts)], [], self._inherited)
-        except ShippingError as error:
-            return WorkerSpec("", 1, Unloadable(error))
-        return spec
+        """Load it, in the worker."""
+        return received([memoryview(part) for part in self._parts], [], self._inherited)
 
 
-class Unloadable(Fetch):
+def received(
+    parts: list[memoryview], fds: list[int], inherited: Inherited | None = None
+) -> WorkerSpec:
+    """Load a spec that was shipped. If it can't be loaded here, that is the answer to every task."""
+    try:
+        spec: WorkerSpec = receive(parts, fds, inherited)
+    except ShippingError as error:
+        return WorkerSpec("", 1, _Unloadable(error))
+    return spec
+
+
+class _Unloadable(Fetch):
     """The work of a worker that could not load its work."""
 
     dataset = None
@@ -79,7 +87,7 @@ class Unloadable(Fetch):
     def __init__(self, error: ShippingError) -> None:
         self._error = error
 
-    def with_dataset(self, dataset: Any) -> Unloadable:
+    def with_dataset(self, dataset: Any) -> _Unloadable:
         return self
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
@@ -115,7 +123,7 @@ class Pickled(Payload):
         return len(self._header) + sum(map(len, self._buffers))
 
     def open(self) -> Any:
-        return unpack(self._header, [*map(memoryview, self._buffers)])
+        return unpack(self._header, [memoryview(buffer) for buffer in self._buffers])
 
     def discard(self) -> None:
         self._buffers = []

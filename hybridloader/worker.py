@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from hybridloader.contract import Payload
 from hybridloader.datapipes import seed_datapipe
@@ -249,19 +249,12 @@ def _draws_of(spec: WorkerSpec, worker: int, seeds: Seeds) -> Draws | None:
     return ThreadDraws(origin, worker, stage=spec.stage)
 
 
-class Source(Protocol):
-    """Where a worker's messages come from."""
-
-    def get(self) -> Message:
-        """The next message; waits for it."""
-
-
-def run(worker: Worker, source: Source, report: Callable[[Event], None]) -> None:
+def run(worker: Worker, get: Callable[[], Message], report: Callable[[Event], None]) -> None:
     """Answer messages until `Stop`, or until nobody waits: the loop of a worker with its own thread."""
     try:
         report(worker.open())
         while True:
-            message = source.get()
+            message = get()
             if isinstance(message, Stop) or worker.context.cancelled:
                 return
             event = worker.step(message)

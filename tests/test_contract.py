@@ -10,13 +10,15 @@ from typing import Any
 
 import bare_platform
 import pytest
+from seven_methods import SevenMethods
 
 import hybridloader
 from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads
 from hybridloader.backends import sockets
-from hybridloader.messages import Done, Task
+from hybridloader.engine import Backend, Crew, Done, Task, WorkerHandle
 from hybridloader.testing import BackendContract
 
+KINDS: tuple[Any, ...] = (Backend, Crew, WorkerHandle)
 ROOT = Path(__file__).parent.parent
 BACKENDS = Path(sockets.__file__).parent
 
@@ -31,6 +33,31 @@ class TestThreads(BackendContract):
 
 class TestThreadsWithCopies(BackendContract):
     backend = Threads(copy_dataset=True)
+
+
+class TestSevenMethods(BackendContract):
+    """Of a package that wrote all methods, when none of a crew's had a default."""
+
+    backend = SevenMethods()
+
+
+def test_what_they_give_is_handed_out_and_weighed() -> None:
+    assert list(hybridloader.DataLoader(range(6), 2, num_workers=2, backend=SevenMethods()))
+    pipe = hybridloader.Pipeline.from_iterable(range(9)).map(abs, backend=SevenMethods())
+    with pipe.map(abs, backend="fork", buffer_bytes=10**6).run() as run:
+        assert list(run) == [*range(9)]
+
+
+def test_six_methods_are_required() -> None:
+    required = [f"{kind.__name__}.{name}" for kind in KINDS for name in kind.__abstractmethods__]
+    assert sorted(required) == [
+        "Backend.open",
+        "Crew.send",
+        "Crew.start",
+        "WorkerHandle.is_alive",
+        "WorkerHandle.join",
+        "WorkerHandle.terminate",
+    ]
 
 
 class TestFork(BackendContract):

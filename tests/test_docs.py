@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import math
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +16,8 @@ import pytest
 import torch
 
 import hybridloader
-from hybridloader.testing import BackendContract
+from hybridloader.engine import Task
+from hybridloader.testing import BackendContract, Gate
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -38,14 +42,57 @@ class TestWorkedExample(BackendContract):
     backend = pool_backend.Pool()
 
 
-def test_the_worked_example_serves_a_loader_and_is_short() -> None:
+def test_the_worked_example_serves_a_loader_and_a_pipeline() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(10))
     loader = hybridloader.DataLoader(data, 3, num_workers=2, backend=pool_backend.Pool())
     for _ in range(2):
         assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    # Results of a stage of ours are not sent on unopened to one that does not say that it takes them.
+    pipe = hybridloader.Pipeline.from_iterable(range(20)).map(abs, backend="fork")
+    with pipe.map(math.sqrt, backend=pool_backend.Pool()).run() as run:
+        assert list(run) == [math.sqrt(i) for i in range(20)]
+
+
+def test_a_worker_of_the_worked_example_that_dies_is_told_of_and_replaced(tmp_path: Path) -> None:
+    def fetch(index: int) -> int:
+        if index == 5 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os._exit(3)
+        return index
+
+    class Items(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            return fetch(index)
+
+    given = {"batch_size": 2, "num_workers": 2, "backend": pool_backend.Pool()}
+    with pytest.raises(hybridloader.WorkerDied, match="exited with code 3"):
+        list(hybridloader.DataLoader(Items(), **given))
+    (tmp_path / "died").unlink()
+    loader = hybridloader.DataLoader(Items(), **given, on_worker_death="restart")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_worked_example_kills_a_worker_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(tmp_path)
+    monkeypatch.setattr("hybridloader.contract.GRACE", 0.0)
+    crew = pool_backend.Pool().open()
+    crew.start(0, BackendContract.spec(lambda index: gate.arrive()))
+    crew.send(0, Task(0, None))
+    gate.await_arrivals()
+    crew.close()
+    assert [handle.exitcode for handle in crew.handles()] == [-signal.SIGKILL]
+
+
+def test_the_worked_example_is_short_and_imports_one_module_of_ours() -> None:
     source = (ROOT / "examples" / "pool_backend.py").read_text()
-    crew = source[source.index("class PoolCrew") :]
-    assert len(crew.splitlines()) < 100
+    assert len(source.splitlines()) < 100
+    found = {line for line in source.splitlines() if "import" in line and "hybridloader" in line}
+    assert found == {"from hybridloader import engine"}
 
 
 def test_the_worked_example_is_the_one_in_the_page() -> None:

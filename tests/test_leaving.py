@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from driven import Driven
 
-from hybridloader import Fork, Spawn, Threads
-from hybridloader.backends import handles, process, sockets, threads
+from hybridloader import Fork, Spawn, Threads, contract
+from hybridloader.backends import handles, process, sockets
 from hybridloader.testing.tools import DEADLINE, FakeClock, Gate
 
 BACKENDS = [
@@ -70,20 +70,19 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
             gate.open()
             self.handle.join(DEADLINE)
 
-    for module in (handles, process) if backend.name == "fork" else (threads,):
+    for module in (handles, process) if backend.name == "fork" else (contract,):
         monkeypatch.setattr(module, "time", Time)
     with Driven(backend, lambda index: gate.arrive()) as crew:
         crew.send(0)
         crew.raw.flush()
         gate.await_arrivals()
-        name = "_handles" if backend.name == "fork" else "_threads"
-        setattr(crew.raw, name, [Handle(handle) for handle in getattr(crew.raw, name)])
+        listed = crew.raw.handles()
+        listed[:] = [Handle(handle) for handle in listed]
         crew.raw.leave()
         clock.now += 0.6
         crew.raw.leave()  # the first one counts
         crew.raw.close()
-    patience = handles.GRACE if backend.name == "fork" else threads._PATIENCE
-    assert asked[0] == pytest.approx(patience - 0.6)
+    assert asked[0] == pytest.approx(contract.GRACE - 0.6)
 
 
 def test_waking_a_closed_crew_writes_to_nobody() -> None:

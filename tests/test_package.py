@@ -70,6 +70,7 @@ LAYERS = {
     },
     "devices.torch_accelerator": set(),
     "diagnosis": {"contract", "scheduler"},
+    "engine": {"contract", "errors", "fetcher", "messages", "serving", "worker"},
     "errors": set(),
     "fallback": {"caller", "contract"},
     "fanout": {"buffers.collate", "errors", "fetcher", "native", "worker_info"},
@@ -332,6 +333,19 @@ LAYERS = {
     },
     "seeds.seeding": {"late", "seeds.borrowing", "seeds.draws", "seeds.sample_seeds"},
     "seeds.thread_draws": {"seeds.by_thread", "seeds.draws", "seeds.sample_seeds"},
+    "serving": {
+        "buffers.packing",
+        "contract",
+        "errors",
+        "fetcher",
+        "inheritance",
+        "messages",
+        "native",
+        "seeds.seeding",
+        "shipping",
+        "worker",
+        "worker_info",
+    },
     "shard": {"faults.tried", "fetch", "fetcher", "seeds.draws", "states.carried"},
     "shipping": {
         "buffers.arena",
@@ -440,6 +454,7 @@ BACKENDS_MAY_USE = {
     "messages",
     "native",
     "seeds.seeding",
+    "serving",
     "shipping",
     "states.carried",
     "worker",
@@ -536,7 +551,8 @@ def test_nothing_posix_only_is_imported_or_touched_at_import(path: Path) -> None
 
 def test_importing_the_package_imports_neither_torch_nor_loky() -> None:
     code = (
-        "import sys, hybridloader; hybridloader.backend_names(); hybridloader.get_worker_info();"
+        "import sys, hybridloader, hybridloader.engine;"
+        "hybridloader.backend_names(); hybridloader.get_worker_info();"
         "print(sorted({'torch', 'loky', 'numpy', 'cloudpickle'} & set(sys.modules)))"
     )
     assert run(code) == "[]"

@@ -30,7 +30,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Opened at the end, so that threads that wait at it can go; they are not waited for long."""
-    monkeypatch.setattr("hybridloader.backends.threads._PATIENCE", 0.1)
+    monkeypatch.setattr("hybridloader.contract.PATIENCE", 0.1)
     found = Gate()
     yield found
     found.open()
