@@ -7,8 +7,9 @@ all; `FakeAccelerator` is a device without a GPU. Nothing here is imported by th
 """
 
 from hybridloader.testing.fake_accelerator import FakeAccelerator
-from hybridloader.testing.suite import BackendContract, Call, Count
+from hybridloader.testing.suite import BackendContract
 from hybridloader.testing.tools import FakeClock, Gate, ScriptedBackend, ScriptedCrew
+from hybridloader.testing.work import Call, Count
 
 __all__ = [
     "BackendContract",

@@ -2,74 +2,42 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import tempfile
-import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridloader.buffers.collate import WithoutTorch
 from hybridloader.buffers.page_locks import PageLocks
-from hybridloader.contract import Backend, Crew, WorkerHandle
-from hybridloader.fetcher import EndOfShard, Fetch, Fetcher, FunctionFetcher, TaskContext
+from hybridloader.contract import Backend, WorkerHandle
 from hybridloader.messages import (
     Begin,
     Done,
-    Event,
     Exhausted,
     Exited,
     Failed,
-    Message,
     Ready,
     Stop,
     Task,
     WorkerSpec,
 )
+from hybridloader.testing.driving import Running
 from hybridloader.testing.fake_accelerator import FakeAccelerator
 from hybridloader.testing.tools import DEADLINE, Gate
+from hybridloader.testing.work import (
+    Call,
+    Count,
+    at_gate,
+    broken_init,
+    collated,
+    echo,
+    fail_on_odd,
+    filled,
+    init_into,
+    unpicklable,
+    who,
+)
 from hybridloader.worker_info import get_worker_info
-
-
-@dataclass(frozen=True)
-class Call(Fetch):
-    """A `Fetch` that calls a function: the simplest work for a worker."""
-
-    function: Callable[[Any], Any]
-    dataset: Any = None
-    private: bool = False
-
-    def with_dataset(self, dataset: Any) -> Call:
-        return Call(self.function, dataset, self.private)
-
-    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
-        return FunctionFetcher(self.function)
-
-
-@dataclass(frozen=True)
-class Count(Fetch):
-    """A `Fetch` whose shard has `length` items in each epoch."""
-
-    length: int
-    dataset: Any = None
-    private: bool = True
-
-    def with_dataset(self, dataset: Any) -> Count:
-        return Count(self.length, dataset, self.private)
-
-    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
-        items = iter(range(self.length))
-
-        def fetch(index: Any) -> int:
-            for item in items:
-                return item
-            raise EndOfShard
-
-        return FunctionFetcher(fetch)
 
 
 class BackendContract:
@@ -87,13 +55,13 @@ class BackendContract:
 
     # -- tools -----------------------------------------------------------------------------------
 
-    def crew(self, spec: WorkerSpec, locks: PageLocks | None = None) -> _Running:
+    def crew(self, spec: WorkerSpec, locks: PageLocks | None = None) -> Running:
         """A crew of ``spec.workers`` started workers; a context manager that closes it."""
         self.backend.check()
         crew = self.backend.open()
         if locks is not None:
             crew.page_lock(locks)
-        return _Running(crew, spec)
+        return Running(crew, spec)
 
     @staticmethod
     def spec(function: Callable[[Any], Any], workers: int = 1, **more: Any) -> WorkerSpec:
@@ -102,7 +70,7 @@ class BackendContract:
     # -- starting, answering ----------------------------------------------------------------------
 
     def test_every_worker_reports_that_it_is_ready_before_anything_else(self) -> None:
-        with self.crew(self.spec(_echo, workers=3)) as crew:
+        with self.crew(self.spec(echo, workers=3)) as crew:
             for worker in range(3):
                 crew.send(worker, Task(worker, "x"))
             crew.collect(3)
@@ -112,7 +80,7 @@ class BackendContract:
                 assert isinstance(mine[1], Done)
 
     def test_each_task_is_answered_once_and_in_order_per_worker(self) -> None:
-        with self.crew(self.spec(_echo, workers=2)) as crew:
+        with self.crew(self.spec(echo, workers=2)) as crew:
             for seq in range(40):
                 crew.send(seq % 2, Task(seq, seq))
             results = crew.collect(40)
@@ -135,7 +103,7 @@ class BackendContract:
             np.empty((0, 3)),
             np.array(3.0),
         ]
-        with self.crew(self.spec(_echo)) as crew:
+        with self.crew(self.spec(echo)) as crew:
             for seq, value in enumerate(sent):
                 crew.send(0, Task(seq, value))
             got = [crew.open(result) for result in crew.collect(len(sent))]
@@ -149,7 +117,7 @@ class BackendContract:
                 assert before == after
 
     def test_large_results_do_not_mix_up(self) -> None:
-        with self.crew(self.spec(_filled, workers=2)) as crew:
+        with self.crew(self.spec(filled, workers=2)) as crew:
             for seq in range(12):
                 crew.send(seq % 2, Task(seq, seq))
             kept = [(result.seq, crew.open(result)) for result in crew.collect(12)]
@@ -158,7 +126,7 @@ class BackendContract:
                 assert array.min() == array.max() == seq
 
     def test_results_that_nobody_wants_can_be_discarded(self) -> None:
-        with self.crew(self.spec(_filled)) as crew:
+        with self.crew(self.spec(filled)) as crew:
             for seq in range(8):
                 crew.send(0, Task(seq, seq))
                 (result,) = crew.collect(1)
@@ -167,7 +135,7 @@ class BackendContract:
 
     def test_sending_large_tasks_to_a_busy_worker_does_not_block(self, tmp_path: Path) -> None:
         gate = Gate(tmp_path)
-        with self.crew(self.spec(_at_gate(gate))) as crew:
+        with self.crew(self.spec(at_gate(gate))) as crew:
             for seq in range(6):
                 crew.send(0, Task(seq, bytes(1 << 20)))
             gate.open()
@@ -188,7 +156,7 @@ class BackendContract:
         device = FakeAccelerator()
         locks = PageLocks(device)
         copies = []
-        with self.crew(self.spec(_collated, workers=2), locks) as crew:
+        with self.crew(self.spec(collated, workers=2), locks) as crew:
             for seq in range(8):
                 crew.send(seq % 2, Task(seq, seq))
                 [result] = crew.collect(1)
@@ -206,7 +174,7 @@ class BackendContract:
 
     def test_pages_that_can_not_be_locked_are_told_of_once_and_results_come(self) -> None:
         device = FakeAccelerator(lockable=0)
-        with self.crew(self.spec(_collated), PageLocks(device)) as crew:
+        with self.crew(self.spec(collated), PageLocks(device)) as crew:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 for seq in range(4):
@@ -219,7 +187,7 @@ class BackendContract:
     # -- errors ----------------------------------------------------------------------------------
 
     def test_an_error_answers_its_own_task_alone(self) -> None:
-        with self.crew(self.spec(_fail_on_odd)) as crew:
+        with self.crew(self.spec(fail_on_odd)) as crew:
             for seq in range(4):
                 crew.send(0, Task(seq, seq))
             results = crew.collect(4)
@@ -231,7 +199,7 @@ class BackendContract:
             assert error.args == ("odd", 1)
 
     def test_an_error_in_init_fn_answers_every_task(self) -> None:
-        with self.crew(self.spec(_echo, init_fn=_broken_init)) as crew:
+        with self.crew(self.spec(echo, init_fn=broken_init)) as crew:
             for seq in range(3):
                 crew.send(0, Task(seq, seq))
             for result in crew.collect(3):
@@ -239,7 +207,7 @@ class BackendContract:
                 assert isinstance(result.failure.to_exception("a note"), LookupError)
 
     def test_a_result_is_delivered_or_its_task_fails(self) -> None:
-        with self.crew(self.spec(_unpicklable)) as crew:
+        with self.crew(self.spec(unpicklable)) as crew:
             crew.send(0, Task(0, 0))
             crew.send(0, Task(1, 1))
             results = crew.collect(2)
@@ -252,7 +220,7 @@ class BackendContract:
         self, tmp_path: Path
     ) -> None:
         gate = Gate(tmp_path)
-        with self.crew(self.spec(_at_gate(gate))) as crew:
+        with self.crew(self.spec(at_gate(gate))) as crew:
             for seq in range(5):
                 crew.send(0, Task(seq, b""))
             crew.send(0, Begin(1))
@@ -277,7 +245,7 @@ class BackendContract:
     # -- who am I --------------------------------------------------------------------------------
 
     def test_worker_info_tells_who_it_is_inside_and_nothing_outside(self) -> None:
-        with self.crew(self.spec(_who, workers=2, base_seed=1000)) as crew:
+        with self.crew(self.spec(who, workers=2, base_seed=1000)) as crew:
             for worker in range(2):
                 crew.send(worker, Task(worker, None))
             answers = {result.worker: crew.open(result) for result in crew.collect(2)}
@@ -288,8 +256,8 @@ class BackendContract:
         import torch
 
         before = torch.get_rng_state()
-        init = _init_into(tmp_path)
-        with self.crew(self.spec(_echo, workers=2, base_seed=77, init_fn=init)) as crew:
+        init = init_into(tmp_path)
+        with self.crew(self.spec(echo, workers=2, base_seed=77, init_fn=init)) as crew:
             for worker in range(2):
                 crew.send(worker, Task(worker, None))
             crew.collect(2)
@@ -300,7 +268,7 @@ class BackendContract:
     # -- ending ----------------------------------------------------------------------------------
 
     def test_a_worker_that_is_told_to_stop_exits_cleanly(self) -> None:
-        with self.crew(self.spec(_echo, workers=2)) as crew:
+        with self.crew(self.spec(echo, workers=2)) as crew:
             crew.send(0, Task(0, "a"))
             crew.collect(1)
             crew.send(0, Stop())
@@ -311,7 +279,7 @@ class BackendContract:
             assert crew.open(crew.collect(1)[0]) == "b"
 
     def test_a_worker_that_is_killed_is_reported_with_a_cause(self) -> None:
-        with self.crew(self.spec(_echo)) as crew:
+        with self.crew(self.spec(echo)) as crew:
             crew.send(0, Task(0, "a"))
             crew.collect(1)
             crew.raw.kill(0)
@@ -320,7 +288,7 @@ class BackendContract:
 
     def test_a_new_worker_takes_the_place_of_one_that_was_killed(self) -> None:
         """With all that belongs to it: what the dead one was sent and had not answered is forgotten."""
-        spec = self.spec(_filled, workers=2)
+        spec = self.spec(filled, workers=2)
         with self.crew(spec) as crew:
             crew.send(0, Task(0, 100))
             crew.send(1, Task(1, 101))
@@ -341,18 +309,18 @@ class BackendContract:
             assert [int(crew.open(before[seq])[0]) for seq in (0, 1)] == [100, 101]
 
     def test_wake_ends_a_wait(self) -> None:
-        with self.crew(self.spec(_echo)) as crew:
+        with self.crew(self.spec(echo)) as crew:
             crew.collect_until(lambda event: isinstance(event, Ready))
             crew.raw.wake()
             assert list(crew.raw.wait(DEADLINE)) == []
 
     def test_wait_with_no_time_returns_at_once(self) -> None:
-        with self.crew(self.spec(_echo)) as crew:
+        with self.crew(self.spec(echo)) as crew:
             crew.collect_until(lambda event: isinstance(event, Ready))
             assert list(crew.raw.wait(0)) == []
 
     def test_close_ends_busy_and_idle_workers_and_can_be_repeated(self) -> None:
-        running = self.crew(self.spec(_filled, workers=2))
+        running = self.crew(self.spec(filled, workers=2))
         with running as crew:
             for seq in range(20):
                 crew.send(0, Task(seq, seq))
@@ -365,7 +333,7 @@ class BackendContract:
             crew.raw.wake()
 
     def test_a_crew_may_be_told_to_leave_before_it_is_closed(self) -> None:
-        with self.crew(self.spec(_filled, workers=2)) as crew:
+        with self.crew(self.spec(filled, workers=2)) as crew:
             for seq in range(20):
                 crew.send(seq % 2, Task(seq, seq))
             handles = list(crew.raw.handles())
@@ -384,116 +352,3 @@ class BackendContract:
         assert copy == self.backend
         assert type(copy) is type(self.backend)
         assert copy.name == copy.name.lower()
-
-
-class _Running:
-    """A started crew with its hands held: collects events until what was asked for is there."""
-
-    def __init__(self, crew: Crew, spec: WorkerSpec) -> None:
-        self.raw, self._spec = crew, spec
-        self.events: list[Any] = []
-        self._unread: deque[Done | Failed] = deque()
-
-    def __enter__(self) -> _Running:
-        try:
-            for worker in range(self._spec.workers):
-                self.raw.start(worker, self._spec)
-            self.raw.settle()
-        except BaseException:
-            self.raw.close()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.raw.close()
-
-    def send(self, worker: int, message: Message) -> None:
-        self.raw.send(worker, message)
-
-    def collect(self, count: int) -> list[Done | Failed]:
-        """The next `count` results."""
-        deadline = time.monotonic() + DEADLINE
-        while len(self._unread) < count:
-            self._take(deadline)
-        return [self._unread.popleft() for _ in range(count)]
-
-    def collect_until(self, wanted: Callable[[Event], bool]) -> Any:
-        """The first event, from now on, for which `wanted` holds."""
-        deadline = time.monotonic() + DEADLINE
-        while True:
-            for event in self._take(deadline):
-                if wanted(event):
-                    return event
-
-    def open(self, result: Done | Failed) -> Any:
-        assert isinstance(result, Done), result
-        return result.payload.open()
-
-    def _take(self, deadline: float) -> Sequence[Event]:
-        left = deadline - time.monotonic()
-        assert left > 0, f"nothing came; so far: {self.events}"
-        events = self.raw.wait(left)
-        self.events.extend(events)
-        self._unread.extend(event for event in events if isinstance(event, (Done, Failed)))
-        return events
-
-
-def _echo(index: Any) -> Any:
-    return index
-
-
-def _filled(index: int) -> Any:
-    import numpy as np
-
-    return np.full(1 << 20, index, dtype=np.int16)
-
-
-def _collated(index: int) -> Any:
-    """A batch made as the default collation makes it; a worker without torch needs none for it."""
-    import numpy as np
-
-    sample = np.full(1 << 19, index, dtype=np.uint8)
-    return WithoutTorch("default_collate")([sample])
-
-
-def _fail_on_odd(index: int) -> int:
-    if index % 2:
-        raise ArithmeticError("odd", index)
-    return index
-
-
-def _unpicklable(index: int) -> Any:
-    return "fine" if index else (x for x in "abc")
-
-
-def _broken_init(worker: int) -> None:
-    raise LookupError(f"no luck in worker {worker}")
-
-
-def _who(index: Any) -> tuple[int, int, int]:
-    from torch.utils.data import get_worker_info as torchs
-
-    ours, theirs = get_worker_info(), torchs()
-    assert ours is theirs
-    assert ours is not None
-    return ours.id, ours.num_workers, ours.seed
-
-
-def _at_gate(gate: Gate) -> Callable[[bytes], int]:
-    def wait_then_measure(data: bytes) -> int:
-        gate.arrive()
-        return len(data)
-
-    return wait_then_measure
-
-
-def _init_into(folder: Path) -> Callable[[int], None]:
-    def init(worker: int) -> None:
-        import torch
-
-        descriptor, name = tempfile.mkstemp(prefix="init-", dir=folder)
-        os.close(descriptor)
-        Path(name).write_text(f"{worker} {torch.initial_seed()}")
-        torch.manual_seed(0)
-
-    return init

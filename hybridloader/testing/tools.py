@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from hybridloader.contract import Backend, Crew, WorkerHandle
+from hybridloader.contract import Backend, Crew
 from hybridloader.messages import Event, Message, WorkerSpec
 
 DEADLINE = 60.0
@@ -135,6 +135,3 @@ class ScriptedCrew(Crew):
 
     def close(self) -> None:
         self.closed += 1
-
-    def handles(self) -> Sequence[WorkerHandle]:
-        return ()
