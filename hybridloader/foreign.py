@@ -8,6 +8,7 @@ uses these functions.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 _MISSING = object()
@@ -29,3 +30,22 @@ def attribute(thing: Any, name: str, default: Any = None) -> Any:
 def has(thing: Any, name: str) -> bool:
     """``hasattr(thing, name)``, in the same way."""
     return attribute(thing, name, _MISSING) is not _MISSING
+
+
+def own_attributes(thing: Any) -> dict[str, Any]:
+    """Return the attributes in the object itself, its slots too. Runs no code of its class."""
+    found: dict[str, Any] = {}
+    for kind in type(thing).__mro__:
+        for name, member in list(type.__getattribute__(kind, "__dict__").items()):
+            slot = type(member) is types.MemberDescriptorType
+            if not slot and (name != "__dict__" or type(member) is not types.GetSetDescriptorType):
+                continue
+            try:
+                value = member.__get__(thing)
+            except AttributeError:  # a slot that is not set
+                continue
+            if name != "__dict__":
+                found[name] = value
+            elif type(value) is dict:
+                found.update(value)
+    return found

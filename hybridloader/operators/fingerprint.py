@@ -28,6 +28,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from hybridloader.foreign import own_attributes
+
 _MOST_VALUES = 20_000
 """Greatest number of values that are read in all: some 50 ms."""
 
@@ -169,17 +171,7 @@ class _Look:
 
     def _attributes(self, value: Any, depth: int) -> Iterator[bytes]:
         """Yield the bytes for the attributes of the object itself, its slots too."""
-        try:
-            found = dict(object.__getattribute__(value, "__dict__"))
-        except AttributeError:
-            found = {}
-        for kind in type(value).__mro__:
-            for name, place in list(kind.__dict__.items()):
-                if isinstance(place, types.MemberDescriptorType):
-                    try:
-                        found[name] = place.__get__(value)
-                    except AttributeError:
-                        continue
+        found = own_attributes(value)
         known = found.get("_fingerprint")
         if isinstance(known, str):  # of Hugging Face's datasets, which know what they were made of
             found = {"_fingerprint": known}

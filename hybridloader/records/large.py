@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridloader.caller import stacklevel
+from hybridloader.foreign import own_attributes
 
 _DEEP = 2
 """Objects between the dataset and the one that holds the container: `Subset` of `ConcatDataset` of
@@ -79,7 +80,8 @@ def largest_container(dataset: Any, limit: int = 1_000_000) -> tuple[str, str, i
                 if length <= _WIDE:
                     below += [(path + step, part, depth) for step, part in _entries(thing)]
             elif depth <= _DEEP:
-                below += [(f"{path}.{name}", part, depth + 1) for name, part in _attributes(thing)]
+                parts = own_attributes(thing).items()
+                below += [(f"{path}.{name}", part, depth + 1) for name, part in parts]
         level = below
     return best
 
@@ -118,19 +120,3 @@ def _entries(thing: Any) -> Iterator[tuple[str, Any]]:
     else:
         for i, value in enumerate(list(thing)):
             yield f"[{i}]", value
-
-
-def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    for kind in type(thing).__mro__:
-        for name, member in list(type.__getattribute__(kind, "__dict__").items()):
-            slot = type(member) is types.MemberDescriptorType
-            if not slot and (name != "__dict__" or type(member) is not types.GetSetDescriptorType):
-                continue
-            try:
-                value = member.__get__(thing)
-            except AttributeError:  # a slot that is not set
-                continue
-            if name != "__dict__":
-                yield name, value
-            elif type(value) is dict:
-                yield from list(value.items())

@@ -10,7 +10,7 @@ hash above, and below it the entry's number plus one. It is filled once; nothing
 from __future__ import annotations
 
 from array import array
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from typing import Any, TypeVar, overload
@@ -143,9 +143,9 @@ class SharedDict(Unchanging, Mapping[K, V]):
     def __reversed__(self) -> Iterator[K]:
         return reversed(self._keys)
 
-    def values(self) -> ValuesView[V]:
-        """A view of the values, in order."""
-        return _Values(self)
+    def values(self) -> SharedList[V]:  # type: ignore[override]
+        """The values, in order."""
+        return self._values
 
     def items(self) -> ItemsView[K, V]:
         """A view of the pairs, in order."""
@@ -173,19 +173,6 @@ class SharedDict(Unchanging, Mapping[K, V]):
 
     def __reduce__(self) -> Any:
         return SharedDict._over, (self._keys, self._values, self._table)
-
-
-class _Values(ValuesView[V]):
-    _mapping: SharedDict[Any, V]
-
-    def __iter__(self) -> Iterator[V]:
-        return iter(self._mapping._values)
-
-    def __contains__(self, value: object) -> bool:
-        return value in self._mapping._values
-
-    def __reversed__(self) -> Iterator[V]:
-        return reversed(self._mapping._values)
 
 
 class _Items(ItemsView[K, V]):
