@@ -97,7 +97,7 @@ LAYERS = {
         "shard",
     },
     "faults.losses": {"errors", "faults.on_error", "faults.places", "faults.tried"},
-    "faults.memory_state": set(),
+    "faults.memory_state": {"buffers.memory"},
     "faults.on_error": set(),
     "faults.outcomes": {"errors", "faults.tried"},
     "faults.places": {"errors"},

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 KINDS = ("nameless", "named", "stream")
 
@@ -98,32 +100,58 @@ def process_limit(root: Path = Path("/")) -> int:
     root
         Where /proc and /sys are looked for.
     """
-    limits = [_machine()]
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        groups = []
-    for line in groups:
+    limits = (number_in(group / names.limit) for group, names in cgroups(root))
+    return min([_machine(), *filter(None, limits)])
+
+
+class Names(NamedTuple):
+    """What the files of a memory cgroup are called."""
+
+    limit: str  # v1 says "none" by a huge number, v2 by "max"
+    used: str
+    events: str
+
+
+_V2 = Names("memory.max", "memory.current", "memory.events")
+_V1 = Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
+
+
+def cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
+    """The memory cgroups of this process, the innermost first, with the names of their files.
+
+    In a container the path that /proc tells may not exist, and what is mounted is the container's own.
+    """
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:  # cgroup v2
-            limits += _along(root / "sys/fs/cgroup", path, "memory.max")
-        elif "memory" in controllers.split(","):  # v1
-            limits += _along(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
-    return min(limits)
-
-
-def _along(mount: Path, path: str, name: str) -> list[int]:
-    """The limits that the group at `path` and those above it have; in a container only the root."""
-    found, group = [], Path(path.strip("/"))
-    for place in (group, *group.parents):
-        try:
-            text = (mount / place / name).read_text().strip()
-        except OSError:
+        if number == "0" and not controllers:
+            mount, names = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup/memory", _V1
+        else:
             continue
-        if text.isdigit() and int(text) > 0:
-            found.append(int(text))  # v1 says "no limit" by a huge number, v2 by "max"
-    return found
+        inner = Path(path.strip("/"))
+        for place in (inner, *inner.parents):
+            yield mount / place, names
+
+
+def text_of(path: Path) -> str:
+    """What is in a small file of the kernel's; empty if it can't be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:  # the layers above take longer than the reading
+            return file.readall().decode("ascii", "replace")
+    except (OSError, ValueError):  # ValueError: a path with a NUL
+        return ""
+
+
+def number_in(path: Path) -> int | None:
+    """The number that is all of such a file."""
+    return whole_number(text_of(path).strip())
+
+
+def whole_number(word: str) -> int | None:
+    # No count of the kernel's has more digits, and `int` refuses a word of thousands.
+    return int(word) if word.isdigit() and len(word) <= 20 else None
 
 
 def _machine() -> int:

@@ -7,9 +7,10 @@ None. It never raises, never limits anything, and keeps nothing but one count to
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from hybridloader.buffers.memory import cgroups, number_in, text_of, whole_number
 
 _ROOT = Path("/")
 
@@ -191,39 +192,17 @@ def _cgroup(root: Path) -> tuple[int | None, int | None, int | None]:
     limit: int | None = None
     used: int | None = None
     kills: int | None = None
-    for group, names in _groups(root):
-        own = _number(group / names[0])
+    for group, names in cgroups(root):
+        own = number_in(group / names.limit)
         if own and own < _NO_LIMIT and (limit is None or own < limit):
-            limit, used = own, _number(group / names[1])
+            limit, used = own, number_in(group / names.used)
         if kills is None:  # v2 counts at the victim's group and all above, v1 only there
-            kills = _field(group / names[2], "oom_kill")
+            kills = _field(group / names.events, "oom_kill")
     return limit, used, kills
 
 
 _NO_LIMIT = 1 << 60
-"""v1 says "none" by the largest number of whole pages, just below 2**63; v2 says "max"."""
-
-_V2 = ("memory.max", "memory.current", "memory.events")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The memory cgroups of this process, the innermost first, with the names of their files.
-
-    In a container the path that /proc tells may not exist, and what is mounted is the container's own.
-    """
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            mount, names = root / "sys/fs/cgroup", _V2
-        elif "memory" in controllers.split(","):
-            mount, names = root / "sys/fs/cgroup/memory", _V1
-        else:
-            continue
-        inner = Path(path.strip("/"))
-        for place in (inner, *inner.parents):
-            yield mount / place, names
+"""v1 says "none" by the largest number of whole pages, just below 2**63."""
 
 
 def _shm(root: Path) -> tuple[int | None, int | None]:
@@ -235,38 +214,21 @@ def _shm(root: Path) -> tuple[int | None, int | None]:
 
 
 def _address_space(root: Path) -> int | None:
-    for line in _text(root / "proc/self/limits").splitlines():
+    for line in text_of(root / "proc/self/limits").splitlines():
         if line.startswith("Max address space"):
             soft = line.removeprefix("Max address space").split()[:1]
-            return _whole(soft[0]) if soft else None
+            return whole_number(soft[0]) if soft else None
     return None
-
-
-def _text(path: Path) -> str:
-    try:
-        with open(path, "rb", buffering=0) as file:  # the layers above take longer than the reading
-            return file.readall().decode("ascii", "replace")
-    except (OSError, ValueError):  # ValueError: a path with a NUL
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    return _whole(_text(path).strip())
 
 
 def _field(path: Path, name: str) -> int | None:
     """The number after `name` at the beginning of a line."""
-    for line in _text(path).splitlines():
+    for line in text_of(path).splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name:
-            return _whole(words[1])
+            return whole_number(words[1])
     return None
 
 
 def _kilobytes(count: int | None) -> int | None:
     return None if count is None else 1024 * count
-
-
-def _whole(word: str) -> int | None:
-    # No count of the kernel's has more digits, and `int` refuses a word of thousands.
-    return int(word) if word.isdigit() and len(word) <= 20 else None
