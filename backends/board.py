@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from hybridloader.backends import stacks
+from hybridloader.backends.descriptors import ours
 from hybridloader.buffers.segments import map_descriptor
 from hybridloader.fetcher import TaskContext
 
@@ -58,9 +59,6 @@ _STATES = {
     "R": "it is running (state R), perhaps starved of CPU",
     "S": "it is asleep (state S)",
 }
-
-parent_ends: set[int] = set()
-"""Descriptors of all boards that this process made; a forked worker must close all but its own."""
 
 
 def _status_of(pid: int) -> Mapping[str, str] | None:
@@ -110,7 +108,7 @@ class Board:
         self.fd = fd
         self.why_none = ""
         self._clock, self._sleep, self._kill, self._status = clock, sleep, kill, status
-        parent_ends.add(fd)
+        ours.add(fd)
 
     @classmethod
     def make(cls) -> Board | None:
@@ -205,7 +203,7 @@ class Board:
         """Idempotent. The worker goes on without its parent's end."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            parent_ends.discard(fd)
+            ours.discard(fd)
             os.close(fd)
 
     def _numbers(self) -> tuple[int, ...]:

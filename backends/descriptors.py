@@ -1,9 +1,10 @@
-"""Descriptors of slots that the parent keeps, because it may have to tell further processes of them.
+"""Descriptors of the parent's: those that a forked worker must close, and those of slots that are kept.
 
-A slot needs its descriptor once for every process that maps it. Results that are opened here never need
-it again; results that are sent on to another stage need it until every worker there has met the
-slot. How many are kept is bounded for the whole process, so that ``ulimit -n`` is left to the user:
-without a descriptor a slot is copied, which is slower and never wrong.
+The parent may have to tell further processes of a slot. A slot needs its descriptor once for every
+process that maps it. Results that are opened here never need it again; results that are sent on to
+another stage need it until every worker there has met the slot. How many are kept is bounded for the
+whole process, so that ``ulimit -n`` is left to the user: without a descriptor a slot is copied, which is
+slower and never wrong.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ MOST = 256
 _SHARE = 4
 """One in so many of the descriptors that this process may have."""
 
+ours: set[int] = set()
+"""All of backends that this process has for itself. In a forked worker they would keep memory alive, and
+other workers from seeing that our end of their connection is closed."""
+
 kept: set[int] = set()
-"""Those that are kept; a forked child must close them, or the slots' memory would live on in it."""
+"""Those of slots, which are among them."""
 
 _lock = threading.RLock()  # reentrant, because a collection may end a crew at any point
 
@@ -64,6 +69,7 @@ class Kept:
             fd, self._fd = self._fd, None
             if fd is not None:
                 kept.discard(fd)
+                ours.discard(fd)
                 os.close(fd)
 
 
@@ -73,4 +79,5 @@ def keep(fd: int) -> Kept | None:
         if len(kept) >= _most():
             return None
         kept.add(fd)
+        ours.add(fd)
         return Kept(fd)

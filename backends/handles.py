@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from hybridloader.backends.descriptors import ours
 from hybridloader.backends.parent import alive
 from hybridloader.contract import WorkerHandle
 from hybridloader.crews import before_each
@@ -46,9 +47,6 @@ does not see the result: there the child seems to be alive, while its number is 
 another process. Stages of a pipeline run on several threads.
 """
 
-
-pidfds: set[int] = set()
-"""Pidfds of all handles; a forked worker must close them."""
 
 _dying: set[ProcessHandle] = set()
 """Killed processes that the kernel had not yet removed when their crew was closed."""
@@ -83,7 +81,7 @@ class ProcessHandle(WorkerHandle):
         except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox, no descriptor left
             pass
         else:
-            pidfds.add(self.pidfd)
+            ours.add(self.pidfd)
             self._releasing = weakref.finalize(self, _close_pidfd, self.pidfd)
             self._releasing.atexit = False
         popen = getattr(process, "_popen", None)
@@ -233,7 +231,7 @@ class ProcessHandle(WorkerHandle):
 
 
 def _close_pidfd(fd: int) -> None:
-    pidfds.discard(fd)
+    ours.discard(fd)
     os.close(fd)
 
 

@@ -15,8 +15,8 @@ from multiprocessing import connection as mp_connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from hybridloader.backends.descriptors import ours
 from hybridloader.backends.frames import MOST_BYTES, Buffer, Decoder, Frame, encode
-from hybridloader.backends.sockets import parent_ends
 from hybridloader.errors import DamagedMessage
 
 Arrived = tuple[int, "Frame | None"]
@@ -77,7 +77,7 @@ class PortablePost:
     def connect(self, worker: int, connection: Any) -> None:
         self._lines[worker] = connection
         self.damaged.pop(worker, None)
-        parent_ends.add(connection.fileno())
+        ours.add(connection.fileno())
         self._outgoing[worker] = SimpleQueue()
 
     def watch(self, worker: int, process: Any) -> None:
@@ -122,7 +122,7 @@ class PortablePost:
         if line is not None:
             self._outgoing[worker].put(None)
             # Its own threads may be in the middle of a call on it; they end with the worker.
-            parent_ends.discard(line.fileno())
+            ours.discard(line.fileno())
             _end(line)
             line.close()
 

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.backends import board, descriptors
+from hybridloader.backends import descriptors
 from hybridloader.backends.board import Board
 from hybridloader.backends.child import main
 from hybridloader.backends.frames import Frame
-from hybridloader.backends.handles import GRACE, ProcessHandle, bury, join_all, pidfds
+from hybridloader.backends.handles import GRACE, ProcessHandle, bury, join_all
 from hybridloader.backends.lane import Lane
 from hybridloader.backends.letters import (
     DONE,
@@ -31,7 +31,7 @@ from hybridloader.backends.letters import (
 )
 from hybridloader.backends.portable import PortableChannel, PortablePost
 from hybridloader.backends.sealed import Sealed, Slotted
-from hybridloader.backends.sockets import SocketChannel, SocketPost, parent_ends
+from hybridloader.backends.sockets import SocketChannel, SocketPost
 from hybridloader.backends.starting import occupy_standard_descriptors, starting
 from hybridloader.buffers import segments
 from hybridloader.buffers.memory import Memory, warn_of_overflow
@@ -173,7 +173,6 @@ class ProcessCrew(Crew):
         told = None if notes is None else (notes.fd if self._forks else -1)
         ours, theirs = self._context.Pipe(duplex=True)
         self._post.connect(worker, ours)
-        strays = {*parent_ends, *pidfds, *descriptors.kept, *board.parent_ends} - {told}
         channel = SocketChannel if self._sockets else PortableChannel
         process = self._context.Process(
             target=main,
@@ -184,7 +183,7 @@ class ProcessCrew(Crew):
                 spec if self._forks else None,
                 os.getpid(),
                 lane.slots,
-                tuple(strays) if self._forks else (),
+                tuple(descriptors.ours - {told}) if self._forks else (),
                 told,
                 None if shipment is None else shipment.inherited,
             ),

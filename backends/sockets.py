@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from hybridloader.backends.descriptors import ours
 from hybridloader.backends.frames import MOST_FDS, Buffer, Decoder, Frame, encode
 from hybridloader.errors import DamagedMessage
 
@@ -33,9 +34,6 @@ _LONGEST = (1 << 31) - 1
 _PAUSE = 0.01
 """Seconds before a worker tries again to send descriptors, where as many are under way as may be."""
 _IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
-
-parent_ends: set[int] = set()
-"""Descriptors that a forked child must close: it would keep other workers from seeing our end."""
 
 
 def available() -> bool:
@@ -159,7 +157,7 @@ class SocketPost:
         self._alarm_r, self._alarm_w = os.pipe()
         os.set_blocking(self._alarm_r, False)
         os.set_blocking(self._alarm_w, False)
-        parent_ends.update((self._alarm_r, self._alarm_w))
+        ours.update((self._alarm_r, self._alarm_w))
         self._poll.register(self._alarm_r, select.POLLIN)
         self._dirty: list[int] = []
         self.damaged: dict[int, str] = {}
@@ -172,7 +170,7 @@ class SocketPost:
         """Take over the parent's end, before the worker is started."""
         sock = as_socket(connection)
         sock.setblocking(False)
-        parent_ends.add(sock.fileno())
+        ours.add(sock.fileno())
         self._lines[worker] = _Line(sock)
         self.damaged.pop(worker, None)
         self._worker_of[sock.fileno()] = worker
@@ -276,6 +274,7 @@ class SocketPost:
         if line is None:
             return
         self._forget(line.sock.fileno())
+        ours.discard(line.sock.fileno())
         line.sock.close()
         line.drop_unsent()
         _close_all(line.decoder.fds)
@@ -293,13 +292,12 @@ class SocketPost:
         with self._alarm:
             if self._open:
                 self._open = False
-                parent_ends.difference_update((self._alarm_r, self._alarm_w))
+                ours.difference_update((self._alarm_r, self._alarm_w))
                 _close_all((self._alarm_r, self._alarm_w))
 
     def _forget(self, fd: int) -> None:
         self._poll.unregister(fd)
         self._worker_of.pop(fd, None)
-        parent_ends.discard(fd)
 
     def _drain_alarm(self) -> None:
         try:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from hybridloader.backends import board as board_module
 from hybridloader.backends import stacks
-from hybridloader.backends.board import Board, BoardContext, WorkerSide, free_signal, parent_ends
+from hybridloader.backends.board import Board, BoardContext, WorkerSide, free_signal, ours
 from hybridloader.backends.fork import Fork
 from hybridloader.backends.spawn import Spawn
 from hybridloader.contract import Backend, Crew
@@ -158,13 +158,13 @@ def test_the_flag_is_one_that_fetchers_know_and_starts_at_no_sample() -> None:
 
 def test_closing_twice_is_closing_once_and_nothing_is_known_after(board: Board) -> None:
     fd = board.fd
-    assert fd in parent_ends
+    assert fd in ours
     board.close()
     other = os.dup(0)  # has the number now, most likely; a second close would take it away
     board.close()
     os.fstat(other)
     os.close(other)
-    assert fd not in parent_ends
+    assert fd not in ours
     assert (board.at, board.task, board.crash(), board.stack(os.getpid())) == (None, None, "", "")
     assert board.why_none
 

@@ -33,7 +33,7 @@ from hybridloader import (
     WorkerDied,
     WorkerTimeout,
 )
-from hybridloader.backends import board, child, handles, sockets
+from hybridloader.backends import child, descriptors, handles, sockets
 from hybridloader.backends.sockets import SocketChannel
 from hybridloader.testing import Gate
 
@@ -305,10 +305,10 @@ def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(refuse))
-    before = set(board.parent_ends), set(os.listdir("/proc/self/fd"))
+    before = set(descriptors.ours), set(os.listdir("/proc/self/fd"))
     with pytest.raises(BlockingIOError):
         start(load(Samples(int), "fork"))
-    assert (board.parent_ends, set(os.listdir("/proc/self/fd"))) == before
+    assert (descriptors.ours, set(os.listdir("/proc/self/fd"))) == before
 
 
 # -- timeout -------------------------------------------------------------------------------------
