@@ -2,7 +2,7 @@
 
 An inline worker borrows them alone and puts its own states in. Threads that run an `init_fn` borrow
 them together: each thread finds generators of its own in their place (see `thread_draws`). Some, such
-as the generators of devices, have no stand-in; their states are restored when the last thread is
+as the generators of devices, have none; their states are restored when the last thread is
 through. Nothing here seeds anything.
 """
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybridloader.devices.in_use import initialised, modules
-from hybridloader.seeds.draws import now
+from hybridloader.seeds.draws import GLOBALS, now
 
 
 class Globals:
@@ -85,7 +85,7 @@ def _device_states() -> list[tuple[Any, int, Any]]:
 class _Lent:
     """Lock for one thread alone, or for any number of threads together.
 
-    A thread with stand-ins borrows nothing: it finds its own generators in their place.
+    A thread with generators of its own in their place borrows nothing.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Lent:
     def alone(self) -> Iterator[None]:
         """Borrow them alone. On the same thread again, or beneath `together`, it does nothing."""
         me = threading.get_ident()
-        if now.stand_ins is not None or self._owner == me:
+        if now.generators is not GLOBALS or self._owner == me:
             yield
             return
         with self._free:

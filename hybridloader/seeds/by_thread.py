@@ -30,7 +30,7 @@ from typing import Any
 
 from hybridloader.foreign import attribute
 from hybridloader.late import when_imported
-from hybridloader.seeds.draws import now
+from hybridloader.seeds.draws import GLOBALS, now
 
 others = [0]
 """How often threads that make no sample have begun or ended a draw; odd while one is in the middle."""
@@ -68,8 +68,8 @@ def _of_thread(name: str) -> Any:
 
     @functools.wraps(plain)
     def method(self: random.Random, *args: Any, **kwargs: Any) -> Any:
-        mine = now.stand_ins
-        if mine is not None:
+        mine = now.generators
+        if mine is not GLOBALS:
             return plain(mine.python, *args, **kwargs)
         others[0] += 1
         try:
@@ -93,14 +93,14 @@ class _ByThread(random.Random):
 
     @property
     def gauss_next(self) -> float | None:  # the second of a pair, which `gauss` keeps
-        mine = now.stand_ins
-        found: float | None = vars(self if mine is None else mine.python)["gauss_next"]
+        mine = now.generators
+        found: float | None = vars(self if mine is GLOBALS else mine.python)["gauss_next"]
         return found
 
     @gauss_next.setter
     def gauss_next(self, value: float | None) -> None:
-        mine = now.stand_ins
-        vars(self if mine is None else mine.python)["gauss_next"] = value
+        mine = now.generators
+        vars(self if mine is GLOBALS else mine.python)["gauss_next"] = value
 
 
 def _install_random(patches: Patches) -> None:
@@ -121,8 +121,8 @@ def numpy_instances() -> tuple[Any, Any]:
 
     class ByThread(np.random.RandomState):
         def __getattribute__(self, name: str) -> Any:
-            mine = now.stand_ins
-            if mine is not None and mine.array is not None:
+            mine = now.generators
+            if mine is not GLOBALS and mine.array is not None:
                 return getattr(mine.array, name)
             others[0] += 2
             return getattr(singleton, name)
@@ -145,8 +145,8 @@ def _install_numpy(patches: Patches) -> None:
 def _numpy_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def shim(*args: Any, **kwargs: Any) -> Any:
-        mine = now.stand_ins
-        if mine is not None and mine.array is not None:
+        mine = now.generators
+        if mine is not GLOBALS and mine.array is not None:
             return getattr(mine.array, name)(*args, **kwargs)
         others[0] += 1
         try:
@@ -224,8 +224,8 @@ def _install_torch(patches: Patches) -> None:
 
     def shim(before: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
         def act(*args: Any, **kwargs: Any) -> Any:
-            mine = now.stand_ins
-            if mine is None or mine.tensor is None:
+            mine = now.generators
+            if mine is GLOBALS or mine.tensor is None:
                 return before(*args, **kwargs)
             return instead(mine.tensor, *args, **kwargs)
 

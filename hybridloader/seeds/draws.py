@@ -78,14 +78,14 @@ class Now(threading.local):
         The generators that it has asked for: see `rng`.
     item
         The number of the item that a stage works on, in bytes.
-    stand_ins
-        What its thread has in place of the global generators, if it is one of several.
+    generators
+        What code on this thread draws from: `GLOBALS`, or generators of its own in their place.
     """
 
     digest: bytes | None = None
     own: Any = None
     item: bytes = b""
-    stand_ins: Any = None
+    generators: Any = GLOBALS
 
 
 now = Now()
@@ -177,7 +177,7 @@ class Draws:
         found.update(kind + key)
         now.digest = digest = found.digest()
         now.own = None
-        (now.stand_ins or GLOBALS).seed(*seeds(digest))
+        now.generators.seed(*seeds(digest))
         return function(*arguments)
 
     # -- what is wrapped -------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _came(name: str) -> None:
     """A library was imported, perhaps in the middle of a sample."""
     if now.digest is not None:
         _, array, tensor = seeds(now.digest)
-        mine = now.stand_ins or GLOBALS
+        mine = now.generators
         if name == "numpy":
             mine.seed_numpy(array)
         else:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader.late import when_imported
 from hybridloader.seeds.borrowing import Globals, kept, lent
-from hybridloader.seeds.draws import GLOBALS, now
+from hybridloader.seeds.draws import now
 from hybridloader.seeds.sample_seeds import Seeds as SampleSeeds
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class InlineSeeds(Seeds):
         found = _seeds(base_seed, worker)
         with lent.alone(), kept(devices=True):
             # Not by `torch.manual_seed`, which seeds the generators of all devices too.
-            (now.stand_ins or GLOBALS).seed(*found)
+            now.generators.seed(*found)
             try:
                 yield
             finally:

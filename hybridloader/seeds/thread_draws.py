@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from hybridloader.seeds.by_thread import installation, mode_class, seen
-from hybridloader.seeds.draws import Draws, Generators, now
+from hybridloader.seeds.draws import GLOBALS, Draws, Generators, now
 from hybridloader.seeds.sample_seeds import Origin, Seeds, seeds
 
 T = TypeVar("T")
@@ -80,13 +80,13 @@ class ThreadGenerators(Generators):
         import torch  # noqa: F401
 
         installation.take()
-        outer, now.stand_ins = now.stand_ins, self
+        outer, now.generators = now.generators, self
         try:
             self.seed(*found)
             with self.mode:
                 yield
         finally:
-            now.stand_ins = outer
+            now.generators = outer
             installation.give_back()
 
 
@@ -114,19 +114,19 @@ class _RngByThread:
 
     @property
     def random_generator(self) -> random.Random:
-        mine = now.stand_ins
-        found: random.Random = self._outside.random_generator if mine is None else mine.python
+        mine = now.generators
+        found: random.Random = self._outside.random_generator if mine is GLOBALS else mine.python
         return found
 
     @property
     def torch_generator(self) -> Any:
-        mine = now.stand_ins
-        return self._outside.torch_generator if mine is None else mine.tensor
+        mine = now.generators
+        return self._outside.torch_generator if mine is GLOBALS else mine.tensor
 
     @property
     def numpy_generator(self) -> Any:
-        mine = now.stand_ins
-        return self._outside.numpy_generator if mine is None else mine.generator
+        mine = now.generators
+        return self._outside.numpy_generator if mine is GLOBALS else mine.generator
 
 
 class _Watch:
@@ -218,15 +218,15 @@ class ThreadDraws(Draws):
         digest = self.digest(kind, key)
         mine = _spare.found.pop() if _spare.found else ThreadGenerators()
         mine.seed(*seeds(digest))
-        outer = now.digest, now.own, now.item, now.stand_ins
+        outer = now.digest, now.own, now.item, now.generators
         watch = self._watch if self._watch.looks > 0 else None
         before = None if watch is None else watch.begin(mine)
-        now.digest, now.own, now.stand_ins = digest, None, mine
+        now.digest, now.own, now.generators = digest, None, mine
         try:
             with mine.mode:
                 return function(*arguments)
         finally:
-            now.digest, now.own, now.item, now.stand_ins = outer
+            now.digest, now.own, now.item, now.generators = outer
             _spare.found.append(mine)
             if watch is not None:
                 watch.end(mine, before, key)
