@@ -8,6 +8,7 @@ under a public name, because frameworks rebuild loaders from ``vars(loader)``.
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from hybridloader.faults.on_error import Replace, Retry, Skip
     from hybridloader.faults.restart import RestartPolicy
     from hybridloader.seeds.sample_seeds import SampleSeeding
+
+
+_TORCHS = inspect.signature(torch.utils.data.DataLoader).parameters
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Lightning needs the bare class
@@ -168,6 +172,7 @@ persistent_workers, pin_memory_device, in_order
                 "prefetch_factor=0 would ask the workers for nothing; use prefetch_factor=1, or "
                 "num_workers=0"
             )
+        torchs = {name: value for name, value in locals().items() if name in _TORCHS}
         self.backend = backend
         self.threads_per_worker = threads_per_worker
         self.on_error = on_error
@@ -176,25 +181,7 @@ persistent_workers, pin_memory_device, in_order
         self.seeding = seeding
         self.shard_remainders = shard_remainders
         self.device = device
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )
+        super().__init__(**torchs)
         self._plan().check()
 
     def _plan(self) -> LoaderPlan:

@@ -6,6 +6,7 @@ and states are written and read in torchdata's form. The code here does not know
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from hybridloader.faults.on_error import Replace, Retry, Skip
     from hybridloader.faults.restart import RestartPolicy
     from hybridloader.seeds.sample_seeds import SampleSeeding
+
+_OURS = inspect.signature(DataLoader).parameters
 
 
 class StatefulDataLoader(DataLoader):
@@ -114,39 +117,14 @@ device
         shard_remainders: str = "keep",
         device: str | torch.device | Accelerator | Transfer | None = None,
     ) -> None:
-        ordered = sampler is not None or batch_sampler is not None
-        if shuffle and not ordered and not isinstance(dataset, IterableDataset):
-            sampler, shuffle = RandomOrder(dataset, generator), None  # type: ignore[arg-type]
+        given = {name: value for name, value in locals().items() if name in _OURS}
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         if snapshot_every_n_steps is not None:
             whole("snapshot_every_n_steps", snapshot_every_n_steps, 0)
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-            backend=backend,
-            threads_per_worker=threads_per_worker,
-            on_error=on_error,
-            on_worker_death=on_worker_death,
-            task_timeout=task_timeout,
-            seeding=seeding,
-            shard_remainders=shard_remainders,
-            device=device,
-        )
+        ordered = sampler is not None or batch_sampler is not None
+        if shuffle and not ordered and not isinstance(dataset, IterableDataset):
+            given["sampler"], given["shuffle"] = RandomOrder(dataset, generator), None  # type: ignore[arg-type]
+        super().__init__(**given)
         if batch_sampler is None and type(self.batch_sampler) is BatchSampler:
             made = self.batch_sampler
             # torch's loader refuses another one once it is made, and a `batch_sampler` that is given
