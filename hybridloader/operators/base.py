@@ -200,6 +200,16 @@ class Operator(ABC):
         return f"{self.name}({', '.join(told)})"
 
 
+class OneForOne(Operator):
+    """One output for each input, in its place."""
+
+    def seek(self, n: int) -> int | None:
+        return n
+
+    def length(self, upstream: Length) -> Length:
+        return upstream
+
+
 class Source(Operator):
     """The first step of a pipeline: there is nothing before it."""
 

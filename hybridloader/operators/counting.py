@@ -84,7 +84,7 @@ def _leaves_a_gap(operator: Operator) -> bool:
 
 def _counts(operator: Operator) -> bool:
     """Tell whether it gives one item or error for each it takes, or knows how many it omits."""
-    if isinstance(operator, (Map, Lookup, Readers, Take, Skip, Shard, Repeat, Cache)):
+    if isinstance(operator, (Map, Readers, Take, Skip, Shard, Repeat, Cache)):
         return True
     if operator.branches():  # they are looked at themselves
         return True

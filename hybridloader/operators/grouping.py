@@ -33,8 +33,24 @@ from hybridloader.operators.parameters import check_flags, settle_whole
 __all__ = ["Batch", "BatchBy", "BucketBy", "PaddedBatch", "Unbatch"]
 
 
+class _OfSize(Operator):
+    """Batches of one size."""
+
+    size: int
+    drop_last: bool
+
+    def seek(self, n: int) -> int:
+        return n * self.size
+
+    def length(self, upstream: Length) -> Length:
+        if upstream is None or upstream == INFINITE:
+            return upstream
+        full, rest = divmod(int(upstream), self.size)
+        return full + (rest > 0 and not self.drop_last)
+
+
 @dataclass(frozen=True)
-class Batch(Operator):
+class Batch(_OfSize):
     """Every `size` items as one batch.
 
     Parameters
@@ -64,15 +80,9 @@ class Batch(Operator):
         collate = Collating(self.collate_fn, self.memory, context.locks)
         return BatchIterator(items, self.size, self.drop_last, collate)
 
-    def seek(self, n: int) -> int:
-        return n * self.size
-
-    def length(self, upstream: Length) -> Length:
-        return _batches(upstream, self.size, self.drop_last)
-
 
 @dataclass(frozen=True)
-class PaddedBatch(Operator):
+class PaddedBatch(_OfSize):
     """Every `size` items as one batch, padded where their lengths differ. See `Pad` for the rules.
 
     Parameters
@@ -107,18 +117,6 @@ class PaddedBatch(Operator):
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(Pad(self.padding_value, self.lengths), self.memory, context.locks)
         return BatchIterator(items, self.size, self.drop_last, collate)
-
-    def seek(self, n: int) -> int:
-        return n * self.size
-
-    def length(self, upstream: Length) -> Length:
-        return _batches(upstream, self.size, self.drop_last)
-
-
-def _batches(upstream: Length, size: int, drop_last: bool) -> Length:
-    if upstream is None or upstream == INFINITE:
-        return upstream
-    return int(upstream) // size if drop_last else -(-int(upstream) // size)
 
 
 class BatchIterator(Over):

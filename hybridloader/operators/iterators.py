@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hybridloader.faults.places import takes_a_place
 from hybridloader.foreign import attribute
 
 if TYPE_CHECKING:
@@ -60,6 +61,13 @@ class Over(Iterator[Any]):
     def _end(self) -> None:
         """What comes before has ended, and is not asked again."""
         self._pull = nothing
+
+    def _failed(self, error: Exception) -> bool:
+        """Note what `_pull` raised; tell whether it was in the place of an item."""
+        if isinstance(error, StopIteration):
+            self._end()
+            return False
+        return takes_a_place(error)
 
     def close(self) -> None:
         """Give up what is left, and close what comes before. Idempotent."""

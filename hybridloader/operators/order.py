@@ -14,6 +14,7 @@ from hybridloader.operators.base import (
     Context,
     Length,
     Mark,
+    OneForOne,
     Operator,
     Part,
     Upstream,
@@ -185,11 +186,8 @@ class EveryIterator(Over):
         while self._skip:
             try:
                 self._pull()
-            except StopIteration:
-                self._end()
-                raise
             except Exception as error:
-                if not takes_a_place(error):
+                if not self._failed(error):
                     raise
                 raised = error
             else:
@@ -203,11 +201,8 @@ class EveryIterator(Over):
                 del raised  # a traceback whose frame holds its own exception is a cycle
         try:
             item = self._pull()
-        except StopIteration:
-            self._end()
-            raise
         except Exception as error:
-            if takes_a_place(error):
+            if self._failed(error):
                 self._skip = self._between
             raise
         self._skip = self._between
@@ -222,7 +217,7 @@ def _from(upstream: Length, first: int, step: int) -> Length:
 
 
 @dataclass(frozen=True)
-class Enumerate(Operator):
+class Enumerate(OneForOne):
     """Pairs of a number, counted from `start`, and an item. An error takes a number, too."""
 
     start: int = 0
@@ -232,12 +227,6 @@ class Enumerate(Operator):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return EnumerateIterator(items, self.start + context.start)
-
-    def seek(self, n: int) -> int:
-        return n
-
-    def length(self, upstream: Length) -> Length:
-        return upstream
 
 
 class EnumerateIterator(Over):
@@ -251,11 +240,8 @@ class EnumerateIterator(Over):
     def __next__(self) -> Any:
         try:
             item = self._pull()
-        except StopIteration:
-            self._end()
-            raise
         except Exception as error:
-            self._number += takes_a_place(error)
+            self._number += self._failed(error)
             raise
         number = self._number
         self._number = number + 1

@@ -22,7 +22,7 @@ from hybridloader.devices.pinning import (
 )
 from hybridloader.errors import add_note
 from hybridloader.foreign import attribute
-from hybridloader.operators.base import Context, Length, Operator
+from hybridloader.operators.base import Context, OneForOne
 from hybridloader.relay import FINAL, Relay
 
 
@@ -34,7 +34,7 @@ class Ahead(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class PinMemory(Operator):
+class PinMemory(OneForOne):
     """Pins what torch's DataLoader pins: tensors, in containers too, and what has a `pin_memory()`.
 
     A thread of its own does it, on the device that was current where the pipeline was started. Without
@@ -76,12 +76,6 @@ class PinMemory(Operator):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         raise TypeError(f"{self.name} is opened by the engine, as a relay")
-
-    def seek(self, n: int) -> int:
-        return n
-
-    def length(self, upstream: Length) -> Length:
-        return upstream
 
 
 @dataclass(frozen=True)

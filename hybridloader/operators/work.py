@@ -14,7 +14,7 @@ from hybridloader.faults.on_error import Policy, Replace, Retry, Skip, parse
 from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import MapFetch
 from hybridloader.foreign import attribute
-from hybridloader.operators.base import INFINITE, Context, Length, Operator, Source
+from hybridloader.operators.base import INFINITE, Context, Length, OneForOne, Operator, Source
 from hybridloader.registry import get_backend
 from hybridloader.running.work import Step
 from hybridloader.seeds.sample_seeds import SampleSeeding
@@ -204,14 +204,11 @@ class Work(Operator):
 
 
 @dataclass(frozen=True)
-class Map(Work):
+class Map(Work, OneForOne):
     """One result for each item."""
 
     def seek(self, n: int) -> int | None:
         return n if self.placement.on_error is None else None
-
-    def length(self, upstream: Length) -> Length:
-        return upstream
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,7 @@ class Filter(Work):
 
 
 @dataclass(frozen=True)
-class Lookup(Work):
+class Lookup(Map):
     """The samples of a map-style dataset by index, or its batches by lists of indices."""
 
     function: MapFetch
@@ -240,12 +237,6 @@ class Lookup(Work):
     @property
     def name(self) -> str:
         return self.label or f"{type(self.function.dataset).__name__}[...]"
-
-    def seek(self, n: int) -> int | None:
-        return n if self.placement.on_error is None else None
-
-    def length(self, upstream: Length) -> Length:
-        return upstream
 
 
 @dataclass(frozen=True)

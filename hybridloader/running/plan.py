@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader.fallback import usable
-from hybridloader.operators.base import Operator
+from hybridloader.operators.base import OneForOne, Operator
 from hybridloader.operators.cache import Cache
 from hybridloader.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
 from hybridloader.operators.parameters import settle_whole
@@ -123,7 +123,7 @@ Node = Single | Inline | Workers | Handover
 
 
 @dataclass(frozen=True)
-class Prefetch(Operator):
+class Prefetch(OneForOne):
     """Keep `count` items at hand, made by a thread of their own.
 
     Parameters
@@ -139,12 +139,6 @@ class Prefetch(Operator):
 
     def open(self, items: Iterator[object], context: object) -> Iterator[object]:
         raise TypeError("prefetch is opened by the engine, as a relay")
-
-    def seek(self, n: int) -> int:
-        return n
-
-    def length(self, upstream: int | float | None) -> int | float | None:
-        return upstream
 
 
 _CHEAP = (Indices, Shard, Take, Skip, Enumerate, Shuffle, Repeat, Cache)
@@ -242,7 +236,7 @@ def _with_shards_first(operators: tuple[Operator, ...]) -> list[Operator]:
     for operator in operators:
         at = len(ordered)
         if isinstance(operator, Shard):
-            while isinstance(ordered[at - 1], (Map, Lookup, Prefetch, PinMemory)):
+            while isinstance(ordered[at - 1], (Map, Prefetch, PinMemory)):
                 at -= 1
         ordered.insert(at, operator)
     return ordered
@@ -290,7 +284,7 @@ def _counts(group: list[Work | Readers]) -> bool:
     placement = group[-1].placement
     if placement.seeding is None:
         return True
-    one_to_one = isinstance(group[-1], (Map, Lookup))
+    one_to_one = isinstance(group[-1], Map)
     return one_to_one and placement.on_error is None
 
 
