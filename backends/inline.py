@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hybridloader.buffers.collate import set_slots, teach_torch
+from hybridloader.buffers.collate import on_this_thread, teach_torch
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
 from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
@@ -147,12 +147,12 @@ class _InlineCrew(Crew):
     def _act(self, worker: Worker, message: Task | Begin | First | None) -> None:
         """Open the worker (None) or let it do one step, with its `WorkerInfo` in place."""
         info = nullcontext() if worker.info is None else worker_info_set(worker.info)
-        before = set_slots(self._slots)
+        before, on_this_thread.slots = on_this_thread.slots, self._slots
         try:
             with info:
                 event = worker.open() if message is None else worker.step(message)
         finally:
-            set_slots(before)
+            on_this_thread.slots = before
         if event is not None:
             self._events.append(event)
 

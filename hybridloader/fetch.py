@@ -160,7 +160,10 @@ class BatchFetcher(Fetcher):
         dataset, context, spread = self._dataset, self._context, self._spread
         if spread is not None and one_by_one(dataset):
             return self._collate_fn(spread(partial(operator.getitem, dataset), indices))
-        many = attribute(dataset, "__getitems__")
+        try:
+            many = getattr(dataset, "__getitems__", None)
+        except Exception:  # of a foreign `__getattr__`
+            many = attribute(dataset, "__getitems__")
         if many and not (context.tracked and one_by_one(dataset)):
             return self._collate_fn(many(indices))
         samples = []

@@ -25,7 +25,7 @@ LAYERS = {
     "buffers.arena": {"buffers.seen", "buffers.segments", "buffers.slots"},
     "buffers.collate": {"buffers.packing", "buffers.slots", "buffers.tensors", "worker_info"},
     "buffers.gather": {"buffers.collate", "buffers.slots"},
-    "buffers.memory": set(),
+    "buffers.memory": {"caller"},
     "buffers.packing": {"buffers.tensors", "errors"},
     "buffers.page_locks": {"caller"},
     "buffers.seen": {"buffers.segments"},

@@ -32,22 +32,23 @@ class Slots(Protocol):
         """A buffer of `size` bytes, with anything in it; None if there can be none."""
 
 
-class _Current(threading.local):
+class _OnThisThread(threading.local):
     slots: Slots | None = None
+    """Where batches are collated into; None: into memory of their own."""
 
 
-_current = _Current()
+on_this_thread = _OnThisThread()
 
 
 def set_slots(slots: Slots | None) -> Slots | None:
     """Collate into `slots` on this thread from now on; gives those that were set before."""
-    before, _current.slots = _current.slots, slots
+    before, on_this_thread.slots = on_this_thread.slots, slots
     return before
 
 
 def slot_for(shape: tuple[int, ...], dtype: Any) -> Any | None:
     """A tensor over a slot of this thread, with anything in it; None if it is not worth one."""
-    slots = _current.slots
+    slots = on_this_thread.slots
     if slots is None:
         return None
     size = dtype.itemsize
@@ -112,7 +113,7 @@ def _stack(torchs: Callable[..., Any], batch: Any, *, collate_fn_map: Any = None
     """Stack as `torchs` does, but into a slot if there is one."""
     import torch
 
-    if _current.slots is not None:
+    if on_this_thread.slots is not None:
         elem = batch[0]
         kind = type(elem)
         if (
@@ -271,8 +272,8 @@ def _array(np: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     for extent in shape:
         size *= extent
     buffer = None
-    if _current.slots is not None and size >= OWN:
-        buffer = _current.slots.empty(size)
+    if on_this_thread.slots is not None and size >= OWN:
+        buffer = on_this_thread.slots.empty(size)
     return np.empty(shape, dtype) if buffer is None else np.frombuffer(buffer, dtype).reshape(shape)
 
 

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridloader.caller import stacklevel
+
 KINDS = ("nameless", "named", "stream")
 
 SHARE = 0.5
@@ -88,7 +90,7 @@ def warn_of_overflow(reason: str) -> None:
     warnings.warn(
         f"batches are made in, or copied to, ordinary memory, which is slower: {reason}. Keep fewer "
         "batches, or allow more: Memory(limit=...) of the backend",
-        stacklevel=7,
+        stacklevel=stacklevel(),
     )
 
 
