@@ -28,6 +28,7 @@ from hybridloader.scheduler import ACTIVE, Run, Scheduler, Work
 
 if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
+    from hybridloader.seeds.numbering import Counter
 
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread that pulls."""
@@ -41,7 +42,7 @@ class Lifecycle(ABC):
 
     Parameters
     ----------
-    backend, spec, persistent, on_worker_death, task_timeout, locks, clock
+    backend, spec, persistent, on_worker_death, task_timeout, locks, counter, clock
         As of `Stage`.
     """
 
@@ -55,6 +56,7 @@ class Lifecycle(ABC):
         on_worker_death: RestartPolicy | None,
         task_timeout: float,
         locks: PageLocks | None,
+        counter: Counter | None,
         clock: Callable[[], float],
     ) -> None:
         backend.check()
@@ -72,7 +74,8 @@ class Lifecycle(ABC):
         self._opened: dict[int, Ready] = {}  # those that told
         self._owner = os.getpid()
         self._pulling = threading.RLock()
-        self._crew = backend.open()
+        crew = backend.open()
+        self._crew = crew if counter is None else counter.telling(crew)
         self._finalizer = ended_with(self, self._crew)
         if locks is not None:
             self._crew.page_lock(locks)

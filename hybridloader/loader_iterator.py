@@ -146,7 +146,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         # With a pinning thread, whoever waits for that counts; an inline worker is the caller itself.
         waits = self._pin_thread is None and not self._backend.in_caller
         return Stage(
-            self._seeds.backend(self._backend),
+            self._backend,
             spec,
             lookahead=self._prefetch_factor * self._num_workers,
             ordered=self._plan.in_order,
@@ -156,6 +156,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             on_worker_death=RestartPolicy.of(self._plan.options.on_worker_death),
             task_timeout=self._plan.options.task_timeout,
             locks=None if self._pinner is None else self._pinner.locks,
+            counter=self._seeds.counter,
         )
 
     def _for_workers(self, function: Any) -> Any:

@@ -43,6 +43,7 @@ from hybridloader.scheduler import Dispatch, Scheduler, Work, round_robin
 
 if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
+    from hybridloader.seeds.numbering import Counter
 
 
 class Stage(Lifecycle, Iterator[Any]):
@@ -75,6 +76,8 @@ class Stage(Lifecycle, Iterator[Any]):
         Seconds that a worker may take for one task; 0: any time.
     locks
         Lock the pages in which results lie, because a device is going to read them; None: they are not.
+    counter
+        Numbers the items of tasks for the workers, under ``seeding="sample"``; None: nobody does.
     clock
         Seconds, monotonic.
 
@@ -99,6 +102,7 @@ class Stage(Lifecycle, Iterator[Any]):
         on_worker_death: RestartPolicy | None = None,
         task_timeout: float = 0,
         locks: PageLocks | None = None,
+        counter: Counter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout, self._eager = timeout, lookahead > 0
@@ -120,6 +124,7 @@ class Stage(Lifecycle, Iterator[Any]):
             on_worker_death=on_worker_death,
             task_timeout=task_timeout,
             locks=locks,
+            counter=counter,
             clock=clock,
         )
 

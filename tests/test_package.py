@@ -315,7 +315,6 @@ LAYERS = {
     "seeds.draws": {"faults.on_error", "late", "seeds.sample_seeds"},
     "seeds.numbering": {"contract", "feed", "messages"},
     "seeds.pass_seeds": {
-        "contract",
         "seeds.borrowing",
         "seeds.draws",
         "seeds.numbering",

@@ -22,7 +22,7 @@ from hybridloader.running.plan import Inline, Node, Workers
 from hybridloader.running.readers import ReadersFetch
 from hybridloader.running.work import WorkFetch
 from hybridloader.scheduler import Scheduler, least_busy
-from hybridloader.seeds.numbering import Counter, Numbering
+from hybridloader.seeds.numbering import Counter
 from hybridloader.seeds.sample_seeds import Origin
 from hybridloader.stage import Stage
 from hybridloader.states.trail import Path
@@ -86,12 +86,9 @@ class Stations(dict[Path, Station]):
             return None if readers is None else readers.fewest_at_hand(scheduler)
 
         counter = Counter(items=not node.reads)
-        backend = placement.backend
-        if placement.seeding is not None:
-            backend = Numbering(backend, counter)
         try:
             stage = Stage(
-                backend,
+                placement.backend,
                 self._spec(path, node),
                 lookahead=2 * placement.workers if node.reads else node.window,
                 ordered=placement.ordered and not node.reads,
@@ -103,6 +100,7 @@ class Stations(dict[Path, Station]):
                 on_worker_death=placement.on_worker_death,
                 task_timeout=placement.task_timeout,
                 locks=self.locks.get(path),
+                counter=None if placement.seeding is None else counter,
             )
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error

@@ -9,10 +9,10 @@ there is no such crew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hybridloader.contract import Backend, Crew, WorkerHandle
+from hybridloader.contract import Crew, WorkerHandle
 from hybridloader.feed import items_in
 from hybridloader.messages import Begin, Done, Event, Failed, First, Message, Task, WorkerSpec
 
@@ -42,39 +42,9 @@ class Counter:
         """A pass begins, with item number `first`. Before the stage is told so."""
         self.epoch, self.next = epoch, first
 
-
-@dataclass(frozen=True)
-class Numbering(Backend):
-    """Another backend, whose workers are told.
-
-    Parameters
-    ----------
-    backend
-        That one.
-    counter
-        Of the stage.
-    """
-
-    backend: Backend
-    counter: Counter = field(default_factory=Counter)
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.backend.name
-
-    @property
-    def in_process(self) -> bool:  # type: ignore[override]
-        return self.backend.in_process
-
-    @property
-    def in_caller(self) -> bool:  # type: ignore[override]
-        return self.backend.in_caller
-
-    def check(self) -> None:
-        self.backend.check()
-
-    def open(self) -> Crew:
-        return _NumberingCrew(self.backend.open(), self.counter)
+    def telling(self, crew: Crew) -> Crew:
+        """Return `crew`, whose workers are told."""
+        return _NumberingCrew(crew, self)
 
 
 class _NumberingCrew(Crew):

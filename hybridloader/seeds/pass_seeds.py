@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridloader.contract import Backend
 from hybridloader.seeds.borrowing import kept
 from hybridloader.seeds.draws import COLLATE, Draws
-from hybridloader.seeds.numbering import Counter, Numbering
+from hybridloader.seeds.numbering import Counter
 from hybridloader.seeds.sample_seeds import Origin, parse
 
 
@@ -46,9 +45,10 @@ class PassSeeds:
             return None
         return Origin(self._seed, self._counter.epoch)
 
-    def backend(self, backend: Backend) -> Backend:
-        """`backend`, whose workers hear of each pass."""
-        return backend if self._policy is None else Numbering(backend, self._counter)
+    @property
+    def counter(self) -> Counter | None:
+        """Tells workers of each pass; None: as above."""
+        return None if self._policy is None else self._counter
 
     def collating(
         self, collate_fn: Callable[[Any], Any], number: Callable[[], int]

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from hybridloader.arguments import whole
 from hybridloader.foreign import attribute
 
-"""What torch takes for a seed."""
-
 
 @dataclass(frozen=True)
 class SampleSeeding:
