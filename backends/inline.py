@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader.buffers.collate import on_this_thread, teach_torch
-from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.errors import ShippingError
@@ -80,7 +80,6 @@ class _InlineCrew(Crew):
         teach_torch()
         self._copy_dataset = copy_dataset
         self._slots = slots
-        self._warned = False
         self._context = TaskContext()
         self._events: deque[Event] = deque()
         self._todo: deque[tuple[int, Message]] = deque()
@@ -88,7 +87,7 @@ class _InlineCrew(Crew):
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
-        self.upkeep = locks.warn
+        self.upkeep = self._slots.warn
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         seeds: Seeds = CallerSeeds()
@@ -105,9 +104,6 @@ class _InlineCrew(Crew):
         self._todo.append((worker, message))
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
-        if not self._warned and self._slots.refusal is not None:
-            self._warned = True
-            warn_of_overflow(self._slots.refusal)
         if self.upkeep is not None:
             self.upkeep()
         while self._todo and not self._events:
@@ -153,6 +149,8 @@ class _InlineCrew(Crew):
                 event = worker.open() if message is None else worker.step(message)
         finally:
             on_this_thread.slots = before
+        if self._slots.refusal is not None:
+            self.upkeep = self._slots.warn
         if event is not None:
             self._events.append(event)
 

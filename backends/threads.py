@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader import fetcher
 from hybridloader.buffers.collate import set_slots, teach_torch
-from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory, warn_of_overflow
+from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.contract import Backend, Crew, WorkerHandle
 from hybridloader.datapipes import is_datapipe
@@ -124,13 +124,12 @@ class _ThreadCrew(Crew):
         teach_torch()
         self._copies = copies
         self._slots = slots
-        self._warned = False
         self._threads: list[_Thread] = []
         self._opening: list[_Thread] = []  # whose `init_fn` may run
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
-        self.upkeep = locks.warn
+        self.upkeep = self._slots.warn
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         made = thread_worker(worker, spec, copies=self._copies)
@@ -168,14 +167,6 @@ class _ThreadCrew(Crew):
 
     def _report(self, event: Event) -> None:
         """Report from a worker's thread."""
-        if self._slots.refusal is not None and not self._warned:
-            self.upkeep = self._warn
+        if self._slots.refusal is not None:  # to be told where batches are taken
+            self.upkeep = self._slots.warn
         self.report(event)
-
-    def _warn(self) -> None:
-        """Warn, where the batches are taken, that there was no slot for one."""
-        locks = self._slots.locks
-        self.upkeep = None if locks is None else locks.warn
-        if not self._warned:
-            self._warned = True
-            warn_of_overflow(str(self._slots.refusal))

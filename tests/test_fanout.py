@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
 from hybridloader import fanout
-from hybridloader.buffers.collate import _current as current_slots
+from hybridloader.buffers.collate import on_this_thread as current_slots
 from hybridloader.buffers.collate import set_slots
 from hybridloader.fanout import Fanout
 from hybridloader.fetcher import Abandoned, TaskContext

@@ -30,7 +30,7 @@ LAYERS = {
     "buffers.page_locks": {"caller"},
     "buffers.seen": {"buffers.segments"},
     "buffers.segments": set(),
-    "buffers.slots": {"buffers.segments"},
+    "buffers.slots": {"buffers.memory", "buffers.segments"},
     "buffers.sparse": set(),
     "buffers.tensors": {"buffers.sparse"},
     "caller": set(),

@@ -29,6 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.buffers import segments
+from hybridloader.buffers.memory import warn_of_overflow
 from hybridloader.buffers.segments import Mapping, Ticket
 
 if TYPE_CHECKING:
@@ -328,12 +329,20 @@ def _leave(left: deque[int], number: int, mapping: Mapping) -> None:
 
 
 class PrivateSlots:
-    """Slots for workers of this very process; any of its threads may take one."""
+    """Slots for workers of this very process; any of its threads may take one.
+
+    Attributes
+    ----------
+    refusal
+        Why there was no slot for a batch; None if nothing is to be told.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._pool = Pool(_make_private, limit)
         self._taking = threading.Lock()
+        self._warned = False
+        self.refusal: str | None = None
 
     def page_lock(self, locks: PageLocks) -> None:
         """Lock the pages of all slots, for a consumer that pins. Before the first is taken."""
@@ -342,7 +351,19 @@ class PrivateSlots:
     def empty(self, size: int) -> Any | None:
         """A buffer of `size` bytes, with anything in it; None if there can be none."""
         with self._taking:
-            return self._pool.empty(size)
+            found = self._pool.empty(size)
+        if found is None and not self._warned:
+            self.refusal = self._pool.refusal
+        return found
+
+    def warn(self) -> None:
+        """Warn, once, that there was no slot for a batch, and that pages could not be locked."""
+        reason, self.refusal = self.refusal, None
+        if self._pool.locks is not None:
+            self._pool.locks.warn()
+        if reason is not None and not self._warned:
+            self._warned = True
+            warn_of_overflow(reason)
 
     def close(self) -> None:
         """There are no more; those that are free are given back now, others with their last view.
@@ -360,10 +381,6 @@ class PrivateSlots:
     def locks(self) -> PageLocks | None:
         """What locks their pages; None: nothing."""
         return self._pool.locks
-
-    @property
-    def refusal(self) -> str | None:
-        return self._pool.refusal
 
     @property
     def size(self) -> int:

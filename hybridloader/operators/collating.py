@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.arguments import function
 from hybridloader.buffers.collate import is_default_collate, set_slots, teach_torch
-from hybridloader.buffers.memory import Memory, warn_of_overflow
+from hybridloader.buffers.memory import Memory
 from hybridloader.buffers.slots import PrivateSlots
 from hybridloader.errors import no_stop
 from hybridloader.operators.base import Operator
@@ -52,8 +52,6 @@ class Collating:
         self._slots = PrivateSlots(memory.bytes())
         if locks is not None:
             self._slots.page_lock(locks)
-        # All the mutable state, besides the slots:
-        self._warned = False
 
     def __call__(self, samples: list[Any]) -> Any:
         before = set_slots(self._slots)
@@ -63,9 +61,8 @@ class Collating:
             raise no_stop(error, "a collate_fn") from error
         finally:
             set_slots(before)
-        if self._slots.refusal is not None and not self._warned:
-            self._warned = True
-            warn_of_overflow(self._slots.refusal)
+        if self._slots.refusal is not None:
+            self._slots.warn()
         return batch
 
 
