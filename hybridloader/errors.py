@@ -12,7 +12,7 @@ import io
 import pickle
 import traceback
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 from hybridloader.foreign import attribute
 
@@ -137,6 +137,24 @@ def add_note(exception: BaseException, note: str) -> None:
             pass
     elif note not in notes:
         notes.append(note)
+
+
+class Raised:
+    """An error that waits for its turn, as in a queue in the place of an item."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def throw(self) -> NoReturn:
+        """Raise it, once, and let go of it: in a frame of its own traceback it would make a cycle."""
+        error = self.error
+        del self.error
+        try:
+            raise error
+        finally:
+            del error
 
 
 def no_stop(error: Exception, what: str = "the dataset, or a function,") -> Exception:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridloader.errors import IteratorClosed, NotReady, WorkerDied
+from hybridloader.errors import IteratorClosed, NotReady, Raised, WorkerDied
 from hybridloader.foreign import attribute
 
 _PATIENCE = 2.0
@@ -28,15 +28,6 @@ _SLICE = 0.2 if sys.platform == "win32" else None
 
 FINAL = (IteratorClosed, WorkerDied)
 """Errors of an iterator that would be raised again and again."""
-
-
-class _Raised:
-    """What the iterator raised, in the place of an item."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 class _Belt:
@@ -65,7 +56,7 @@ class _Belt:
 
     def put(self, item: Any) -> bool:
         weight = 0
-        if self.weigh is not None and type(item) is not _Raised:
+        if self.weigh is not None and type(item) is not Raised:
             weight = self.weigh(item)
         with self.came:
             if not self._has_room(weight) and not self.closed:
@@ -102,7 +93,7 @@ class _Belt:
         """Nothing more will come, after `error` if there is one; there is always room for that."""
         with self.came:
             if error is not None and not self.closed:
-                self.items.append(_Raised(error))
+                self.items.append(Raised(error))
                 self.weights.append(0)
             self.ended, self.broken = True, error is not None
             self._tell()
@@ -139,7 +130,7 @@ def _pull(belt: _Belt, source: Iterator[Any], prepare: Callable[[], None] | None
             except FINAL:
                 raise
             except Exception as caught:
-                item = _Raised(caught)
+                item = Raised(caught)
             wanted = belt.put(item)
             del item  # an error in it has this very frame in its traceback
             if not wanted:
@@ -331,9 +322,6 @@ class Relay(Iterator[Any]):
 
     def _get(self) -> Any:
         item = self._belt.get()
-        if type(item) is _Raised:
-            try:
-                raise item.error
-            finally:
-                del item  # a traceback whose frame holds its own exception is a cycle
+        if type(item) is Raised:
+            item.throw()
         return item

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from hybridloader.devices.pinning import Pinner, Sent
-from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout, add_note
+from hybridloader.errors import IteratorClosed, NotReady, Raised, WorkerTimeout, add_note
 from hybridloader.refresh import Change
 from hybridloader.relay import FINAL, Relay
 from hybridloader.stage import Stage
@@ -35,7 +35,7 @@ class _Handed(NamedTuple):
     extras: dict[str, Any] | None
     found: Any
     size: int = 0
-    error: Exception | None = None
+    error: Raised | None = None
     final: bool = False
 
 
@@ -51,7 +51,7 @@ class Drawn:
         # All the mutable state; filled from one thread and emptied by another:
         self._indices: deque[Any] = deque()
         self._ended = False
-        self._error: Exception | None = None
+        self._error: Raised | None = None
         self._wake: Callable[[], None] | None = None
 
     def give(self, index: Any) -> None:
@@ -61,7 +61,7 @@ class Drawn:
 
     def end(self, error: Exception | None) -> None:
         """There are no more; because the sampler has raised `error`, if there is one."""
-        self._error, self._ended = error, True
+        self._error, self._ended = None if error is None else Raised(error), True
         self._tell()
 
     def draw(self, most: int | None) -> Any:
@@ -69,10 +69,9 @@ class Drawn:
             return self._indices.popleft()
         if self._ended and not self._indices:
             error, self._error = self._error, None
-            try:
-                raise StopIteration if error is None else error
-            finally:
-                del error  # a traceback whose frame holds its own exception is a cycle
+            if error is not None:
+                error.throw()
+            raise StopIteration
         raise NotReady("the sampler is asked when a batch is taken")
 
     def when_ready(self, wake: Callable[[], None]) -> None:
@@ -116,7 +115,7 @@ class _Pulling(Iterator[Any]):
         except Exception as error:
             self._over = stage.closed or isinstance(error, FINAL)
             self._number += 1
-            return self._handed(None, error=error, final=self._over)
+            return self._handed(None, error=Raised(error), final=self._over)
         self._number += 1
         try:
             return self._handled(result)
@@ -125,7 +124,7 @@ class _Pulling(Iterator[Any]):
                 error,
                 f"In stage {self._pinner.stage!r} of the loader, at batch {self._number} of this pass.",
             )
-            return self._handed(None, error=error)
+            return self._handed(None, error=Raised(error))
 
     def _handled(self, result: list[Any]) -> _Handed:
         extras = self._stage.last_extras
@@ -135,7 +134,7 @@ class _Pulling(Iterator[Any]):
         return self._handed(sent, sent.size)
 
     def _handed(
-        self, found: Any, size: int = 0, error: Exception | None = None, final: bool = False
+        self, found: Any, size: int = 0, error: Raised | None = None, final: bool = False
     ) -> _Handed:
         stage = self._stage
         place = stage.last_seq, stage.last_worker, stage.last_position
@@ -213,12 +212,8 @@ class PinnedResults(Iterator[Any]):
         self.last_seq, self.last_worker, self.last_position, self.last_extras = handed[:4]
         self.draw()
         if handed.error is not None:
-            error, self._failed = handed.error, handed.final
-            del handed
-            try:
-                raise error
-            finally:
-                del error  # a traceback whose frame holds its own exception is a cycle
+            self._failed = handed.final
+            handed.error.throw()
         found = handed.found
         return self._pinner.take(found) if type(found) is Sent else found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hybridloader.errors import Raised
 from hybridloader.faults.places import takes_a_place
 from hybridloader.foreign import attribute
 
@@ -26,17 +27,14 @@ def close(iterator: Any) -> None:
 
 def close_all(iterators: list[Iterator[Any]]) -> None:
     """Close every one of them, also when closing another fails; raises the first failure."""
-    first: BaseException | None = None
+    first: Raised | None = None
     for iterator in iterators:
         try:
             close(iterator)
         except BaseException as error:
-            first = first or error
+            first = first or Raised(error)
     if first is not None:
-        try:
-            raise first
-        finally:
-            del first  # a traceback whose frame holds its own exception is a cycle
+        first.throw()
 
 
 def nothing() -> NoReturn:

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.arguments import is_number, one_of
+from hybridloader.errors import Raised
 from hybridloader.faults.places import astray, takes_a_place
 from hybridloader.operators.base import INFINITE, Context, Length, Mark, Part, Source
 from hybridloader.operators.iterators import Among, close, nothing, opened
@@ -92,15 +93,12 @@ class ConcatIterator(Iterator[Any]):
             try:
                 items = self._context.open(self._pipelines[number], start, number)
             except Exception as error:
-                failed = astray(error)  # nobody knows how many items it would have had
+                failed = Raised(astray(error))  # nobody knows how many items it would have had
             else:
                 self._items, self._pull = items, items.__next__
                 continue
             self._given += 1
-            try:
-                raise failed
-            finally:
-                del failed  # a traceback whose frame holds its own exception is a cycle
+            failed.throw()
 
     def close(self) -> None:
         """Give up what is left, and close what is open. Idempotent."""

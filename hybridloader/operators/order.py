@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridloader.errors import Raised
 from hybridloader.faults.places import LeftOut, beside, takes_a_place
 from hybridloader.operators.base import (
     INFINITE,
@@ -189,16 +190,13 @@ class EveryIterator(Over):
             except Exception as error:
                 if not self._failed(error):
                     raise
-                raised = error
+                raised = None if type(error) is LeftOut else Raised(beside(error))
             else:
                 self._skip -= 1
                 continue
             self._skip -= 1
-            try:
-                if type(raised) is not LeftOut:
-                    raise beside(raised)
-            finally:
-                del raised  # a traceback whose frame holds its own exception is a cycle
+            if raised is not None:
+                raised.throw()
         try:
             item = self._pull()
         except Exception as error:

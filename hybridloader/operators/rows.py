@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hybridloader.errors import IteratorClosed, add_note
+from hybridloader.errors import IteratorClosed, Raised, add_note
 from hybridloader.faults.places import LeftOut, goes_astray, takes_a_place
 from hybridloader.operators.base import Context, Length, Mark, Part, Source
 from hybridloader.operators.counting import check, leaves_out, loses_count
@@ -154,23 +154,17 @@ class ZipIterator(Among):
             add_note(first, f"In the same row of zip, pipeline {number} raised {error!r}.")
 
     def _raise_failed(self) -> NoReturn:
-        error, self._failed = self._failed, None
-        assert error is not None
-        try:
-            raise error
-        finally:
-            del error  # as above
+        assert self._failed is not None
+        failed, self._failed = Raised(self._failed), None
+        failed.throw()
 
     def _raise_last(self) -> NoReturn:
         if self._last is None:
             raise StopIteration
-        error = self._last
-        if not isinstance(error, IteratorClosed):
+        last = Raised(self._last)
+        if not isinstance(self._last, IteratorClosed):
             self._last = None
-        try:
-            raise error
-        finally:
-            del error  # as above
+        last.throw()
 
     def _end(self) -> NoReturn:
         """Handle the end of a branch, when those before it in the row have not ended."""

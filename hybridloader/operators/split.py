@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.errors import twin
+from hybridloader.errors import Raised, twin
 from hybridloader.operators.base import Context, Length, Mark, Part, Source
 from hybridloader.operators.counting import leaves_out
 from hybridloader.operators.iterators import close
@@ -91,15 +91,6 @@ class Branch(Source):
         return self.fork.pipeline.length
 
 
-class _Raised:
-    """What the trunk raised, in the place of an item."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 class _Trunk:
     """What the branches of one fork share in one pass."""
 
@@ -144,7 +135,7 @@ class _Trunk:
                         # Without this frame, which holds the queues, in its traceback.
                         double = twin(error)
                         behind = error.__traceback__ and error.__traceback__.tb_next
-                        waiting.append(_Raised(double.with_traceback(behind)))
+                        waiting.append(Raised(double.with_traceback(behind)))
                 raise
             for other, waiting in enumerate(self.queues):
                 if other != number and waiting is not None:
@@ -178,11 +169,8 @@ class BranchIterator(Iterator[Any]):
         queue = self._queue
         # Only this branch takes from it, so what is there now stays there.
         item = queue.popleft() if queue else self._trunk.pull(self._number, queue)
-        if type(item) is _Raised:
-            try:
-                raise item.error
-            finally:
-                del item  # a traceback whose frame holds its own exception is a cycle
+        if type(item) is Raised:
+            item.throw()
         return item
 
     def close(self) -> None:

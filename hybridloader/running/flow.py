@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from hybridloader.contract import Payload
 from hybridloader.diagnosis import name_of
-from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
+from hybridloader.errors import IteratorClosed, NotReady, Raised, WorkerTimeout
 from hybridloader.faults.losses import Losses
 from hybridloader.faults.outcomes import Bad, Damaged, Noted
 from hybridloader.faults.places import alike
@@ -104,11 +104,8 @@ class StageItems(Iterator[Any]):
                 return result
             while self._outcomes:
                 outcome = self._outcomes.popleft()
-                if type(outcome) is _Raised:
-                    try:
-                        raise outcome.error
-                    finally:
-                        del outcome  # a traceback whose frame holds its own exception is a cycle
+                if type(outcome) is Raised:
+                    outcome.throw()
                 if type(outcome) is not Bad and type(outcome) is not Noted:
                     if self._losses is not None:
                         self._losses.take(1, (), None)
@@ -121,7 +118,7 @@ class StageItems(Iterator[Any]):
                 raise
             except Exception as error:  # of every item of the task, each in its place
                 more = self._stage.items_failed - 1
-                self._outcomes.extend(_Raised(alike(error)) for _ in range(more))
+                self._outcomes.extend(Raised(alike(error)) for _ in range(more))
                 raise
             finally:
                 self.books.turned_away()
@@ -214,11 +211,8 @@ class ReaderItems(Iterator[Any]):
                 sort_out(item, self._losses, self._stage, reader, "reading")
                 continue
             self._turn = (reader + 1) % len(self._waiting)
-            if type(item) is _Raised:
-                try:
-                    raise item.error
-                finally:
-                    del item  # a traceback whose frame holds its own exception is a cycle
+            if type(item) is Raised:
+                item.throw()
             if type(item) is Bad:
                 sort_out(item, self._losses, self._stage, reader, "reading")
             if self._losses is not None:
@@ -246,7 +240,7 @@ class ReaderItems(Iterator[Any]):
         except _NO_RESULT:
             raise
         except Exception as error:
-            results = [_Raised(error)]
+            results = [Raised(error)]
         finally:
             self.books.turned_away()
         if type(results) is Damaged:
@@ -259,15 +253,6 @@ class ReaderItems(Iterator[Any]):
     def close(self) -> None:
         """No more items are wanted in this pass."""
         self._stage.interrupt(self._epoch)
-
-
-class _Raised:
-    """Error of a whole task. It stands in the place of an item and waits for its turn."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
 
 
 class _Turns:
@@ -367,11 +352,7 @@ def sort_out(
 def raise_bad(bad: Bad, stage: Stage, worker: int, doing: str) -> NoReturn:
     """Raise what an item of a task raised, with a note on where that was."""
     where = f"In stage {stage.spec.stage!r}, {name_of(stage.handles, worker)}, {doing} {bad.item}."
-    exception = bad.failure.to_exception(where)
-    try:
-        raise exception
-    finally:
-        del exception  # a traceback whose frame holds its own exception is a cycle
+    Raised(bad.failure.to_exception(where)).throw()
 
 
 def _discard(item: Any) -> None:

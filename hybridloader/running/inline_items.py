@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from hybridloader.diagnosis import place
-from hybridloader.errors import IteratorClosed, add_note, no_stop
+from hybridloader.errors import IteratorClosed, Raised, add_note, no_stop
 from hybridloader.faults.careful import Careful
 from hybridloader.faults.guard import Guard
 from hybridloader.faults.losses import Losses
@@ -184,11 +184,7 @@ class GuardedInlineItems(Iterator[Any]):
             self._losses.leave_out(outcome.miss(), None)
         else:
             where = f"In stage {self._stage!r}, the thread that asked, working on {outcome.item}."
-            exception = outcome.failure.to_exception(where)
-            try:
-                raise exception
-            finally:
-                del exception  # a traceback whose frame holds its own exception is a cycle
+            Raised(outcome.failure.to_exception(where)).throw()
 
     def close(self) -> None:
         close = attribute(self._items, "close")
