@@ -52,7 +52,7 @@ class Watched(Threads):
 
         def watched_wait(timeout: float | None) -> Sequence[Event]:
             self.waits.append(timeout)  # type: ignore[attr-defined]
-            if timeout is None and crew._events.empty():
+            if timeout is None and crew._Crew__events.empty():
                 self.asleep.set()  # type: ignore[attr-defined]
             try:
                 return wait(timeout)  # type: ignore[no-any-return]
