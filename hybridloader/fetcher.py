@@ -186,12 +186,15 @@ class Fetch(ABC):
     ----------
     dataset
         Dataset that ``get_worker_info().dataset`` shows.
+    batched
+        The index of a task is a list of samples' indices, or of items.
     in_turn
         A sample can be had only behind those before it, and not asked for by itself.
     threads
         Threads of a worker, its own among them, that fetch the samples of one task.
     """
 
+    batched: bool = True
     in_turn: ClassVar[bool] = False
     threads: int = 1
 

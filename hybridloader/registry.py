@@ -73,12 +73,12 @@ def get_backend(backend: Any) -> Backend:
     """
     if isinstance(backend, Backend):
         name = type(backend).__name__
-        memory = getattr(backend, "memory", None)
+        memory: Any = backend.memory
         if memory is not None and not isinstance(memory, Memory):
             raise TypeError(
                 f"{name}: memory must be a Memory, got {memory!r}; say memory=Memory(...)"
             )
-        flag(f"{name}: copy_dataset", getattr(backend, "copy_dataset", False))
+        flag(f"{name}: copy_dataset", backend.copies)
         return backend
     if not isinstance(backend, str):
         hint = f"; use an instance: {backend.__name__}()" if isinstance(backend, type) else ""

@@ -129,7 +129,7 @@ class Supervisor:
     def _refusal(self, deaths: Deaths, deadly: bool) -> str:
         """Why the worker can't be replaced; empty if it can."""
         policy = deaths.policy
-        if deadly and getattr(self._spec.fetch, "in_turn", False):
+        if deadly and self._spec.fetch.in_turn:
             return (
                 f"{policy.deaths_per_sample} workers died at this place of their shard, which can't be "
                 "read past it, so no other was put in its place."
@@ -160,7 +160,7 @@ class Supervisor:
 
     def _spared(self, index: Any, death: Exited, deaths: int) -> Any:
         """`index` without the sample that kills, or without all if it is not known which."""
-        if not getattr(self._spec.fetch, "batched", True):
+        if not self._spec.fetch.batched:
             return self._given_up(index, death, deaths)
         items = list(index.peek() if is_sealed(index) else index)
         chosen = range(len(items)) if death.at is None else (death.at,)

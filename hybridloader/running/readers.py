@@ -34,7 +34,7 @@ class ReadersFetch(Fetch):
     """
 
     in_turn: ClassVar[bool] = True
-    batched: ClassVar[bool] = False
+    batched = False
 
     def __init__(self, source: Any, on_error: Policy | None = None) -> None:
         self._source, self._on_error = source, on_error

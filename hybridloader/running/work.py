@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from hybridloader.faults.careful import Careful, Opened, SpreadCareful
 from hybridloader.faults.guard import Guard
@@ -96,8 +96,6 @@ class WorkFetch(Fetch):
     steps: tuple[Step, ...]
     threads: int = 1
     on_error: Policy | None = None
-
-    batched: ClassVar[bool] = True
 
     @property
     def dataset(self) -> Any:
