@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,8 @@ def test_every_kind_of_batch() -> None:
     same(outcome(Unbatch(), x), [x[0], x[1]])
     same(outcome(Unbatch(), y), [y[0], y[1]])
     same(outcome(Unbatch(), {"x": x, "y": y}), [{"x": x[i], "y": y[i]} for i in range(2)])
+    counted = outcome(Unbatch(), Counter(y=[3, 4]))  # whose own `update` adds
+    same(counted, [Counter(y=3), Counter(y=4)])
     same(outcome(Unbatch(), OrderedDict(y=y, x=x)), [OrderedDict(y=y[i], x=x[i]) for i in range(2)])
     same(outcome(Unbatch(), Point(x, y)), [Point(x[i], y[i]) for i in range(2)])
     same(outcome(Unbatch(), Row(x, {"y": y})), [Row(x[i], {"y": y[i]}) for i in range(2)])

@@ -68,7 +68,7 @@ LAYERS = {
         "devices.batch_parts",
         "native",
     },
-    "devices.torch_accelerator": set(),
+    "devices.torch_accelerator": {"buffers.sparse"},
     "diagnosis": {"contract", "scheduler"},
     "engine": {"contract", "errors", "fetcher", "messages", "serving", "worker"},
     "errors": set(),

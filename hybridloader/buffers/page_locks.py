@@ -88,7 +88,7 @@ class _Waiting:
             try:
                 if mark is None:
                     mark = self.locks.accelerator.mark(stream)
-                elif mark.passed():
+                elif mark.query():
                     continue
             except Exception:
                 mark = None

@@ -15,22 +15,30 @@ if TYPE_CHECKING:
 _ROWS, _COLUMNS = ("sparse_csr", "sparse_bsr"), ("sparse_csc", "sparse_bsc")
 
 
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """The dense tensors that a sparse one consists of; None if it is not sparse."""
+    layout = _layout(tensor)
+    if layout == "sparse_coo":
+        return tensor._indices(), tensor._values()
+    if layout in _ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in _COLUMNS:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return None
+
+
 def reduce_sparse(tensor: torch.Tensor) -> Any:
     """How to pickle `tensor`, as a leaf; None if it is not sparse."""
     plain, grad = tensor.detach(), tensor.requires_grad
-    layout = str(plain.layout).removeprefix("torch.")
-    parts: tuple[torch.Tensor, ...]
-    coalesced = None
-    if layout == "sparse_coo":
-        parts = plain._indices(), plain._values()
-        coalesced = plain.is_coalesced()
-    elif layout in _ROWS:
-        parts = plain.crow_indices(), plain.col_indices(), plain.values()
-    elif layout in _COLUMNS:
-        parts = plain.ccol_indices(), plain.row_indices(), plain.values()
-    else:
+    parts, layout = dense_parts(plain), _layout(plain)
+    if parts is None:
         return None
+    coalesced = plain.is_coalesced() if layout == "sparse_coo" else None
     return _rebuild, (layout, parts, tuple(plain.shape), coalesced, grad)
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return str(tensor.layout).removeprefix("torch.")
 
 
 def _rebuild(

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Mark(Protocol):
-    """A point in a stream."""
+    """A point in a stream, such as an event of torch's."""
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether the device has come to it. Never waits."""
 
 

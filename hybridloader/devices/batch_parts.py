@@ -31,18 +31,7 @@ def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], An
     if isinstance(data, (str, bytes)):
         return data
     if isinstance(data, abc.Mapping):
-        changed = {key: mapped(value, is_part, change) for key, value in data.items()}
-        try:
-            if isinstance(data, abc.MutableMapping):
-                clone: Any = copy.copy(data)  # it may have more than its items
-                if isinstance(data, Counter):  # whose own `update` adds
-                    dict.update(clone, changed)
-                else:
-                    clone.update(changed)
-                return clone
-            return type(data)(changed)  # type: ignore[call-arg]
-        except TypeError:  # it can't be copied, updated or made of a dict
-            return changed
+        return like(data, {key: mapped(value, is_part, change) for key, value in data.items()})
     if isinstance(data, tuple):
         parts = [mapped(value, is_part, change) for value in data]
         return type(data)(*parts) if has(data, "_fields") else type(data)(parts)
@@ -50,7 +39,7 @@ def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], An
         parts = [mapped(value, is_part, change) for value in data]
         try:
             if isinstance(data, abc.MutableSequence):
-                clone = copy.copy(data)
+                clone: Any = copy.copy(data)
                 for i, value in enumerate(parts):
                     clone[i] = value
                 return clone
@@ -60,6 +49,23 @@ def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], An
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return _with_fields(data, is_part, change)
     return data
+
+
+def like(first: abc.Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the type of `first` with other values, as `default_collate` makes one."""
+    if type(first) is dict:
+        return values
+    try:
+        if not isinstance(first, abc.MutableMapping):
+            return type(first)(values)  # type: ignore[call-arg]
+        clone: Any = copy.copy(first)  # it may have more than its items
+        if isinstance(first, Counter):  # whose own `update` adds
+            dict.update(clone, values)
+        else:
+            clone.update(values)
+        return clone
+    except TypeError:  # it can't be copied, updated or made of a dict
+        return values
 
 
 def _with_fields(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:

@@ -12,20 +12,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hybridloader.buffers.sparse import dense_parts
+
 if TYPE_CHECKING:
     import torch
 
     from hybridloader.devices.accelerator import Mark
-
-
-class _TorchMark:
-    __slots__ = ("event",)
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def passed(self) -> bool:
-        return bool(self.event.query())
 
 
 class _Streams(NamedTuple):
@@ -144,14 +136,18 @@ class TorchAccelerator:
             raise RuntimeError(
                 f"{stream} is captured into a graph: no event of it can be asked for"
             )
-        return _TorchMark(stream.record_event())
+        mark: Mark = stream.record_event()
+        return mark
 
     def hold_up(self, stream: Any, mark: Mark) -> None:
-        assert isinstance(mark, _TorchMark)
-        stream.wait_event(mark.event)
+        stream.wait_event(mark)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        for part in _dense_parts(tensor):
+        import torch
+
+        # Only dense tensors have `record_stream`.
+        nested = tensor.layout is torch.strided and tensor.is_nested
+        for part in dense_parts(tensor) or [tensor.values() if nested else tensor]:
             part.record_stream(stream)
 
     @property
@@ -204,21 +200,6 @@ class TorchAccelerator:
         import torch
 
         return torch.get_device_module(self.device)
-
-
-def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that it consists of: only these have `record_stream`."""
-    import torch
-
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if tensor.layout is torch.strided and tensor.is_nested:
-        return [tensor.values()]
-    return [tensor]
 
 
 def _cudart() -> Any:

@@ -7,12 +7,12 @@ pipeline does not take one batch for this and the next one for that.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hybridloader.devices.batch_parts import like
 from hybridloader.foreign import has
 from hybridloader.shown import short
 
@@ -20,21 +20,6 @@ from hybridloader.shown import short
 def is_named(value: Any) -> bool:
     """Whether it is a namedtuple."""
     return isinstance(value, tuple) and has(value, "_fields")
-
-
-def like(first: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping of the type of `first` with other values, as `default_collate` makes one."""
-    kind = type(first)
-    if kind is dict:
-        return values
-    try:
-        if isinstance(first, MutableMapping):
-            clone = copy.copy(first)
-            clone.update(values)
-            return clone
-        return kind(values)  # type: ignore[call-arg]
-    except TypeError:  # a type that can't be copied, or made of a dict
-        return values
 
 
 def is_array(value: Any) -> bool:

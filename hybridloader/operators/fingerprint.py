@@ -199,13 +199,8 @@ def _tensor(torch: Any, tensor: Any) -> Iterator[bytes]:
             try:
                 tensor = tensor.detach()
                 if tensor.numel() > _ELEMENTS:
-                    places = _places(tensor.numel(), _ELEMENTS)
-                    index = []
-                    for size in reversed(shape):
-                        rest = [divmod(place, size) for place in places]
-                        places = [more for more, _ in rest]
-                        index.append(torch.tensor([one for _, one in rest], device="cpu"))
-                    tensor = tensor[tuple(reversed(index))]
+                    places = torch.tensor(_places(tensor.numel(), _ELEMENTS), device="cpu")
+                    tensor = tensor[torch.unravel_index(places, shape)]
                 told += repr(tensor.tolist())
             except Exception:  # a kind of tensor that has no elements to show
                 pass

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.arguments import is_number
 from hybridloader.buffers.collate import slot_for
-from hybridloader.operators.fields import is_named, like
+from hybridloader.devices.batch_parts import like
+from hybridloader.operators.fields import is_named
 from hybridloader.shown import short
 
 if TYPE_CHECKING:

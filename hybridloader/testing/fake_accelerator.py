@@ -30,7 +30,7 @@ class FakeMark:
     def __init__(self) -> None:
         self.reached = False
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return self.reached
 
 
@@ -39,7 +39,7 @@ class FakeStream:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.queue: deque[Callable[[], bool]] = deque()  # each tells whether it could happen
+        self.queue: deque[Callable[[], object]] = deque()  # what gives False could not happen yet
 
     def __repr__(self) -> str:
         return f"FakeStream({self.name!r}, {len(self.queue)} queued)"
@@ -201,19 +201,14 @@ class FakeAccelerator:
 
     def _marked(self, stream: FakeStream) -> FakeMark:
         mark = FakeMark()
-
-        def happen() -> bool:
-            mark.reached = True
-            return True
-
-        self._queue(stream, happen)
+        self._queue(stream, lambda: setattr(mark, "reached", True))
         return mark
 
     def hold_up(self, stream: Any, mark: Any) -> None:
         self._check(stream)
         if not isinstance(mark, FakeMark):
             raise self._refusal(TypeError(f"{mark!r} is no mark of a stream"))
-        self._queue(stream, mark.passed)
+        self._queue(stream, mark.query)
 
     def _check(self, stream: Any) -> None:
         self._use()
@@ -249,12 +244,7 @@ class FakeAccelerator:
         stream = self.current_stream()
         copy = _over(self._allocate(_size_of(tensor), stream), tensor)
         source = self._source(tensor)
-
-        def happen() -> bool:
-            copy.copy_(source())
-            return True
-
-        self._queue(stream, happen)
+        self._queue(stream, lambda: copy.copy_(source()))
         if not self.queues_copies:  # the host waits, for as many streams as it takes
             self.run(stream)
             if stream.queue:
@@ -299,12 +289,7 @@ class FakeAccelerator:
 
     def launch(self, kernel: Callable[[], object]) -> None:
         """Have `kernel` called when this thread's stream comes to it."""
-
-        def happen() -> bool:
-            kernel()
-            return True
-
-        self._queue(self.current_stream(), happen)
+        self._queue(self.current_stream(), lambda: [kernel()])
 
     # -- what the test does ----------------------------------------------------------------------------
 
@@ -315,7 +300,7 @@ class FakeAccelerator:
             while moved:
                 moved = False
                 for stream in streams or tuple(self.streams):
-                    while stream.queue and stream.queue[0]():
+                    while stream.queue and stream.queue[0]() is not False:
                         stream.queue.popleft()
                         moved = True
 
@@ -325,7 +310,7 @@ class FakeAccelerator:
         with self._lock:
             return sum(len(stream.queue) for stream in self.streams)
 
-    def _queue(self, stream: FakeStream, happen: Callable[[], bool]) -> None:
+    def _queue(self, stream: FakeStream, happen: Callable[[], object]) -> None:
         with self._lock:
             stream.queue.append(happen)
             if not self.manual:
