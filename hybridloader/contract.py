@@ -17,6 +17,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -289,7 +290,10 @@ class Crew(ABC):
             self.__left = time.monotonic()
         for seconds in (GRACE, PATIENCE):
             for handle in self.__handles:
-                handle.join(max(0.0, self.__left + min(seconds, PATIENCE) - time.monotonic()))
+                with suppress(
+                    RuntimeError
+                ):  # of a thread that is to wait for itself, in a finalizer
+                    handle.join(max(0.0, self.__left + min(seconds, PATIENCE) - time.monotonic()))
             for handle in self.__handles:
                 if handle.is_alive():
                     handle.kill()

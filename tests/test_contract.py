@@ -15,7 +15,7 @@ from seven_methods import SevenMethods
 import hybridloader
 from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads
 from hybridloader.backends import sockets
-from hybridloader.engine import Backend, Crew, Done, Task, WorkerHandle
+from hybridloader.engine import Backend, Crew, Done, Message, Task, WorkerHandle, WorkerSpec
 from hybridloader.testing import BackendContract
 
 KINDS: tuple[Any, ...] = (Backend, Crew, WorkerHandle)
@@ -46,6 +46,31 @@ def test_what_they_give_is_handed_out_and_weighed() -> None:
     pipe = hybridloader.Pipeline.from_iterable(range(9)).map(abs, backend=SevenMethods())
     with pipe.map(abs, backend="fork", buffer_bytes=10**6).run() as run:
         assert list(run) == [*range(9)]
+
+
+def test_a_crew_can_be_closed_by_a_finalizer_on_the_thread_of_its_own_worker() -> None:
+    joined: list[float | None] = []
+
+    class Own(WorkerHandle):
+        def is_alive(self) -> bool:
+            return False
+
+        def terminate(self) -> None: ...
+
+        def join(self, timeout: float | None = None) -> None:
+            joined.append(timeout)
+            raise RuntimeError("cannot join current thread")
+
+    class OfOne(Crew):
+        def start(self, worker: int, spec: WorkerSpec) -> None:
+            self.place(worker, Own())
+
+        def send(self, worker: int, message: Message) -> None: ...
+
+    crew = OfOne()
+    crew.start(0, BackendContract.spec(abs))
+    crew.close()
+    assert joined
 
 
 def test_six_methods_are_required() -> None:

@@ -34,6 +34,7 @@ from hybridloader.testing.work import (
     fail_on_odd,
     filled,
     init_into,
+    leave,
     unpicklable,
     who,
 )
@@ -285,6 +286,15 @@ class BackendContract:
             crew.raw.kill(0)
             crew.collect_until(lambda event: isinstance(event, Exited))
             crew.raw.kill(0)  # of one that is gone: nothing happens
+
+    def test_a_worker_that_its_work_ends_is_reported_with_a_cause(self) -> None:
+        if self.backend.in_caller:
+            return  # it ends the caller
+        with self.crew(self.spec(leave)) as crew:
+            crew.send(0, Task(0, None))
+            exited = crew.collect_until(lambda event: isinstance(event, Exited))
+            assert exited.worker == 0
+            assert exited.cause
 
     def test_a_new_worker_takes_the_place_of_one_that_was_killed(self) -> None:
         """With all that belongs to it: what the dead one was sent and had not answered is forgotten."""

@@ -79,6 +79,10 @@ def fail_on_odd(index: int) -> int:
     return index
 
 
+def leave(index: Any) -> None:
+    raise SystemExit(3)
+
+
 def unpicklable(index: int) -> Any:
     return "fine" if index else (x for x in "abc")
 
