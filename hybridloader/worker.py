@@ -33,7 +33,7 @@ from hybridloader.messages import (
 )
 from hybridloader.refresh import apply
 from hybridloader.seeds.draws import Draws
-from hybridloader.seeds.seeding import ProcessSeeds, Seeds, seeds_by_sample
+from hybridloader.seeds.seeding import ProcessSeeds, Seeds, ThreadSeeds, seeds_by_sample
 from hybridloader.states.carried import DatasetState, resumed
 from hybridloader.worker_info import describe
 
@@ -241,7 +241,9 @@ def _draws_of(spec: WorkerSpec, worker: int, seeds: Seeds) -> Draws | None:
     origin = spec.seeding
     if origin is None:
         return None
-    shared = seeds.method == "thread" or (origin.any_thread and not isinstance(seeds, ProcessSeeds))
+    shared = isinstance(seeds, ThreadSeeds) or (
+        origin.any_thread and not isinstance(seeds, ProcessSeeds)
+    )
     if not (shared or spec.fetch.threads > 1):
         return Draws(origin, worker)
     from hybridloader.seeds.thread_draws import ThreadDraws

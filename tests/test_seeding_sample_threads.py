@@ -172,25 +172,25 @@ def test_functions_imported_on_their_own_are_covered_where_they_are_python(
 def test_what_gets_past_is_reported_once_by_name(
     draw: Callable[[], Any], generator: str, threads: ThreadDraws
 ) -> None:
-    def twice() -> None:
-        threads.call(b"", b"i17", draw)
-        threads.call(b"", b"i18", draw)
+    def four_times() -> None:
+        for number in (17, 18, 19, 20):
+            threads.call(b"", b"i%d" % number, draw)
 
     with pytest.warns(RuntimeWarning, match=generator) as told:
-        twice()
+        four_times()
     assert len(told) == 1
     assert "sample 17 of stage 'augment'" in str(told[0].message)
 
 
-def test_it_is_looked_for_in_the_first_samples_of_a_worker(threads: ThreadDraws) -> None:
-    """A look takes longer than to seed the sample. All functions of a stage have the looks together."""
-    for number in range(15):
-        threads.of(number % 2 and 0).call(b"", b"i%d" % number, random.random)
-    with pytest.warns(RuntimeWarning, match="sample 15"):
-        threads.call(b"", b"i15", taken)
+def test_it_is_looked_for_ever_more_seldom(threads: ThreadDraws) -> None:
+    """A look takes longer than to seed the sample. The functions of a stage are counted together."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        threads.call(b"", b"i16", taken_rand)
+        for number in (1, 2):
+            threads.of(0).call(b"", b"i%d" % number, random.random)
+        threads.call(b"", b"i3", taken)
+    with pytest.warns(RuntimeWarning, match="sample 4"):
+        threads.of(0).call(b"", b"i4", taken)
 
 
 def test_what_draws_nothing_is_not_reported(threads: ThreadDraws) -> None:

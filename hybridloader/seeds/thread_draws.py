@@ -3,7 +3,7 @@
 A sample on a thread must not move the global generators, which belong to the training loop, and must
 draw what it would draw in a process of its own. So while such workers run, `random`, `numpy.random` and
 torch look at the thread first (see `by_thread`). What gets past them, by a function that C holds, cannot
-be helped from here; in a worker's first samples it is looked for, and reported once. Never touches a
+be helped from here; it is looked for now and then, and reported once. Never touches a
 global generator's state.
 """
 
@@ -23,9 +23,6 @@ from hybridloader.seeds.draws import GLOBALS, Draws, Generators, now
 from hybridloader.seeds.sample_seeds import Origin, Seeds, seeds
 
 T = TypeVar("T")
-
-_LOOKS = 16
-"""Samples of a worker that are looked at for draws that got past. A look takes 0.1 ms."""
 
 
 class ThreadGenerators(Generators):
@@ -130,20 +127,23 @@ class _RngByThread:
 
 
 class _Watch:
-    """Looks for draws from the global generators while samples are made. One for each worker."""
+    """Looks for draws from the global generators while samples are made. One for each worker.
+
+    A look takes 0.1 ms, so it looks at the samples that are number 1, 4, 16 and so on of its worker.
+    """
 
     def __init__(self, stage: str) -> None:
         self._where = f" of stage {stage!r}" if stage else ""
         # All the mutable state:
-        self.looks = _LOOKS
+        self.samples, self.next = 0, 1  # how many there were, and the number of the next look
         self._reported: set[str] = set()
 
     def begin(self, mine: ThreadGenerators) -> Any:
+        self.next *= 4
         mine.watched = True
         return seen()
 
     def end(self, mine: ThreadGenerators, before: Any, key: bytes) -> None:
-        self.looks -= 1
         mine.watched = False
         moved, mine.past = mine.past, set()
         after = seen()
@@ -219,8 +219,10 @@ class ThreadDraws(Draws):
         mine = _spare.found.pop() if _spare.found else ThreadGenerators()
         mine.seed(*seeds(digest))
         outer = now.digest, now.own, now.item, now.generators
-        watch = self._watch if self._watch.looks > 0 else None
-        before = None if watch is None else watch.begin(mine)
+        watch = self._watch
+        watch.samples += 1
+        looking = watch.samples >= watch.next
+        before = watch.begin(mine) if looking else None
         now.digest, now.own, now.generators = digest, None, mine
         try:
             with mine.mode:
@@ -228,5 +230,5 @@ class ThreadDraws(Draws):
         finally:
             now.digest, now.own, now.item, now.generators = outer
             _spare.found.append(mine)
-            if watch is not None:
+            if looking:
                 watch.end(mine, before, key)
