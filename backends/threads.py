@@ -66,15 +66,19 @@ class _Thread(WorkerHandle):
     name = "thread"
 
     def __init__(
-        self, worker: Worker, stage: str, slots: PrivateSlots, report: Callable[[Event], None]
+        self,
+        worker: Worker,
+        stage: str,
+        slots: PrivateSlots,
+        report: Callable[[Event], None],
+        opened: threading.Event | None,
     ) -> None:
         self.context = worker.context
         self.messages: SimpleQueue[Message] = SimpleQueue()  # usable from finalizers
-        self.opened = threading.Event()
         self._codes: list[int] = []
         self.thread = threading.Thread(
             target=_main,
-            args=(worker, self.messages, slots, report, self.opened, self._codes),
+            args=(worker, self.messages, slots, report, opened, self._codes),
             name=f"hybridloader-{stage}-{worker.worker}",
             daemon=True,
         )
@@ -104,7 +108,7 @@ def _main(
     messages: SimpleQueue[Message],
     slots: PrivateSlots,
     report: Callable[[Event], None],
-    opened: threading.Event,
+    opened: threading.Event | None,
     codes: list[int],
 ) -> None:
     def prepare() -> None:
@@ -113,10 +117,12 @@ def _main(
             slots.locks.enter()
 
     def report_opened(event: Event) -> None:
+        assert opened is not None
         opened.set()
         report(event)
 
-    codes.append(serve(worker, messages.get, report_opened, prepare=prepare))
+    tell = report if opened is None else report_opened
+    codes.append(serve(worker, messages.get, tell, prepare=prepare))
 
 
 class _ThreadCrew(Crew):
@@ -125,7 +131,7 @@ class _ThreadCrew(Crew):
         self._copies = copies
         self._slots = slots
         self._threads: list[_Thread] = []
-        self._opening: list[_Thread] = []  # whose `init_fn` may run
+        self._opening: list[threading.Event] = []  # of those whose `init_fn` may run
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
@@ -133,18 +139,19 @@ class _ThreadCrew(Crew):
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         made = thread_worker(worker, spec, copies=self._copies)
-        thread = _Thread(made, spec.stage, self._slots, self._report)
+        opened = None if spec.init_fn is None else threading.Event()
+        thread = _Thread(made, spec.stage, self._slots, self._report, opened)
         self._threads[worker : worker + 1] = [thread]
         self.place(worker, thread)
         thread.thread.start()
-        if spec.init_fn is not None:
-            self._opening.append(thread)
+        if opened is not None:
+            self._opening.append(opened)
             if is_datapipe(spec.fetch.dataset):
                 self.settle()  # before the next one is copied
 
     def settle(self) -> None:
         while self._opening:
-            self._opening.pop().opened.wait()
+            self._opening.pop().wait()
 
     def send(self, worker: int, message: Message) -> None:
         self._threads[worker].messages.put(message)
