@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn
 from hybridloader.contract import Backend, Crew
 from hybridloader.devices.in_use import device_in_use
 from hybridloader.errors import BackendUnavailable
@@ -60,12 +59,11 @@ def check_threads(name: str) -> None:
         return
     _warned.set()
     more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-    warnings.warn(
+    warn(
         f"backend {name!r} forks this process while other threads run in it ({', '.join(others[:4])}"
         f"{more}). A lock that one of them holds at that moment stays locked in the worker for ever. If "
         "workers hang, use backend='spawn' or SharedMemory(start_method='loky'), or make the iterator "
         "before these threads start (and keep its workers: persistent_workers=True)",
-        stacklevel=stacklevel(),
     )
 
 

@@ -7,7 +7,6 @@ a debugger sees the very data that k processes would have made.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from hybridloader.buffers.collate import on_this_thread, teach_torch
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
 from hybridloader.buffers.slots import PrivateSlots
+from hybridloader.caller import warn
 from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
 from hybridloader.errors import ShippingError
 from hybridloader.fetcher import TaskContext
@@ -163,9 +163,8 @@ class _InlineCrew(Crew):
         except ShippingError as error:
             if fetch.private:
                 raise
-            warnings.warn(
+            warn(
                 f"inline workers share one dataset: {error} "
                 "Inline(copy_dataset=False) says that this is meant.",
-                stacklevel=2,
             )
             return fetch.dataset

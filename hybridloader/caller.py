@@ -1,21 +1,33 @@
-"""Which line a warning is about: the first one up the stack that is neither ours nor torch's loader's.
+"""Warnings about the user's line: the first one up the stack that is neither ours nor torch's loader's.
 
-Warnings of ours come from under `iter(loader)` and from under `pipe.run()`, at different depths. It
-never warns itself.
+They come from under `iter(loader)` and from under `pipe.run()`, at different depths.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import warnings
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _BACKENDS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "backends") + os.sep
 _TORCHS = os.path.join("torch", "utils", "data") + os.sep
 
 
-def stacklevel() -> int:
-    """What to pass to `warnings.warn` for the line that called this package.
+def warn(message: str) -> None:
+    """Warn of the line that called this package."""
+    warnings.warn(message, stacklevel=_stacklevel())
+
+
+@functools.lru_cache(maxsize=256)
+def warn_once(message: str) -> None:
+    """Warn so, once in a process for each message."""
+    warnings.warn(message, stacklevel=_stacklevel())
+
+
+def _stacklevel() -> int:
+    """What to pass to `warnings.warn`.
 
     Python 3.12 has `skip_file_prefixes` for this; we serve 3.10.
     """

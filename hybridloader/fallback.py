@@ -7,11 +7,9 @@ never for one that somebody opens by hand, which raises `BackendUnavailable`.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
-import warnings
 
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn_once
 from hybridloader.contract import Backend
 
 
@@ -26,17 +24,11 @@ def usable(backend: Backend) -> Backend:
         return backend
     from hybridloader.backends.threads import Threads
 
-    _warn_once()
-    return Threads(memory=backend.memory)
-
-
-@functools.cache
-def _warn_once() -> None:
     name = multiprocessing.current_process().name
-    warnings.warn(
+    warn_once(
         f"process {name!r} is daemonic, as a loader's workers are, and so may not have children: a "
         "loader in it uses threads instead of processes. They share the GIL, and a map-style dataset. "
         "Say so with backend='threads' or num_workers=0 there; for processes, make the loader in a "
         "process that is not daemonic, or give the outer one more workers",
-        stacklevel=stacklevel(),
     )
+    return Threads(memory=backend.memory)

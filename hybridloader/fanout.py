@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -28,6 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hybridloader.buffers.collate import Slots, set_slots
+from hybridloader.caller import warn
 from hybridloader.errors import add_note
 from hybridloader.fetcher import Abandoned, TaskContext
 from hybridloader.native import one_thread_on_this_thread
@@ -151,10 +151,9 @@ class Fanout:
                 thread.start()
             except RuntimeError as error:  # no more threads, or Python is ending
                 self._most = self._started
-                warnings.warn(
+                warn(
                     f"of {self.threads} threads in one worker only {self._started + 1} could be "
                     f"had ({error}); these do the work of all",
-                    stacklevel=2,
                 )
                 return
             self._started += 1

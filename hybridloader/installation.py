@@ -10,16 +10,14 @@ would refuse is left to torch's own method, so that code which ran before still 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import sys
 import threading
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn, warn_once
 from hybridloader.errors import BackendUnavailable, ShippingError
 from hybridloader.foreign import attribute
 from hybridloader.late import when_imported
@@ -106,10 +104,9 @@ class Installation:
             _place.installed = None
             over = _take_out()
         if over is not None:
-            warnings.warn(
+            warn(
                 f"torch's DataLoader._get_iterator was replaced by {over} after install(). That is left "
                 "as it is; where it asks for what it replaced, torch's own loader answers again",
-                stacklevel=stacklevel(),
             )
 
     def iterator(self, loader: Any) -> _BaseDataLoaderIter:
@@ -143,7 +140,11 @@ class Installation:
                     "out, or install('threads'), which starts none"
                 )
             if plan.contradiction is not None:
-                _warn_of_context(str(plan.start_method), repr(self.backend))
+                warn_once(
+                    f"a loader has multiprocessing_context={plan.start_method!r}, and its workers are "
+                    f"started as install({self.backend!r}) says; install('shared-memory') would leave "
+                    "that to the loader"
+                )
 
     def __enter__(self) -> Installation:
         if not self.active:
@@ -291,18 +292,12 @@ def _get_iterator(self: Any) -> Any:
 
 def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
     """Make a pass by torch's method over a loader that ours has refused; warn once per reason."""
-    _tell_of_refusal(type(loader).__name__, str(refusal))
+    warn_once(
+        f"install() leaves a {type(loader).__name__} to torch's own loader, with torch's workers and "
+        f"without the options of install(), because: {refusal}"
+    )
     iterator: _BaseDataLoaderIter = _place.torchs(loader)
     return iterator
-
-
-@functools.lru_cache(maxsize=256)
-def _tell_of_refusal(loader: str, reason: str) -> None:
-    warnings.warn(
-        f"install() leaves a {loader} to torch's own loader, with torch's workers and without the "
-        f"options of install(), because: {reason}",
-        stacklevel=stacklevel(),
-    )
 
 
 @contextlib.contextmanager
@@ -330,12 +325,3 @@ def _name(function: Any) -> str:
 def _calling_line() -> str:
     frame = sys._getframe(2)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-@functools.cache
-def _warn_of_context(method: str, backend: str) -> None:
-    warnings.warn(
-        f"a loader has multiprocessing_context={method!r}, and its workers are started as "
-        f"install({backend}) says; install('shared-memory') would leave that to the loader",
-        stacklevel=stacklevel(),
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from torch.utils.data.dataloader import (
 )
 
 from hybridloader.buffers.collate import without_torch
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn_once
 from hybridloader.contract import WorkerHandle
 from hybridloader.crews import closed_with, park_at_exit
 from hybridloader.devices.pin_thread import PinThread
@@ -185,7 +184,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         threads = self._plan.options.threads_per_worker
         fetch = MapFetch(dataset, collate_fn, batched, private, threads, self._on_error)
         if fetch.idle_threads:
-            _warn_idle_threads(type(dataset).__name__)
+            warn_once(
+                f"threads_per_worker has no effect for {type(dataset).__name__}: its __getitems__ is "
+                "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__."
+            )
         if self._num_workers and self._backend.copies:
             self._carries = is_stateful(dataset)
             return replace(fetch, carries=self._carries, told_every=self._plan.told_every)
@@ -367,12 +369,3 @@ def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | Non
 
 def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda samples: second(first(samples))
-
-
-@functools.cache
-def _warn_idle_threads(dataset: str) -> None:
-    warnings.warn(
-        f"threads_per_worker has no effect for {dataset}: its __getitems__ is asked for a whole batch "
-        "at once. Raise num_workers, or use threads in __getitems__.",
-        stacklevel=stacklevel(),
-    )

@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import threading
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from hybridloader.arguments import flag, function, whole
 from hybridloader.buffers.memory import DEFAULT_MEMORY
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn_once
 from hybridloader.contract import Backend
 from hybridloader.fallback import usable
 from hybridloader.foreign import attribute
@@ -218,20 +217,14 @@ class LoaderPlan:
     def warn_if_idle(self) -> None:
         """Warn once of a backend that has no workers."""
         if self.asked is not None and not (self.num_workers or self.asked.in_caller):
-            _warn_idle(self.asked.name)
+            warn_once(
+                f"backend={self.asked.name!r} has no workers with num_workers=0: the caller does the "
+                "work. Give num_workers to use it."
+            )
 
 
 _OF_THE_LOADER = tuple(LoaderPlan.__dataclass_fields__)[:14]
 """Fields that are attributes of the loader, under the same names."""
-
-
-@functools.cache
-def _warn_idle(name: str) -> None:
-    warnings.warn(
-        f"backend={name!r} has no workers with num_workers=0: the caller does the work. "
-        "Give num_workers to use it.",
-        stacklevel=stacklevel(),
-    )
 
 
 def _check_timeout(value: Any) -> None:

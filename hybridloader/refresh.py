@@ -11,10 +11,10 @@ alone. Looked at are the dataset, the datasets that it holds in attributes or li
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from hybridloader.caller import warn
 from hybridloader.foreign import attribute, has
 
 Path = tuple[Any, ...]  # names of attributes and places in lists, from the dataset inwards
@@ -49,10 +49,9 @@ class Watch:
             if path not in self._warned:
                 self._warned.add(path)
                 where = ".".join(map(str, path))
-                warnings.warn(
+                warn(
                     f"attribute {where!r} of the dataset was set anew, but it can't be pickled "
                     f"({error}), so the persistent workers keep what they have",
-                    stacklevel=2,
                 )
             return False
         return True

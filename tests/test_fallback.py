@@ -23,9 +23,9 @@ from hybridloader import (
 )
 from hybridloader.backends import fork
 from hybridloader.backends.shared_memory import AsTorch
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn, warn_once
 from hybridloader.contract import Backend, Crew
-from hybridloader.fallback import _warn_once, usable
+from hybridloader.fallback import usable
 
 needs_fork = pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="needs fork"
@@ -54,9 +54,9 @@ class Elsewhere(Backend):
 def daemonic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process, as if another loader had made it."""
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     yield
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
 
 
 # -- daemonic processes ----------------------------------------------------------------------------
@@ -212,4 +212,6 @@ def test_what_does_not_fork_and_the_default_warn_of_no_thread(
 
 
 def test_the_line_that_a_warning_is_about_is_the_callers() -> None:
-    assert stacklevel() == 1  # this very file is none of ours
+    with pytest.warns(UserWarning, match="of this line") as caught:
+        warn("of this line")  # this very file is none of ours
+    assert caught[0].filename == __file__

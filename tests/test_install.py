@@ -22,7 +22,7 @@ from torch.utils.data import dataloader as torchs
 from whereabouts import PROCESS, THREAD, Where, places, where
 
 import hybridloader
-from hybridloader import DataLoader, Skip, Threads, install, uninstall
+from hybridloader import DataLoader, Skip, Threads, caller, install, uninstall
 from hybridloader.contract import Crew
 from hybridloader.errors import BackendUnavailable, ShippingError
 from hybridloader.loader_iterator import LoaderIterator
@@ -301,7 +301,7 @@ def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -
         kind = type(iterator)
         return kind, [batch.tolist() for batch in iterator], torch.rand(1)
 
-    sys.modules["hybridloader.installation"]._tell_of_refusal.cache_clear()
+    caller.warn_once.cache_clear()
     wanted = drawn_of(data)
     with install(backend):
         with pytest.warns(UserWarning, match=reason) as caught:
@@ -369,8 +369,7 @@ def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
 
 def test_a_context_that_is_overruled_is_told_once() -> None:
     loader = where(1, multiprocessing_context="spawn")
-    choice_warned = sys.modules["hybridloader.installation"]
-    choice_warned._warn_of_context.cache_clear()
+    caller.warn_once.cache_clear()
     with install("fork"):
         with pytest.warns(UserWarning, match="multiprocessing_context='spawn'") as caught:
             list(loader)

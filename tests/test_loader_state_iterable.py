@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hybridloader import DataLoader, WorkerTimeout
-from hybridloader.states.resuming import _tell_of_reading
+from hybridloader.caller import warn_once
 
 SIZES = (7, 3, 10)
 """Samples of three workers: one ends long before the others, and no two end on a full batch together."""
@@ -330,7 +330,7 @@ def test_reading_again_is_told_once_and_how_far_it_is() -> None:
         other.load_state_dict(state)
         return other
 
-    _tell_of_reading.cache_clear()
+    warn_once.cache_clear()
     loader = left()
     assert loader.resuming is None
     with pytest.warns(

@@ -428,7 +428,7 @@ LAYERS = {
     },
     "worker_info": {"late"},
 }
-EVERYWHERE = {"arguments", "foreign", "lazily", "shown"}
+EVERYWHERE = {"arguments", "caller", "foreign", "lazily", "shown"}
 """What every module of the core may import: they import nothing else."""
 
 BACKENDS_MAY_USE = {

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, Ten
 from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
-from hybridloader import DataLoader, Threads, backend_names, loader_iterator
+from hybridloader import DataLoader, Threads, backend_names, caller
 from hybridloader.testing import Gate
 
 LONG = 60.0
@@ -292,7 +292,7 @@ def test_what_has_no_batches_of_indices_is_refused(
 def test_a_dataset_that_makes_batches_itself_is_asked_for_them_with_one_warning(
     workers: int,
 ) -> None:
-    loader_iterator._warn_idle_threads.cache_clear()
+    caller.warn_once.cache_clear()
     options: dict[str, Any] = {"num_workers": workers, "backend": Threads() if workers else None}
     loader = DataLoader(
         Subset(Batches(), range(6)), 6, collate_fn=list, threads_per_worker=3, **options

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn
 
 KINDS = ("nameless", "named", "stream")
 
@@ -87,10 +86,9 @@ def _own_limit() -> int:
 
 def warn_of_overflow(reason: str) -> None:
     """Tell that batches come in ordinary memory from now on."""
-    warnings.warn(
+    warn(
         f"batches are made in, or copied to, ordinary memory, which is slower: {reason}. Keep fewer "
         "batches, or allow more: Memory(limit=...) of the backend",
-        stacklevel=stacklevel(),
     )
 
 

@@ -43,13 +43,12 @@ beside the event until ``event.query()``.
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn
 
 if TYPE_CHECKING:
     from hybridloader.buffers.segments import Mapping
@@ -229,12 +228,11 @@ class PageLocks:
         if self.refusal is None or self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"a slot of memory for batches is not page-locked: {self.refusal} ({self.size:,} bytes "
             f"are locked already{_limit()}). Batches in it are copied once more where they are "
             "pinned. Raise the limit, keep fewer batches, or let slots take less: "
             "Memory(limit=...) of the backend",
-            stacklevel=stacklevel(),
         )
 
 

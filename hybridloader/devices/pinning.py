@@ -10,13 +10,12 @@ batch. Nothing here starts a thread, or knows where batches come from.
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from hybridloader.arguments import whole
 from hybridloader.buffers.page_locks import PageLocks
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn
 from hybridloader.devices.accelerator import Accelerator, Mark, current, find
 from hybridloader.devices.batch_parts import (
     bytes_of,
@@ -207,10 +206,9 @@ class Pinner:
         if self.refusal is None or self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"a tensor could not be put into page-locked memory, so its copy waits: {self.refusal}. "
             "Raise the system's limit (ulimit -l), or keep fewer batches. Batches come all the same",
-            stacklevel=stacklevel(),
         )
 
     def _read_by_this_stream(self) -> None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn
 from hybridloader.foreign import attribute
 
 TESTED = ("1.15", "1.15")
@@ -349,8 +348,7 @@ def _warn_if_untested(release: str) -> None:
     if not within:
         from hybridloader import __version__
 
-        warnings.warn(
+        warn(
             f"hybridloader {__version__} was tested with accelerate {'-'.join(TESTED)}, and "
             f"this is accelerate {release}. It is built as expected, so loaders are kept",
-            stacklevel=stacklevel(),
         )

@@ -7,7 +7,6 @@ pulls.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from hybridloader import arguments
 from hybridloader.arguments import is_number
 from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
+from hybridloader.caller import warn
 from hybridloader.errors import no_stop
 from hybridloader.foreign import attribute
 from hybridloader.operators.base import INFINITE, Context, Length, Operator
@@ -149,10 +149,9 @@ class BatchByIterator(Over):
             )
         self.skipped += 1
         if self.skipped == 1:
-            warnings.warn(
+            warn(
                 f"batch_by skips items that cost more than limit={rules.limit}; the first costs "
                 f"{cost}: {short(item)}. The iterator counts them: `skipped`",
-                stacklevel=3,
             )
         return False
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from hybridloader.caller import warn
 from hybridloader.errors import ResultNotSendable, StateError
 from hybridloader.operators.base import Context, Length, Mark, Operator, Part, Upstream
 from hybridloader.operators.cache_file import Reader, Writer
@@ -274,16 +274,14 @@ class KeepingIterator(Over):
 
 
 def _warn_of(path: str | None, error: OSError) -> None:
-    warnings.warn(
+    warn(
         f"the cache file {path!r} can't be written ({error}); what was written of it is removed, and "
         "this pass goes on without a cache",
-        stacklevel=4,
     )
 
 
 def _warn_of_errors(raised: int) -> None:
-    warnings.warn(
+    warn(
         f"a pass in which items raised errors ({raised} here) is not whole, so the cache does not "
         "keep it; skip such items in a step before the cache",
-        stacklevel=3,
     )

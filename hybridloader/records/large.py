@@ -7,11 +7,10 @@ It looks at what lies in the objects and never runs their code: no property, no 
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn
 from hybridloader.foreign import own_attributes
 
 _DEEP = 2
@@ -103,11 +102,9 @@ def hint_at_large_container(dataset: Any) -> None:
     _hinted = True
     path, kind, length = found
     instead = "SharedDict" if kind == "dict" else "SharedList"
-    warnings.warn(
+    warn(
         f"{path} is a {kind} of {length:,} entries; each worker process will copy it piece by piece "
         f"(counting references writes to it). hybridloader.{instead}(...) keeps one copy for all.",
-        UserWarning,
-        stacklevel=stacklevel(),
     )
 
 

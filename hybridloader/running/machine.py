@@ -14,11 +14,10 @@ import random
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn
 from hybridloader.devices.pinning import Pinner
 from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetcher import TaskContext
@@ -176,10 +175,9 @@ class Machine:
         if key not in self._pinners:
             pinner = self._pinners[key] = node.operator.pinner()
             if pinner is None:
-                warnings.warn(
+                warn(
                     f"{node.name} has nothing to do: no accelerator that pins memory was found, so "
                     "items pass as they are",
-                    stacklevel=stacklevel(),
                 )
         return self._pinners[key]
 

@@ -6,15 +6,13 @@ then workers start. A pass of a loader that has loaded nothing does nothing here
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.caller import stacklevel
+from hybridloader.caller import warn, warn_once
 from hybridloader.datapipes import seed_datapipe
 from hybridloader.errors import StateError
 from hybridloader.fetch import Apart
@@ -265,7 +263,11 @@ class Opening:
             return ()
         told = any(s.skip > s.position and not s.stateful for s in resume.starts)
         if told and self._plan.iterable:
-            _tell_of_reading(type(self._plan.dataset).__name__)
+            warn_once(
+                f"{type(self._plan.dataset).__name__} has no state_dict() and load_state_dict(), nor "
+                "has its iterator, so each worker reads its part of it again up to where it had come. "
+                "`loader.resuming` tells how far that is"
+            )
         return resume.starts
 
 
@@ -326,10 +328,9 @@ def leave_for_epoch(plan: LoaderPlan, epoch: int) -> None:
     if state is None or (place := read(plan, state).next_epoch) == epoch:
         return
     plan.record.loaded = None
-    warnings.warn(
+    warn(
         f"set_epoch({epoch}) drops the place that was loaded, which is in epoch {place}; load the state "
         "after set_epoch(), or start with that epoch",
-        stacklevel=stacklevel(),
     )
 
 
@@ -339,12 +340,3 @@ def _load_dataset(dataset: Any, state: Any) -> None:
             f"the state holds that of the dataset, and {type(dataset).__name__} has no load_state_dict()"
         )
     dataset.load_state_dict(state)
-
-
-@functools.cache
-def _tell_of_reading(dataset: str) -> None:
-    warnings.warn(
-        f"{dataset} has no state_dict() and load_state_dict(), nor has its iterator, so each worker "
-        "reads its part of it again up to where it had come. `loader.resuming` tells how far that is",
-        stacklevel=stacklevel(),
-    )
