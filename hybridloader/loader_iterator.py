@@ -299,10 +299,11 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         # torch's enters a profiler range for every batch, which costs 15-30 us; only a running
-        # profiler sees it. Whoever replaces torch's method (as monitors do) finds it called.
+        # profiler sees it. It also warns of more batches than a length that was asked for. Whoever
+        # replaces torch's method (as monitors do) finds it called.
         if (
             _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
-            or self._dataset_kind == _DatasetKind.Iterable
+            or self._IterableDataset_len_called is not None
             or _profiling()
         ):
             return super().__next__()

@@ -7,11 +7,14 @@ call, and a call that comes to every batch is seen here and nowhere else.
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.utils.data
 
 import hybridloader
 from hybridloader import DataLoader, backends
@@ -88,3 +91,34 @@ def test_a_plain_batch_costs_a_worker_few_calls(backend: Any) -> None:
     counted = next(batch[0] for batch in loader if type(batch[0]) is dict)
     calls = Calls(counted)
     assert calls.a_batch() <= 30, str(calls)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_torchs_profiler_range_is_entered_where_something_is_to_be_seen_by_it(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's `__next__`, which enters it, is for who profiles or has asked for the length."""
+    entered: list[str] = []
+
+    class Range(contextlib.nullcontext[None]):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            entered.append(name)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", Range)
+    loader = DataLoader(Stream(), 4, backend="threads", num_workers=1)
+    if asked:
+        assert len(loader) == 1
+        with pytest.warns(UserWarning, match="was reported to be 1"):
+            list(loader)
+    else:
+        list(loader)
+    assert bool(entered) == asked
