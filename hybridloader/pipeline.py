@@ -135,9 +135,7 @@ class Pipeline(Steps):
             fetch = MapFetch(dataset, _as_it_is, batched=False)
         else:
             fetch = MapFetch(dataset, collate_fn or WithoutTorch("default_collate"), batched=True)
-        lookup = Lookup(fetch, label=name)
-        placement = Placement.of(lookup.name, where)
-        return cls([indices, Lookup(fetch, placement, name)])
+        return cls([indices, Lookup.placed(fetch, name, where)])
 
     @classmethod
     def from_iterable(

@@ -17,7 +17,7 @@ from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatc
 from hybridloader.operators.join import Branch, Concat, Fork, Interleave, Mix, Zip
 from hybridloader.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
 from hybridloader.operators.pin import PinMemory, ToDevice
-from hybridloader.operators.work import Filter, FlatMap, Map, Placement
+from hybridloader.operators.work import Filter, FlatMap, Map
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,22 +67,19 @@ class Steps:
             `worker_init_fn`, `threads_per_worker`, `fuse`, `seeding`, `on_error`, `on_worker_death`,
             `task_timeout`.
         """
-        plain = Map(function, label=name)
-        return self._then(Map(function, Placement.of(plain.name, where), name))
+        return self._then(Map.placed(function, name, where))
 
     def flat_map(
         self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
     ) -> Pipeline:
         """The items of the iterables that `function` returns. See `map`."""
-        plain = FlatMap(function, label=name)
-        return self._then(FlatMap(function, Placement.of(plain.name, where), name))
+        return self._then(FlatMap.placed(function, name, where))
 
     def filter(
         self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
     ) -> Pipeline:
         """The items for which `function` is true. See `map`."""
-        plain = Filter(function, label=name)
-        return self._then(Filter(function, Placement.of(plain.name, where), name))
+        return self._then(Filter.placed(function, name, where))
 
     # -- groups --------------------------------------------------------------------------------------
 

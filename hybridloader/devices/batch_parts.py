@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.foreign import attribute, has
@@ -83,27 +83,22 @@ def _with_fields(data: Any, is_part: Callable[[Any], bool], change: Callable[[An
 
 def tensors_in(data: Any) -> list[torch.Tensor] | None:
     """The tensors in a container; None if it is none, so that nobody knows what it holds."""
-    if is_tensor(data):
-        return [data]
+    parts = _parts(data)
+    if is_tensor(data) or parts is None:
+        return [data] if is_tensor(data) else None
+    return [tensor for part in parts for tensor in tensors_in(part) or ()]
+
+
+def _parts(data: Any) -> Iterable[Any] | None:
     if isinstance(data, (str, bytes)):
-        return []
-    if not isinstance(data, (abc.Mapping, abc.Sequence)) and not dataclasses.is_dataclass(data):
-        return None
-    return list(_tensors(data))
-
-
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    if is_tensor(data):
-        yield data
-    elif isinstance(data, abc.Mapping):
-        for value in data.values():
-            yield from _tensors(value)
-    elif isinstance(data, abc.Sequence) and not isinstance(data, (str, bytes)):
-        for value in data:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(data):
-        for field in dataclasses.fields(data):
-            yield from _tensors(attribute(data, field.name))
+        return ()
+    if isinstance(data, abc.Mapping):
+        return data.values()
+    if isinstance(data, abc.Sequence):
+        return data
+    if dataclasses.is_dataclass(data):
+        return [attribute(data, field.name) for field in dataclasses.fields(data)]
+    return None
 
 
 def is_tensor(part: Any) -> bool:

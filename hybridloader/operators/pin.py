@@ -21,8 +21,8 @@ from hybridloader.devices.pinning import (
     pinner_for,
 )
 from hybridloader.errors import add_note
-from hybridloader.foreign import attribute
 from hybridloader.operators.base import Context, OneForOne
+from hybridloader.operators.iterators import Over
 from hybridloader.relay import FINAL, Relay
 
 
@@ -112,17 +112,18 @@ class ToDevice(PinMemory):
         return pinner_for(transfer, pin_memory=False)
 
 
-class Sending(Iterator[Any]):
+class Sending(Over):
     """What the thread runs: items, handled one after the other."""
 
     def __init__(self, items: Iterator[Any], pinner: Pinner, name: str) -> None:
-        self._items, self._pinner, self._name = items, pinner, name
+        super().__init__(items)
+        self._pinner, self._name = pinner, name
         # All the mutable state:
         self._number = -1
 
     def __next__(self) -> Sent:
         self._number += 1
-        item = [next(self._items)]
+        item = [self._pull()]
         try:
             return self._pinner.send(item)
         except FINAL:
@@ -130,11 +131,6 @@ class Sending(Iterator[Any]):
         except Exception as error:
             add_note(error, f"In stage {self._name!r}, at item {self._number} of this pass.")
             raise
-
-    def close(self) -> None:
-        close = attribute(self._items, "close")
-        if close is not None:
-            close()
 
 
 class Taking(Iterator[Any]):

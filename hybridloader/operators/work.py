@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hybridloader.arguments import flag, function, seconds, whole
 from hybridloader.contract import Backend
@@ -19,6 +19,9 @@ from hybridloader.registry import get_backend
 from hybridloader.running.work import Step
 from hybridloader.seeds.sample_seeds import SampleSeeding
 from hybridloader.seeds.sample_seeds import parse as parse_seeding
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Where(TypedDict, total=False):
@@ -184,6 +187,11 @@ class Work(Operator):
     label: str | None = None
 
     kind = "map"
+
+    @classmethod
+    def placed(cls, function: Any, label: str | None, where: Where) -> Self:
+        """With what the user has said of where it runs."""
+        return cls(function, Placement.of(cls(function, label=label).name, where), label)
 
     def __post_init__(self) -> None:
         check_label(self.label)

@@ -122,18 +122,13 @@ def bounds(
     return offsets[:-1], offsets[1:]
 
 
-def decoder(kind: str) -> Callable[[bytes], Any] | None:
-    """From the bytes of an element to the element; None when they are eight and need none."""
-    return _DECODERS[kind]
-
-
 def elements(kind: str, data: Data, starts: memoryview, ends: memoryview) -> Iterator[Any]:
     """The elements at `starts`, which may be any slice of a column's."""
     return chain.from_iterable(_pieces(kind, data, starts, ends))
 
 
 def _pieces(kind: str, data: Data, starts: memoryview, ends: memoryview) -> Iterator[Iterable[Any]]:
-    decode = _DECODERS[kind]
+    decode = DECODERS[kind]
     for i in range(0, len(starts), _READ):
         begins = starts[i : i + _READ].tolist()
         if decode is None:
@@ -158,13 +153,14 @@ def as_text(raw: bytes) -> str:
         return raw.decode("utf-8", "surrogatepass")
 
 
-_DECODERS: dict[str, Callable[[bytes], Any] | None] = {
+DECODERS: dict[str, Callable[[bytes], Any] | None] = {
     "int": None,
     "float": None,
     "str": as_text,
     "bytes": bytes,
     "pickle": pickle.loads,
 }
+"""From the bytes of an element to the element; None when they are eight and need none."""
 
 
 def _encode(kind: str, chunk: Sequence[Any]) -> tuple[Any, Iterable[int] | None]:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 from zlib import crc32
 
 from hybridloader.foreign import has
@@ -21,7 +21,6 @@ from hybridloader.records.columns import Column, chunks
 from hybridloader.records.shared_list import SHOWN, SharedList, Unchanging
 from hybridloader.shown import cell
 
-T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -120,13 +119,7 @@ class SharedDict(Unchanging, Mapping[K, V]):
             raise KeyError(key)
         return self._values[entry]
 
-    @overload
-    def get(self, key: Any, /) -> V | None: ...
-
-    @overload
-    def get(self, key: Any, /, default: T) -> V | T: ...
-
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: Any, default: Any = None) -> V | Any:
         """The value of `key`, or `default`."""
         entry = self._find(key)
         return default if entry < 0 else self._values[entry]

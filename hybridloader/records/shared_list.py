@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeVar, overload
 
-from hybridloader.records.columns import Column, Layout, bounds, decoder, elements
+from hybridloader.records.columns import DECODERS, Column, Layout, bounds, elements
 from hybridloader.records.shared_buffer import SharedBuffer
 from hybridloader.shown import cell
 
@@ -124,7 +124,7 @@ class SharedList(Unchanging, Sequence[T]):
 
     def _attach(self, buffer: SharedBuffer, layout: Layout, span: range | None = None) -> None:
         self._buffer, self._layout = buffer, layout
-        self._data, self._decode = buffer.data, decoder(layout.kind)
+        self._data, self._decode = buffer.data, DECODERS[layout.kind]
         starts, ends = bounds(layout, buffer.data)
         self._span = range(layout.length) if span is None else span
         if span is not None:
