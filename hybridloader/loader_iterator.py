@@ -44,7 +44,7 @@ from hybridloader.scheduler import Dispatch, round_robin, round_robin_with_room
 from hybridloader.seeds.pass_seeds import PassSeeds
 from hybridloader.stage import Stage
 from hybridloader.states.carried import is_stateful
-from hybridloader.states.progress import Counting, Progress, Results
+from hybridloader.states.progress import Progress, Results
 from hybridloader.states.resuming import FirstOf, Opening
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -230,9 +230,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         progress.exhausted = stage.exhausted
         if isinstance(self._dispatch, FirstOf):
             opening.direct(self._dispatch)
-        results = self._results(opening.source(self, progress, stage.next_seq), progress, changes)
+        # Where nothing comes out of turn or with a state, the place follows from what was given last.
         plain = self._plan.in_order and self._on_error is None and not self._carries
-        batches: Iterator[Any] = Counting(results, progress, plain=plain)
+        ahead = self._prefetch_factor * self._num_workers if plain else None
+        source = opening.source(self, progress, stage.next_seq, ahead)
+        results = self._results(source, progress, changes)
+        batches = progress.watch(results)
         if self._on_error is not None or self._joins:
             batches = self._filled(batches, results, progress)
         self._next_batch = batches.__next__
@@ -363,9 +366,10 @@ class LoaderIterator(_BaseDataLoaderIter):
 def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | None]:
     """Return who made the last of `results`, and what became of its samples."""
     # Taken away: an inline worker's error has a traceback, and its frames hold the caller's own.
-    extras, results.last_extras = results.last_extras, None
+    last = results.last
+    extras, last.extras = last.extras, None
     outcome = None if extras is None else extras.get("outcome")
-    return results.last_worker if workers else None, outcome
+    return last.worker if workers else None, outcome
 
 
 def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -46,6 +46,22 @@ if TYPE_CHECKING:
     from hybridloader.seeds.numbering import Counter
 
 
+class Last:
+    """What is known of the result that was handed out last. It outlives the stage, and holds no value.
+
+    Attributes
+    ----------
+    seq, worker, position, extras
+        As of `Done`; `seq` is -1 where there was none.
+    """
+
+    __slots__ = ("extras", "position", "seq", "worker")
+
+    def __init__(self) -> None:
+        self.seq, self.worker, self.position = -1, 0, 0
+        self.extras: dict[str, Any] | None = None
+
+
 class Stage(Lifecycle, Iterator[Any]):
     """The running form of one stage: an iterator over its results.
 
@@ -112,9 +128,7 @@ class Stage(Lifecycle, Iterator[Any]):
         self._feed: Feed | None = None  # instead of a source that is waited for
         self._hungry = False  # the feed had nothing when it was asked last
         self._last_exit: Exited | None = None
-        # Of the result that was handed out last:
-        self.last_worker, self.last_seq, self.last_position = 0, -1, 0
-        self.last_extras: dict[str, Any] | None = None
+        self.last = Last()
         window = max(1, lookahead)
         super().__init__(
             backend,
@@ -188,8 +202,9 @@ class Stage(Lifecycle, Iterator[Any]):
                 if self._eager:
                     self._fill()
                     self._crew.flush()
-                self.last_worker, self.last_seq = result.worker, result.seq
-                self.last_position, self.last_extras = result.position, result.extras
+                last = self.last
+                last.worker, last.seq = result.worker, result.seq
+                last.position, last.extras = result.position, result.extras
                 return self._hand_out(result)
             except Exception:
                 raise

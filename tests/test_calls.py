@@ -18,6 +18,7 @@ import torch.utils.data
 
 import hybridloader
 from hybridloader import DataLoader, backends
+from hybridloader.loader_record import record_of
 
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))
 SIZE, FIRST, BATCHES = 4, 100, 200
@@ -69,9 +70,14 @@ class Counted(Numbers):
     [("threads", 2, 22), ("fork", 2, 35), ("shared-memory", 2, 35)],
 )
 def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, most: int) -> None:
-    iterator = iter(
-        DataLoader(Numbers(), SIZE, num_workers=workers, backend=backend, collate_fn=plainly)  # type: ignore[arg-type]
+    loader = DataLoader(
+        Numbers(),  # type: ignore[arg-type]
+        SIZE,
+        num_workers=workers,
+        backend=backend,
+        collate_fn=plainly,
     )
+    iterator = iter(loader)
     for _ in range(FIRST):
         next(iterator)
     calls, before = Calls(), sys.getprofile()
@@ -83,6 +89,8 @@ def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, 
         sys.setprofile(before)
     iterator.close()  # type: ignore[attr-defined]
     assert calls.a_batch() <= most, str(calls)
+    assert not [name for name in calls if name.startswith("progress.")], "states were not asked for"
+    assert len(record_of(loader).progress.log) <= 2 * workers + 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("backend", ["fork", "shared-memory"])

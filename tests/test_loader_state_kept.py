@@ -590,7 +590,7 @@ def test_what_is_large_is_not_sent_with_each_batch(
     note = progress.Progress.passed
 
     def passed(self: Any, stage: Any, error: Any = None) -> None:
-        come.append("state" in (stage.last_extras or {}))
+        come.append("state" in (stage.last.extras or {}))
         note(self, stage, error)
 
     monkeypatch.setattr(progress.Progress, "passed", passed)

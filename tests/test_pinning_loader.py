@@ -300,7 +300,7 @@ def test_a_timeout_counts_while_the_caller_waits_and_loses_nothing(tmp_path: Pat
         device=FakeAccelerator(),
     )
     iterator = start(loader)
-    results: Any = iterator._next_batch.__self__._stage  # type: ignore[attr-defined]
+    results: Any = iterator._next_batch.__self__  # type: ignore[attr-defined]
     assert next(iterator) == [0]
     gate.await_arrivals()
     results._timeout = 0.01  # only now: the first batch may take its time

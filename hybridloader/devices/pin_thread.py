@@ -20,7 +20,7 @@ from hybridloader.devices.pinning import Pinner, Sent
 from hybridloader.errors import IteratorClosed, NotReady, Raised, WorkerTimeout, add_note
 from hybridloader.refresh import Change
 from hybridloader.relay import FINAL, Relay
-from hybridloader.stage import Stage
+from hybridloader.stage import Last, Stage
 
 _PATIENCE = 2.0
 """Seconds that `close` may take."""
@@ -127,7 +127,7 @@ class _Pulling(Iterator[Any]):
             return self._handed(None, error=Raised(error))
 
     def _handled(self, result: list[Any]) -> _Handed:
-        extras = self._stage.last_extras
+        extras = self._stage.last.extras
         if extras is not None and "outcome" in extras and extras["outcome"].short is not None:
             return self._handed(result.pop())  # samples, of which a batch is yet to be made
         sent = self._pinner.send(result)
@@ -136,10 +136,9 @@ class _Pulling(Iterator[Any]):
     def _handed(
         self, found: Any, size: int = 0, error: Raised | None = None, final: bool = False
     ) -> _Handed:
-        stage = self._stage
-        place = stage.last_seq, stage.last_worker, stage.last_position
-        extras = stage.last_extras if error is None else None
-        return _Handed(*place, extras, found, size, error, final)
+        last = self._stage.last
+        extras = last.extras if error is None else None
+        return _Handed(last.seq, last.worker, last.position, extras, found, size, error, final)
 
     def close(self) -> None:
         """The thread ends."""
@@ -159,8 +158,8 @@ class PinnedResults(Iterator[Any]):
 
     Attributes
     ----------
-    last_seq, last_worker, last_position, last_extras
-        Of the result that was handed out last, as of a `Stage`.
+    last
+        As of a `Stage`.
     """
 
     def __init__(
@@ -176,8 +175,7 @@ class PinnedResults(Iterator[Any]):
         self._pinner = thread.pinner
         self._owner = os.getpid()
         # All the mutable state:
-        self.last_seq, self.last_worker, self.last_position = -1, 0, 0
-        self.last_extras: dict[str, Any] | None = None
+        self.last = Last()
         self._relay: Relay | None = None
         self._epoch = -1
         self._failed = False  # by an error after which nothing more will come
@@ -209,7 +207,8 @@ class PinnedResults(Iterator[Any]):
                 "this iterator belongs to the process that this one was forked from; make one here"
             )
         handed = self._wait()
-        self.last_seq, self.last_worker, self.last_position, self.last_extras = handed[:4]
+        last = self.last
+        last.seq, last.worker, last.position, last.extras = handed[:4]
         self.draw()
         if handed.error is not None:
             self._failed = handed.final

@@ -110,7 +110,7 @@ class StageItems(Iterator[Any]):
                     if self._losses is not None:
                         self._losses.take(1, (), None)
                     return outcome
-                sort_out(outcome, self._losses, self._stage, self._stage.last_worker, "working on")
+                sort_out(outcome, self._losses, self._stage, self._stage.last.worker, "working on")
             self.books.pulled()
             try:
                 results = self._stage.pull(self._epoch, wait=wait)
@@ -248,7 +248,7 @@ class ReaderItems(Iterator[Any]):
             self.books.items_out += items_among(results, self._losses)
         else:
             self.books.items_out += len(results)
-        self._waiting[self._stage.last_worker].extend(results)
+        self._waiting[self._stage.last.worker].extend(results)
 
     def close(self) -> None:
         """No more items are wanted in this pass."""

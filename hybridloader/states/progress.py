@@ -7,7 +7,10 @@ remembered as indices, as many as the window has.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, filterfalse, repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hybridloader.errors import WorkerDied
@@ -19,9 +22,9 @@ from hybridloader.states.copies import Latest
 
 if TYPE_CHECKING:
     from hybridloader.messages import Exhausted
-    from hybridloader.states.cadence import Cadence
+    from hybridloader.stage import Last
     from hybridloader.states.replay import Making
-    from hybridloader.states.samplers import Snapshot
+    from hybridloader.states.samplers import Snapshot, Snapshots
 
 
 class Base(NamedTuple):
@@ -35,8 +38,8 @@ class Base(NamedTuple):
     before: Base | None = None
 
 
-Draw = tuple[Any, "Base | None"]
-"""One item of the sampler, and the state from which it can be drawn again, if there is one."""
+Draw = tuple[int, Any, "Base | None"]
+"""The number of an item of the sampler, the item, and the state from which it can be drawn again."""
 
 _NOTHING: dict[str, Any] = {}
 
@@ -47,18 +50,11 @@ UNKNOWN = object()
 class Results(Protocol):
     """What the results come from: a stage, or what stands before one, and what it says of the last."""
 
-    @property
-    def last_seq(self) -> int: ...
-
-    @property
-    def last_worker(self) -> int: ...
-
-    @property
-    def last_position(self) -> int: ...
-
-    last_extras: dict[str, Any] | None
+    last: Last
 
     def __next__(self) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class Progress:
@@ -82,9 +78,9 @@ class Progress:
     behind
         Items of the sampler, from its beginning, that were handed out or are in `missing`.
     missing
-        Those of them that were not handed out.
+        Those of them that were not handed out, by number.
     log
-        What was drawn and not handed out, by number.
+        What was drawn behind these, in order; where nothing is counted, the last ones that were drawn.
     at
         The last one before `behind`.
     end
@@ -123,8 +119,8 @@ class Progress:
         self.base_seed = 0
         self.shared_seed: int | None = None
         self.yielded = self.results = self.behind = 0
-        self.missing: set[int] = set()
-        self.log: dict[int, Draw] = {}
+        self.missing: dict[int, Draw] = {}
+        self.log: deque[Draw] = deque()
         self.at: Draw | None = None
         self.end = -1
         self.places = [Start()] * workers
@@ -144,15 +140,64 @@ class Progress:
         self.shift = 0  # from the numbers of tasks to those of the sampler's items
         self._first = 0  # the number of the first task
         self._seq = -1
+        self._counted = True
+        self._last: Last | None = None  # where nothing is counted
 
-    def begin(self, first: int, leads: Sequence[Any] = ()) -> None:
-        """The stage begins with task `first`; `leads` come again, before the sampler goes on."""
+    def begin(self, first: int, ahead: int | None, leads: Sequence[Any] = ()) -> None:
+        """Begin with task `first`.
+
+        Parameters
+        ----------
+        ahead
+            Most items that are drawn ahead of what is handed out, where results come in their order and
+            with nothing beside them: then nothing is to be counted. None: they do not.
+        leads
+            What comes again, before the sampler goes on.
+        """
         number = self.behind - len(leads)
         self.shift, self._first, self._seq = first - number, first, first - 1
-        for lead in leads:
-            self.log[number] = lead, None
-            self.missing.add(number)
+        self._counted = ahead is None or bool(leads)
+        if ahead is not None and not leads:
+            self.log = deque(
+                maxlen=ahead + 2
+            )  # and the last one, and one more while it is handed out
+        self.missing = {n: (n, lead, None) for n, lead in enumerate(leads, number)}
+
+    def drawing(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """`indices`, which are noted in the log, without a step of Python for each."""
+        drawn = zip(count(self.behind), indices, repeat(None))
+        return map(itemgetter(1), filterfalse(self.log.append, drawn))
+
+    def drawing_with_states(self, indices: Iterator[Any], taken: Snapshots) -> Iterator[Any]:
+        """`indices`, which are noted in the log with the states from which to draw them again."""
+        log, cadence = self.log, taken.cadence
+        number, base = self.behind, None if self.at is None else self.at[2]
+        for index in indices:
             number += 1
+            if cadence is None:  # ours always tell the place
+                base = Base(number, taken.take())
+            elif cadence.due():
+                base = Base(number, taken.take(), base and base._replace(before=None))
+                cadence.taken()
+            log.append((number - 1, index, base))
+            yield index
+        self.end = number
+
+    def watch(self, results: Results) -> Iterator[Any]:
+        """`results`, of which is noted what was handed out."""
+        if self._counted:
+            return Counting(results, self)
+        self._last = results.last
+        return results
+
+    def settle(self) -> None:
+        """Find out how far it has come, where nothing is counted."""
+        last = self._last
+        if last is None or last.seq < self._first:
+            return
+        number, self.last_worker = last.seq - self.shift, last.worker
+        self.behind = number + 1
+        self.at = next((draw for draw in self.log.copy() if draw[0] == number), None)
 
     def go_on(self, starts: Sequence[Start]) -> None:
         """Note where each worker began."""
@@ -163,30 +208,30 @@ class Progress:
 
     def passed(self, stage: Results, error: Exception | None = None) -> None:
         """Note that a result was handed out, or an error. Ignore it if it was none."""
-        seq = stage.last_seq
+        last = stage.last
+        seq = last.seq
         if seq == self._seq or seq < self._first:  # of the pass before, and this one's are late
             return
         self._seq = seq
         self.results += 1
-        worker = self.last_worker = stage.last_worker
+        worker = self.last_worker = last.worker
         self.again[worker] = 0
         if worker in self.first:
             self.first = tuple(w for w in self.first if w != worker)
-        number = seq - self.shift
-        extras = stage.last_extras or _NOTHING
+        extras = last.extras or _NOTHING
         state = extras.get("state")
-        self._note_place(worker, stage.last_position, state, extras.get("outcome"))
+        self._note_place(worker, last.position, state, extras.get("outcome"))
         if self.iterable:
             return
+        draw = self._handed_out(seq - self.shift)
         # What kills workers is not done again; the state of the next one comes with its first.
         again = state is None and not isinstance(error, WorkerDied)
-        if again and self.places[worker].stateful and number in self.log:
-            self._again[worker].append(self.log[number][0])
-        self._count(number)
+        if again and self.places[worker].stateful and draw is not None:
+            self._again[worker].append(draw[1])
 
     def base(self, length: Callable[[], int | None]) -> Base | None:
         """Return the sampler's state to go on from; `length` tells how many items it gives."""
-        base = None if self.at is None else self.at[1]
+        base = None if self.at is None else self.at[2]
         if base is None or base.number < self.behind or base.before is None:
             return base
         if self.behind != self.end:
@@ -211,13 +256,13 @@ class Progress:
         apart = [index for _, index in self.waiting.samples]
         whole = []
         for number in sorted(self.missing):
-            index, _ = self.log[number]
+            index = self.missing[number][1]
             if type(index) is Apart:
                 apart = [*index, *apart]
             else:
                 whole.append(index)
         if self.waiting.whole and self._latest is not None:
-            whole.append(self._latest[0])
+            whole.append(self._latest[1])
         return apart, whole
 
     def opened(self, worker: int, told: DatasetState) -> None:
@@ -256,15 +301,20 @@ class Progress:
                 starts[worker] = self.remainders[worker]._replace(skip=number)
         return starts
 
-    def _count(self, number: int) -> None:
-        draw = self.log.pop(number, None)
-        if draw is not None:
-            self._latest = draw
+    def _handed_out(self, number: int) -> Draw | None:
+        """Return what was drawn for a result."""
         if number < self.behind:
-            self.missing.discard(number)
-            return
-        self.missing.update(range(self.behind, number))
-        self.behind, self.at = number + 1, draw
+            draw = self.missing.pop(number, None)
+        else:
+            draw = None
+            while self.log:
+                draw = self.log.popleft()
+                if draw[0] == number:
+                    break
+                self.missing[draw[0]] = draw
+            self.behind, self.at = number + 1, draw
+        self._latest = draw or self._latest
+        return draw
 
     def _note_place(
         self, worker: int, position: int, state: DatasetState | None, outcome: Outcome | None
@@ -283,85 +333,18 @@ class Progress:
             self.remainders[worker] = before
 
 
-class Drawing(Iterator[Any]):
-    """The sampler's iterator, of which is noted what it gave.
-
-    Parameters
-    ----------
-    indices
-        The iterator.
-    progress
-        Is told.
-    snapshot
-        Gives the state of the sampler, if it has one.
-    number
-        The first item's number among those of the sampler.
-    base
-        The state of the sampler that a pass goes on from.
-    cadence
-        When its state is taken; None: after every item.
-    """
-
-    def __init__(
-        self,
-        indices: Iterator[Any],
-        progress: Progress,
-        snapshot: Callable[[], Snapshot] | None,
-        number: int,
-        base: Base | None = None,
-        cadence: Cadence | None = None,
-    ) -> None:
-        self._indices, self._snapshot = indices, snapshot
-        self._progress, self._log = progress, progress.log
-        self._number, self._base, self._cadence = number, base, cadence
-        self._own = progress.behind  # what comes before it is not the sampler's
-
-    def __next__(self) -> Any:
-        number = self._number
-        try:
-            index = next(self._indices)
-        except StopIteration:
-            self._progress.end = number
-            raise
-        self._number = number + 1
-        if self._snapshot is not None and number >= self._own:
-            cadence = self._cadence
-            if cadence is None:
-                self._take()
-            elif cadence.due():
-                self._take()
-                cadence.taken()
-        self._log[number] = index, self._base
-        return index
-
-    def _take(self) -> None:
-        assert self._snapshot is not None
-        base = self._base if self._cadence is not None else None  # ours always tell the place
-        self._base = Base(self._number, self._snapshot(), base and base._replace(before=None))
-
-
 class Counting(Iterator[Any]):
     """The results of a stage, of which is noted what was handed out, and the states beside them."""
 
-    def __init__(self, stage: Results, progress: Progress, *, plain: bool) -> None:
+    def __init__(self, stage: Results, progress: Progress) -> None:
         self._stage, self._progress = stage, progress
         self._pull: Callable[[], Any] = stage.__next__
-        self._plain = plain and not progress.iterable
-        # All the mutable state is that of `progress`.
 
     def __next__(self) -> Any:
-        stage, progress = self._stage, self._progress
         try:
             found = self._pull()
         except Exception as error:
-            progress.passed(stage, error)
+            self._progress.passed(self._stage, error)
             raise
-        # What `passed` comes to where results are in order and nothing waits: 1 us less a batch.
-        if self._plain and stage.last_extras is None:
-            number = stage.last_seq - progress.shift
-            if number == progress.behind:
-                progress.behind = number + 1
-                progress.at = progress.log.pop(number)
-                return found
-        progress.passed(stage)
+        self._progress.passed(self._stage)
         return found

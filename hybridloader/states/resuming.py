@@ -20,7 +20,7 @@ from hybridloader.foreign import attribute, has
 from hybridloader.scheduler import ACTIVE, Dispatch, Scheduler
 from hybridloader.states.carried import Start, is_stateful
 from hybridloader.states.copies import copied
-from hybridloader.states.progress import UNKNOWN, Base, Drawing, Progress
+from hybridloader.states.progress import UNKNOWN, Base, Progress
 from hybridloader.states.replay import (
     AGAIN,
     FIRST,
@@ -211,24 +211,22 @@ class Opening:
         record.progress, record.loaded = made, None
         return made
 
-    def source(self, iterator: Any, progress: Progress, first: int) -> Iterator[Any]:
-        """What the stage is fed with, whose first task has this number."""
+    def source(
+        self, iterator: Any, progress: Progress, first: int, ahead: int | None
+    ) -> Iterator[Any]:
+        """What the stage is fed with, whose first task is `first`; `ahead` as of `Progress.begin`."""
+        indices: Iterator[Any] = iterator._sampler_iter
         if progress.iterable:
-            progress.begin(first)
-            source: Iterator[Any] = iterator._sampler_iter
-            return source
+            progress.begin(first, None)
+            return indices
         leads = self._leads()
-        progress.begin(first, leads)
-        indices = iterator._sampler_iter
+        progress.begin(first, ahead, leads)
         taken = self._plan.samplers.snapshots(indices)
-        if taken is not None and not progress.behind and self._plan.samplers.stateful is None:
-            progress.at = UNKNOWN, Base(0, taken.take())
-        rest = chain(leads, indices) if leads else indices
-        first = progress.behind - len(leads)
         if taken is None:
-            return Drawing(rest, progress, None, first)
-        base = None if progress.at is None else progress.at[1]
-        return Drawing(rest, progress, taken.take, first, base, taken.cadence)
+            return chain(leads, progress.drawing(indices))
+        if not progress.behind and self._plan.samplers.stateful is None:
+            progress.at = -1, UNKNOWN, Base(0, taken.take())
+        return chain(leads, progress.drawing_with_states(indices, taken))
 
     def _leads(self) -> list[Any]:
         resume = self.resume
@@ -277,7 +275,7 @@ def _go_on(progress: Progress, resume: Resume) -> None:
     progress.results = resume.count if progress.iterable else 0
     if resume.count and not progress.iterable:
         base = resume.snapshot and Base(resume.count - resume.since, resume.snapshot)
-        progress.at = UNKNOWN, base
+        progress.at = resume.count - 1, UNKNOWN, base
     if resume.starts:
         progress.go_on(resume.starts)
     progress.first, progress.last_worker = resume.first, resume.last
@@ -294,8 +292,10 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
     waiting, progress = plan.record.loaded, plan.record.progress
     if waiting is not None:
         return dict(copied(dict(waiting)))
-    if progress is not None and not progress.finished:
-        return written(plan, progress, WITHIN)
+    if progress is not None:
+        progress.settle()
+        if not progress.finished:
+            return written(plan, progress, WITHIN)
     again = stays and progress is not None
     making = Making.of(plan.samplers, steps_of(plan, again=again))
     next_one = Progress(making, plan.epoch, plan.readers, iterable=plan.iterable)

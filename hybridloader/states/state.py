@@ -161,7 +161,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "start": None if making.start is None else given(making.start.sampler),
             "sampler_epoch": making.epoch,
             "generators": {name: each.clone() for name, each in making.generators.items()},
-            "check": None if at is None or at[0] is UNKNOWN else check_of(at[0]),
+            "check": None if at is None or at[1] is UNKNOWN else check_of(at[1]),
             "share": None if iterable else plan.samplers.share,
             "since": 0 if base is None else count - base.number,
             "apart": copied(apart) if apart else [],

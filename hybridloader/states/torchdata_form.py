@@ -183,7 +183,7 @@ def _told_last(plan: LoaderPlan) -> tuple[Any, Any]:
     torchdata writes these. Our own dict has an earlier state, or that of the next pass's beginning.
     """
     progress = plan.record.progress
-    base = None if progress is None or progress.at is None else progress.at[1]
+    base = None if progress is None or progress.at is None else progress.at[2]
     if base is None:
         return None, None
     return given(base.snapshot.sampler), given(base.snapshot.iterator)
