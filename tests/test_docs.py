@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hybridloader
-from hybridloader.engine import Task
+from hybridloader import engine
 from hybridloader.testing import BackendContract, Gate
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +82,7 @@ def test_the_worked_example_kills_a_worker_that_does_not_end(
     monkeypatch.setattr("hybridloader.contract.GRACE", 0.0)
     crew = pool_backend.Pool().open()
     crew.start(0, BackendContract.spec(lambda index: gate.arrive()))
-    crew.send(0, Task(0, None))
+    crew.send(0, engine.Task(0, None))
     gate.await_arrivals()
     crew.close()
     assert [handle.exitcode for handle in crew.handles()] == [-signal.SIGKILL]
@@ -93,6 +93,15 @@ def test_the_worked_example_is_short_and_imports_one_module_of_ours() -> None:
     assert len(source.splitlines()) < 100
     found = {line for line in source.splitlines() if "import" in line and "hybridloader" in line}
     assert found == {"from hybridloader import engine"}
+
+
+def test_the_page_names_every_method_of_a_crew_and_all_that_a_backend_says_of_itself() -> None:
+    page = (ROOT / "docs" / "backends.md").read_text()
+    authors = page[page.index("## Writing one") :]
+    for kind in (engine.Backend, engine.Crew):
+        public = {*vars(kind), *vars(kind)["__annotations__"]}
+        for name in {name for name in public if not name.startswith("_")}:
+            assert re.search(rf"\b{name}\b", authors), f"{kind.__name__}.{name}"
 
 
 def test_the_worked_example_is_the_one_in_the_page() -> None:
