@@ -49,3 +49,10 @@ def own_attributes(thing: Any) -> dict[str, Any]:
             elif type(value) is dict:
                 found.update(value)
     return found
+
+
+def close(thing: Any) -> None:
+    """Close what can be closed; most iterators hold nothing and have no `close`."""
+    shut = attribute(thing, "close")
+    if shut is not None:
+        shut()

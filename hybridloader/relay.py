@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridloader.errors import IteratorClosed, NotReady, Raised, WorkerDied
-from hybridloader.foreign import attribute
+from hybridloader.foreign import close
 
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread."""
@@ -139,9 +139,7 @@ def _pull(belt: _Belt, source: Iterator[Any], prepare: Callable[[], None] | None
         error = caught
     finally:
         try:
-            close = attribute(source, "close")
-            if close is not None:
-                close()
+            close(source)
         finally:
             belt.end(error)
 

@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridloader.errors import Raised
 from hybridloader.faults.places import takes_a_place
-from hybridloader.foreign import attribute
+from hybridloader.foreign import close
 
 if TYPE_CHECKING:
     from hybridloader.operators.base import Context
     from hybridloader.pipeline import Pipeline
-
-
-def close(iterator: Any) -> None:
-    """Close what can be closed; most iterators hold nothing and have no `close`."""
-    shut = attribute(iterator, "close")
-    if shut is not None:
-        shut()
 
 
 def close_all(iterators: list[Iterator[Any]]) -> None:

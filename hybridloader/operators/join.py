@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from hybridloader.arguments import is_number, one_of
 from hybridloader.errors import Raised
 from hybridloader.faults.places import astray, takes_a_place
+from hybridloader.foreign import close
 from hybridloader.operators.base import INFINITE, Context, Length, Mark, Part, Source
-from hybridloader.operators.iterators import Among, close, nothing, opened
+from hybridloader.operators.iterators import Among, nothing, opened
 from hybridloader.operators.parameters import SEED, settle, settle_whole, several, sum_of
 from hybridloader.operators.rows import Zip
 from hybridloader.operators.split import Branch, Fork, reaches_out

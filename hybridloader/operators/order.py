@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridloader.errors import Raised
 from hybridloader.faults.places import LeftOut, beside, takes_a_place
+from hybridloader.foreign import close
 from hybridloader.operators.base import (
     INFINITE,
     Context,
@@ -20,7 +21,7 @@ from hybridloader.operators.base import (
     Part,
     Upstream,
 )
-from hybridloader.operators.iterators import Over, close, nothing
+from hybridloader.operators.iterators import Over, nothing
 from hybridloader.operators.parameters import SEED, settle_whole
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.errors import Raised, twin
+from hybridloader.foreign import close
 from hybridloader.operators.base import Context, Length, Mark, Part, Source
 from hybridloader.operators.counting import leaves_out
-from hybridloader.operators.iterators import close
 from hybridloader.operators.parameters import one, settle_whole
 from hybridloader.shown import short
 

@@ -14,7 +14,7 @@ from hybridloader.faults.outcomes import Bad, Damaged, Noted
 from hybridloader.faults.places import alike
 from hybridloader.feed import Portions, is_sealed
 from hybridloader.fetcher import TaskContext
-from hybridloader.foreign import attribute
+from hybridloader.foreign import close
 from hybridloader.refresh import Change
 from hybridloader.relay import FINAL, Relay
 from hybridloader.running.ledger import Books
@@ -142,7 +142,7 @@ class StageItems(Iterator[Any]):
     def close(self) -> None:
         """No more results are wanted in this pass; the workers stay for the next."""
         self._stage.interrupt(self._epoch)
-        _close(self._items)
+        close(self._items)
 
 
 def couple(items: StageItems, depth: Depth) -> None:
@@ -294,7 +294,7 @@ class Guarded(Iterator[Any]):
         return self._pull()
 
     def close(self) -> None:
-        _close(self._items)
+        close(self._items)
 
 
 class Fragile(Iterator[Any]):
@@ -322,7 +322,7 @@ class Fragile(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        _close(self._items)
+        close(self._items)
 
 
 def forgiven(bad: Bad, losses: Losses | None) -> bool:
@@ -358,9 +358,3 @@ def raise_bad(bad: Bad, stage: Stage, worker: int, doing: str) -> NoReturn:
 def _discard(item: Any) -> None:
     payload: Payload = item
     payload.discard()
-
-
-def _close(items: Any) -> None:
-    close = attribute(items, "close")
-    if close is not None:
-        close()

@@ -12,7 +12,7 @@ from typing import Any
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
 from hybridloader.feed import is_sealed
 from hybridloader.fetcher import TaskContext
-from hybridloader.foreign import attribute
+from hybridloader.foreign import attribute, close
 from hybridloader.relay import FINAL
 
 NO_ITEM = (NotReady, WorkerTimeout)
@@ -107,6 +107,4 @@ class Dropping(Iterator[Any]):
     def close(self) -> None:
         """Close what it pulls."""
         self._opened = iter(())
-        close = attribute(self.items, "close")
-        if close is not None:
-            close()
+        close(self.items)
