@@ -67,7 +67,7 @@ class Counted(Numbers):
 
 @pytest.mark.parametrize(
     ("backend", "workers", "most"),
-    [("threads", 2, 22), ("fork", 2, 35), ("shared-memory", 2, 35)],
+    [("inline", 0, 25), ("threads", 2, 22), ("fork", 2, 35), ("shared-memory", 2, 35)],
 )
 def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, most: int) -> None:
     loader = DataLoader(
