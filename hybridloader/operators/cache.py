@@ -7,10 +7,8 @@ other is thrown away. Once there is a whole one, what comes before the cache is 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from hybridloader.caller import warn
@@ -21,22 +19,8 @@ from hybridloader.operators.iterators import Over
 from hybridloader.operators.parameters import settle
 from hybridloader.shown import short
 
-
-class _Store:
-    """The items of a whole pass; not a part of the description."""
-
-    def __init__(self) -> None:
-        self._keeping = threading.Lock()
-        # All the mutable state, set once, under that lock:
-        self.items: list[Any] | None = None
-        self.origin: list[int] = []
-
-    def keep(self, items: list[Any], origin: list[int]) -> None:
-        """The first whole pass is the one that is kept. `origin` is its seed and epoch."""
-        with self._keeping:
-            if self.items is None:
-                self.origin = origin
-                self.items = items
+_Kept = tuple[list[Any], list[int]]
+"""The items of a whole pass, and its seed and epoch."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,8 @@ class Cache(Operator):
 
     path: str | os.PathLike[str] | None = None
     fingerprint: str = field(default="", repr=False)
-    _store: _Store = field(default_factory=_Store, init=False, repr=False, compare=False)
+    # Not a part of the description: empty until a whole pass is kept in memory. The first one counts.
+    _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.path is not None:
@@ -82,13 +67,11 @@ class Cache(Operator):
         return {"path": self.path, "fingerprint": self.fingerprint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settle(self, **state, _store=_Store())
+        settle(self, **state, _kept=[])
 
     def ready(self) -> bool:
         """Whether a whole pass is kept, so that what comes before is not needed."""
-        if self.path is None:
-            return self._store.items is not None
-        return os.path.exists(self.path)
+        return bool(self._kept) if self.path is None else os.path.exists(self.path)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return self.begin(lambda: items, context)
@@ -114,8 +97,8 @@ class Cache(Operator):
         else:
             context.mark(0, "file")
             start = min(context.start, len(reader))
-            kept = KeptIterator(reader.read, len(reader), start, reader.close)
-            return context.drop(kept, start)
+            kept = map(reader.read, range(start, len(reader)))
+            return context.drop(KeptIterator(kept, reader.close), start)
         context.mark(0, None)
         folder = os.path.dirname(path) or os.curdir
         if not os.path.isdir(folder):
@@ -134,26 +117,27 @@ class Cache(Operator):
         origin = [context.run_seed, context.epoch]
         kept = None if context.saved is None else context.saved.value  # else it was being filled
         meant = kept or origin
-        items = self._store.items
-        if items is not None:
-            if context.saved is not None and self._store.origin != meant:
+        if self._kept:
+            items, of = self._kept[0]
+            if context.saved is not None and of != meant:
                 raise StateError(
-                    f"{self.name}: {self._of_state(meant)}, and this cache holds that of seed "
-                    f"{self._store.origin[0]}, epoch {self._store.origin[1]}; make the pipeline anew"
+                    f"{self.name}: {self._of_state(meant)}, and this cache holds that of seed {of[0]}, "
+                    f"epoch {of[1]}; make the pipeline anew"
                 )
-            context.mark(0, self._store.origin)
+            context.mark(0, of)
             start = min(context.start, len(items))
-            return context.drop(KeptIterator(items.__getitem__, len(items), start), start)
+            rest = map(items.__getitem__, range(start, len(items)))
+            return context.drop(KeptIterator(rest), start)
         if kept is None:
             context.mark(0, None)
-            return KeepingIterator(upstream(), _Shelf(self._store, origin))
+            return KeepingIterator(upstream(), _Shelf(self._kept, origin))
         if meant[0] != context.run_seed:
             raise StateError(
                 f"{self.name}: {self._of_state(meant)}, which another run had made: the seed of this "
                 f"one is {context.run_seed}. Cache in a file to go on from such states"
             )
         context.mark(0, meant)
-        again = KeepingIterator(upstream(epoch=meant[1]), _Shelf(self._store, meant))
+        again = KeepingIterator(upstream(epoch=meant[1]), _Shelf(self._kept, meant))
         return context.drop(again, 0)
 
     @staticmethod
@@ -161,45 +145,39 @@ class Cache(Operator):
         return f"when the state was taken, it held the pass of seed {meant[0]}, epoch {meant[1]}"
 
     def length(self, upstream: Length) -> Length:
-        items = self._store.items
-        return upstream if items is None else len(items)
+        return len(self._kept[0][0]) if self._kept else upstream
 
 
 class _Shelf:
-    """The items of a pass on their way to `store`."""
+    """The items of a pass on their way to what is `kept`."""
 
-    def __init__(self, store: _Store, origin: list[int]) -> None:
-        items: list[Any] = []
-        self.add = items.append
-        self.discard = items.clear
-        self.commit = partial(store.keep, items, origin)
+    def __init__(self, kept: list[_Kept], origin: list[int]) -> None:
+        self._kept, self._origin = kept, origin
+        self._items: list[Any] = []
+        self.add, self.discard = self._items.append, self._items.clear
+
+    def commit(self) -> None:
+        if not self._kept:  # of two passes at a time, the first stays the first
+            self._kept.append((self._items, self._origin))
 
 
-class KeptIterator(Iterator[Any]):
+class KeptIterator(Over):
     """A pass over what is kept. A damaged record raises; the one behind it comes next."""
 
-    def __init__(
-        self,
-        read: Callable[[int], Any],
-        count: int,
-        start: int = 0,
-        let_go: Callable[[], object] = bool,
-    ) -> None:
-        self._read, self._let_go = read, let_go
-        # All the mutable state, in items:
-        self._given, self._count = start, count
+    def __init__(self, items: Iterator[Any], let_go: Callable[[], object] = bool) -> None:
+        super().__init__(items)
+        self._let_go = let_go
 
     def __next__(self) -> Any:
-        given = self._given
-        if given >= self._count:
+        try:
+            return self._pull()
+        except StopIteration:
             self.close()
-            raise StopIteration
-        self._given = given + 1
-        return self._read(given)
+            raise
 
     def close(self) -> None:
         """Give up what is left, and let go of the file. Idempotent."""
-        self._count = 0
+        self._end()
         self._let_go()
 
 
@@ -233,34 +211,35 @@ class KeepingIterator(Over):
     def _add(self, writer: Writer | _Shelf, item: Any) -> None:
         try:
             writer.add(item)
-        except OSError as error:
+        except BaseException as error:  # half a record may have been written
             self._discard()
-            _warn_of(self._path, error)
-        except ResultNotSendable as error:
+            if isinstance(error, OSError):
+                _warn_of(self._path, error)
+                return
+            if not isinstance(error, ResultNotSendable):
+                raise
             self._raised += 1
-            self._discard()
             raise ResultNotSendable(
                 f"an item can't be written to the cache file {self._path!r}: {short(item)}: "
                 f"{error.__cause__}. Cache in memory, without a path, or before the step that makes it"
             ) from error
-        except BaseException:  # half a record may have been written
-            self._discard()
-            raise
 
     def _finish(self) -> None:
         writer, self._writer = self._writer, None
         raised, self._raised = self._raised, 0
         if raised:
-            _warn_of_errors(raised)
+            warn(
+                f"a pass in which items raised errors ({raised} here) is not whole, so the cache does "
+                "not keep it; skip such items in a step before the cache",
+            )
         if writer is not None:
             try:
                 writer.commit()
-            except OSError as error:
+            except BaseException as error:
                 writer.discard()
+                if not isinstance(error, OSError):
+                    raise
                 _warn_of(self._path, error)
-            except BaseException:
-                writer.discard()
-                raise
 
     def _discard(self) -> None:
         writer, self._writer = self._writer, None
@@ -277,11 +256,4 @@ def _warn_of(path: str | None, error: OSError) -> None:
     warn(
         f"the cache file {path!r} can't be written ({error}); what was written of it is removed, and "
         "this pass goes on without a cache",
-    )
-
-
-def _warn_of_errors(raised: int) -> None:
-    warn(
-        f"a pass in which items raised errors ({raised} here) is not whole, so the cache does not "
-        "keep it; skip such items in a step before the cache",
     )
