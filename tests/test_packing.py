@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 import copyreg
+import enum
 import gc
 import os
 import pickle
+import sys
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +38,10 @@ _DTYPES = (
 DTYPES = [getattr(torch, name) for name in _DTYPES.split()]
 _NUMPY = "? b h i q B H I Q e f d g F D G S5 U7 M8[ns] M8[D] m8[us] V6 >f4 <i2 f4,(2,3)i2,U3"
 NUMPY_DTYPES = _NUMPY.split()
+
+
+class Colour(enum.Enum):
+    RED = 1
 
 
 class Point(NamedTuple):
@@ -618,6 +625,58 @@ def test_who_keeps_the_labels_does_not_keep_the_images(own: int) -> None:
     assert len(lanes[1].returned()) == 1
     assert torch.equal(labels, torch.arange(64))
     lanes[0].close()
+
+
+# -- the pickler that is kept ----------------------------------------------------------------------
+
+
+class Nested:
+    """Packs something else while it is packed."""
+
+    def __reduce__(self) -> Any:
+        return unpack, pack(np.arange(3))
+
+
+class Failing:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no")
+
+
+def test_nothing_of_a_value_is_left_in_the_pickler_or_in_the_next_value() -> None:
+    shared = np.arange(5)
+    for value in ([shared, torch.arange(3)], torch.arange(3).expand(2, 3), Failing, None):
+        if value is Failing:
+            with pytest.raises(ResultNotSendable, match="no"):
+                pack([torch.ones(2), Failing()])
+        else:
+            pack(value)
+    for _ in range(2):
+        assert pickle.loads(pack([shared, shared])[0])[1].tolist() == [0, 1, 2, 3, 4]
+    assert sys.getrefcount(shared) == 2
+    assert unpack(*pack([Nested(), "after"]))[0].tolist() == [0, 1, 2]
+
+
+def test_a_way_that_is_registered_later_counts_from_then_on() -> None:
+    pack([Colour.RED])
+    copyreg.pickle(Colour, lambda colour: (str, ("registered",)))  # type: ignore[arg-type]
+    try:
+        assert unpack(*pack([Colour.RED])) == ["registered"]
+    finally:
+        del copyreg.dispatch_table[Colour]
+    assert unpack(*pack([Colour.RED])) == [Colour.RED]
+
+
+def test_classes_that_are_made_on_the_way_are_not_kept_for_ever() -> None:
+    def made() -> Any:
+        return type("Made", (), {"__reduce_ex__": lambda self, protocol: (str, ("made",))})
+
+    kind = made()
+    first = weakref.ref(kind)
+    for _ in range(1100):
+        assert unpack(*pack(kind())) == "made"
+        kind = made()
+    gc.collect()
+    assert first() is None
 
 
 # -- frames and letters ----------------------------------------------------------------------------

@@ -142,6 +142,10 @@ _LARGE_HEADER = 64 * 1024
 """Bytes of a header above which its packer is not used again: it would keep as much memory."""
 
 
+_CLASSES = 1000
+"""Classes that a packer remembers, and so keeps."""
+
+
 class _Packer:
     """A pickler with what it writes and leaves out. One caller at a time uses it.
 
@@ -211,6 +215,9 @@ class _Table(dict[type, Callable[[Any], Any]]):
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         if issubclass(kind, type):  # these go by their name, if they are not in the table
             raise KeyError(kind)
+        if len(self) > _CLASSES:  # of a dataset that makes classes as it goes
+            self.clear()
+            self.update(copyreg.dispatch_table)
         found = self[kind] = self._way_of(kind) or _as_it_says
         return found
 
