@@ -13,14 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from hybridloader.backends.board import WorkerSide
-from hybridloader.backends.letters import (
-    Unreadable,
-    decode_message,
-    encode_done,
-    encode_exhausted,
-    encode_failed,
-    encode_ready,
-)
+from hybridloader.backends.letters import Unreadable, decode_message, encode_done, encode_event
 from hybridloader.backends.parent import Life, leave_signals
 from hybridloader.buffers import arena
 from hybridloader.buffers.collate import set_slots, teach_torch
@@ -29,16 +22,7 @@ from hybridloader.contract import Payload
 from hybridloader.errors import Failure, ResultNotSendable
 from hybridloader.inheritance import Inherited
 from hybridloader.late import when_imported
-from hybridloader.messages import (
-    Done,
-    Event,
-    Exhausted,
-    Failed,
-    Message,
-    Ready,
-    Task,
-    WorkerSpec,
-)
+from hybridloader.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
 from hybridloader.native import one_thread_in_this_process
 from hybridloader.seeds.seeding import ProcessSeeds
 from hybridloader.serving import received
@@ -228,13 +212,9 @@ class _Desk:
                 position=event.position,
                 extras=extras,
             )
-        elif isinstance(event, Failed):
-            parts = encode_failed(event, returned)
-        elif isinstance(event, Exhausted):
-            parts = encode_exhausted(event, returned)
         else:
-            assert isinstance(event, Ready)
-            parts = encode_ready(event)
+            assert not isinstance(event, Exited)
+            parts = encode_event(event, returned)
         self._write(parts, fds)
         if self._side is not None:
             self._side.end()

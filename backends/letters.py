@@ -198,30 +198,26 @@ def open_packed(
 # -- events ----------------------------------------------------------------------------------------
 
 
-def encode_ready(event: Ready) -> list[Any]:
-    return [letter(READY, 0, _told(event.told))]
-
-
-def encode_exhausted(event: Exhausted, returned: Sequence[int] = ()) -> list[Any]:
-    return [letter(EXHAUSTED, event.seq, _told(event.told), returned, position=event.position)]
-
-
-def _told(told: DatasetState | Failure | None) -> bytes:
-    return b"" if told is None else pickle.dumps(told, 5)  # both are made to be sent
+def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()) -> list[Any]:
+    """Any event but a result."""
+    if isinstance(event, Failed):
+        try:
+            failure = pickle.dumps(event.failure)
+        except (
+            Exception
+        ) as error:  # Failure guards against this; a hang would be worse than a guess
+            lost = Failure(ResultNotSendable(f"an exception could not be sent: {error!r}"))
+            failure = pickle.dumps(lost)
+        return [letter(FAILED, event.seq, failure, returned, position=event.position)]
+    told = b"" if event.told is None else pickle.dumps(event.told, 5)  # which is made to be sent
+    if isinstance(event, Ready):
+        return [letter(READY, 0, told, returned)]
+    return [letter(EXHAUSTED, event.seq, told, returned, position=event.position)]
 
 
 def decode_told(body: memoryview) -> Any:
     """What a worker told besides its results. Raises `DamagedMessage`."""
     return _loaded(body, (DatasetState, Failure), "what a worker told") if len(body) else None
-
-
-def encode_failed(event: Failed, returned: Sequence[int] = ()) -> list[Any]:
-    try:
-        failure = pickle.dumps(event.failure)
-    except Exception as error:  # Failure guards against this; a hang would be worse than a guess
-        lost = Failure(ResultNotSendable(f"an exception could not be sent: {error!r}"))
-        failure = pickle.dumps(lost)
-    return [letter(FAILED, event.seq, failure, returned, position=event.position)]
 
 
 def decode_failure(body: memoryview) -> Failure:

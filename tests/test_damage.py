@@ -26,10 +26,8 @@ from hybridloader.backends.letters import (
     decode_message,
     decode_told,
     encode_done,
-    encode_exhausted,
-    encode_failed,
+    encode_event,
     encode_message,
-    encode_ready,
     letter,
     read_letter,
 )
@@ -234,9 +232,9 @@ def test_a_damaged_stream_stays_damaged() -> None:
 
 PARCEL = Parcel((Span(3, 0, 70_000), None), (), (5,), "too much is kept")
 LETTERS: list[bytes] = [
-    bytes(encode_ready(Ready(0))[0]),
-    bytes(encode_exhausted(Exhausted(0, 7), [1, -2])[0]),
-    bytes(encode_failed(Failed(0, 3, Failure(KeyError("k"))), [9])[0]),
+    bytes(encode_event(Ready(0))[0]),
+    bytes(encode_event(Exhausted(0, 7), [1, -2])[0]),
+    bytes(encode_event(Failed(0, 3, Failure(KeyError("k"))), [9])[0]),
     bytes(encode_done(1 << 40, pack([1, "two"]), None, count=2, seconds=0.5)[0][0]),
     bytes(encode_done(4, pack(None), None, returned=[4, 5], refusal="why", extras=b"e")[0][0]),
     bytes(encode_message(Task(1 << 40, [1, 2, 3]), [1, 2])[0]),
