@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 import operator
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hybridloader.shown import short
@@ -82,3 +82,25 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         *most, last = map(repr, choices)
         raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
+
+
+def policy(
+    name: str,
+    value: Any,
+    words: Mapping[str, Callable[[], Any] | None],
+    kinds: tuple[type, ...],
+    told: str,
+    hint: str = "",
+) -> Any:
+    """Return the policy that `value` is (of one of `kinds`) or names (what one of `words` makes).
+
+    Raises `ValueError`, which says what `told` does, for all else.
+    """
+    if isinstance(value, kinds):
+        return value
+    if isinstance(value, str) and value in words:
+        make = words[value]
+        return None if make is None else make()
+    if isinstance(value, type) and issubclass(value, kinds):
+        hint = f"; {value.__name__} is the class, write {value.__name__}(...)"
+    raise ValueError(f"{name} must be {told}, not {value!r}{hint}")

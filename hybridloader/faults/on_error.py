@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybridloader.arguments import function, seconds, whole
+from hybridloader.arguments import function, policy, seconds, whole
 
 LEAST = 1000
 """Samples that a share is at least taken of: else the first bad sample of a run would be 100 %."""
@@ -117,18 +117,12 @@ def parse(value: Any) -> Policy | None:
     ValueError
         It stands for none.
     """
-    if isinstance(value, (Skip, Retry, Replace)):
-        return value
-    if value is None or (isinstance(value, str) and value == "raise"):
+    if value is None:
         return None
-    if isinstance(value, str) and value == "skip":
-        return Skip()
-    hint = ""
-    if isinstance(value, type) and issubclass(value, (Skip, Retry, Replace)):
-        hint = f"; {value.__name__} is the class, write {value.__name__}(...)"
-    raise ValueError(
-        f'on_error must be "raise", "skip", a Skip, a Retry or a Replace, not {value!r}{hint}'
-    )
+    told = '"raise", "skip", a Skip, a Retry or a Replace'
+    kinds = (Skip, Retry, Replace)
+    found: Policy | None = policy("on_error", value, {"raise": None, "skip": Skip}, kinds, told)
+    return found
 
 
 def final(policy: Policy | None) -> Skip | Replace | None:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
-from hybridloader.arguments import seconds, whole
+from hybridloader.arguments import policy, seconds, whole
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,12 @@ class RestartPolicy:
         ValueError
             It names none.
         """
-        if value is None or value == "raise":
+        if value is None:
             return None
-        if value == "restart":
-            return cls()
-        if isinstance(value, cls):
-            return value
-        raise ValueError(
-            f'on_worker_death must be "raise", "restart" or a RestartPolicy, not {value!r}'
-        )
+        told = '"raise", "restart" or a RestartPolicy'
+        words = {"raise": None, "restart": cls}
+        found: RestartPolicy | None = policy("on_worker_death", value, words, (cls,), told)
+        return found
 
 
 class Deaths:

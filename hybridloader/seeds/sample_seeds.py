@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from hybridloader.arguments import whole
+from hybridloader.arguments import policy, whole
 from hybridloader.foreign import attribute
 
 
@@ -50,20 +50,11 @@ def parse(value: Any) -> SampleSeeding | None:
     ValueError
         It stands for none.
     """
-    if isinstance(value, SampleSeeding):
-        return value
-    if isinstance(value, str) and value == "worker":
-        return None
-    if isinstance(value, str) and value == "sample":
-        return SampleSeeding()
-    hint = ""
-    if value is SampleSeeding:
-        hint = "; SampleSeeding is the class, write SampleSeeding(...)"
-    elif isinstance(value, int) and not isinstance(value, bool):
-        hint = f"; for a seed write SampleSeeding(seed={value})"
-    raise ValueError(
-        f'seeding must be "worker" (as torch), "sample" or a SampleSeeding, not {value!r}{hint}'
-    )
+    told = '"worker" (as torch), "sample" or a SampleSeeding'
+    hint = f"; for a seed write SampleSeeding(seed={value})" if type(value) is int else ""
+    words = {"worker": None, "sample": SampleSeeding}
+    found: SampleSeeding | None = policy("seeding", value, words, (SampleSeeding,), told, hint)
+    return found
 
 
 @dataclass(frozen=True)
