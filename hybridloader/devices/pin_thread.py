@@ -14,6 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hybridloader.devices.pinning import Pinner, Sent
@@ -286,7 +287,7 @@ class PinThread:
             self._pulling,
             f"hybridloader-{pinner.stage}",
             depth=pinner.prefetch,
-            weigh=_size_of,
+            weigh=attrgetter("size"),
             limit=pinner.buffer_bytes,
             prepare=pinner.prepare,
             start=False,
@@ -316,7 +317,3 @@ class PinThread:
             return
         stage.close()
         relay.close(deadline)
-
-
-def _size_of(handed: _Handed) -> int:
-    return handed.size

@@ -153,8 +153,3 @@ class Taking(Iterator[Any]):
     def close(self) -> None:
         """End the thread."""
         self._relay.close()
-
-
-def size_of(sent: Sent) -> int:
-    """Bytes of an item on its way."""
-    return sent.size

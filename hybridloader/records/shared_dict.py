@@ -144,14 +144,6 @@ class SharedDict(Unchanging, Mapping[K, V]):
         """A view of the pairs, in order."""
         return _Items(self)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mapping):
-            return NotImplemented
-        if len(self) != len(other):
-            return False
-        missing = object()
-        return all(other.get(key, missing) == value for key, value in self.items())
-
     def __repr__(self) -> str:
         shown = ", ".join(
             f"{cell(key)}: {cell(value)}" for key, value in islice(self.items(), SHOWN)

@@ -54,11 +54,10 @@ class Unchanging:
             f"{plain}(shared) makes a {plain} that can, in this process"
         )
 
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+    def __setitem__(self, *_: Any) -> NoReturn:
         raise TypeError(self._refusal())
 
-    def __delitem__(self, index: Any) -> NoReturn:
-        raise TypeError(self._refusal())
+    __delitem__ = __setitem__
 
     if not TYPE_CHECKING:  # to a type checker the methods that change it are just not there
 

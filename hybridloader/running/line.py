@@ -7,6 +7,7 @@ itself and keeps nothing for the next pass.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from hybridloader.native import one_thread_on_this_thread
 from hybridloader.operators.base import Operator, Source, Upstream
 from hybridloader.operators.counting import leaves_out
 from hybridloader.operators.order import Repeat
-from hybridloader.operators.pin import Sending, Taking, size_of
+from hybridloader.operators.pin import Sending, Taking
 from hybridloader.operators.rows import GapsClosed
 from hybridloader.relay import FINAL, Relay
 from hybridloader.running.flow import Depth, Fragile, Guarded, ReaderItems, StageItems, couple
@@ -168,7 +169,7 @@ class Line:
             items if pinner is None else Sending(items, pinner, node.name),
             name,
             depth=node.depth or node.least,
-            weigh=None if pinner is None else size_of,
+            weigh=None if pinner is None else attrgetter("size"),
             limit=0 if node.operator is None else node.operator.buffer_bytes,
             prepare=prepare,
             start=False,

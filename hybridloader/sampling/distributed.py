@@ -14,7 +14,7 @@ import numpy as np
 
 from hybridloader.arguments import flag, one_of, whole
 from hybridloader.sampling.arguments import count_of, seed_of
-from hybridloader.sampling.permutation import BLOCK, Permutation
+from hybridloader.sampling.permutation import BLOCK, order_of
 from hybridloader.sampling.resumable import Place, ResumableSampler
 
 UNEVEN = ("pad", "drop", "exact")
@@ -103,7 +103,6 @@ class DistributedShuffleSampler(ResumableSampler[int]):
                 f"uneven='drop' leaves nothing of {self._n} samples for {self.world} ranks; "
                 "use 'pad' or 'exact'"
             )
-        self._order: tuple[int, Permutation] | None = None
 
     def __len__(self) -> int:
         return self._steps(0)
@@ -139,8 +138,6 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         if positions[-1] >= self._n:  # only where padded
             positions %= self._n
         if self.shuffle:
-            if self._order is None or self._order[0] != place.epoch:
-                self._order = place.epoch, Permutation(self._n, self.seed, place.epoch)
-            positions = self._order[1].take(positions)
+            positions = order_of(self._n, self.seed, place.epoch).take(positions)
         items: list[int] = positions.tolist()
         return items

@@ -8,6 +8,7 @@ it has the shape of a cipher, not the strength.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 
@@ -164,3 +165,7 @@ class Permutation:
     def __iter__(self) -> Iterator[int]:
         for start in range(0, self._n, BLOCK):
             yield from self.read(start, min(start + BLOCK, self._n)).tolist()
+
+
+order_of = functools.lru_cache(maxsize=16)(Permutation)
+"""A `Permutation`, which never changes, made once for whoever asks for the same one again."""

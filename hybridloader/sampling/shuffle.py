@@ -6,7 +6,7 @@ from collections.abc import Sized
 from typing import Any
 
 from hybridloader.sampling.arguments import count_of, seed_of
-from hybridloader.sampling.permutation import BLOCK, Permutation
+from hybridloader.sampling.permutation import BLOCK, Permutation, order_of
 from hybridloader.sampling.resumable import Place, ResumableSampler
 
 
@@ -43,14 +43,10 @@ class ShuffleSampler(ResumableSampler[int]):
         super().__init__(epoch)
         self._n = count_of(n_or_data_source)
         self.seed = seed_of(seed)
-        self._order: tuple[int, Permutation] | None = None
 
     def order(self, epoch: int | None = None) -> Permutation:
         """The order of `epoch` (None: that of `self.epoch`): ``order[k]`` is its k-th index."""
-        epoch = self.epoch if epoch is None else epoch
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, Permutation(self._n, self.seed, epoch)
-        return self._order[1]
+        return order_of(self._n, self.seed, self.epoch if epoch is None else epoch)
 
     def at(self, k: int) -> int:
         """The k-th index of the epoch `self.epoch`."""
