@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hybridloader.contract import Backend, WorkerHandle
 from hybridloader.crews import ended_with
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from hybridloader.buffers.page_locks import PageLocks
     from hybridloader.seeds.numbering import Counter
 
+T = TypeVar("T")
+
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread that pulls."""
 
@@ -37,8 +39,8 @@ _PATIENCE = 2.0
 class Lifecycle(ABC):
     """A scheduler and a crew, from their first epoch to their end.
 
-    A call that uses them holds `_pulling`, is counted in `_inside`, and at last ends all if it was
-    closed meanwhile, which the user's code, a signal's handler or a finalizer may have done.
+    A call that uses them holds `_pulling` and is counted in `_inside`. It ends all at last if they were
+    closed meanwhile: by the user's code, a signal's handler or a finalizer.
 
     Parameters
     ----------
@@ -148,20 +150,7 @@ class Lifecycle(ABC):
         """
         if os.getpid() != self._owner:
             self._check_process()
-        with self._pulling:
-            if self._closing:
-                self._refuse()
-            self._inside += 1
-            try:
-                self._begin(source, shared_seed, changes)
-            except Exception:
-                raise
-            except BaseException:  # an interrupt, after which not all workers may know of it
-                self._closing = True
-                raise
-            finally:
-                self._inside -= 1
-                self._come_out()
+        self._use_crew(self._begin, source, shared_seed, changes)
 
     def interrupt(self, epoch: int | None = None) -> None:
         """Nobody wants more of this epoch: whoever waits for a result gets `IteratorClosed`.
@@ -212,8 +201,7 @@ class Lifecycle(ABC):
             return
         try:
             self._leaving = False
-            if not self._inside:
-                self._end()
+            self._end()
         finally:
             self._pulling.release()
 
@@ -245,19 +233,28 @@ class Lifecycle(ABC):
         if self._broken_off == self.epoch or (epoch is not None and epoch != self.epoch):
             raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
 
-    def _come_out(self) -> None:
-        """A call that uses the crew has ended; if it was closed meanwhile, so does all.
-
-        All such calls hold the lock by `with` and count themselves. A context manager of ours, or the
-        count in here, would be shorter, and for ever wrong after an interrupt at its beginning.
-        """
-        # Whoever has it leave closes it.
-        if self._closing and not (self._inside or self._leaving):
-            self._end()
+    def _use_crew(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a call that uses crew and scheduler. `pull` has this written out: it is a call less."""
+        # No context manager of ours: after an interrupt in its `__enter__` it would keep the lock.
+        with self._pulling:
+            self._inside += 1
+            try:
+                return call(*arguments)
+            except Exception:
+                raise
+            except BaseException:  # an interrupt may have swallowed an event: start afresh
+                self._closing = True
+                raise
+            finally:
+                self._inside -= 1
+                if self._closing:
+                    self._end()
 
     def _begin(
         self, source: Iterator[Any] | Feed, shared_seed: int | None, changes: tuple[Change, ...]
     ) -> None:
+        if self._closing:
+            self._refuse()
         scheduler, crew = self._scheduler, self._crew
         self._ended = False
         absent = [i for i, w in enumerate(scheduler.workers) if w is Work.ABSENT]
@@ -288,7 +285,8 @@ class Lifecycle(ABC):
         raise StopIteration
 
     def _end(self) -> None:
-        if self._gone:
+        """End all, unless a call uses the crew, which then does so; whoever had it leave closes it."""
+        if self._gone or self._inside or self._leaving:
             return
         if self._scheduler.run not in (Run.CLOSING, Run.CLOSED):
             discard(self._scheduler.close())

@@ -150,22 +150,15 @@ class Stage(Lifecycle, Iterator[Any]):
 
     def opened(self) -> dict[int, Ready]:
         """Wait until every worker has begun; return what each has told, if it was to tell."""
-        with self._pulling:
-            self._inside += 1
-            try:
-                deadline = self._clock() + self._timeout if self._timeout > 0 else None
-                while Work.STARTING in self._scheduler.workers:
-                    self._listen(self._remaining(deadline))
-                told, self._opened = self._opened, {}
-                return told
-            except Exception:
-                raise
-            except BaseException:  # as in `pull`
-                self._closing = True
-                raise
-            finally:
-                self._inside -= 1
-                self._come_out()
+
+        def wait() -> dict[int, Ready]:
+            deadline = self._clock() + self._timeout if self._timeout > 0 else None
+            while Work.STARTING in self._scheduler.workers:
+                self._listen(self._remaining(deadline))
+            told, self._opened = self._opened, {}
+            return told
+
+        return self._use_crew(wait)
 
     def pull(self, epoch: int | None = None, *, wait: bool = True) -> Any:
         """The next result.
@@ -214,7 +207,7 @@ class Stage(Lifecycle, Iterator[Any]):
             finally:
                 self._inside -= 1
                 if self._closing:
-                    self._come_out()
+                    self._end()
 
     __next__ = pull
 
