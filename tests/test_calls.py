@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,7 @@ class Counted(Numbers):
         return index
 
 
-@pytest.mark.parametrize(
-    ("backend", "workers", "most"),
-    [("inline", 0, 25), ("threads", 2, 22), ("fork", 2, 35), ("shared-memory", 2, 35)],
-)
-def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, most: int) -> None:
+def calls_of_the_consumer(backend: Any, workers: int) -> tuple[DataLoader, Calls]:
     loader = DataLoader(
         Numbers(),  # type: ignore[arg-type]
         SIZE,
@@ -88,6 +85,20 @@ def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, 
     finally:
         sys.setprofile(before)
     iterator.close()  # type: ignore[attr-defined]
+    return loader, calls
+
+
+def calls_of_a_worker(backend: Any) -> Calls:
+    loader = DataLoader(Counted(), SIZE, num_workers=1, backend=backend, collate_fn=plainly)  # type: ignore[arg-type]
+    return Calls(next(batch[0] for batch in loader if type(batch[0]) is dict))
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers", "most"),
+    [("inline", 0, 25), ("threads", 2, 22), ("fork", 2, 35), ("shared-memory", 2, 35)],
+)
+def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, most: int) -> None:
+    loader, calls = calls_of_the_consumer(backend, workers)
     assert calls.a_batch() <= most, str(calls)
     assert not [name for name in calls if name.startswith("progress.")], "states were not asked for"
     assert len(record_of(loader).progress.log) <= 2 * workers + 2  # type: ignore[union-attr]
@@ -95,10 +106,34 @@ def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, 
 
 @pytest.mark.parametrize("backend", ["fork", "shared-memory"])
 def test_a_plain_batch_costs_a_worker_few_calls(backend: Any) -> None:
-    loader = DataLoader(Counted(), SIZE, num_workers=1, backend=backend, collate_fn=plainly)  # type: ignore[arg-type]
-    counted = next(batch[0] for batch in loader if type(batch[0]) is dict)
-    calls = Calls(counted)
+    calls = calls_of_a_worker(backend)
     assert calls.a_batch() <= 30, str(calls)
+
+
+def told(heading: str) -> tuple[set[str], int]:
+    """Functions that docs/design.md names under a heading, and the number of calls that it gives."""
+    page = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
+    _, _, rest = page.partition(f"**{heading}** (")
+    section = rest.partition("\n**")[0].partition("\n## ")[0]
+    number = re.match(r"\d+", section)
+    assert number, f"docs/design.md has nothing under {heading!r}"
+    return set(re.findall(r"`(\w+\.\w+)`", section.partition("\n")[2])), int(number[0])
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("side", ["consumer", "worker"])
+def test_the_path_of_a_batch_is_as_the_page_tells_it(backend: str, side: str) -> None:
+    if side == "consumer":
+        calls = calls_of_the_consumer(backend, 2)[1]
+        names, number = told(f"`{backend}`, on your thread")
+    else:
+        calls = calls_of_a_worker(backend)
+        where = "on the worker's thread" if backend == "threads" else "in the worker"
+        names, number = told(f"`{backend}`, {where}")
+    usual = {name for name, count in calls.items() if count > BATCHES / 20}
+    assert usual <= names, "the page does not tell all"
+    assert names <= set(calls), "the page tells what is not so"
+    assert abs(calls.a_batch() - number) <= 3, str(calls)
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
