@@ -61,7 +61,7 @@ def seconds(name: str, value: Any, *, above: bool = False) -> None:
         least = "above 0" if above else "0 or more"
         raise ValueError(f"{name} is seconds, {least}, not {short(value)}")
     if value > threading.TIMEOUT_MAX:
-        raise ValueError(f"{name}={value!r} is more seconds than can be waited for")
+        raise ValueError(f"{name}={value!r} is more seconds than can be waited for; 0 is for ever")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -82,6 +82,14 @@ def one_of(name: str, value: Any, choices: Collection[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         *most, last = map(repr, choices)
         raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
+
+
+def keywords(caller: str, given: Collection[str], known: Collection[str], before: str = "") -> None:
+    """Refuse keywords that `caller` does not have. Raises `TypeError`."""
+    if unknown := sorted({*given} - {*known}):
+        raise TypeError(
+            f"{caller} got an unexpected keyword {unknown[0]!r}; there are: {before}{', '.join(known)}"
+        )
 
 
 def policy(

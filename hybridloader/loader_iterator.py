@@ -88,7 +88,9 @@ class LoaderIterator(_BaseDataLoaderIter):
             super().__init__(loader)
             self._opening.move(self)
         self._plan, self._backend, options = plan, plan.backend, plan.options
-        self._prefetch_factor = plan.prefetch_factor or 2
+        # torch's base class leaves numbers of numpy's as they are.
+        self._num_workers = int(plan.num_workers)
+        self._prefetch_factor = int(plan.prefetch_factor or 2)
         self._on_error = parse(options.on_error)
         self._joins = options.shard_remainders == "join"
         self._worker_init_fn = plan.worker_init_fn

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from hybridloader.arguments import one_of, seconds, whole
+from hybridloader.arguments import keywords, one_of, seconds, whole
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.faults.on_error import Replace, Retry, Skip
 from hybridloader.faults.on_error import parse as parse_on_error
@@ -58,13 +58,7 @@ class Options:
         TypeError, ValueError
             There is no such keyword, or it has a value that no loader could take.
         """
-        names = [field.name for field in fields(cls)]
-        unknown = sorted(set(words) - set(names))
-        if unknown:
-            raise TypeError(
-                f"{caller} got an unexpected keyword {unknown[0]!r}; there are: "
-                f"backend, {', '.join(names)}"
-            )
+        keywords(caller, words, OptionWords.__annotations__, "backend, ")
         options = cls(**words)
         options.check()
         return options

@@ -57,7 +57,7 @@ def endless() -> Iterator[int]:
 
 
 WHOLE = "must be a whole number, got"
-SECONDS = r"timeout must be a number of seconds up to \d+, or 0 for no limit, got"
+SECONDS = "timeout is seconds, 0 or more, not"
 FLAG = "must be True or False, got"
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -67,8 +67,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_workers": 2.0}, TypeError, f"num_workers {WHOLE} 2.0"),
     ({"num_workers": np.float64(2)}, TypeError, f"num_workers {WHOLE}"),
     ({"timeout": nan}, ValueError, f"{SECONDS} nan"),
-    ({"timeout": inf}, ValueError, f"{SECONDS} inf"),
-    ({"timeout": 1e12}, ValueError, f"{SECONDS} 1000000000000.0"),
+    ({"timeout": inf}, ValueError, "timeout=inf is more seconds than"),
+    ({"timeout": 1e12}, ValueError, "timeout=1000000000000.0 is more seconds than"),
     ({"timeout": np.float32("nan")}, ValueError, SECONDS),
     ({"prefetch_factor": 1.5}, TypeError, f"prefetch_factor {WHOLE} 1.5"),
     ({"prefetch_factor": nan}, TypeError, f"prefetch_factor {WHOLE} nan"),
@@ -125,17 +125,17 @@ def test_an_argument_that_can_not_be_meant_is_refused_by_the_constructor(
 
 
 CHANGED: list[tuple[str, Any, type[Exception], str]] = [
-    ("num_workers", -1, ValueError, "num_workers and timeout must not be negative, got -1"),
+    ("num_workers", -1, ValueError, "num_workers must not be negative, got -1"),
     ("num_workers", "2", TypeError, f"num_workers {WHOLE} '2'"),
     ("num_workers", None, TypeError, f"num_workers {WHOLE} None"),
     ("num_workers", 1.5, TypeError, f"num_workers {WHOLE} 1.5"),
     ("num_workers", [1], TypeError, f"num_workers {WHOLE}"),
-    ("timeout", "3", TypeError, "timeout must be a number of seconds, got '3'"),
-    ("timeout", None, TypeError, "timeout must be a number of seconds, got None"),
-    ("timeout", 1j, TypeError, "timeout must be a number of seconds, got 1j"),
-    ("timeout", np.ones(2), TypeError, "timeout must be a number of seconds"),
+    ("timeout", "3", ValueError, f"{SECONDS} '3'"),
+    ("timeout", None, ValueError, f"{SECONDS} None"),
+    ("timeout", 1j, ValueError, f"{SECONDS} 1j"),
+    ("timeout", np.ones(2), ValueError, SECONDS),
     ("timeout", nan, ValueError, f"{SECONDS} nan"),
-    ("timeout", -1, ValueError, "timeout must .*-1"),
+    ("timeout", -1, ValueError, f"{SECONDS} -1"),
     ("prefetch_factor", 0, ValueError, "prefetch_factor must be at least 1, got 0"),
     ("prefetch_factor", -3, ValueError, "prefetch_factor must be at least 1, got -3"),
     ("prefetch_factor", "2", TypeError, f"prefetch_factor {WHOLE} '2'"),

@@ -130,7 +130,7 @@ SOURCES: dict[str, Case] = {
     "no iterable for readers": (
         lambda: Pipeline.from_iterable(3, backend="threads"),
         TypeError,
-        "needs an iterable or a function",
+        "must be an iterable, or a function",
     ),
     "a string": (lambda: Pipeline.from_iterable("abc"), TypeError, "letter by letter"),
     "generator for readers": (

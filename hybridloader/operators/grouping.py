@@ -210,11 +210,7 @@ class UnbatchIterator(Over):
         while True:
             for sample in self._samples:
                 return sample
-            try:
-                batch = self._pull()
-            except StopIteration:
-                self._end()
-                raise
+            batch = super().__next__()
             if self._split is None:
                 self._samples = iter(samples_of(batch, self._columns))
             else:

@@ -50,6 +50,20 @@ SEED = "give an int from 0 up, or None for the seed of the run"
 """What errors about a seed ask for."""
 
 
+def check_source(name: str, source: Any, hint: str = "") -> None:
+    """Refuse what is no iterable, nor a function that gives one. Raises `TypeError`."""
+    if isinstance(source, (str, bytes)):
+        raise TypeError(
+            f"{name}: a {type(source).__qualname__} would be read letter by letter: {short(source)}; "
+            "give an iterable of items, such as an open file or a list of paths"
+        )
+    if not hasattr(type(source), "__iter__") and not callable(source):
+        raise TypeError(
+            f"{name}: source must be an iterable, or a function that gives one, not {short(source)}"
+            f"{hint}"
+        )
+
+
 def several(described: Named, pipelines: Any) -> tuple[Pipeline, ...]:
     """`pipelines` as a tuple of at least one."""
     if not isinstance(pipelines, Iterable) or isinstance(pipelines, str):

@@ -15,7 +15,7 @@ from typing import Any
 from hybridloader.errors import no_stop
 from hybridloader.foreign import attribute
 from hybridloader.operators.base import Context, Length, Source
-from hybridloader.operators.parameters import SEED, check_flags, settle, settle_whole
+from hybridloader.operators.parameters import SEED, check_flags, check_source, settle, settle_whole
 from hybridloader.operators.stateful import (
     INDICES,
     ITEMS,
@@ -188,19 +188,10 @@ class Items(Source):
 
     def __post_init__(self) -> None:
         source = self.source
-        if isinstance(source, (str, bytes)):
-            raise TypeError(
-                f"{self.name}: a {type(source).__qualname__} would be read letter by letter: "
-                f"{short(source)}; give an iterable of items, such as an open file or a list of paths"
-            )
-        if not hasattr(type(source), "__iter__") and not callable(source):
-            more = ""
-            if hasattr(type(source), "__getitem__"):
-                more = "; what has __getitem__ and __len__ is read by index, with from_dataset"
-            raise TypeError(
-                f"{self.name}: source must be an iterable, or a function that gives one, "
-                f"not {short(source)}{more}"
-            )
+        more = ""
+        if hasattr(type(source), "__getitem__"):
+            more = "; what has __getitem__ and __len__ is read by index, with from_dataset"
+        check_source(self.name, source, more)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self.source}

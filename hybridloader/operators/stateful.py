@@ -154,13 +154,6 @@ class ReadIterator(Over):
         super().__init__(items)
         self._ours = ours
 
-    def __next__(self) -> Any:
-        try:
-            return self._pull()
-        except StopIteration:
-            self._end()
-            raise
-
     def close(self) -> None:
         self._end()
         if self._ours:
@@ -180,9 +173,8 @@ class GeneratorIterator(ReadIterator):
             lost, self._lost = self._lost, None
             raise lost
         try:
-            return self._pull()
+            return super().__next__()
         except StopIteration:
-            self._end()
             raise
         except Exception as error:
             self._lost = rest_is_lost("an item of a source", error)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from hybridloader.arguments import flag, function, seconds, whole
+from hybridloader.arguments import flag, function, keywords, seconds, whole
 from hybridloader.contract import Backend
 from hybridloader.faults.on_error import Policy, Replace, Retry, Skip, parse
 from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import MapFetch
 from hybridloader.foreign import attribute
 from hybridloader.operators.base import INFINITE, Context, Length, OneForOne, Operator, Source
+from hybridloader.operators.parameters import check_source
 from hybridloader.registry import get_backend
 from hybridloader.running.work import Step
 from hybridloader.seeds.sample_seeds import SampleSeeding
@@ -107,12 +108,7 @@ class Placement:
         TypeError, ValueError
             A number is none, or too small, or there are workers but no backend.
         """
-        unknown = set(where) - set(Where.__annotations__)
-        if unknown:
-            raise TypeError(
-                f"stage {stage!r} got an unexpected keyword {sorted(unknown)[0]!r}; there are: "
-                f"{', '.join(Where.__annotations__)}"
-            )
+        keywords(f"stage {stage!r}", where, Where.__annotations__)
         given: dict[str, Any] = {key: value for key, value in where.items() if value is not None}
         faults = {key: _policy(stage, of, given.pop(key, None)) for key, of in _POLICIES.items()}
         backend, workers = given.pop("backend", None), given.pop("workers", None)
@@ -266,19 +262,11 @@ class Readers(Source):
 
     def __post_init__(self) -> None:
         check_label(self.label)
-        if isinstance(self.source, (str, bytes)):
-            raise TypeError(
-                f"{self.name}: a {type(self.source).__qualname__} would be read letter by letter; give "
-                "an iterable of items, such as a list of paths"
-            )
+        check_source(self.name, self.source)
         if hasattr(type(self.source), "__next__"):
             raise TypeError(
                 f"{self.name} got {self.source!r}, which can be read only once and by one reader; "
                 "give a function that makes it, as in from_iterable(lambda: read(shard), workers=4)"
-            )
-        if not (callable(self.source) or hasattr(type(self.source), "__iter__")):
-            raise TypeError(
-                f"{self.name} needs an iterable or a function that returns one, not {self.source!r}"
             )
 
     @property
