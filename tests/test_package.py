@@ -49,7 +49,7 @@ LAYERS = {
         "states.samplers",
     },
     "datapipes": set(),
-    "devices.accelerator": {"devices.torch_accelerator"},
+    "devices.accelerator": {"devices.in_use", "devices.torch_accelerator"},
     "devices.batch_parts": set(),
     "devices.in_use": set(),
     "devices.pin_thread": {

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybridloader.devices.in_use import initialised
 from hybridloader.devices.torch_accelerator import TorchAccelerator
 
 if TYPE_CHECKING:
@@ -132,8 +133,7 @@ def _current_index(kind: torch.device) -> int:
     """The index of the current device, without making a context: workers may still have to be forked."""
     import torch
 
-    is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
-    if is_initialized is not None and not is_initialized():
+    if initialised(torch.get_device_module(kind)) is False:
         return 0  # whoever chooses another initialises it
     return torch.accelerator.current_device_index()
 

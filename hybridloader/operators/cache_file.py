@@ -209,17 +209,16 @@ class Reader:
         except BaseException:
             self.close()
             raise
-        self._count = len(self._starts) - 1
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._starts) - 1
 
     def read(self, number: int) -> Any:
         """The item of record `number`, counted from 0."""
         start, end = self._starts[number], self._starts[number + 1]
         view, place = self._view, start + _DIGEST
         if _digest(view[place:end]) != self._map[start:place]:
-            raise self._damaged(f"record {number} of {self._count} is not as it was written")
+            raise self._damaged(f"record {number} of {len(self)} is not as it was written")
         header, count = _SIZES.unpack_from(view, place)
         place += _SIZES.size
         sizes = struct.unpack_from(f"={count}Q", view, place) if count else ()

@@ -389,8 +389,6 @@ class Shard(Operator):
             return self.rank, self.world
         torch = sys.modules.get("torch")
         distributed: Any = getattr(torch, "distributed", None)
-        if distributed is None or not distributed.is_available():
-            return 0, 1
-        if not distributed.is_initialized():
+        if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
             return 0, 1
         return distributed.get_rank(), distributed.get_world_size()

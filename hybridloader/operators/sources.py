@@ -22,10 +22,10 @@ from hybridloader.operators.stateful import (
     Opened,
     ReadIterator,
     draws_a_seed,
-    is_stateful,
     with_drawn_seed,
 )
 from hybridloader.shown import short
+from hybridloader.states.carried import is_stateful
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from hybridloader.foreign import attribute, has
 from hybridloader.operators.base import Context, Mark
 from hybridloader.operators.iterators import Over
 from hybridloader.states.cadence import Cadence
+from hybridloader.states.carried import is_stateful
 from hybridloader.states.copies import copied
 
 INDICES = 1024
@@ -106,12 +107,6 @@ def _generator_of(order: Any) -> Any:
         if has(generator, "get_state") and has(generator, "initial_seed"):
             return generator
     return None
-
-
-def is_stateful(thing: Any) -> bool:
-    return callable(attribute(thing, "state_dict")) and callable(
-        attribute(thing, "load_state_dict")
-    )
 
 
 def draws_a_seed(order: Any) -> bool:

@@ -192,10 +192,6 @@ class SharedList(Unchanging, Sequence[T]):
         except ValueError:
             raise ValueError(f"{value!r} is not in the SharedList") from None
 
-    def count(self, value: Any) -> int:
-        """How many elements are equal to `value`."""
-        return operator.countOf(iter(self), value)
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, SharedList):
             if self._place() == other._place():

@@ -144,9 +144,10 @@ class FakeAccelerator:
         """Whether it was made by `pin`, or lies in pages that are locked."""
         address = tensor.untyped_storage().data_ptr()
         with self._lock:
-            return address in self.pinned or any(
-                start <= address < start + size for start, size in self.locked.items()
-            )
+            return address in self.pinned or self._is_locked(address)
+
+    def _is_locked(self, address: int) -> bool:
+        return any(start <= address < start + size for start, size in self.locked.items())
 
     def page_lock(self, address: int, size: int) -> None:
         self._use()
@@ -265,7 +266,7 @@ class FakeAccelerator:
         def read() -> torch.Tensor:
             import torch
 
-            if not any(start <= address < start + own for start, own in self.locked.items()):
+            if not self._is_locked(address):
                 raise RuntimeError("a copy reads pages that were unlocked too early")
             there = (ctypes.c_char * size).from_address(address)
             whole = torch.frombuffer(there, dtype=dtype, count=size // dtype.itemsize)
