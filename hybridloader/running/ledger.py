@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, Protocol
 
 from hybridloader.contract import ByReference, Payload
 from hybridloader.feed import items_in
-from hybridloader.foreign import attribute, has
+from hybridloader.foreign import attribute, own_attributes
 from hybridloader.messages import Done, Result
 
 
@@ -213,10 +213,5 @@ def _size_of(value: Any) -> int:
     if isinstance(value, (list, tuple, set, frozenset)):
         return sum(map(size_of, value)) + sys.getsizeof(value)
     if is_dataclass(value) and not isinstance(value, type):
-        parts = vars(value).values() if has(value, "__dict__") else _slots_of(value)
-        return sum(map(size_of, parts)) + sys.getsizeof(value)
+        return sum(map(size_of, own_attributes(value).values())) + sys.getsizeof(value)
     return sys.getsizeof(value)
-
-
-def _slots_of(value: Any) -> list[Any]:
-    return [attribute(value, field.name) for field in fields(value)]
