@@ -89,6 +89,7 @@ class _Line:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self.sentinel = -1  # a descriptor that tells the end of the worker, once it runs
         self.decoder = Decoder()
         self.pending: list[Buffer] = []  # to be written at the next flush
         # What did not fit yet, with descriptors that are to be closed once they are sent.
@@ -153,7 +154,6 @@ class SocketPost:
         self._poll = select.poll()
         self._lines: dict[int, _Line] = {}
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
-        self._sentinels: dict[int, int] = {}  # worker -> descriptor
         self._alarm_r, self._alarm_w = os.pipe()
         os.set_blocking(self._alarm_r, False)
         os.set_blocking(self._alarm_w, False)
@@ -179,7 +179,7 @@ class SocketPost:
     def watch(self, worker: int, handle: Any) -> None:
         """Watch for the end of the worker's process, by its pidfd or multiprocessing's sentinel."""
         fd = handle.sentinel if handle.pidfd is None else handle.pidfd
-        self._sentinels[worker] = fd
+        self._lines[worker].sentinel = fd
         self._worker_of[fd] = worker
         self._poll.register(fd, select.POLLIN)
 
@@ -273,14 +273,13 @@ class SocketPost:
         line = self._lines.pop(worker, None)
         if line is None:
             return
-        self._forget(line.sock.fileno())
+        for fd in (line.sock.fileno(), line.sentinel):
+            if self._worker_of.pop(fd, None) is not None:
+                self._poll.unregister(fd)
         ours.discard(line.sock.fileno())
         line.sock.close()
         line.drop_unsent()
         _close_all(line.decoder.fds)
-        fd = self._sentinels.pop(worker, -1)
-        if fd >= 0:
-            self._forget(fd)
 
     def hang_up(self) -> None:
         """Drop all workers; they leave."""
@@ -294,10 +293,6 @@ class SocketPost:
                 self._open = False
                 ours.difference_update((self._alarm_r, self._alarm_w))
                 _close_all((self._alarm_r, self._alarm_w))
-
-    def _forget(self, fd: int) -> None:
-        self._poll.unregister(fd)
-        self._worker_of.pop(fd, None)
 
     def _drain_alarm(self) -> None:
         try:
