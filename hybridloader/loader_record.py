@@ -71,8 +71,8 @@ def announce(loader: Any, epoch: int) -> None:
     record_of(loader).begun = None
 
 
-def upcoming(loader: Any) -> int:
+def upcoming(loader: Any, record: LoaderRecord) -> int:
     """Return the epoch of the next pass: the one announced, or the one after the pass before."""
-    begun = record_of(loader).begun
+    begun = record.begun
     # 0 for a loader of torch's, which nobody can tell an epoch.
     return int(attribute(loader, "_epoch", 0)) if begun is None else begun + 1

@@ -15,7 +15,6 @@ from hybridloader.devices.pinning import check as check_device
 from hybridloader.faults.on_error import Replace, Retry, Skip
 from hybridloader.faults.on_error import parse as parse_on_error
 from hybridloader.faults.restart import RestartPolicy
-from hybridloader.foreign import attribute
 from hybridloader.seeds.sample_seeds import SampleSeeding
 from hybridloader.seeds.sample_seeds import parse as parse_seeding
 
@@ -66,8 +65,8 @@ class Options:
     @classmethod
     def of(cls, loader: Any) -> Self:
         """Those of one of our loaders, as they are now."""
-        values: dict[str, Any] = {f.name: attribute(loader, f.name, f.default) for f in fields(cls)}
-        return cls(**values)
+        values: list[Any] = [getattr(loader, name, default) for name, default in _DEFAULTS]
+        return cls(*values)
 
     def check(self) -> None:
         """Refuse what no loader could take. Raises `TypeError` or `ValueError`."""
@@ -112,3 +111,6 @@ class Options:
                 "batch_size=None"
             )
         return found
+
+
+_DEFAULTS = [(field.name, field.default) for field in fields(Options)]

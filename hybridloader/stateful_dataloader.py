@@ -18,6 +18,7 @@ from hybridloader.dataloader import DataLoader
 from hybridloader.loader_record import record_of
 from hybridloader.sampling.torchdata_order import BatchOrder, RandomOrder
 from hybridloader.states import torchdata_form
+from hybridloader.states.resuming import state_of
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -166,7 +167,8 @@ device
         if record.progress is None and record.loaded is None:
             self._iterator = self._get_iterator()
             self._begun = True
-        return torchdata_form.state_of(self._plan(), super().state_dict())
+        plan = self._plan()
+        return torchdata_form.state_of(plan, state_of(plan, stays=self._iterator is not None))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the next pass go on where `state_dict` was taken.

@@ -356,7 +356,13 @@ LAYERS = {
         "errors",
         "inheritance",
     },
-    "stateful_dataloader": {"dataloader", "loader_record", "sampling", "states.torchdata_form"},
+    "stateful_dataloader": {
+        "dataloader",
+        "loader_record",
+        "sampling",
+        "states.resuming",
+        "states.torchdata_form",
+    },
     "shown": set(),
     "stage": {
         "contract",

@@ -214,11 +214,11 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
 
         return torch.utils.data.DataLoader(*args, **kwargs)
     from hybridloader import DataLoader
-    from hybridloader.loader_record import announce, upcoming
+    from hybridloader.loader_record import announce, record_of, upcoming
 
     make: Any = DataLoader
     loader = make(*args, **{name: getattr(source, name) for name in _own_parameters()}, **kwargs)
-    announce(loader, upcoming(source))
+    announce(loader, upcoming(source, record_of(source)))
     return loader
 
 

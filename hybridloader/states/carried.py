@@ -85,9 +85,11 @@ class DatasetState(NamedTuple):
 
 def is_stateful(thing: Any) -> bool:
     """Whether it has both methods, as torchdata's `Stateful`."""
-    return all(
-        callable(attribute(thing, name)) for name in ("state_dict", "load_state_dict")
-    ) and not isinstance(thing, type)
+    return (
+        callable(attribute(thing, "state_dict"))
+        and callable(attribute(thing, "load_state_dict"))
+        and not isinstance(thing, type)
+    )
 
 
 def states_of(dataset: Any, samples: Any = None, *, every: int = 0) -> DatasetStates | None:

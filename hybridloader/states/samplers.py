@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,8 +171,6 @@ class Samplers(NamedTuple):
 
     def snapshots(self, indices: Iterator[Any]) -> Snapshots | None:
         """Return the snapshots of what `indices` are drawn from; None if that has no state."""
-        from hybridloader.sampling.torchdata_order import tells_anew
-
         stateful = self.stateful
         iterator: Any = indices if is_stateful(indices) else None
         if stateful is None and iterator is None:
@@ -179,7 +178,7 @@ class Samplers(NamedTuple):
         if iterator is None and is_ours(stateful):
             # Makes a new dict each time, of two numbers; and is drawn from otherwise by other ranks.
             return Snapshots(lambda: Snapshot(Kept(stateful.state_dict()), None), None)
-        if stateful is None and tells_anew(iterator):
+        if stateful is None and _torchdata_order().tells_anew(iterator):
             return Snapshots(lambda: Snapshot(None, Kept(iterator.state_dict())), None)
 
         def take() -> Snapshot:
@@ -193,10 +192,15 @@ class Samplers(NamedTuple):
         return Snapshots(take, Cadence())
 
 
-def is_plain(batches: Any) -> bool:
-    from hybridloader.sampling import torchdata_order
+@functools.cache
+def _torchdata_order() -> Any:
+    from hybridloader.sampling import torchdata_order  # imports torch, and needs this package
 
-    return torchdata_order.is_plain(batches)
+    return torchdata_order
+
+
+def is_plain(batches: Any) -> bool:
+    return bool(_torchdata_order().is_plain(batches))
 
 
 def is_ours(sampler: Any) -> bool:
