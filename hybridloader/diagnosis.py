@@ -102,17 +102,7 @@ def place(stage: str, worker: str, index: Any, doing: str) -> str:
 
 
 def death(
-    stage: str,
-    worker: str,
-    fault: Fault,
-    indices: Mapping[int, Any],
-    *,
-    task: int | None = None,
-    at: int | None = None,
-    evidence: str = "",
-    memory: str = "",
-    slots: tuple[int, int] | None = None,
-    refusal: str = "",
+    stage: str, worker: str, fault: Fault, indices: Mapping[int, Any], refusal: str = ""
 ) -> str:
     """What to say of a worker that ended without being asked to.
 
@@ -120,34 +110,30 @@ def death(
     ----------
     indices
         Of the tasks, by their numbers.
-    task, at
-        The task that it was at, and the number of the sample in it; None or -1 if not known.
-    evidence
-        The stack that it left, or what else tells of its end; on lines of its own.
-    memory
-        What the kernel says of memory (`OomWatch.describe`): more exact than our guess.
-    slots
-        Bytes that its slots took, and that they were allowed.
     refusal
         Why no other was put in its place.
     """
+    event = fault.event
     held = [brief(indices.get(seq)) for seq in fault.in_flight]
     tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
     more = f"; and {len(held) - 4} tasks more" if len(held) > 4 else ""
     cause = next((word for word in _CAUSES if word in fault.cause), "")
     advice = _CAUSES.get(cause, "")
-    if memory and cause == "SIGKILL":
+    if event.memory and cause == "SIGKILL":  # what the kernel says is more exact than our guess
         advice = (
             "If it is memory: try fewer workers, or backend='threads', which shares one copy of the "
             "dataset."
         )
-    elif memory and cause == "SIGBUS":
+    elif event.memory and cause == "SIGBUS":
         advice = ""
-    full = "" if slots is None else f"Its slots took {slots[0]:,} of {slots[1]:,} bytes."
-    sample = "" if task is None else sample_at(indices.get(task), at)
+    full = ""
+    if event.slots is not None:
+        full = "Its slots took {:,} of {:,} bytes.".format(*event.slots)
+    sample = "" if event.task is None else sample_at(indices.get(event.task), event.at)
     said = [f"In stage {stage!r}, {worker} {fault.cause}.", f"{tasks}{more}.", sample]
     said += [refusal, advice, full]
-    lines = [" ".join(part for part in said if part), memory.strip("\n"), evidence.strip("\n")]
+    lines = [" ".join(part for part in said if part)]
+    lines += [event.memory.strip("\n"), event.evidence.strip("\n")]
     return "\n".join(line for line in lines if line)
 
 
@@ -175,7 +161,6 @@ def overrun(
     seconds: float,
     timeout: float,
     *,
-    at: int | None = None,
     stack: str = "",
     thread: bool = False,
 ) -> str:
@@ -187,8 +172,6 @@ def overrun(
         Of the task.
     seconds
         That it had taken.
-    at
-        The number of the sample in it, from 0; None or -1 if not known.
     stack
         Where the worker was, or why that can't be told; on lines of its own.
     thread
@@ -205,11 +188,10 @@ def overrun(
     said = [
         f"In stage {stage!r}, {worker} has been at {brief(index)} for {_seconds(seconds)}, "
         f"longer than task_timeout={timeout:g} seconds.",
-        sample_at(index, at),
         fate,
         "If such a task may take that long, raise task_timeout.",
     ]
-    text = " ".join(part for part in said if part)
+    text = " ".join(said)
     return f"{text}\n{stack.strip(chr(10))}" if stack.strip() else text
 
 

@@ -20,7 +20,7 @@ from hybridloader.diagnosis import (
     place,
     workers_table,
 )
-from hybridloader.messages import Exited, Result, WorkerSpec
+from hybridloader.messages import Result, WorkerSpec
 from hybridloader.scheduler import ACTIVE, Fault, Scheduler, Work
 
 START = 30.0
@@ -131,22 +131,11 @@ class Roster:
         """Where an exception came from."""
         return place(self.spec.stage, self.name(worker), index, doing)
 
-    def obituary(self, fault: Fault, last: Exited | None, refusal: str) -> str:
+    def obituary(self, fault: Fault, refusal: str) -> str:
         """What to say of a worker that has died and was not replaced."""
-        known = last or Exited(fault.worker)
-        words = death(
-            self.spec.stage,
-            self.name(fault.worker),
-            fault,
-            self.indices,
-            task=known.task,
-            at=known.at,
-            evidence=known.evidence,
-            memory=known.memory,
-            slots=known.slots,
-            refusal=refusal,
-        )
-        torchs = end_of(self.spec.stage, self.crew.handles(), fault.worker)
+        stage, worker = self.spec.stage, fault.worker
+        torchs = end_of(stage, self.crew.handles(), worker)
+        words = death(stage, self.name(worker), fault, self.indices, refusal)
         return self._with_table(torchs + words)
 
     def overrun(

@@ -109,11 +109,12 @@ _RUNNING, _OVER = (
 
 
 class Fault(NamedTuple):
-    """A worker that ended unasked: its number, the cause, the tasks it had, oldest first."""
+    """A worker that ended unasked: the tasks it had, oldest first, and its last event."""
 
     worker: int
     cause: str
     in_flight: tuple[int, ...]
+    event: Exited
 
 
 Dispatch = Callable[["Scheduler"], "int | None"]
@@ -352,7 +353,7 @@ class Scheduler:
         self._count_free()
         if not asked and self.fault is None:
             cause = event.cause or "exited without being asked to"
-            self.fault = Fault(event.worker, cause, tuple(self.held(event.worker)))
+            self.fault = Fault(event.worker, cause, tuple(self.held(event.worker)), event)
         if self.run is Run.CLOSING and self._all_gone():
             self.run = self._after(self.run, "gone")
 

@@ -127,7 +127,6 @@ class Stage(Lifecycle, Iterator[Any]):
         self._source: Iterator[Any] = iter(())
         self._feed: Feed | None = None  # instead of a source that is waited for
         self._hungry = False  # the feed had nothing when it was asked last
-        self._last_exit: Exited | None = None
         self.last = Last()
         window = max(1, lookahead)
         super().__init__(
@@ -335,7 +334,7 @@ class Stage(Lifecycle, Iterator[Any]):
         fault = self._scheduler.fault
         if fault is not None:
             refusal = "" if supervisor is None else supervisor.refusal
-            self._obituary = self._roster.obituary(fault, self._last_exit, refusal)
+            self._obituary = self._roster.obituary(fault, refusal)
             self.close()
         if self._closing:
             self._refuse()
@@ -376,7 +375,6 @@ class Stage(Lifecycle, Iterator[Any]):
                 if death is None:
                     return
                 event = death
-            self._last_exit = event
         wanted = self._scheduler.handle(event)
         if isinstance(event, Ready):
             self._roster.ready(event.worker)

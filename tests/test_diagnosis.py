@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hybridloader.diagnosis import (
@@ -12,13 +14,15 @@ from hybridloader.diagnosis import (
     sample_at,
     workers_table,
 )
+from hybridloader.messages import Exited
 from hybridloader.scheduler import Fault
 
 WORKER = "worker 1 (process, pid 4711)"
 
 
-def fault(signal: str, *in_flight: int) -> Fault:
-    return Fault(1, f"was killed by signal {signal}", in_flight)
+def fault(signal: str, *in_flight: int, **known: Any) -> Fault:
+    cause = f"was killed by signal {signal}"
+    return Fault(1, cause, in_flight, Exited(1, cause, **known))
 
 
 def test_a_death_is_told_as_ever_without_more() -> None:
@@ -32,12 +36,15 @@ def test_a_death_with_all_that_can_be_known() -> None:
     text = death(
         "load",
         WORKER,
-        fault("SIGSEGV (11)", 3, 4),
+        fault(
+            "SIGSEGV (11)",
+            *(3, 4),
+            task=4,
+            at=1,
+            evidence="Fatal Python error\n  File\n",
+            slots=(1_000, 20_000),
+        ),
         {3: [1, 2], 4: [30, 31]},
-        task=4,
-        at=1,
-        evidence="Fatal Python error\n  File\n",
-        slots=(1_000, 20_000),
         refusal="No more may be replaced.",
     )
     first, *evidence = text.splitlines()
@@ -53,14 +60,14 @@ def test_a_death_with_all_that_can_be_known() -> None:
 
 @pytest.mark.parametrize(("task", "at"), [(None, 1), (3, None), (3, -1), (9, 1)])
 def test_a_sample_that_is_not_known_is_not_told(task: int | None, at: int | None) -> None:
-    text = death("load", WORKER, fault("SIGTERM (15)", 3), {3: [1, 2]}, task=task, at=at)
+    text = death("load", WORKER, fault("SIGTERM (15)", 3, task=task, at=at), {3: [1, 2]})
     assert "sample" not in text
 
 
 def test_what_the_kernel_says_takes_the_place_of_a_guess() -> None:
     guess = death("load", WORKER, fault("SIGKILL (9)", 3), {3: [1]})
     assert "Likely the system ran out of memory, or somebody killed it" in guess
-    known = death("load", WORKER, fault("SIGKILL (9)", 3), {3: [1]}, memory="Likely cause: OOM.")
+    known = death("load", WORKER, fault("SIGKILL (9)", 3, memory="Likely cause: OOM."), {3: [1]})
     assert "Likely the system" not in known
     assert "backend='threads'" in known
     assert known.endswith("\nLikely cause: OOM.")
@@ -70,7 +77,7 @@ def test_a_bus_error_is_explained_by_memory_alone_if_it_is_known() -> None:
     guess = death("load", WORKER, fault("SIGBUS (7)"), {})
     assert "It had no task." in guess
     assert "shared-memory mount" in guess
-    known = death("load", WORKER, fault("SIGBUS (7)"), {}, memory="/dev/shm is full.")
+    known = death("load", WORKER, fault("SIGBUS (7)", memory="/dev/shm is full."), {})
     assert "shared-memory mount" not in known
     assert known.endswith("\n/dev/shm is full.")
 
@@ -87,12 +94,11 @@ def test_a_sample_outside_of_a_list_is_told_by_its_number() -> None:
 
 
 def test_a_task_that_ran_over() -> None:
-    text = overrun("load", WORKER, [7, 8], 12.34, 10, at=1, stack="The thread\n  File\n")
+    text = overrun("load", WORKER, [7, 8], 12.34, 10, stack="The thread\n  File\n")
     first, *stack = text.splitlines()
     assert first.startswith(
         f"In stage 'load', {WORKER} has been at [7, 8] for 12.3 s, longer than task_timeout=10 seconds."
     )
-    assert "It was at sample 1 of [7, 8]: 8." in first
     assert "on_worker_death='restart'" in first
     assert "raise task_timeout" in first
     assert stack == ["The thread", "  File"]

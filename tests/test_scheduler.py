@@ -242,7 +242,7 @@ def test_a_worker_that_exits_unasked_is_a_fault_that_names_what_it_held() -> Non
         assign(scheduler)
     scheduler.handle(done(1, 1))
     scheduler.handle(Exited(1, "was killed"))
-    assert scheduler.fault == (1, "was killed", (3,))
+    assert scheduler.fault == (1, "was killed", (3,), Exited(1, "was killed"))
     assert scheduler.run is Run.CLOSING
     assert not scheduler.handle(done(0, 0))  # stale: to be discarded
     scheduler.close()
