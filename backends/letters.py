@@ -22,7 +22,7 @@ from hybridloader.buffers.packing import Packed, pack, unpack
 from hybridloader.buffers.slots import OWN
 from hybridloader.errors import DamagedMessage, Failure, ResultNotSendable
 from hybridloader.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
-from hybridloader.states.carried import DatasetState
+from hybridloader.states.carried import Start
 
 READY, DONE, FAILED, EXHAUSTED, TASK, OTHER = range(6)
 """Kinds: those of events, a task, and every other message."""
@@ -217,7 +217,7 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
 
 def decode_told(body: memoryview) -> Any:
     """What a worker told besides its results. Raises `DamagedMessage`."""
-    return _loaded(body, (DatasetState, Failure), "what a worker told") if len(body) else None
+    return _loaded(body, (Start, Failure), "what a worker told") if len(body) else None
 
 
 def decode_failure(body: memoryview) -> Failure:

@@ -43,7 +43,7 @@ from hybridloader.refresh import Change, Watch
 from hybridloader.scheduler import Dispatch, round_robin, round_robin_with_room
 from hybridloader.seeds.pass_seeds import PassSeeds
 from hybridloader.stage import Stage
-from hybridloader.states.carried import is_stateful
+from hybridloader.states.copies import is_stateful
 from hybridloader.states.progress import Progress, Results
 from hybridloader.states.resuming import FirstOf, Opening
 

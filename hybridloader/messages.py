@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hybridloader.fetcher import Fetch
     from hybridloader.refresh import Change
     from hybridloader.seeds.sample_seeds import Origin
-    from hybridloader.states.carried import DatasetState, Start
+    from hybridloader.states.carried import Start
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Ready(NamedTuple):
     """
 
     worker: int
-    told: DatasetState | Failure | None = None
+    told: Start | Failure | None = None
 
 
 class Done(NamedTuple):
@@ -123,7 +123,7 @@ class Done(NamedTuple):
     ----------
     extras
         Metadata of the value, by name; None if there is none. ``"outcome"`` is what failed on the way
-        (`faults.tried.Outcome`), ``"state"`` the state of the dataset (`states.carried.DatasetState`).
+        (`faults.tried.Outcome`), ``"state"`` the state of the dataset (`states.carried.Start`).
     """
 
     worker: int
@@ -160,7 +160,7 @@ class Exhausted(NamedTuple):
     worker: int
     seq: int
     position: int = 0
-    told: DatasetState | None = None
+    told: Start | None = None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from hybridloader.messages import (
 from hybridloader.refresh import apply
 from hybridloader.seeds.draws import Draws
 from hybridloader.seeds.seeding import ProcessSeeds, Seeds, ThreadSeeds, seeds_by_sample
-from hybridloader.states.carried import DatasetState, resumed
+from hybridloader.states.carried import Start, resumed
 from hybridloader.worker_info import describe
 
 
@@ -109,14 +109,14 @@ class Worker:
                 self._broken = no_stop(error)
             return Ready(self.worker, self._first_state() if spec.tells else None)
 
-    def _first_state(self) -> DatasetState | Failure | None:
+    def _first_state(self) -> Start | Failure | None:
         if self._broken is not None:
             return Failure(twin(self._broken))
         starts = self._spec.starts
         # Behind results that came since a state, the next one is told when it is due.
         return None if starts and starts[self.worker].results_since else self._state_now()
 
-    def _state_now(self) -> DatasetState | None:
+    def _state_now(self) -> Start | None:
         """Return the state of the dataset, if it has one."""
         fetcher = self._fetcher
         if fetcher is None or fetcher.states is None:

@@ -449,6 +449,25 @@ def test_a_state_that_cannot_be_pickled_fails_who_asks_for_it_alone(where: tuple
     assert flat(iterator)
 
 
+class LockedInOne(Walks):
+    """Its first worker's state can't be taken."""
+
+    def state_dict(self) -> dict[str, Any]:
+        info = torch.utils.data.get_worker_info()
+        return Locked.state_dict(self) if info and info.id == 0 else {"at": 3}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_state_that_one_worker_lacks_is_not_made_up_for_by_another() -> None:
+    iterator = iter(loader := DataLoader(LockedInOne(), 4, num_workers=2, backend="threads"))
+    for _ in range(2):  # one of each
+        next(iterator)
+    with pytest.raises(ValueError, match="can't be pickled, because of 'lock'"):
+        loader.state_dict()
+
+
 def test_another_number_of_workers_is_refused() -> None:
     loader = make("plain", "", 3, "threads")
     next(iter(loader))

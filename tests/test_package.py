@@ -59,7 +59,6 @@ LAYERS = {
         "refresh",
         "relay",
         "stage",
-        "states.carried",
     },
     "devices.pinning": {
         "buffers.page_locks",
@@ -167,7 +166,7 @@ LAYERS = {
         "scheduler",
         "seeds.pass_seeds",
         "stage",
-        "states.carried",
+        "states.copies",
         "states.progress",
         "states.resuming",
     },
@@ -374,7 +373,7 @@ LAYERS = {
         "scheduler",
     },
     "states.cadence": set(),
-    "states.carried": {"errors", "states.cadence", "states.copies"},
+    "states.carried": {"states.cadence", "states.copies"},
     "states.copies": {"errors", "inheritance", "states.cadence"},
     "states.dropping": {"errors", "feed", "fetcher", "relay"},
     "states.progress": {
@@ -400,7 +399,7 @@ LAYERS = {
         "states.samplers",
         "states.state",
     },
-    "states.samplers": {"errors", "states.cadence", "states.carried", "states.copies"},
+    "states.samplers": {"errors", "states.cadence", "states.copies"},
     "states.schema": {"errors"},
     "states.state": {
         "errors",
@@ -413,7 +412,6 @@ LAYERS = {
     },
     "states.torchdata_form": {
         "errors",
-        "states.carried",
         "states.copies",
         "states.resuming",
         "states.state",

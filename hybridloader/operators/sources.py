@@ -25,7 +25,7 @@ from hybridloader.operators.stateful import (
     with_drawn_seed,
 )
 from hybridloader.shown import short
-from hybridloader.states.carried import is_stateful
+from hybridloader.states.copies import is_stateful
 
 
 @dataclass(frozen=True)

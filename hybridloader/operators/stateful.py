@@ -20,8 +20,7 @@ from hybridloader.foreign import attribute, has
 from hybridloader.operators.base import Context, Mark
 from hybridloader.operators.iterators import Over
 from hybridloader.states.cadence import Cadence
-from hybridloader.states.carried import is_stateful
-from hybridloader.states.copies import copied
+from hybridloader.states.copies import copied, is_stateful
 
 INDICES = 1024
 """From one mark of a sampler to the next: an index is drawn in 0.1 us, a state taken in 10."""

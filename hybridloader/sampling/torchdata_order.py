@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from hybridloader.errors import StateError
-from hybridloader.states.carried import is_stateful
+from hybridloader.states.copies import is_stateful
 
 
 class RandomOrder(RandomSampler):

@@ -10,21 +10,19 @@ one.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridloader.errors import StateError
-from hybridloader.foreign import attribute
 from hybridloader.states.cadence import ASKED, Cadence
-from hybridloader.states.copies import Frozen, Latest
+from hybridloader.states.copies import Frozen, Given, is_stateful, kept, load_into
 
 if TYPE_CHECKING:
     from hybridloader.fetcher import Fetch, Fetcher, TaskContext
 
 
 class Start(NamedTuple):
-    """Where one worker goes on.
+    """Where one worker goes on, or where it is: what it tells beside a result has no place yet.
 
     Attributes
     ----------
@@ -46,10 +44,10 @@ class Start(NamedTuple):
 
     position: int = 0
     skip: int = 0
-    dataset: Frozen | None = None
-    iterator: Frozen | None = None
+    dataset: Given | None = None
+    iterator: Given | None = None
     ended: bool = False
-    again: tuple[Any, ...] = ()
+    again: Any = ()
     behind: bool = False
     since: int = 0
 
@@ -62,34 +60,6 @@ class Start(NamedTuple):
     def results_since(self) -> int:
         """Number of the worker's results since its state was taken."""
         return self.since or len(self.again)
-
-
-class DatasetState(NamedTuple):
-    """State of a dataset behind a result of one worker.
-
-    Attributes
-    ----------
-    dataset, iterator
-        States; None where there is none.
-    ended
-        Whether the shard has ended.
-    fault
-        Why there is no state, if there should be one.
-    """
-
-    dataset: Frozen | None
-    iterator: Frozen | None
-    ended: bool
-    fault: str
-
-
-def is_stateful(thing: Any) -> bool:
-    """Whether it has both methods, as torchdata's `Stateful`."""
-    return (
-        callable(attribute(thing, "state_dict"))
-        and callable(attribute(thing, "load_state_dict"))
-        and not isinstance(thing, type)
-    )
 
 
 def states_of(dataset: Any, samples: Any = None, *, every: int = 0) -> DatasetStates | None:
@@ -121,7 +91,7 @@ class DatasetStates:
         self._samples = samples if is_stateful(samples) else None
         self._cadence = cadence
 
-    def due(self, *, ended: bool) -> DatasetState | None:
+    def due(self, *, ended: bool) -> Start | None:
         """Return the state behind the result that was just made, if it is to go with it."""
         due = self._cadence.due()
         if not (due or ended):
@@ -135,77 +105,20 @@ class DatasetStates:
         """Count the results since the state that this fetcher goes on from."""
         self._cadence.go_on(since)
 
-    def now(self, *, ended: bool) -> DatasetState:
-        """Return the state as it is now."""
+    def now(self, *, ended: bool) -> Start:
+        """Return the state as it is now, without a place."""
         dataset = iterator = None
-        fault = ""
-        try:
-            if self._dataset is not None:
-                dataset = frozen(self._dataset, "the dataset")
-            if self._samples is not None:
-                iterator = frozen(self._samples, "the iterator over the dataset")
-        except StateError as error:
-            fault = str(error)
-        return DatasetState(dataset, iterator, ended, fault)
-
-
-def frozen(thing: Any, what: str) -> Frozen:
-    """The state of `thing`, pickled.
-
-    Raises
-    ------
-    StateError
-        It raised, or can't be pickled; the message names `what`.
-    """
-    return pickled(state_of(thing, what), f"{what} ({type(thing).__name__})")
-
-
-def state_of(thing: Any, what: str) -> Any:
-    """Ask `thing` for its state. Raises `StateError` as `frozen` does."""
-    try:
-        return thing.state_dict()
-    except Exception as error:
-        raise StateError(
-            f"{what} ({type(thing).__name__}): its state_dict() raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def copy_of(thing: Any, what: str, latest: Latest) -> Any:
-    """A copy of the state of `thing`; raises `StateError` as `frozen` does."""
-    return _pickled(latest.copy, state_of(thing, what), f"{what} ({type(thing).__name__})")
-
-
-def pickled(state: Any, what: str) -> Frozen:
-    """`state`, pickled; raises `StateError` as `frozen` does."""
-    return Frozen(_pickled(pickle.dumps, state, what))
-
-
-def _pickled(pickling: Callable[[Any], Any], state: Any, what: str) -> Any:
-    try:
-        return pickling(state)
-    except Exception as error:  # what a foreign __reduce__ raises can be anything
-        culprit = ""
-        if isinstance(state, dict):
-            names = [repr(name) for name, value in state.items() if not _picklable(value)]
-            culprit = f", because of {', '.join(names)}" if names else ""
-        raise StateError(
-            f"{what}: its state can't be pickled{culprit} ({type(error).__name__}: {error}); leave "
-            "out of state_dict() what can be made again"
-        ) from error
-
-
-def _picklable(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:  # as above
-        return False
-    return True
+        if self._dataset is not None:
+            dataset = kept(self._dataset, "the dataset", Frozen)
+        if self._samples is not None:
+            iterator = kept(self._samples, "the iterator over the dataset", Frozen)
+        return Start(dataset=dataset, iterator=iterator, ended=ended)
 
 
 def resumed(fetch: Fetch, start: Start, context: TaskContext) -> Fetcher:
     """The fetcher of a worker that goes on. The dataset gets its state first, as in torchdata."""
     if start.dataset is not None:
-        _load(fetch.dataset, start.dataset, "the dataset")
+        load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
     fetcher = fetch.open(None, context)
     if start.behind and start.iterator is not None:
         fetcher.resume(start)
@@ -217,7 +130,7 @@ def resumed(fetch: Fetch, start: Start, context: TaskContext) -> Fetcher:
     return fetcher
 
 
-def _do_again(fetcher: Fetcher, tasks: tuple[Any, ...], context: TaskContext) -> None:
+def _do_again(fetcher: Fetcher, tasks: Sequence[Any], context: TaskContext) -> None:
     """Do again what was done since the state was taken, to bring the dataset to the same place."""
     for task in tasks:
         if context.cancelled:
@@ -230,14 +143,6 @@ def _do_again(fetcher: Fetcher, tasks: tuple[Any, ...], context: TaskContext) ->
         context.extras = None
 
 
-def load_iterator(samples: Any, state: Frozen) -> None:
-    _load(samples, state, "the iterator over the dataset")
-
-
-def _load(thing: Any, state: Frozen, what: str) -> None:
-    if not is_stateful(thing):
-        raise StateError(
-            f"the state to go on from holds one of {what}, and {type(thing).__name__} has no "
-            "load_state_dict(); make the loader with the dataset that it had when the state was taken"
-        )
-    thing.load_state_dict(pickle.loads(state.kept))
+def load_iterator(samples: Any, state: Given) -> None:
+    """Have the iterator over a dataset go on from `state`."""
+    load_into(samples, pickle.loads(state.kept), "the iterator over the dataset")

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from hybridloader.errors import StateError
+from hybridloader.foreign import attribute
 from hybridloader.inheritance import Shared
 from hybridloader.states.cadence import Cadence
 
@@ -30,14 +31,9 @@ def copied(state: Any) -> Any:
     as `copy.deepcopy`. If something can't be pickled, it is made by `copy.deepcopy`.
     """
     try:
-        return duplicate(state)
+        return _Print(state).copy()
     except Exception:  # what a foreign __reduce__ raises can be anything
         return copy.deepcopy(state)
-
-
-def duplicate(state: Any) -> Any:
-    """A copy of `state` by way of a pickle; raises what pickling raises."""
-    return _Print(state).copy()
 
 
 class Latest:
@@ -158,6 +154,11 @@ class Given:
         self.kept = kept
         self._one: Any = None  # what was dear to make
 
+    @classmethod
+    def of(cls, state: Any) -> Given:
+        """Keep a copy of `state`."""
+        raise NotImplementedError
+
     def given(self) -> Any:
         """Return a copy; the same one each time, if copying is slow."""
         if self._one is not None:
@@ -180,8 +181,25 @@ class Kept(Given):
 
     __slots__ = ()
 
+    @classmethod
+    def of(cls, state: Any) -> Given:
+        return cls(copied(state))
+
     def _made(self) -> Any:
         return copied(self.kept)
+
+
+class Frozen(Given):
+    """A state as a pickle, as it travels between processes."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, state: Any) -> Given:
+        return cls(pickle.dumps(state))
+
+    def _made(self) -> Any:
+        return pickle.loads(self.kept)
 
 
 class Missing(Given):
@@ -193,20 +211,80 @@ class Missing(Given):
         raise StateError(self.kept)
 
 
-def kept(thing: Any, what: str, asked: Callable[[], Any]) -> Given | None:
-    """Keep the state that `thing` returns when `asked`; None if that is None. Never raises."""
+def is_stateful(thing: Any) -> bool:
+    """Whether it has both methods, as torchdata's `Stateful`."""
+    return (
+        callable(attribute(thing, "state_dict"))
+        and callable(attribute(thing, "load_state_dict"))
+        and not isinstance(thing, type)
+    )
+
+
+def kept(
+    thing: Any, what: str, kind: type[Given] = Kept, asked: Callable[[], Any] | None = None
+) -> Any:
+    """Keep the state of `thing` as `taken` gives it; None if that is None. Never raises."""
     try:
-        state = asked()
-        return None if state is None else Kept(copied(state))
+        return taken(thing, what, lambda state: None if state is None else kind.of(state), asked)
+    except StateError as error:
+        return Missing(str(error))
+
+
+def taken(
+    thing: Any,
+    what: str,
+    copying: Callable[[Any], Any],
+    asked: Callable[[], Any] | None = None,
+) -> Any:
+    """A copy of the state of `thing`, or of what it returns when `asked`; see `made`.
+
+    Raises
+    ------
+    StateError
+        It raised, or can't be copied; the message names `what`.
+    """
+    name = f"{what} ({type(thing).__name__})"
+    try:
+        state = (asked or thing.state_dict)()
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-        return Missing(f"{what} ({type(thing).__name__}) could not tell its state: {told}")
+        raise StateError(f"{name} could not tell its state: {told}") from error
+    return made(copying, state, name)
 
 
-class Frozen(Given):
-    """A state as a pickle, as it travels between processes."""
+def made(copying: Callable[[Any], Any], state: Any, what: str) -> Any:
+    """What `copying` makes of `state`. Raises `StateError`, which names what can't be pickled."""
+    try:
+        return copying(state)
+    except Exception as error:  # what a foreign __reduce__ raises can be anything
+        culprit = ""
+        if isinstance(state, dict):
+            names = [repr(name) for name, value in state.items() if not _picklable(value)]
+            culprit = f", because of {', '.join(names)}" if names else ""
+        raise StateError(
+            f"{what} could not have its state copied: it can't be pickled{culprit} "
+            f"({type(error).__name__}: {error}); leave out of state_dict() what can be made again"
+        ) from error
 
-    __slots__ = ()
 
-    def _made(self) -> Any:
-        return pickle.loads(self.kept)
+def _picklable(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # as above
+        return False
+    return True
+
+
+def load_into(thing: Any, state: Any, what: str) -> None:
+    """Have `thing` go on from `state`, which is `what`'s."""
+    check_takes(thing, what)
+    thing.load_state_dict(state)
+
+
+def check_takes(thing: Any, what: str) -> None:
+    """Refuse a state for what has none. Raises `StateError`."""
+    if not is_stateful(thing):
+        raise StateError(
+            f"the state to go on from holds one of {what}, and {type(thing).__name__} has no "
+            "load_state_dict(); make the loader with the dataset that it had when the state was taken"
+        )

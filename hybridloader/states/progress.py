@@ -17,7 +17,7 @@ from hybridloader.errors import WorkerDied
 from hybridloader.faults.refill import Waiting
 from hybridloader.faults.tried import Outcome
 from hybridloader.fetch import Apart
-from hybridloader.states.carried import DatasetState, Start
+from hybridloader.states.carried import Start
 from hybridloader.states.copies import Latest
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Progress:
         Number of all items, once the sampler has ended; -1 before.
     places
         Of an iterable dataset, or one whose state workers hold, where each worker goes on behind what
-        was handed out; of the latter without `Start.again`.
+        was handed out; `Start.again` is a list that grows.
     remainders
         Where it went on before the last samples of its shard came, which wait to be joined.
     last_worker
@@ -104,8 +104,6 @@ class Progress:
         All of these.
     first
         Workers that are to be asked first and have not answered.
-    fault
-        Why the state of the dataset can't be had.
     own
         The state of the caller's own copy of the dataset.
     exhausted
@@ -123,19 +121,15 @@ class Progress:
         self.log: deque[Draw] = deque()
         self.at: Draw | None = None
         self.end = -1
-        self.places = [Start()] * workers
-        self._again: list[list[Any]] = [[] for _ in range(workers)]
+        self.go_on([Start()] * workers)
         self.remainders: dict[int, Start] = {}
-        self.fault = ""
         self.own = Latest()
         self.last_worker = -1
         self.finished = False
         self.waiting = Waiting()
-        self.again: list[int] = [0] * workers
-        self.of = 0
         self.first: tuple[int, ...] = ()
         self.exhausted: Mapping[int, Exhausted] = {}
-        self._before: tuple[Start, list[Any], int] = Start(), [], 0
+        self._before = Start(), 0  # of the last worker, and how many it had to do again then
         self._latest: Draw | None = None
         self.shift = 0  # from the numbers of tasks to those of the sampler's items
         self._first = 0  # the number of the first task
@@ -201,8 +195,7 @@ class Progress:
 
     def go_on(self, starts: Sequence[Start]) -> None:
         """Note where each worker began."""
-        self.places = [start._replace(again=()) for start in starts]
-        self._again = [list(start.again) for start in starts]
+        self.places = [start._replace(again=list(start.again)) for start in starts]
         self.again = [max(0, start.skip - start.position) for start in starts]
         self.of = sum(self.again)
 
@@ -227,7 +220,7 @@ class Progress:
         # What kills workers is not done again; the state of the next one comes with its first.
         again = state is None and not isinstance(error, WorkerDied)
         if again and self.places[worker].stateful and draw is not None:
-            self._again[worker].append(draw[1])
+            self.places[worker].again.append(draw[1])
 
     def base(self, length: Callable[[], int | None]) -> Base | None:
         """Return the sampler's state to go on from; `length` tells how many items it gives."""
@@ -246,11 +239,6 @@ class Progress:
         return (self.of - sum(self.again), self.of) if any(self.again) else None
 
     @property
-    def carried(self) -> bool:
-        """True if workers have told states."""
-        return any(start.stateful for start in self.places)
-
-    @property
     def indices_left(self) -> tuple[list[Any], list[Any]]:
         """What was drawn and must be fetched again: indices of waiting samples, and whole items."""
         apart = [index for _, index in self.waiting.samples]
@@ -265,11 +253,11 @@ class Progress:
             whole.append(self._latest[1])
         return apart, whole
 
-    def opened(self, worker: int, told: DatasetState) -> None:
+    def opened(self, worker: int, told: Start) -> None:
         """Note the state with which a worker began."""
         at = self.places[worker].skip
-        self.places[worker] = Start(at, at, told.dataset, told.iterator, told.ended)
-        self.fault, self.again[worker], self._again[worker] = told.fault, 0, []
+        self.places[worker] = told._replace(position=at, skip=at, again=[])
+        self.again[worker] = 0
 
     def ends(self) -> list[Start]:
         """Return where each worker begins the next pass, if it stays."""
@@ -277,14 +265,13 @@ class Progress:
         for worker, at in enumerate(self.places):
             end = self.exhausted.get(worker)
             last = at if end is None or end.told is None else end.told
-            start = Start(0, 0, last.dataset, last.iterator, again=tuple(self._again[worker]))
-            ends.append(start._replace(behind=start.stateful))
+            start = Start(0, 0, last.dataset, last.iterator, again=at.again, behind=last.stateful)
+            ends.append(start)
         return ends
 
     def starts(self) -> list[Start]:
         """Where each worker goes on."""
-        both = zip(self.places, self._again, strict=True)
-        starts = [place._replace(again=tuple(again)) for place, again in both]
+        starts = list(self.places)
         for end in list(self.exhausted.values()):  # a pinning thread may add to them
             now = starts[end.worker]
             if now.skip == end.position:  # all that came of it was handed out
@@ -292,8 +279,8 @@ class Progress:
                 at = now.position if end.told is None else end.position
                 starts[end.worker] = Start(at, end.position, last.dataset, last.iterator, True)
         if self.waiting.whole:
-            place, again, count = self._before
-            starts[self.last_worker] = place._replace(again=tuple(again[:count]))
+            place, count = self._before
+            starts[self.last_worker] = place._replace(again=place.again[:count])
         seen = set()
         for worker, number in self.waiting.samples:
             if worker not in seen and worker in self.remainders:
@@ -317,16 +304,12 @@ class Progress:
         return draw
 
     def _note_place(
-        self, worker: int, position: int, state: DatasetState | None, outcome: Outcome | None
+        self, worker: int, position: int, state: Start | None, outcome: Outcome | None
     ) -> None:
-        before, again = self.places[worker], self._again[worker]
-        self._before = before, again, len(again)
+        before = self.places[worker]
+        self._before = before, len(before.again)
         if state is not None:
-            self.places[worker] = Start(
-                position, position, state.dataset, state.iterator, state.ended
-            )
-            self._again[worker] = []
-            self.fault = state.fault
+            self.places[worker] = state._replace(position=position, skip=position, again=[])
         elif self.iterable:
             self.places[worker] = before._replace(skip=position, since=before.since + 1)
         if outcome is not None and outcome.short:

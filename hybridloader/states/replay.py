@@ -57,7 +57,7 @@ class Making(NamedTuple):
         start = None
         if stateful is not None:
             upcoming = attribute(stateful, "upcoming_state_dict", stateful.state_dict)
-            start = Snapshot(kept(stateful, "the sampler", upcoming), None)
+            start = Snapshot(kept(stateful, "the sampler", asked=upcoming), None)
         states = {name: generator.get_state() for name, generator in samplers.generators.items()}
         return Making(steps, states, start, None if stateful is not None else samplers.told_epoch)
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.caller import warn, warn_once
 from hybridloader.datapipes import seed_datapipe
-from hybridloader.errors import StateError
 from hybridloader.fetch import Apart
 from hybridloader.foreign import attribute, has
 from hybridloader.scheduler import ACTIVE, Dispatch, Scheduler
-from hybridloader.states.carried import Start, is_stateful
-from hybridloader.states.copies import copied
+from hybridloader.states.carried import Start
+from hybridloader.states.copies import copied, load_into
 from hybridloader.states.progress import UNKNOWN, Base, Progress
 from hybridloader.states.replay import (
     AGAIN,
@@ -121,7 +120,7 @@ class Opening:
         if not keeps:
             torch.set_rng_state(before)
         if self.resume.dataset is not None:  # which may hold that very generator
-            _load_dataset(self._plan.dataset, self.resume.dataset)
+            load_into(self._plan.dataset, self.resume.dataset, "the dataset")
 
     def move(self, iterator: Any) -> None:
         """Bring the iterator, the sampler and the dataset to the place of the state."""
@@ -332,11 +331,3 @@ def leave_for_epoch(plan: LoaderPlan, epoch: int) -> None:
         f"set_epoch({epoch}) drops the place that was loaded, which is in epoch {place}; load the state "
         "after set_epoch(), or start with that epoch",
     )
-
-
-def _load_dataset(dataset: Any, state: Any) -> None:
-    if not is_stateful(dataset):
-        raise StateError(
-            f"the state holds that of the dataset, and {type(dataset).__name__} has no load_state_dict()"
-        )
-    dataset.load_state_dict(state)

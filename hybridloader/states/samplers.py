@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridloader.errors import StateError
 from hybridloader.foreign import attribute
 from hybridloader.states.cadence import Cadence
-from hybridloader.states.carried import is_stateful
-from hybridloader.states.copies import Given, Kept, kept
+from hybridloader.states.copies import Given, Kept, is_stateful, kept
 
 if TYPE_CHECKING:
     import torch
@@ -184,9 +183,9 @@ class Samplers(NamedTuple):
         def take() -> Snapshot:
             own = within = None
             if stateful is not None:
-                own = kept(stateful, "the sampler", stateful.state_dict)
+                own = kept(stateful, "the sampler")
             if iterator is not None:
-                within = kept(iterator, "the iterator over the sampler", iterator.state_dict)
+                within = kept(iterator, "the iterator over the sampler")
             return Snapshot(own, within)
 
         return Snapshots(take, Cadence())

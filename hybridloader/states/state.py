@@ -12,8 +12,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.errors import StateError
-from hybridloader.states.carried import Start, copy_of, is_stateful, pickled
-from hybridloader.states.copies import Frozen, Given, Kept, copied
+from hybridloader.states.carried import Start
+from hybridloader.states.copies import (
+    Frozen,
+    Given,
+    Kept,
+    check_takes,
+    copied,
+    is_stateful,
+    made,
+    taken,
+)
 from hybridloader.states.progress import UNKNOWN, Progress
 from hybridloader.states.replay import Making, check_of
 from hybridloader.states.samplers import Snapshot
@@ -120,11 +129,9 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
         The dataset's part can't be had.
     """
     over, iterable, making = where != WITHIN, progress.iterable, progress.making
-    if progress.fault and not over:
-        raise StateError(f"this state can't be taken: {progress.fault}")
     dataset = None
     if (over or not iterable) and is_stateful(plan.dataset):
-        dataset = copy_of(plan.dataset, "the dataset", progress.own)
+        dataset = taken(plan.dataset, "the dataset", progress.own.copy)
     apart, whole = ([], []) if iterable or over else progress.indices_left
     at = None if over else progress.at
     base = None if at is None else progress.base(partial(length_of, plan.samplers.outer))
@@ -148,7 +155,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
         "_last_yielded_worker_id": progress.last_worker,
         "dataset_state": dataset,
         "fetcher_state": None,
-        "_worker_snapshots": _snapshots(progress, every=iterable and not over),
+        "_worker_snapshots": _snapshots(progress.starts(), every=iterable and not over),
         "_iterator_finished": where == END,
         OWN: {
             "version": VERSION,
@@ -178,8 +185,8 @@ def _first(progress: Progress) -> list[int]:
     return list(dict.fromkeys([*waiting, *progress.first]))
 
 
-def _snapshots(progress: Progress, *, every: bool) -> dict[str, Any] | None:
-    if not (every or progress.carried):
+def _snapshots(starts: list[Start], *, every: bool) -> dict[str, Any] | None:
+    if not (every or any(start.stateful for start in starts)):
         return None
     return {
         f"worker_{number}": {
@@ -194,7 +201,7 @@ def _snapshots(progress: Progress, *, every: bool) -> dict[str, Any] | None:
                 "fetcher_ended": start.ended,
             },
         }
-        for number, start in enumerate(progress.starts())
+        for number, start in enumerate(starts)
     }
 
 
@@ -387,12 +394,9 @@ def _read_workers(
             )
         )
     resume.starts = tuple(starts)
-    if any(start.dataset is not None for start in starts) and not is_stateful(plan.dataset):
-        raise StateError(
-            f"the state holds that of the dataset, and {type(plan.dataset).__name__} has no "
-            "load_state_dict()"
-        )
+    if any(start.dataset is not None for start in starts):
+        check_takes(plan.dataset, "the dataset")
 
 
-def _frozen(state: Any) -> Frozen | None:
-    return None if state is None else pickled(state, "the dataset's part of the state")
+def _frozen(state: Any) -> Any:
+    return None if state is None else made(Frozen.of, state, "the dataset")

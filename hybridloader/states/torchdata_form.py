@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.errors import StateError
-from hybridloader.states.carried import is_stateful
-from hybridloader.states.copies import copied
+from hybridloader.states.copies import copied, is_stateful
 from hybridloader.states.resuming import steps_of
 from hybridloader.states.state import OWN, VERSION, WITHIN, agreement, given, length_of
 
