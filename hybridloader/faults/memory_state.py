@@ -76,7 +76,7 @@ def read(root: Path = _ROOT) -> MemoryState:
         machine_kills=_field(root / "proc/vmstat", "oom_kill"),  # since Linux 4.13
         shm_size=shm_size,
         shm_free=shm_free,
-        available=_kilobytes(_field(root / "proc/meminfo", "MemAvailable:")),
+        available=_field(root / "proc/meminfo", "MemAvailable:", 1024),
         address_space=_address_space(root),
     )
 
@@ -221,14 +221,11 @@ def _address_space(root: Path) -> int | None:
     return None
 
 
-def _field(path: Path, name: str) -> int | None:
-    """The number after `name` at the beginning of a line."""
+def _field(path: Path, name: str, unit: int = 1) -> int | None:
+    """The number after `name` at the beginning of a line, times `unit`."""
     for line in text_of(path).splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name:
-            return whole_number(words[1])
+            number = whole_number(words[1])
+            return None if number is None else unit * number
     return None
-
-
-def _kilobytes(count: int | None) -> int | None:
-    return None if count is None else 1024 * count

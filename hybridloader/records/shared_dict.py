@@ -26,7 +26,7 @@ V = TypeVar("V")
 
 _PLAIN = frozenset([str, bytes, int, float, bool, type(None)])
 
-_LOW = 0xFFFFFFFF
+_LOW, _WORD = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: what neighbours are multiplied with lies far apart (Knuth, The Art
@@ -69,7 +69,7 @@ class SharedDict(Unchanging, Mapping[K, V]):
     SharedDict({'cat': 3, 'dog': 5})
     """
 
-    __slots__ = ("__weakref__", "_keys", "_mask", "_table", "_values")
+    __slots__ = ("__weakref__", "_keys", "_mask", "_table", "_texts", "_values")
     _plain = dict
 
     def __init__(self, mapping_or_pairs: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
@@ -87,7 +87,7 @@ class SharedDict(Unchanging, Mapping[K, V]):
 
     def _attach(self, keys: SharedList[K], values: SharedList[V], table: SharedList[int]) -> None:
         self._keys, self._values, self._table = keys, values, table
-        self._mask = len(table) - 1
+        self._mask, self._texts = len(table) - 1, keys._layout.kind == "str"
 
     @classmethod
     def _over(cls, *lists: SharedList[Any]) -> SharedDict[Any, Any]:
@@ -98,13 +98,13 @@ class SharedDict(Unchanging, Mapping[K, V]):
     def _find(self, key: Any) -> int:
         """The number of the entry; -1 if there is none."""
         raw = key.encode("utf-8", "surrogatepass") if key.__class__ is str else None
-        value = stable_hash(key if raw is None else raw)  # the same for both
+        value = stable_hash(key) if raw is None else (crc32(raw) * _GOLDEN & _WORD) >> 33
         keys, table, mask = self._keys, self._table._starts, self._mask
         slot = value & mask
         while word := table[slot]:
             if word >> 32 == value:
                 entry = (word & _LOW) - 1
-                if raw is not None and keys._layout.kind == "str":  # to decode it would take longer
+                if raw is not None and self._texts:  # to decode it would take longer
                     found = keys._data[keys._starts[entry] : keys._ends[entry]] == raw
                 else:
                     found = keys[entry] == key
@@ -183,16 +183,13 @@ def stable_hash(key: Any) -> int:
     TypeError
         It can't be hashed.
     """
-    if isinstance(key, str):
-        key = str.encode(key, "utf-8", "surrogatepass")
-    if isinstance(key, bytes):
-        value = crc32(key)
-    elif key is None:  # by its address, before Python 3.12
-        value = 0
+    if isinstance(key, (str, bytes)):
+        value = crc32(str.encode(key, "utf-8", "surrogatepass") if isinstance(key, str) else key)
+    elif isinstance(key, tuple):
+        value = hash(tuple(map(stable_hash, key)))
     else:
-        value = hash(tuple(map(stable_hash, key)) if isinstance(key, tuple) else key)
-        value ^= value >> 32
-    return (value * _GOLDEN & 0xFFFFFFFFFFFFFFFF) >> 33
+        value = 0 if key is None else hash(key)  # None's is its address, before Python 3.12
+    return ((value ^ value >> 32) * _GOLDEN & _WORD) >> 33
 
 
 def _fill(hashes: array[int], keys: SharedList[Any]) -> tuple[array[int], dict[int, int]]:
