@@ -109,8 +109,8 @@ class Retry:
 Policy = Skip | Retry | Replace
 
 
-def parse(value: Any) -> Policy | None:
-    """The policy that a value of `on_error` stands for; None raises, as if there were none.
+def parse(value: Any, name: str = "on_error") -> Policy | None:
+    """The policy that `value` of the parameter `name` stands for; None raises, as if there were none.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def parse(value: Any) -> Policy | None:
         return None
     told = '"raise", "skip", a Skip, a Retry or a Replace'
     kinds = (Skip, Retry, Replace)
-    found: Policy | None = policy("on_error", value, {"raise": None, "skip": Skip}, kinds, told)
+    found: Policy | None = policy(name, value, {"raise": None, "skip": Skip}, kinds, told)
     return found
 
 

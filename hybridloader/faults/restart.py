@@ -38,7 +38,7 @@ class RestartPolicy:
         seconds("RestartPolicy: window_seconds", self.window_seconds, above=True)
 
     @classmethod
-    def of(cls, value: Any) -> RestartPolicy | None:
+    def of(cls, value: Any, name: str = "on_worker_death") -> RestartPolicy | None:
         """The policy that `on_worker_death` names; None: a death is raised.
 
         Raises
@@ -50,7 +50,7 @@ class RestartPolicy:
             return None
         told = '"raise", "restart" or a RestartPolicy'
         words = {"raise": None, "restart": cls}
-        found: RestartPolicy | None = policy("on_worker_death", value, words, (cls,), told)
+        found: RestartPolicy | None = policy(name, value, words, (cls,), told)
         return found
 
 

@@ -110,9 +110,13 @@ class Placement:
         """
         keywords(f"stage {stage!r}", where, Where.__annotations__)
         given: dict[str, Any] = {key: value for key, value in where.items() if value is not None}
-        faults = {key: _policy(stage, of, given.pop(key, None)) for key, of in _POLICIES.items()}
+        faults = {
+            key: of(given.pop(key), f"stage {stage!r}: {key}")
+            for key, of in _POLICIES.items()
+            if key in given
+        }
         backend, workers = given.pop("backend", None), given.pop("workers", None)
-        if backend is None and (given or workers is not None or faults["on_worker_death"]):
+        if backend is None and (given or workers is not None or faults.get("on_worker_death")):
             told = ", ".join(key for key in where if key not in ("backend", "on_error", "seeding"))
             raise ValueError(
                 f"stage {stage!r} has {told} but no backend, so its work would be done where the "
@@ -140,22 +144,11 @@ class Placement:
         return self.backend is None or self.backend.in_caller
 
 
-def _seeding(value: Any) -> SampleSeeding | None:
-    return None if value is None else parse_seeding(value)
-
-
-_POLICIES: dict[str, Callable[[Any], Any]] = {
+_POLICIES: dict[str, Callable[[Any, str], Any]] = {
     "on_error": parse,
     "on_worker_death": RestartPolicy.of,
-    "seeding": _seeding,
+    "seeding": parse_seeding,
 }
-
-
-def _policy(stage: str, of: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return of(value)
-    except ValueError as error:
-        raise ValueError(f"stage {stage!r}: {error}") from None
 
 
 def _cpus() -> int:

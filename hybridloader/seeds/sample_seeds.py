@@ -42,7 +42,7 @@ class SampleSeeding:
             whole("SampleSeeding: seed", self.seed, -(2**63), 2**64 - 1, instead)
 
 
-def parse(value: Any) -> SampleSeeding | None:
+def parse(value: Any, name: str = "seeding") -> SampleSeeding | None:
     """The policy that a value of `seeding` stands for; None is ``"worker"``, which is torch's.
 
     Raises
@@ -53,7 +53,7 @@ def parse(value: Any) -> SampleSeeding | None:
     told = '"worker" (as torch), "sample" or a SampleSeeding'
     hint = f"; for a seed write SampleSeeding(seed={value})" if type(value) is int else ""
     words = {"worker": None, "sample": SampleSeeding}
-    found: SampleSeeding | None = policy("seeding", value, words, (SampleSeeding,), told, hint)
+    found: SampleSeeding | None = policy(name, value, words, (SampleSeeding,), told, hint)
     return found
 
 
