@@ -16,7 +16,7 @@ from hybridloader.caller import warn, warn_once
 from hybridloader.datapipes import seed_datapipe
 from hybridloader.fetch import Apart
 from hybridloader.foreign import attribute, has
-from hybridloader.scheduler import ACTIVE, Dispatch, Scheduler
+from hybridloader.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
 from hybridloader.states.carried import Start
 from hybridloader.states.copies import copied, load_into
 from hybridloader.states.progress import UNKNOWN, Base, Progress
@@ -58,11 +58,7 @@ class FirstOf:
             if given < len(self.first) and states[self.first[given]] in ACTIVE:
                 return self.first[given]
             if given == len(self.first):
-                count = len(states)
-                for step in range(1, count + 1):
-                    worker = (self.last + step) % count
-                    if states[worker] in ACTIVE:
-                        return worker
+                return round_robin(scheduler, self.last)
         return self._rule(scheduler)
 
 
