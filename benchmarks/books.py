@@ -9,7 +9,6 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -46,7 +45,7 @@ class Recorder(Books):
 
     def came(self, event: Result) -> None:
         # Without what it carries: that may lie in memory which is to be used again.
-        light = replace(event, payload=ByReference(None)) if isinstance(event, Done) else event
+        light = event._replace(payload=ByReference(None)) if isinstance(event, Done) else event
         self._calls.append(("came", (light,), {}))
         super().came(event)
 
