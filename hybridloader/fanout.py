@@ -179,6 +179,14 @@ def fanout_of_this_thread(threads: int) -> Fanout:
     return found
 
 
+def spread_over(
+    threads: int, context: TaskContext, what: str = "item"
+) -> Callable[[Callable[[Any], Any], Any], list[Any]]:
+    """Return what does a function to each of several items on threads; see `Fanout.map`."""
+    fanout = fanout_of_this_thread(threads)
+    return lambda function, items: fanout.map(function, items, context, what)
+
+
 class _Job:
     """One call's items on their way; threads hold this and never the `Fanout`.
 

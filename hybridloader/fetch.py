@@ -96,7 +96,11 @@ class MapFetch(Fetch):
         return replace(self, dataset=dataset)
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
-        spread = self._spread(context) if self.batched and self.threads > 1 else None
+        spread: Spread | None = None
+        if self.batched and self.threads > 1:
+            from hybridloader.fanout import spread_over
+
+            spread = spread_over(self.threads, context, "sample")
         fetcher: Fetcher
         if self.on_error is not None:
             from hybridloader.faults.guarded import GuardedMap
@@ -109,13 +113,6 @@ class MapFetch(Fetch):
         if self.carries:
             fetcher.states = states_of(self.dataset, every=self.told_every)
         return fetcher
-
-    def _spread(self, context: TaskContext) -> Spread:
-        """What does a function to the samples of a batch on several threads."""
-        from hybridloader.fanout import fanout_of_this_thread
-
-        fanout = fanout_of_this_thread(self.threads)
-        return lambda function, indices: fanout.map(function, indices, context, "sample")
 
     @property
     def idle_threads(self) -> bool:

@@ -396,7 +396,7 @@ class Stage(Lifecycle, Iterator[Any]):
         index = roster.indices.pop(result.seq, None)
         if isinstance(result, Done):
             payload = result.payload
-            if self._sealed and payload.count is not None:
+            if self._sealed and payload.count is not None and result.extras is None:
                 return payload
             try:
                 return payload.open()

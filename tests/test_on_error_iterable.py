@@ -172,7 +172,7 @@ def test_a_batch_that_can_not_be_made_or_sent_is_lost_as_a_whole() -> None:
         Stream(16), 4, collate_fn=collate, backend="fork", num_workers=1, on_error=Skip(11)
     )
     assert list(made) == [[10, 12, 13, 14], [15]]
-    assert [r.index for r in made.skipped] == [2, 3, 0, 1, 4, 5, 6, 7, 8, 9, 11]
+    assert [r.index for r in made.skipped] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
     assert "a result of type 'lock'" in str(made.skipped[-2].error)
 
 
@@ -239,10 +239,12 @@ def test_a_worker_tells_its_position_and_begins_behind_what_is_known() -> None:
 
 @pytest.mark.parametrize("policy", [None, Skip()])
 def test_a_reader_counts_what_it_has_drawn(policy: Any) -> None:
-    reader: Any = ReadersFetch(lambda: Steps(6, (1,)), policy).open(None, TaskContext())
-    found = reader.fetch(4)
+    context = TaskContext()
+    reader: Any = ReadersFetch(lambda: Steps(6, (1,)), policy).open(None, context)
+    assert reader.fetch(4) == [0]
     assert reader.position == 2
-    assert found.outcomes[1].index == 1
+    ((position, tried, (miss,), item),) = (context.take_extras() or {})["notes"]
+    assert (position, tried, miss.index, item) == (1, 1, 1, "'the next item'")
     assert reader.fetch(2) == [2, 3]
     assert reader.position == 4
     assert reader.fetch(9) == [4, 5]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
 from hybridloader.errors import IteratorClosed, WorkerDied
-from hybridloader.faults.outcomes import Bad, Noted
 from hybridloader.faults.restart import RestartPolicy
 from hybridloader.fetch import GivenUp, MapFetch, Spared
 from hybridloader.fetcher import TaskContext
@@ -366,16 +365,15 @@ def test_a_policy_needs_no_backend_but_a_death_does() -> None:
 # -- items that kill workers -----------------------------------------------------------------------
 
 
-def kinds(result: Any) -> list[Any]:
-    outcomes = getattr(result, "outcomes", result)
-    return [
-        (type(o).__name__, str(o.failure.exception), o.index)
-        if isinstance(o, Bad)
-        else ("Noted", o.misses[0].index)
-        if isinstance(o, Noted)
-        else o
-        for o in outcomes
-    ]
+def told(fetcher: Any, context: TaskContext, items: Any) -> list[Any]:
+    """Results of a task, and what is told of the others where they would have been."""
+    results = list(fetcher.fetch(items))
+    for note in reversed((context.take_extras() or {}).get("notes", ())):
+        (miss,) = note.misses
+        kind = "replaced" if note.item is None else str(miss.failure.exception)
+        assert miss.replaced == (note.item is None)
+        results.insert(note.position, (kind, miss.index))
+    return results
 
 
 STEPS = {
@@ -391,15 +389,15 @@ STEPS = {
 @pytest.mark.parametrize("kind", sorted(STEPS))
 def test_an_item_that_was_given_up_is_as_one_that_failed(kind: str, threads: int) -> None:
     items = Spared([1, GivenUp(7, "it kills"), 2])
-    work: Any = WorkFetch(STEPS[kind], threads).open(None, TaskContext())
-    bad = ("Bad", "it kills", 7)
-    assert kinds(work.fetch(items)) == [10, bad, 20]
-    assert type(work.fetch(items).outcomes[1].failure.exception) is WorkerDied
-    swapped: Any = WorkFetch(STEPS[kind], threads, Replace(lambda i, e: 4)).open(
-        None, TaskContext()
-    )
+    context = TaskContext()
+    work: Any = WorkFetch(STEPS[kind], threads).open(None, context)
+    assert told(work, context, items) == [10, ("it kills", 7), 20]
+    work.fetch(items)
+    (note,) = (context.take_extras() or {})["notes"]
+    assert type(note.misses[0].failure.exception) is WorkerDied
+    swapped: Any = WorkFetch(STEPS[kind], threads, Replace(lambda i, e: 4)).open(None, context)
     expected = 40 if kind == "filter" else 4  # it goes on to the next step
-    assert kinds(swapped.fetch(items)) == [10, ("Noted", 7), expected, 20]
+    assert told(swapped, context, items) == [10, ("replaced", 7), expected, 20]
 
 
 @pytest.mark.parametrize("policy", [None, Retry(1, 0)])

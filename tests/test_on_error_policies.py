@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
-from hybridloader.errors import Failure, ShardLost, WorkerDied
-from hybridloader.faults.guard import Guard, Swapped
+from hybridloader.errors import Failure, ShardLost, WorkerDied, no_stop
+from hybridloader.faults.guard import Guard
 from hybridloader.faults.losses import Losses, Register, bare
 from hybridloader.faults.on_error import final, parse
 from hybridloader.faults.refill import FullBatches, Refill
@@ -102,11 +102,27 @@ class Scripted:
         return found
 
 
+def called(guard: Guard, function: Callable[[Any], Any], argument: Any) -> Any:
+    """``function(argument)``, as the loop over items calls it."""
+    index = argument
+    try:
+        if isinstance(argument, GivenUp):
+            index = argument.index
+            raise argument.error()
+        return function(argument)
+    except Exception as raised:
+        error = no_stop(raised)
+    try:
+        return guard.rescue(function, argument, index, error)[0]
+    finally:
+        del error
+
+
 def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices() -> None:
     slept: list[float] = []
     guard = Guard(Retry(5, backoff=0.05, longest=0.3), TaskContext(), slept.append)
     function = Scripted(*[OSError(n) for n in range(5)], "good")
-    assert guard(function, 7) == "good"
+    assert called(guard, function, 7) == "good"
     assert function.calls == [7] * 6
     assert sum(slept) == pytest.approx(0.05 + 0.1 + 0.2 + 0.3 + 0.3)
     assert max(slept) <= 0.02
@@ -114,7 +130,7 @@ def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices() -> None:
 
 def test_without_backoff_nobody_sleeps() -> None:
     guard = Guard(Retry(1, backoff=0), TaskContext(), lambda seconds: pytest.fail("slept"))
-    assert guard(Scripted(OSError(), 1), 0) == 1
+    assert called(guard, Scripted(OSError(), 1), 0) == 1
 
 
 def test_a_wait_ends_when_nobody_waits_any_more() -> None:
@@ -127,7 +143,7 @@ def test_a_wait_ends_when_nobody_waits_any_more() -> None:
 
     function = Scripted(OSError(), "never")
     with pytest.raises(Abandoned):
-        Guard(Retry(1, backoff=60), flag, sleep)(function, 0)
+        called(Guard(Retry(1, backoff=60), flag, sleep), function, 0)
     assert len(slept) == 3
     assert len(function.calls) == 1
 
@@ -136,14 +152,14 @@ def test_only_what_is_worth_it_is_tried_again() -> None:
     guard = Guard(Retry(3, 0, OSError), TaskContext())
     function = Scripted(OSError("passes"), ValueError("stays"), "never")
     with pytest.raises(ValueError, match="stays"):
-        guard(function, 0)
+        called(guard, function, 0)
     assert len(function.calls) == 2
 
 
 def test_times_counts_the_repetitions_and_the_last_error_is_raised() -> None:
     function = Scripted(OSError(0), OSError(1), OSError(2), "never")
     with pytest.raises(OSError, match="2") as caught:
-        Guard(Retry(2, 0), TaskContext())(function, 0)
+        called(Guard(Retry(2, 0), TaskContext()), function, 0)
     assert len(function.calls) == 3
     assert caught.value.__context__ is None
 
@@ -155,11 +171,9 @@ def test_a_replacement_is_told_what_failed() -> None:
         seen.append((index, repr(error)))
         return "other"
 
-    found = Guard(Retry(1, 0, then=Replace(instead)), TaskContext())(
-        Scripted(OSError(0), OSError(1)), 7
-    )
-    assert isinstance(found, Swapped)
-    assert (found.value, repr(found.error)) == ("other", "OSError(1)")
+    guard = Guard(Retry(1, 0, then=Replace(instead)), TaskContext())
+    found, reason = guard.rescue(Scripted(OSError(1)), 7, 7, OSError(0))
+    assert (found, repr(reason)) == ("other", "OSError(1)")
     assert seen == [(7, "OSError(1)")]
 
 
@@ -168,7 +182,7 @@ def test_what_a_replacement_raises_is_raised_and_says_why_it_was_called() -> Non
         raise KeyError(index)
 
     with pytest.raises(KeyError) as caught:
-        Guard(Replace(instead), TaskContext())(Scripted(OSError("first")), 7)
+        called(Guard(Replace(instead), TaskContext()), Scripted(OSError("first")), 7)
     assert repr(caught.value.__cause__) == "OSError('first')"
     assert "function of Replace" in caught.value.__notes__[0]
 
@@ -176,7 +190,7 @@ def test_what_a_replacement_raises_is_raised_and_says_why_it_was_called() -> Non
         raise error
 
     with pytest.raises(OSError, match="first") as second:
-        Guard(Replace(again), TaskContext())(Scripted(OSError("first")), 7)
+        called(Guard(Replace(again), TaskContext()), Scripted(OSError("first")), 7)
     assert second.value.__cause__ is None
 
 
@@ -185,26 +199,24 @@ def test_what_is_no_exception_passes(policy: Any) -> None:
     for error in (KeyboardInterrupt(), SystemExit(), Abandoned()):
         function = Scripted(error, "never")
         with pytest.raises(type(error)):
-            Guard(policy, TaskContext())(function, 0)
+            called(Guard(policy, TaskContext()), function, 0)
         assert len(function.calls) == 1
 
 
 def test_a_stop_iteration_is_a_runtime_error() -> None:
     guard = Guard(Retry(1, 0, on=RuntimeError), TaskContext())
-    assert guard(Scripted(StopIteration(3), "good"), 0) == "good"
+    assert called(guard, Scripted(StopIteration(3), "good"), 0) == "good"
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        Guard(Skip(), TaskContext())(Scripted(StopIteration()), 0)
+        called(Guard(Skip(), TaskContext()), Scripted(StopIteration()), 0)
 
 
 def test_what_was_given_up_is_not_tried_but_may_be_replaced() -> None:
     function = Scripted("never")
     lost = GivenUp(7, "it kills")
     with pytest.raises(WorkerDied, match="it kills"):
-        Guard(Retry(5, 0), TaskContext())(function, lost)
-    found = Guard(Retry(5, 0, then=Replace(lambda i, e: (i, str(e)))), TaskContext())(
-        function, lost
-    )
-    assert found.value == (7, "it kills")
+        called(Guard(Retry(5, 0), TaskContext()), function, lost)
+    guard = Guard(Retry(5, 0, then=Replace(lambda i, e: (i, str(e)))), TaskContext())
+    assert called(guard, function, lost) == (7, "it kills")
     assert function.calls == []
     spared = pickle.loads(pickle.dumps(Spared([1, lost])))
     assert type(spared) is Spared
@@ -219,7 +231,7 @@ def test_a_guard_leaves_no_cycle() -> None:
     try:
         for policy in (Skip(), Retry(2, 0), Replace(lambda i, e: 1), Replace(lambda i, e: 1 / 0)):
             try:
-                Guard(policy, TaskContext())(lambda n: {}[n], 0)
+                called(Guard(policy, TaskContext()), lambda n: {}[n], 0)
             except Exception:
                 pass
         assert gc.collect() == 0

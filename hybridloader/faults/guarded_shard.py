@@ -5,16 +5,17 @@ An iterator may raise and go on. A generator does not, and that is never taken f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
 
 from hybridloader.errors import ShardLost, no_stop
-from hybridloader.faults.guard import Guard, Swapped, miss_of
+from hybridloader.faults.guard import Guard
 from hybridloader.faults.on_error import Policy
 from hybridloader.faults.places import rest_is_lost
-from hybridloader.faults.tried import Attempt, Miss, Outcome, short
-from hybridloader.fetch import IterableFetch
+from hybridloader.faults.tally import Tally
+from hybridloader.faults.tried import Attempt, Miss, Outcome, all_lost, short
+from hybridloader.fetch import GivenUp, IterableFetch
 from hybridloader.fetcher import Abandoned, EndOfShard, TaskContext
 from hybridloader.seeds.draws import innermost
 from hybridloader.shard import Shard
@@ -46,32 +47,23 @@ class GuardedShard(Shard):
         if self.ended:
             raise EndOfShard
         wanted = len(indices) if self._batched else 1
+        tally = Tally(self._source.guard, batch=True)
         numbers: list[int] = []
-        samples: list[Any] = []
-        misses: list[Miss] = []
+        samples = tally.results
         self._numbers, before = numbers, self.position
         while len(samples) < wanted and not self.ended:
             if self._context.cancelled:
                 raise Abandoned
             number = self.position
             try:
-                sample = self._source.draw()
+                self._source.draw(tally)
             except StopIteration:
                 self.ended = True
-                break
             except ShardLost as error:  # comes out behind the samples before it
                 self.ended, self._lost = True, error
-                break
-            except Exception as error:
-                if not self._source.guard.skips:
-                    raise
-                misses.append(miss_of(number, len(samples), error))
-                continue
-            if type(sample) is Swapped:
-                misses.append(miss_of(number, len(samples), sample.error, replaced=True))
-                sample = sample.value
-            numbers.append(number)
-            samples.append(sample)
+            if len(samples) > len(numbers):
+                numbers.append(number)
+        misses = tally.misses
         if not samples or (self._drop_last and len(samples) < wanted):
             return self._nothing(misses)
         if self._join and self._batched and len(samples) < wanted:
@@ -82,7 +74,7 @@ class GuardedShard(Shard):
         except Exception as error:
             if not self._source.guard.skips:
                 raise
-            return _all_lost(numbers, no_stop(error), misses)
+            return all_lost(numbers, no_stop(error), misses, 0)
         return data, Outcome(tried, misses)
 
     def close(self) -> None:
@@ -101,17 +93,10 @@ class GuardedShard(Shard):
         """Leave out the batch that can't be sent; see `Fetcher.mend`."""
         numbers, outcome = self._numbers, self._context.outcome
         if not self._source.guard.skips or outcome.short is not None:
-            super().mend(
-                value, error, check
-            )  # of a batch that is short, the samples were sent as they are
-        value, outcome = _all_lost(numbers, error, outcome.misses)
+            super().mend(value, error, check)  # of a short batch, the samples were sent as they are
+        value, outcome = all_lost(numbers, error, outcome.misses, 0)
         self._context.add("outcome", outcome)
         return value
-
-
-def _all_lost(numbers: list[int], error: Exception, misses: Sequence[Miss]) -> Attempt:
-    batch = [miss_of(number, n, error) for n, number in enumerate(numbers)]
-    return short([], [], [*misses, *batch], 0)
 
 
 class GuardedIterator:
@@ -137,8 +122,8 @@ class GuardedIterator:
         self.guard = Guard(policy, context)
         self._is_over = False
 
-    def draw(self) -> Any:
-        """The next sample, or something `Swapped`.
+    def draw(self, tally: Tally) -> None:
+        """Add the next sample to `tally`, or a note on it.
 
         Raises
         ------
@@ -147,25 +132,27 @@ class GuardedIterator:
         ShardLost
             The iterator was a generator.
         Exception
-            What can't be helped; it can be asked again.
+            What `tally` does not take; it can be asked again.
         """
         if self._is_over:
             raise StopIteration
         number = self._place.position
         try:
-            return self._again(None)
-        except StopIteration:
+            tally.results.append(self._again())
+            return
+        except (StopIteration, ShardLost):
             raise
         except Exception as raised:
             error = raised
         try:
             if isinstance(innermost(self._samples), GeneratorType):
                 raise rest_is_lost(f"sample {number} of this worker's shard", error) from error
-            found = self.guard.rescue(self._or_end, None, number, error)
-            if found is not _END:
-                return found
-            self._is_over = True  # tried again, and it had ended behind what failed
-            return self.guard.give_up(number, error)
+            try:
+                found = tally.rescue(self._several, None, number, error)
+            except _Ended:  # behind what failed
+                self._is_over = True
+                found = tally.rescue(self._several, GivenUp(number, ""), number, error)
+            tally.results.extend(found)
         finally:
             del error
 
@@ -173,7 +160,7 @@ class GuardedIterator:
         """Let go of the iterator; its maker has closed it."""
         self._samples, self._is_over = iter(()), True
 
-    def _again(self, _: None) -> Any:
+    def _again(self) -> Any:
         try:
             sample = next(self._samples)
         except StopIteration:
@@ -184,11 +171,12 @@ class GuardedIterator:
         self._place.position += 1
         return sample
 
-    def _or_end(self, _: None) -> Any:
+    def _several(self, _: None) -> Any:
         try:
-            return self._again(None)
+            return (self._again(),)
         except StopIteration:
-            return _END
+            raise _Ended from None
 
 
-_END = object()
+class _Ended(BaseException):
+    """The iterator, tried again, has ended: no error of it. Past every ``except Exception``."""

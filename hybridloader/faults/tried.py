@@ -19,7 +19,7 @@ class Miss(NamedTuple):
     index
         What it was asked for by.
     position
-        Its place in its batch.
+        Number of good ones before it in its task.
     failure
         The exception. That of a batch is shared by all its samples.
     replaced
@@ -32,8 +32,30 @@ class Miss(NamedTuple):
     replaced: bool = False
 
 
+class Note(NamedTuple):
+    """What is to be told between two results of a task of a pipeline.
+
+    Attributes
+    ----------
+    position
+        Number of results before it.
+    tried
+        Samples to be counted, those of `misses` among them.
+    misses
+        Those that failed.
+    item
+        If the one of them stands in the place of a result, to be raised or left out there: its item, in
+        short. None: they are only counted.
+    """
+
+    position: int
+    tried: int
+    misses: Sequence[Miss]
+    item: str | None = None
+
+
 class Outcome(NamedTuple):
-    """Metadata of the value of a task under a policy: what was tried for it, and what has failed.
+    """Metadata of the value of a task of a loader: what was tried for it, and what has failed.
 
     Attributes
     ----------
@@ -63,3 +85,21 @@ def short(
 ) -> Attempt:
     """Return what is left of a batch of which samples failed."""
     return samples, Outcome(len(samples) + len(misses), misses, indices, wanted)
+
+
+def all_lost(
+    indices: Sequence[Any], error: Exception, misses: Sequence[Miss], wanted: int
+) -> Attempt:
+    """Return what is told of a batch that can't be had, because of `error`.
+
+    Parameters
+    ----------
+    indices
+        Of the samples that were good.
+    misses
+        Those that were lost before.
+    wanted
+        Samples that it should have had.
+    """
+    batch = [Miss(index, place, Failure(error)) for place, index in enumerate(indices)]
+    return short([], [], sorted([*misses, *batch], key=lambda miss: miss.position), wanted)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from hybridloader.contract import Payload
 from hybridloader.diagnosis import name_of
-from hybridloader.errors import IteratorClosed, NotReady, Raised, WorkerTimeout
+from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
+from hybridloader.faults.in_place import InPlace
 from hybridloader.faults.losses import Losses
-from hybridloader.faults.outcomes import Bad, Damaged, Noted
 from hybridloader.faults.places import alike
+from hybridloader.faults.tried import Note
 from hybridloader.feed import Portions, is_sealed
 from hybridloader.fetcher import TaskContext
 from hybridloader.foreign import close
@@ -77,7 +77,7 @@ class StageItems(Iterator[Any]):
         # All the mutable state:
         self._epoch = 0
         self._results: Iterator[Any] = iter(())
-        self._outcomes: deque[Any] = deque()  # of a damaged task
+        self._in_place = InPlace(losses, _places_of(stage, "working on"))
 
     def begin(self, changes: tuple[Change, ...]) -> None:
         """Begin a pass of the stage."""
@@ -102,15 +102,6 @@ class StageItems(Iterator[Any]):
         while True:
             for result in self._results:
                 return result
-            while self._outcomes:
-                outcome = self._outcomes.popleft()
-                if type(outcome) is Raised:
-                    outcome.throw()
-                if type(outcome) is not Bad and type(outcome) is not Noted:
-                    if self._losses is not None:
-                        self._losses.take(1, (), None)
-                    return outcome
-                sort_out(outcome, self._losses, self._stage, self._stage.last.worker, "working on")
             self.books.pulled()
             try:
                 results = self._stage.pull(self._epoch, wait=wait)
@@ -118,7 +109,9 @@ class StageItems(Iterator[Any]):
                 raise
             except Exception as error:  # of every item of the task, each in its place
                 more = self._stage.items_failed - 1
-                self._outcomes.extend(Raised(alike(error)) for _ in range(more))
+                for _ in range(more):
+                    self._in_place.fail(alike(error))
+                self._results = self._in_place
                 raise
             finally:
                 self.books.turned_away()
@@ -130,9 +123,11 @@ class StageItems(Iterator[Any]):
                     return results
                 _discard(results)
                 continue
-            if type(results) is Damaged:
-                self._outcomes.extend(results.outcomes)
-                self.books.items_out += items_among(results.outcomes, self._losses)
+            notes = _notes_of(self._stage)
+            if notes is not None:
+                worker = self._stage.last.worker
+                self.books.items_out += self._in_place.add(results, notes, worker)
+                self._results = self._in_place
                 continue
             self.books.items_out += len(results)
             if self._losses is not None:
@@ -174,7 +169,8 @@ class ReaderItems(Iterator[Any]):
         self._stage, self.books, self._losses = stage, books, losses
         # All the mutable state:
         self._epoch = 0
-        self._waiting: list[deque[Any]] = [deque() for _ in range(books.workers)]
+        where = _places_of(stage, "reading")
+        self._waiting = [InPlace(losses, where) for _ in range(books.workers)]
         self._turn = 0
         self._over = False
 
@@ -201,23 +197,15 @@ class ReaderItems(Iterator[Any]):
 
     def _next(self, wait: bool) -> Any:
         while True:
-            self._find_turn(wait)
-            reader = self._turn
-            item = self._waiting[reader].popleft()
-            gone = type(item) is Noted
-            if type(item) is Bad and forgiven(item, self._losses):
-                gone = self._losses is None or not self._losses.gaps
-            if gone:  # it is as if it were not there, so the turn stays
-                sort_out(item, self._losses, self._stage, reader, "reading")
-                continue
-            self._turn = (reader + 1) % len(self._waiting)
-            if type(item) is Raised:
-                item.throw()
-            if type(item) is Bad:
-                sort_out(item, self._losses, self._stage, reader, "reading")
-            if self._losses is not None:
-                self._losses.take(1, (), None)
-            return item
+            waiting = self._waiting[self._turn]
+            if not waiting.results or waiting.between:  # else this is the short way
+                self._find_turn(wait)
+                waiting = self._waiting[self._turn]
+                if waiting.gone:  # it is as if it were not there, so the turn stays
+                    waiting.settle()
+                    continue
+            self._turn = (self._turn + 1) % len(self._waiting)
+            return next(waiting)
 
     def _find_turn(self, wait: bool) -> None:
         """Go on to the reader whose turn it is, once something of it has come."""
@@ -240,15 +228,14 @@ class ReaderItems(Iterator[Any]):
         except _NO_RESULT:
             raise
         except Exception as error:
-            results = [Raised(error)]
+            self._waiting[self._stage.last.worker].fail(error)
+            self.books.items_out += 1
+            return
         finally:
             self.books.turned_away()
-        if type(results) is Damaged:
-            results = results.outcomes
-            self.books.items_out += items_among(results, self._losses)
-        else:
-            self.books.items_out += len(results)
-        self._waiting[self._stage.last.worker].extend(results)
+        worker = self._stage.last.worker
+        notes = _notes_of(self._stage) or ()
+        self.books.items_out += self._waiting[worker].add(results, notes, worker)
 
     def close(self) -> None:
         """No more items are wanted in this pass."""
@@ -325,34 +312,20 @@ class Fragile(Iterator[Any]):
         close(self._items)
 
 
-def forgiven(bad: Bad, losses: Losses | None) -> bool:
-    """Whether `bad` is left out, and not raised."""
-    return losses is not None and losses.forgives(bad.failure)
+def _notes_of(stage: Stage) -> Sequence[Note] | None:
+    """Notes on the last result; None if there are none. They are kept nowhere else."""
+    extras, stage.last.extras = stage.last.extras, None
+    return None if extras is None else extras.get("notes")
 
 
-def items_among(outcomes: list[Any], losses: Losses | None) -> int:
-    """How many of `outcomes` come out of the stage, as items or as what is raised in their places."""
-    gone = sum(type(o) is Noted or (type(o) is Bad and forgiven(o, losses)) for o in outcomes)
-    return len(outcomes) - gone
+def _places_of(stage: Stage, doing: str) -> Callable[[str, int | None], str]:
+    """Return what says where an item failed; see `InPlace`."""
 
+    def where(item: str, worker: int | None) -> str:
+        assert worker is not None
+        return f"In stage {stage.spec.stage!r}, {name_of(stage.handles, worker)}, {doing} {item}."
 
-def sort_out(
-    outcome: Bad | Noted, losses: Losses | None, stage: Stage, worker: int, doing: str
-) -> None:
-    """Count what was left out or replaced; raise what is to be raised."""
-    if isinstance(outcome, Noted):
-        if losses is not None:
-            losses.take(outcome.tried, outcome.misses, worker)
-    elif losses is not None and losses.forgives(outcome.failure):
-        losses.leave_out(outcome.miss(), worker)
-    else:
-        raise_bad(outcome, stage, worker, doing)
-
-
-def raise_bad(bad: Bad, stage: Stage, worker: int, doing: str) -> NoReturn:
-    """Raise what an item of a task raised, with a note on where that was."""
-    where = f"In stage {stage.spec.stage!r}, {name_of(stage.handles, worker)}, {doing} {bad.item}."
-    Raised(bad.failure.to_exception(where)).throw()
+    return where
 
 
 def _discard(item: Any) -> None:

@@ -6,15 +6,15 @@ No worker takes part, so what a function raises is raised here and now, or left 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
-from hybridloader.diagnosis import place
-from hybridloader.errors import IteratorClosed, Raised, add_note, no_stop
-from hybridloader.faults.careful import Careful
+from hybridloader.errors import IteratorClosed
 from hybridloader.faults.guard import Guard
+from hybridloader.faults.in_place import InPlace
+from hybridloader.faults.loop import Loop
 from hybridloader.faults.losses import Losses
 from hybridloader.faults.on_error import Policy
-from hybridloader.faults.outcomes import Bad, Noted, bad
+from hybridloader.faults.tally import Tally
 from hybridloader.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.foreign import attribute
 from hybridloader.running.work import Step
@@ -36,6 +36,10 @@ class InlineItems(Iterator[Any]):
         Up when nobody wants items any more, so that a filter that keeps nothing ends.
     draws
         What seeds each item, if it is to be seeded.
+    policy
+        What to do with items that fail; None: raise.
+    losses
+        Of this pass, if there is a policy.
     """
 
     def __init__(
@@ -45,47 +49,88 @@ class InlineItems(Iterator[Any]):
         stage: str,
         left: TaskContext,
         draws: Draws | None = None,
+        policy: Policy | None = None,
+        losses: Losses | None = None,
     ) -> None:
-        self._items, self._stage, self._left = items, stage, left
-        self._pull = items.__next__ if draws is None else _Counted(items, draws).__next__
-        flag = TaskContext()
-        flag.draws = draws
-        self._kind, self._function = step.open(flag)
-        # All the mutable state:
+        self._items, self._stage, self._left, self._losses = items, stage, left, losses
+        self._pull = items.__next__
+        context = left
+        if draws is not None:
+            self._pull = _Counted(items, draws).__next__
+            policy = draws.policy(policy, lambda _: now.item)
+            context = FollowingContext(left, draws)
+        guard = Guard(policy, left)
+        opened = step.open(context, policy)
+        self._loop = Loop([opened], guard, left)
+        self._kind, self._function = opened
+        # An iterable of a function may be long, or endless, so it is not read before it is asked for.
+        if self._kind == "batch" or (self._kind == "flat_map" and guard.acts):
+            self._kind, self._function = "tally", self._loop.alone
+        self._plain = self._kind == "map" and losses is None
+        # All the mutable state: what there is more of the last item.
         self._several: Iterator[Any] | None = None
-        self._item: Any = None  # what the several are made of
+        self._item: Any = None  # that these are made of
+        self._told = False
+        self._in_place = InPlace(
+            losses, lambda item, _: f"In stage {stage!r}, the thread that asked, working on {item}."
+        )
 
     def __next__(self) -> Any:
         while True:
             if self._several is not None:
                 try:
-                    return next(self._several)
+                    found = next(self._several)
+                    if self._losses is not None:
+                        self._losses.take(1, (), None)
+                    return found
                 except StopIteration:
                     self._several = None
-                except Exception as error:
-                    self._several = None
-                    self._blame(error, self._item)
+                except Exception as raised:
+                    self._several, tally = None, self._loop.tally()
+                    tally.lose(self._item, raised)
+                    self._hand_out(tally)
+            if self._told:
+                for found in self._in_place:
+                    return found
+                self._told = False
             if self._left.cancelled:
                 raise IteratorClosed(f"the iterator of stage {self._stage!r} is closed")
             item = self._pull()
+            error: Exception | None = None
             try:
                 found = self._function(item)
-                if self._kind == "map":
+                if self._plain:
                     return found
+                if self._kind == "tally":
+                    self._hand_out(found)
+                    continue
                 if self._kind == "flat_map":
                     self._several, self._item = iter(found), item
                     continue
-                keep = bool(found)
-            except Exception as error:
-                self._blame(error, item)
-            if keep:
-                return item
+                if self._kind == "filter":
+                    if not found:
+                        continue
+                    found = item
+            except Abandoned:
+                continue  # and so `left` is up
+            except Exception as raised:
+                error = raised
+            if error is None:
+                if self._losses is not None:
+                    self._losses.take(1, (), None)
+                return found
+            try:
+                tally = self._loop.tally()
+                self._loop.failed(item, error, tally)
+                self._hand_out(tally)
+            except Abandoned:
+                pass  # as above
+            finally:
+                del error
 
-    def _blame(self, error: Exception, item: Any) -> NoReturn:
-        where = place(self._stage, "the thread that asked", item, "working on")
-        error = no_stop(error, "a function of a pipeline")
-        add_note(error, where)
-        raise error
+    def _hand_out(self, tally: Tally) -> None:
+        self._in_place.add(tally.results, tally.notes)
+        self._told = True
 
     def close(self) -> None:
         close = attribute(self._items, "close")
@@ -103,90 +148,3 @@ class _Counted(Iterator[Any]):
         item = self._pull()
         now.item = b"%d" % self._draws.take(1)
         return item
-
-
-class GuardedInlineItems(Iterator[Any]):
-    """The same under a policy, a function at a time. See `InlineItems` for the parameters.
-
-    Parameters
-    ----------
-    policy
-        What to do with items that fail.
-    losses
-        Of this pass.
-    """
-
-    def __init__(
-        self,
-        items: Iterator[Any],
-        step: Step,
-        stage: str,
-        left: TaskContext,
-        policy: Policy,
-        losses: Losses,
-        draws: Draws | None = None,
-    ) -> None:
-        self._items, self._stage, self._left = items, stage, left
-        self._losses = losses
-        self._pull = items.__next__
-        flag = left
-        if draws is not None:
-            self._pull = _Counted(items, draws).__next__
-            policy = draws.policy(policy, lambda _: now.item)
-            flag = FollowingContext(left, draws)
-        guard = Guard(policy, left)
-        kind, self._function = opened = step.open(flag, policy)
-        # An iterable of a function may be long, or endless, so it is not read before it is asked for.
-        self._lazy = kind == "flat_map" and not guard.acts
-        self._careful = Careful([opened], guard, left)
-        # All the mutable state:
-        self._outcomes: Iterator[Any] = iter(())  # of the last item
-
-    def __next__(self) -> Any:
-        while True:
-            try:
-                for outcome in self._outcomes:
-                    if type(outcome) is Bad or type(outcome) is Noted:
-                        self._sort_out(outcome)
-                        continue
-                    self._losses.take(1, (), None)
-                    return outcome
-            except Abandoned:
-                pass  # and so `left` is up
-            if self._left.cancelled:
-                raise IteratorClosed(f"the iterator of stage {self._stage!r} is closed")
-            item = self._pull()
-            self._outcomes = self._several(item) if self._lazy else self._once(item)
-
-    def _once(self, item: Any) -> Iterator[Any]:
-        yield from self._careful.alone(item)
-
-    def _several(self, item: Any) -> Iterator[Any]:
-        try:
-            found = iter(self._function(item))
-        except Exception as error:
-            yield bad(error, item)
-            return
-        while True:
-            try:
-                one = next(found)
-            except StopIteration:
-                return
-            except Exception as error:
-                yield bad(error, item)
-                return
-            yield one
-
-    def _sort_out(self, outcome: Bad | Noted) -> None:
-        if isinstance(outcome, Noted):
-            self._losses.take(outcome.tried, outcome.misses, None)
-        elif self._losses.forgives(outcome.failure):
-            self._losses.leave_out(outcome.miss(), None)
-        else:
-            where = f"In stage {self._stage!r}, the thread that asked, working on {outcome.item}."
-            Raised(outcome.failure.to_exception(where)).throw()
-
-    def close(self) -> None:
-        close = attribute(self._items, "close")
-        if close is not None:
-            close()

@@ -21,7 +21,7 @@ from hybridloader.operators.pin import Sending, Taking
 from hybridloader.operators.rows import GapsClosed
 from hybridloader.relay import FINAL, Relay
 from hybridloader.running.flow import Depth, Fragile, Guarded, ReaderItems, StageItems, couple
-from hybridloader.running.inline_items import GuardedInlineItems, InlineItems
+from hybridloader.running.inline_items import InlineItems
 from hybridloader.running.passes import Pass, Start
 from hybridloader.running.plan import Handover, Inline, Node, Single, Workers
 from hybridloader.states.dropping import Dropping
@@ -119,12 +119,7 @@ class Line:
             )
             policy = node.placement.on_error
             try:
-                if losses is None or policy is None:
-                    items = InlineItems(items, work.step(), work.name, run.left, draws)
-                else:
-                    items = GuardedInlineItems(
-                        items, work.step(), work.name, run.left, policy, losses, draws
-                    )
+                items = InlineItems(items, work.step(), work.name, run.left, draws, policy, losses)
             except Exception as error:
                 add_note(error, f"In stage {work.name!r}, setting it up.")
                 raise

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any, ClassVar
 
 from hybridloader.errors import ShardLost
-from hybridloader.faults.guard import Swapped
+from hybridloader.faults.guard import Guard
 from hybridloader.faults.guarded_shard import GuardedIterator
 from hybridloader.faults.on_error import Policy
-from hybridloader.faults.outcomes import Damaged, Noted, bad, mended, whole_or_damaged
 from hybridloader.faults.places import rest_is_lost
+from hybridloader.faults.tally import ItemsFetcher, Tally
 from hybridloader.fetch import end, skip
 from hybridloader.fetcher import Abandoned, EndOfShard, Fetch, Fetcher, TaskContext
 from hybridloader.seeds.draws import innermost
@@ -30,7 +30,7 @@ class ReadersFetch(Fetch):
         An iterable, of which every worker has a copy of its own; or a function that makes one, called in
         the worker.
     on_error
-        Repeats and replaces here; what is to be skipped is `Bad`, as without a policy.
+        Repeats and replaces here; what is to be skipped is told, as without a policy.
     """
 
     in_turn: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class ReadersFetch(Fetch):
         return Reader(context.draws.shard(make, later=True), policy, context)
 
 
-class Reader(Fetcher):
+class Reader(ItemsFetcher):
     """One pass of one reader over its part.
 
     Attributes
@@ -70,13 +70,12 @@ class Reader(Fetcher):
     """
 
     def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
-        self._items, self._context = items, context
-        self._draw: Callable[[], Any] = items.__next__
-        self._plain = on_error is None  # else the source counts
-        self._guarded: GuardedIterator | None = None
+        super().__init__(Guard(None, context), context)
+        self._items = items
+        self._guarded: GuardedIterator | None = None  # with a policy, it counts
         if on_error is not None:
             self._guarded = GuardedIterator(items, on_error, context, self)
-            self._draw = self._guarded.draw
+            self._guard = self._guarded.guard
         # All the mutable state:
         self.position = 0
         self._ended = False
@@ -85,52 +84,48 @@ class Reader(Fetcher):
         )
 
     def fetch(self, most: int) -> Any:
+        tally = Tally(self._guard, what="the next item")
         if self._lost is not None:
             lost, self._lost, self._ended = self._lost, None, True
-            return Damaged([bad(lost, "the next item", self.position)])
+            tally.lose(self.position, lost)
+            return tally.told(self._context)
         if self._ended:
             raise EndOfShard
-        results: list[Any] = []
         try:
-            return self._read(most, results)
+            self._read(most, tally)
         finally:
-            if self._plain:
-                self.position += len(results)
+            if self._guarded is None:
+                self.position += len(tally.results) + len(tally.notes)
+        if not (tally.results or tally.notes):
+            raise EndOfShard
+        return tally.told(self._context)
 
-    def _read(self, most: int, results: list[Any]) -> Any:
+    def _read(self, most: int, tally: Tally) -> None:
+        """Add items to `tally`, up to one that is lost."""
+        results, notes, draw = tally.results, tally.notes, self._items.__next__
         until = time.monotonic() + _READING
         while len(results) < most and not (results and time.monotonic() > until):
-            number = self.position
             try:
-                item = self._draw()
+                if self._guarded is None:
+                    results.append(draw())
+                else:
+                    self._guarded.draw(tally)
             except StopIteration:
                 self._ended = True
-                break
+                return
             except Exception as error:
-                number += len(results) if self._plain else 0
-                if self._plain and isinstance(innermost(self._items), GeneratorType):
+                number = self.position + (len(results) if self._guarded is None else -1)
+                if self._guarded is None and isinstance(innermost(self._items), GeneratorType):
                     self._lost = rest_is_lost(f"item {number} of this reader", error)
-                results.append(bad(error, "the next item", number))
-                return Damaged(results)
-            if type(item) is Swapped:
-                miss = bad(item.error, "the next item", number).miss()
-                results.append(Noted(0, [miss._replace(replaced=True)]))
-                item = item.value
-            results.append(item)
+                tally.lose(number, error)
+            if notes and notes[-1].item is not None:
+                return
             if self._context.cancelled:
                 raise Abandoned
-        if not results:
-            raise EndOfShard
-        return results if self._plain else whole_or_damaged(results)
-
-    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Leave out the items that can't be sent; see `Fetcher.mend`."""
-        return mended(value, check)
 
     def close(self) -> None:
         """End the iterator: nothing more will be read."""
         items, self._items, self._ended = self._items, iter(()), True
-        self._draw = self._items.__next__
         if self._guarded is not None:
             self._guarded.close()
         end(innermost(items))

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridloader.faults.careful import Careful, Opened, SpreadCareful
+from hybridloader.fanout import spread_over
 from hybridloader.faults.guard import Guard
+from hybridloader.faults.loop import Loop, Opened
 from hybridloader.faults.on_error import Policy
-from hybridloader.faults.outcomes import Damaged, bad, mended, whole_or_damaged
-from hybridloader.fetch import MapFetch, Spared, numbered
-from hybridloader.fetcher import Abandoned, Fetch, Fetcher, FollowingContext, TaskContext
+from hybridloader.faults.tally import ItemsFetcher
+from hybridloader.fetch import MapFetch, Spared
+from hybridloader.fetcher import Fetch, Fetcher, FollowingContext, TaskContext
 from hybridloader.foreign import attribute
 from hybridloader.seeds.draws import Draws
 
@@ -88,7 +89,7 @@ class WorkFetch(Fetch):
     threads
         Threads that share the items of one task, inside the worker.
     on_error
-        Repeats and replaces here; what is to be skipped is `Bad`, as without a policy.
+        Repeats and replaces here; what is to be skipped is told, as without a policy.
     batched
         The index of a task is a list of items.
     """
@@ -121,106 +122,53 @@ class WorkFetch(Fetch):
         opened = [
             step.open(context, self.on_error, number) for number, step in enumerate(self.steps)
         ]
-        draws = context.draws
+        policy, draws = self.on_error, context.draws
         if draws is not None:
-            from hybridloader.seeds.seeded_items import SeededItems, of_item
+            from hybridloader.seeds.seeded_items import of_item
 
-            policy = draws.policy(self.on_error, of_item)
-            careful = Careful(opened, Guard(policy, context), context)
-            return SeededItems(careful, context, draws, self.threads)
-        careful = Careful(opened, Guard(self.on_error, context), context)
-        if self.threads > 1:
-            return SpreadCareful(careful, self.threads, context)
-        if careful.needed:
-            return careful
-        if any(kind != "map" for kind, _ in opened):
-            return StepsFetcher(opened, careful, context)
-        return MapsFetcher([function for _, function in opened], careful, context)
+            policy = draws.policy(policy, of_item)
+        return ItemsLoop(opened, Guard(policy, context), context, self.threads)
 
 
-class MapsFetcher(Fetcher):
-    """The shortest way through functions that give one result for each item."""
+class ItemsLoop(ItemsFetcher):
+    """The fetcher of a `WorkFetch`.
+
+    Under ``seeding="sample"`` each item is known by its number in the stage's input, and the steps are
+    seeded by that; see `seeded_by_item`.
+
+    Parameters
+    ----------
+    opened
+        The steps.
+    guard
+        Of each item.
+    context
+        Looked at after every item.
+    threads
+        That share the items of a task.
+    """
 
     def __init__(
-        self, functions: list[Callable[[Any], Any]], careful: Careful, context: TaskContext
+        self,
+        opened: Opened,
+        guard: Guard,
+        context: TaskContext,
+        threads: int,
     ) -> None:
-        self._functions, self._careful, self._context = functions, careful, context
+        super().__init__(guard, context)
+        self._draws, enter = context.draws, None
+        if self._draws is not None:
+            from hybridloader.seeds.seeded_items import numbered_item
+
+            enter = numbered_item
+        spread = spread_over(threads, context) if threads > 1 else None
+        self._loop = Loop(opened, guard, context, spread, enter=enter)
 
     def fetch(self, items: list[Any]) -> Any:
-        if type(items) is Spared:
-            return self._careful.fetch(items)
-        functions, context = self._functions, self._context
-        results: list[Any] = []
-        damaged = False
-        for item in numbered(items, context) if context.tracked else items:
-            try:
-                for function in functions:
-                    item = function(item)
-                results.append(item)
-            except Exception as error:
-                results.append(bad(error, item))
-                damaged = True
-            if context.cancelled:
-                raise Abandoned
-        return Damaged(results) if damaged else results
-
-    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Leave out the results that can't be sent; see `Fetcher.mend`."""
-        return mended(value, check)
-
-
-class StepsFetcher(Fetcher):
-    """The shortest way through steps of any kind."""
-
-    def __init__(self, opened: Opened, careful: Careful, context: TaskContext) -> None:
-        self._opened, self._careful, self._context = opened, careful, context
-
-    def fetch(self, items: list[Any]) -> Any:
-        if type(items) is Spared:
-            return self._careful.fetch(items)
-        context = self._context
-        results: list[Any] = []
-        for item in numbered(items, context) if context.tracked else items:
-            _pass(item, self._opened, 0, results, context)
-            if context.cancelled:
-                raise Abandoned
-        return whole_or_damaged(results)
-
-    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Leave out the results that can't be sent; see `Fetcher.mend`."""
-        return mended(value, check)
-
-
-def _pass(item: Any, opened: Opened, at: int, results: list[Any], context: TaskContext) -> None:
-    """Take `item` through the steps from number `at` on; what comes out is added to `results`.
-
-    An exception takes the place of what that one step would have given: what other steps made of
-    other items stays, as if each step were a stage of its own.
-    """
-    while at < len(opened):
-        kind, function = opened[at]
-        at += 1
-        try:
-            if kind == "map":
-                item = function(item)
-            elif kind == "filter":
-                if not function(item):
-                    return
-            else:
-                several = iter(function(item))
-                break
-        except Exception as error:
-            results.append(bad(error, item))
-            return
-    else:
-        results.append(item)
-        return
-    while not context.cancelled:
-        try:
-            one = next(several)
-        except StopIteration:
-            return
-        except Exception as error:
-            results.append(bad(error, item))
-            return
-        _pass(one, opened, at, results, context)
+        spared = type(items) is Spared
+        if self._draws is None:
+            tally = self._loop.run(items, spared=spared)
+        else:
+            first = self._draws.take(len(items))
+            tally = self._loop.run(list(enumerate(items, first)), spared=spared)
+        return tally.told(self._context) if tally.notes else tally.results
