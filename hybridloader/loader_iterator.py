@@ -94,7 +94,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._on_error = parse(options.on_error)
         self._joins = options.shard_remainders == "join"
         self._worker_init_fn = plan.worker_init_fn
-        self._loader = weakref.ref(loader)
         plan.record.iterator = weakref.ref(self)
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._shard_datapipe()
@@ -164,8 +163,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         """What workers get for `function`."""
         if not self._backend.in_process:
             return without_torch(function)
-        own = isinstance(function, types.MethodType) and function.__self__ is self._loader()
-        return _Weakly(function) if own else function
+        method = isinstance(function, types.MethodType)
+        of_a_loader = method and isinstance(function.__self__, torch.utils.data.DataLoader)
+        return _Weakly(function) if of_a_loader else function
 
     def _fetch(self) -> Fetch:
         dataset, batched = self._dataset, self._auto_collation
