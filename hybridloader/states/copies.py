@@ -13,7 +13,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 from hybridloader.errors import StateError
 from hybridloader.foreign import attribute
@@ -139,38 +139,39 @@ class _Unpickler(pickle.Unpickler):
         return tensor.clone()  # copy.deepcopy takes 10 us more
 
 
+def _refuse(reason: str) -> NoReturn:
+    raise StateError(reason)
+
+
 class Given:
     """A state that is kept, to be handed out.
 
     Attributes
     ----------
     kept
-        The object that `_made` copies. It is never handed out.
+        The object that `opened` copies. It is never handed out.
     """
 
     __slots__ = ("_one", "kept")
 
+    keep: ClassVar[staticmethod[[Any], Any]]
+    """Function that makes of a state what is kept of it."""
+    opened: ClassVar[staticmethod[[Any], Any]]
+    """Function that makes of what is kept the state, for one who asks."""
+
     def __init__(self, kept: Any) -> None:
         self.kept = kept
         self._one: Any = None  # what was dear to make
-
-    @classmethod
-    def of(cls, state: Any) -> Given:
-        """Keep a copy of `state`."""
-        raise NotImplementedError
 
     def given(self) -> Any:
         """Return a copy; the same one each time, if copying is slow."""
         if self._one is not None:
             return self._one
         began = perf_counter()
-        made = self._made()
+        made = type(self).opened(self.kept)
         if perf_counter() - began > DEAR:
             self._one = made
         return made
-
-    def _made(self) -> Any:
-        raise NotImplementedError
 
     def __reduce__(self) -> Any:
         return type(self), (self.kept,)
@@ -180,35 +181,21 @@ class Kept(Given):
     """A copy of a state."""
 
     __slots__ = ()
-
-    @classmethod
-    def of(cls, state: Any) -> Given:
-        return cls(copied(state))
-
-    def _made(self) -> Any:
-        return copied(self.kept)
+    keep = opened = staticmethod(copied)
 
 
 class Frozen(Given):
     """A state as a pickle, as it travels between processes."""
 
     __slots__ = ()
-
-    @classmethod
-    def of(cls, state: Any) -> Given:
-        return cls(pickle.dumps(state))
-
-    def _made(self) -> Any:
-        return pickle.loads(self.kept)
+    keep, opened = staticmethod(pickle.dumps), staticmethod(pickle.loads)
 
 
 class Missing(Given):
     """Stands for a state that could not be taken: asking for it raises the reason."""
 
     __slots__ = ()
-
-    def _made(self) -> Any:
-        raise StateError(self.kept)
+    opened = staticmethod(_refuse)
 
 
 def is_stateful(thing: Any) -> bool:
@@ -225,9 +212,12 @@ def kept(
 ) -> Any:
     """Keep the state of `thing` as `taken` gives it; None if that is None. Never raises."""
     try:
-        return taken(thing, what, lambda state: None if state is None else kind.of(state), asked)
+        state = taken(
+            thing, what, lambda state: state if state is None else kind.keep(state), asked
+        )
     except StateError as error:
         return Missing(str(error))
+    return None if state is None else kind(state)
 
 
 def taken(

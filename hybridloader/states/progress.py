@@ -23,8 +23,9 @@ from hybridloader.states.copies import Latest
 if TYPE_CHECKING:
     from hybridloader.messages import Exhausted
     from hybridloader.stage import Last
+    from hybridloader.states.cadence import Cadence
     from hybridloader.states.replay import Making
-    from hybridloader.states.samplers import Snapshot, Snapshots
+    from hybridloader.states.samplers import Snapshot
 
 
 class Base(NamedTuple):
@@ -76,7 +77,8 @@ class Progress:
     yielded
         Batches that the caller was given.
     behind
-        Items of the sampler, from its beginning, that were handed out or are in `missing`.
+        Items of the sampler, from its beginning, that were handed out or are in `missing`; of an
+        iterable dataset, results.
     missing
         Those of them that were not handed out, by number.
     log
@@ -112,11 +114,10 @@ class Progress:
 
     def __init__(self, making: Making, epoch: int, workers: int, *, iterable: bool) -> None:
         self.making, self.epoch, self.iterable = making, epoch, iterable
-        self.workers = workers
         # All the mutable state:
         self.base_seed = 0
         self.shared_seed: int | None = None
-        self.yielded = self.results = self.behind = 0
+        self.yielded = self.behind = 0
         self.missing: dict[int, Draw] = {}
         self.log: deque[Draw] = deque()
         self.at: Draw | None = None
@@ -152,9 +153,8 @@ class Progress:
         self.shift, self._first, self._seq = first - number, first, first - 1
         self._counted = ahead is None or bool(leads)
         if ahead is not None and not leads:
-            self.log = deque(
-                maxlen=ahead + 2
-            )  # and the last one, and one more while it is handed out
+            # And the last one, and one more while it is handed out.
+            self.log = deque(maxlen=ahead + 2)
         self.missing = {n: (n, lead, None) for n, lead in enumerate(leads, number)}
 
     def drawing(self, indices: Iterator[Any]) -> Iterator[Any]:
@@ -162,16 +162,18 @@ class Progress:
         drawn = zip(count(self.behind), indices, repeat(None))
         return map(itemgetter(1), filterfalse(self.log.append, drawn))
 
-    def drawing_with_states(self, indices: Iterator[Any], taken: Snapshots) -> Iterator[Any]:
+    def drawing_with_states(
+        self, indices: Iterator[Any], take: Callable[[], Snapshot], cadence: Cadence | None
+    ) -> Iterator[Any]:
         """`indices`, which are noted in the log with the states from which to draw them again."""
-        log, cadence = self.log, taken.cadence
+        log = self.log
         number, base = self.behind, None if self.at is None else self.at[2]
         for index in indices:
             number += 1
             if cadence is None:  # ours always tell the place
-                base = Base(number, taken.take())
+                base = Base(number, take())
             elif cadence.due():
-                base = Base(number, taken.take(), base and base._replace(before=None))
+                base = Base(number, take(), base and base._replace(before=None))
                 cadence.taken()
             log.append((number - 1, index, base))
             yield index
@@ -206,7 +208,6 @@ class Progress:
         if seq == self._seq or seq < self._first:  # of the pass before, and this one's are late
             return
         self._seq = seq
-        self.results += 1
         worker = self.last_worker = last.worker
         self.again[worker] = 0
         if worker in self.first:
@@ -215,6 +216,7 @@ class Progress:
         state = extras.get("state")
         self._note_place(worker, last.position, state, extras.get("outcome"))
         if self.iterable:
+            self.behind += 1
             return
         draw = self._handed_out(seq - self.shift)
         # What kills workers is not done again; the state of the next one comes with its first.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.errors import StateError
 from hybridloader.foreign import attribute
-from hybridloader.states.copies import copied, kept
+from hybridloader.states.copies import Given, copied, kept
 from hybridloader.states.samplers import Samplers, Snapshot, is_ours, is_plain
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Making(NamedTuple):
 
     steps: tuple[str, ...]
     generators: dict[str, torch.Tensor]
-    start: Snapshot | None
+    start: Given | None
     epoch: int | None
 
     @staticmethod
@@ -57,7 +57,7 @@ class Making(NamedTuple):
         start = None
         if stateful is not None:
             upcoming = attribute(stateful, "upcoming_state_dict", stateful.state_dict)
-            start = Snapshot(kept(stateful, "the sampler", asked=upcoming), None)
+            start = kept(stateful, "the sampler", asked=upcoming)
         states = {name: generator.get_state() for name, generator in samplers.generators.items()}
         return Making(steps, states, start, None if stateful is not None else samplers.told_epoch)
 
@@ -70,8 +70,8 @@ class Making(NamedTuple):
 
     def restore(self, samplers: Samplers) -> None:
         """Have the samplers and the generators as they were."""
-        if self.start is not None and self.start.sampler is not None:
-            load_sampler(samplers, self.start)
+        if self.start is not None:
+            load_sampler(samplers, Snapshot(self.start, None))
         samplers.tell_epoch(self.epoch)
         samplers.set_generators(self.generators, self.epoch)
 

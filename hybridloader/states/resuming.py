@@ -29,7 +29,7 @@ from hybridloader.states.replay import (
     load_sampler,
     replay,
 )
-from hybridloader.states.samplers import DEFAULT, Snapshot
+from hybridloader.states.samplers import DEFAULT
 from hybridloader.states.state import END, START, WITHIN, Resume, read, written
 
 if TYPE_CHECKING:
@@ -167,9 +167,9 @@ class Opening:
         """
         upcoming = attribute(self._plan.samplers.stateful, "upcoming_state_dict", None)
         start = resume.making.start
-        if upcoming is None or start is None or start.sampler is None:
+        if upcoming is None or start is None:
             return False
-        return bool(upcoming()["epoch"] > start.sampler.kept["epoch"])
+        return bool(upcoming()["epoch"] > start.kept["epoch"])
 
     def _behind_the_end(self, resume: Resume) -> Replayed:
         """The pass after one that somebody has declared over."""
@@ -189,7 +189,7 @@ class Opening:
         self.making = Making.of(samplers, making.steps)
         if resume.as_they_stand and resume.snapshot is not None and self.making.start is not None:
             # What a sampler says of itself before it is asked again may be of the pass before.
-            self.making = self.making._replace(start=Snapshot(resume.snapshot.sampler, None))
+            self.making = self.making._replace(start=resume.snapshot.sampler)
         return replay(samplers, self.making, 0, None, eager=True)
 
     def progress(self, iterator: Any) -> Progress:
@@ -220,8 +220,8 @@ class Opening:
         if taken is None:
             return chain(leads, progress.drawing(indices))
         if not progress.behind and self._plan.samplers.stateful is None:
-            progress.at = -1, UNKNOWN, Base(0, taken.take())
-        return chain(leads, progress.drawing_with_states(indices, taken))
+            progress.at = -1, UNKNOWN, Base(0, taken[0]())
+        return chain(leads, progress.drawing_with_states(indices, *taken))
 
     def _leads(self) -> list[Any]:
         resume = self.resume
@@ -266,8 +266,7 @@ class Opening:
 
 def _go_on(progress: Progress, resume: Resume) -> None:
     progress.yielded = resume.yielded
-    progress.behind = 0 if progress.iterable else resume.count
-    progress.results = resume.count if progress.iterable else 0
+    progress.behind = resume.count
     if resume.count and not progress.iterable:
         base = resume.snapshot and Base(resume.count - resume.since, resume.snapshot)
         progress.at = resume.count - 1, UNKNOWN, base
@@ -296,7 +295,7 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
     next_one = Progress(making, plan.epoch, plan.readers, iterable=plan.iterable)
     if progress is not None:
         next_one.base_seed, next_one.yielded = progress.base_seed, progress.yielded
-        next_one.behind, next_one.results = progress.behind, progress.results
+        next_one.behind = progress.behind
         if stays and plan.num_workers:
             next_one.go_on(progress.ends())
         elif not plan.num_workers:  # the dataset itself is asked below

@@ -28,21 +28,6 @@ class Snapshot(NamedTuple):
     iterator: Given | None
 
 
-class Snapshots(NamedTuple):
-    """Access to the sampler's state after the item that was drawn last.
-
-    Attributes
-    ----------
-    take
-        Function that returns the state.
-    cadence
-        When the state is taken; None: after every item.
-    """
-
-    take: Callable[[], Snapshot]
-    cadence: Cadence | None
-
-
 class Samplers(NamedTuple):
     """What the indices of a loader are drawn from.
 
@@ -168,17 +153,25 @@ class Samplers(NamedTuple):
 
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
 
-    def snapshots(self, indices: Iterator[Any]) -> Snapshots | None:
-        """Return the snapshots of what `indices` are drawn from; None if that has no state."""
+    def snapshots(
+        self, indices: Iterator[Any]
+    ) -> tuple[Callable[[], Snapshot], Cadence | None] | None:
+        """Return access to the state behind the last of `indices`; None if there is none.
+
+        Returns
+        -------
+        tuple
+            A function that takes the state, and when to take it; None: after every item.
+        """
         stateful = self.stateful
         iterator: Any = indices if is_stateful(indices) else None
         if stateful is None and iterator is None:
             return None
         if iterator is None and is_ours(stateful):
             # Makes a new dict each time, of two numbers; and is drawn from otherwise by other ranks.
-            return Snapshots(lambda: Snapshot(Kept(stateful.state_dict()), None), None)
+            return lambda: Snapshot(Kept(stateful.state_dict()), None), None
         if stateful is None and _torchdata_order().tells_anew(iterator):
-            return Snapshots(lambda: Snapshot(None, Kept(iterator.state_dict())), None)
+            return lambda: Snapshot(None, Kept(iterator.state_dict())), None
 
         def take() -> Snapshot:
             own = within = None
@@ -188,7 +181,7 @@ class Samplers(NamedTuple):
                 within = kept(iterator, "the iterator over the sampler")
             return Snapshot(own, within)
 
-        return Snapshots(take, Cadence())
+        return take, Cadence()
 
 
 @functools.cache

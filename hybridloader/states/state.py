@@ -136,7 +136,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     at = None if over else progress.at
     base = None if at is None else progress.base(partial(length_of, plan.samplers.outer))
     snapshot = None if base is None else base.snapshot
-    count = progress.results if iterable else progress.behind
+    count = progress.behind
     size = plan.batch_size or 1
     # Nothing in the dict may be ours to go on with; a copy of all, tensors too, would take 100 us more.
     own_state = None if snapshot is None else given(snapshot.sampler)
@@ -165,7 +165,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "counts": [count, progress.yielded],
             "samples": count * size,
             "steps": list(making.steps),
-            "start": None if making.start is None else given(making.start.sampler),
+            "start": given(making.start),
             "sampler_epoch": making.epoch,
             "generators": {name: each.clone() for name, each in making.generators.items()},
             "check": None if at is None or at[1] is UNKNOWN else check_of(at[1]),
@@ -272,7 +272,7 @@ def read(plan: LoaderPlan, state: Any) -> Resume:
 
 
 def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resume:
-    start = None if own["start"] is None else Snapshot(Kept(own["start"]), None)
+    start = None if own["start"] is None else Kept(own["start"])
     generators = own["generators"]
     making = Making(tuple(own["steps"]), dict(generators or {}), start, own["sampler_epoch"])
     within, finished = own["at"] == WITHIN, state["_iterator_finished"]
@@ -399,4 +399,4 @@ def _read_workers(
 
 
 def _frozen(state: Any) -> Any:
-    return None if state is None else made(Frozen.of, state, "the dataset")
+    return None if state is None else Frozen(made(Frozen.keep, state, "the dataset"))

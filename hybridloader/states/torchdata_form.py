@@ -79,18 +79,19 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
     finished, yielded = own["_iterator_finished"], own["_num_yielded"]
     if not plan.num_workers:
         only = snapshots["worker_0"]
-        itself = only["dataset_state"] is None and _has_iterator_state(only)
+        told, fetcher = only["dataset_state"], only["fetcher_state"]
+        itself = told is None and fetcher is not None and fetcher["dataset_iter_state"] is not None
         within = plan.iterable and not finished
         return {
             **main,
             "_num_yielded": yielded,
-            "fetcher_state": only["fetcher_state"],
-            "dataset_state": only["dataset_state"] if within or itself else own["dataset_state"],
+            "fetcher_state": fetcher,
+            "dataset_state": told if within or itself else own["dataset_state"],
             "_iterator_finished": finished,
             OWN: more,
         }
-    last = own["_last_yielded_worker_id"]
-    last_shown = _last_of(plan) if finished else last
+    last, progress = own["_last_yielded_worker_id"], plan.record.progress
+    last_shown = progress.last_worker if finished and progress is not None else last
     return {
         "_snapshot": {
             "_snapshot_step": yielded,
@@ -106,11 +107,6 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
         "_iterator_finished": finished,
         OWN: {**more, "last": last, "dataset_state": own["dataset_state"]},
     }
-
-
-def _has_iterator_state(worker: Mapping[str, Any]) -> bool:
-    fetcher = worker["fetcher_state"]
-    return fetcher is not None and fetcher["dataset_iter_state"] is not None
 
 
 def _names(workers: int) -> list[tuple[int, str]]:
@@ -152,11 +148,6 @@ def _sampler_states(plan: LoaderPlan, own: Mapping[str, Any]) -> tuple[Any, Any]
     if sampler is not None:
         found["sampler_state"] = sampler
     return None, found
-
-
-def _last_of(plan: LoaderPlan) -> int:
-    progress = plan.record.progress
-    return -1 if progress is None else progress.last_worker
 
 
 def _ends(plan: LoaderPlan, own: Mapping[str, Any]) -> dict[str, Any]:
