@@ -172,7 +172,9 @@ persistent_workers, pin_memory_device, in_order
                 "prefetch_factor=0 would ask the workers for nothing; use prefetch_factor=1, or "
                 "num_workers=0"
             )
-        torchs = {name: value for name, value in locals().items() if name in _TORCHS}
+        given = dict(
+            locals()
+        )  # a copy: under a debugger, what `locals()` gave changes with each line
         self.backend = backend
         self.threads_per_worker = threads_per_worker
         self.on_error = on_error
@@ -181,7 +183,7 @@ persistent_workers, pin_memory_device, in_order
         self.seeding = seeding
         self.shard_remainders = shard_remainders
         self.device = device
-        super().__init__(**torchs)
+        super().__init__(**{name: given[name] for name in given.keys() & _TORCHS.keys()})
         self._plan().check()
 
     def _plan(self) -> LoaderPlan:

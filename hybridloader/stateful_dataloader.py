@@ -118,14 +118,14 @@ device
         shard_remainders: str = "keep",
         device: str | torch.device | Accelerator | Transfer | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _OURS}
+        given = dict(locals())
         self.snapshot_every_n_steps = snapshot_every_n_steps
         if snapshot_every_n_steps is not None:
             whole("snapshot_every_n_steps", snapshot_every_n_steps, 0)
         ordered = sampler is not None or batch_sampler is not None
         if shuffle and not ordered and not isinstance(dataset, IterableDataset):
             given["sampler"], given["shuffle"] = RandomOrder(dataset, generator), None  # type: ignore[arg-type]
-        super().__init__(**given)
+        super().__init__(**{name: given[name] for name in given.keys() & _OURS.keys()})
         if batch_sampler is None and type(self.batch_sampler) is BatchSampler:
             made = self.batch_sampler
             # torch's loader refuses another one once it is made, and a `batch_sampler` that is given
