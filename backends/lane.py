@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.backends import descriptors
 from hybridloader.backends.letters import TASK, encode_message, into_slots, letter
-from hybridloader.backends.sealed import Hold, Sealed
+from hybridloader.backends.sealed import Hold, Sealed, Slotted
 from hybridloader.buffers import arena
 from hybridloader.buffers.arena import Notice, Parcel, Span
 from hybridloader.buffers.packing import pack, reads_the_same_everywhere
@@ -206,7 +206,8 @@ class Lane:
         self, seq: int, returned: list[int], sealed: Sealed, holds: dict[int, Hold]
     ) -> tuple[list[Any], Sequence[int]]:
         """A letter that names the slots of another worker, as far as this one can map them."""
-        segments = {segment: sealed.segment(segment) for segment, _ in map(place_of, holds)}
+        slots = sealed.slots if isinstance(sealed, Slotted) else self.results  # or none is named
+        segments = {segment: slots.seen[segment] for segment, _ in map(place_of, holds)}
         for seen in segments.values():
             seen.mapped()  # it may raise
         forgotten = self._take_forgotten()
@@ -225,7 +226,7 @@ class Lane:
             elif span.slot in named:
                 span = span._replace(slot=named[span.slot])
             else:
-                rest.append(sealed.view(span))
+                rest.append(slots.view(span))
                 span = None
             spans.append(span)
         for number, name in named.items():

@@ -13,7 +13,6 @@ from typing import Any
 from hybridloader.backends.letters import open_packed
 from hybridloader.buffers import arena
 from hybridloader.buffers.packing import unpack
-from hybridloader.buffers.seen import Seen
 from hybridloader.contract import Payload
 
 _NOTHING = memoryview(b"")
@@ -107,18 +106,9 @@ class Sealed(Payload):
         """Where each buffer lies; None for one that came through the stream."""
         return (None,) * len(self.buffers)
 
-    def segment(self, number: int) -> Seen:
-        """The segment of that number, in which slots of it lie."""
-        raise LookupError(number)
-
-    def view(self, span: arena.Span) -> memoryview:
-        """The buffer at `span`; good for as long as somebody has its `holds`."""
-        raise LookupError(span)
-
     def buffers_in_place(self) -> list[memoryview]:
         """All buffers, where they lie: good for as long as somebody has its `holds`."""
-        stream, view = iter(self.buffers), self.view
-        return [next(stream) if span is None else view(span) for span in self.spans()]
+        return list(self.buffers)
 
     def pickled(self) -> memoryview:
         """The header, wherever it lies."""
@@ -197,11 +187,9 @@ class Slotted(Sealed):
     def spans(self) -> tuple[arena.Span | None, ...]:
         return () if self.parcel is None else self.parcel.spans
 
-    def segment(self, number: int) -> Seen:
-        return self.slots.seen[number]
-
-    def view(self, span: arena.Span) -> memoryview:
-        return self.slots.view(span)
+    def buffers_in_place(self) -> list[memoryview]:
+        stream, view = iter(self.buffers), self.slots.view
+        return [next(stream) if span is None else view(span) for span in self.spans()]
 
     def _let_go(self) -> None:
         super()._let_go()
