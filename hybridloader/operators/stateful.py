@@ -167,11 +167,11 @@ class GeneratorIterator(ReadIterator):
             lost, self._lost = self._lost, None
             raise lost
         try:
-            return super().__next__()
-        except StopIteration:
-            raise
+            return self._pull()
         except Exception as error:
-            self._lost = rest_is_lost("an item of a source", error)
+            self._failed(error)
+            if not isinstance(error, StopIteration):
+                self._lost = rest_is_lost("an item of a source", error)
             raise
 
 
