@@ -32,41 +32,6 @@ class Place:
         self.epoch, self.start, self.taken = epoch, start, 0
 
 
-class Iteration(Iterator[T_co]):
-    """One pass over a sampler."""
-
-    __slots__ = ("_place", "_ready", "_sampler")
-
-    def __init__(self, sampler: ResumableSampler[T_co]) -> None:
-        self._sampler = sampler
-        self._place: Place | None = None
-        self._ready: Iterator[T_co] = iter(())
-
-    def __next__(self) -> T_co:
-        try:
-            item = next(self._ready)
-        except StopIteration:
-            item = self._more()
-        place, sampler = self._place, self._sampler
-        assert place is not None
-        place.taken += 1
-        sampler._place = place
-        return item
-
-    def _more(self) -> T_co:
-        """The first of the next items; what holds for all of them is done here, once."""
-        sampler = self._sampler
-        if self._place is None:
-            self._place = sampler._begin()
-        place = self._place
-        self._ready = iter(sampler._items(place))
-        for item in self._ready:
-            return item
-        if sampler._place is place:
-            sampler._place = None
-        raise StopIteration
-
-
 class ResumableSampler(Sampler[T_co]):
     """A sampler whose order follows from a seed and an epoch, and that can start anywhere in it.
 
@@ -119,7 +84,14 @@ class ResumableSampler(Sampler[T_co]):
     # What all have.
 
     def __iter__(self) -> Iterator[T_co]:
-        return Iteration(self)
+        place = self._begin()  # with the first item
+        while items := self._items(place):
+            for item in items:
+                place.taken += 1
+                self._place = place
+                yield item
+        if self._place is place:
+            self._place = None
 
     def __len__(self) -> int:
         return self._positions(self.epoch)
