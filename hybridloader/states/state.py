@@ -285,9 +285,8 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
         if resume.fresh and state["_num_workers"] == plan.num_workers:
             _read_workers(plan, state, own, resume, edited=False)
         return resume
-    resume.over = finished
     count, edited = _count_of(plan, state, own)
-    resume.count = count
+    resume.over, resume.count = finished, count
     resume.yielded = count if edited else state["_num_yielded"]
     resume.discard = own.get("again", 0)
     if not edited:
@@ -296,14 +295,13 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
         resume.snapshot = _snapshot(state)
         resume.since = own.get("since", 0)
     _read_workers(plan, state, own, resume, edited)
-    if own["kind"] == "map":
-        length = length_of(plan.samplers.outer)
-        if resume.snapshot is None and length is not None and count > length:
-            raise StateError(
-                f"_sampler_iter_yielded is {count} in the state, and "
-                f"{plan.index_sampler_name} has only {length} items: it has shrunk, or the "
-                "state is of another one"
-            )
+    replayed = own["kind"] == "map" and resume.snapshot is None
+    length = length_of(plan.samplers.outer) if replayed else None
+    if length is not None and count > length:
+        raise StateError(
+            f"_sampler_iter_yielded is {count} in the state, and {plan.index_sampler_name} has only "
+            f"{length} items: it has shrunk, or the state is of another one"
+        )
     return resume
 
 
@@ -340,13 +338,12 @@ def _count_of(
         _COUNTED.check(within)
         samples = within["samples_yielded"]
     saved, saved_yielded = own["counts"]
-    said = set()
-    if count != saved:
-        said.add(count)
-    if yielded != saved_yielded:
-        said.add(saved + yielded - saved_yielded)
-    if samples != own["samples"]:
-        said.add(samples // (plan.batch_size or 1))
+    edits = (  # what is there, what was there, and the count that it means
+        (count, saved, count),
+        (yielded, saved_yielded, saved + yielded - saved_yielded),
+        (samples, own["samples"], samples // (plan.batch_size or 1)),
+    )
+    said = {meant for now, then, meant in edits if now != then}
     if len(said) > 1:
         raise StateError(
             f"_sampler_iter_yielded is {count}, _num_yielded {yielded} and samples_yielded {samples} "
