@@ -61,7 +61,7 @@ def slot_for(shape: tuple[int, ...], dtype: Any) -> Any | None:
 
 
 def teach_torch() -> None:
-    """Give torch's functions that collate tensors and numbers bodies of ours. Once per process.
+    """Give torch's functions that collate tensors and numbers a body of ours. Once per process.
 
     An entry of ours in `default_collate_fn_map` would not reach whoever calls such a function itself, as
     MONAI's collation does.
@@ -69,27 +69,21 @@ def teach_torch() -> None:
     from torch.utils.data._utils import collate
 
     functions: Any = collate
-    if "_hybridloader_stack" in vars(collate):
-        return
 
-    def stack(batch: Any, *, collate_fn_map: Any = None) -> Any:
-        return _hybridloader_stack(batch, collate_fn_map=collate_fn_map)  # type: ignore[name-defined]  # noqa: F821
+    def body(batch: Any, *, collate_fn_map: Any = None, _ours: Any = None) -> Any:
+        return _ours(batch, collate_fn_map=collate_fn_map)
 
-    def integers(batch: Any, *, collate_fn_map: Any = None) -> Any:
-        return _hybridloader_integers(batch, collate_fn_map=collate_fn_map)  # type: ignore[name-defined]  # noqa: F821
-
-    def floats(batch: Any, *, collate_fn_map: Any = None) -> Any:
-        return _hybridloader_floats(batch, collate_fn_map=collate_fn_map)  # type: ignore[name-defined]  # noqa: F821
-
-    for body, function, ours in (
-        (integers, functions.collate_int_fn, partial(_line_up, "int64")),
-        (floats, functions.collate_float_fn, partial(_line_up, "float64")),
-        (stack, functions.collate_tensor_fn, _stack),
+    for function, ours in (
+        (functions.collate_tensor_fn, _stack),
+        (functions.collate_int_fn, partial(_line_up, "int64")),
+        (functions.collate_float_fn, partial(_line_up, "float64")),
     ):
-        before = FunctionType(function.__code__, function.__globals__, function.__name__)
-        before.__kwdefaults__ = function.__kwdefaults__
-        function.__globals__[f"_hybridloader_{body.__name__}"] = partial(ours, before)
-        function.__code__ = body.__code__
+        if "_ours" not in (function.__kwdefaults__ or ()):
+            before = FunctionType(function.__code__, function.__globals__, function.__name__)
+            before.__kwdefaults__ = function.__kwdefaults__
+            # First this: another thread may be about to call it.
+            function.__kwdefaults__ = {"collate_fn_map": None, "_ours": partial(ours, before)}
+            function.__code__ = body.__code__
 
 
 def _line_up(
