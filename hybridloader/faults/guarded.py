@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from hybridloader.buffers.gather import Odd, gatherer
-from hybridloader.errors import Failure, no_stop
+from hybridloader.errors import no_stop
 from hybridloader.faults.guard import Guard
 from hybridloader.faults.loop import Loop
 from hybridloader.faults.on_error import Policy
@@ -61,10 +61,8 @@ class GuardedMap(Fetcher):
             one, self._collate_fn = draws.seeded(one), draws.collating(fetch.collate_fn)
             policy = draws.policy(policy)
         self._skips = (guard := Guard(policy, context)).skips
-        self._loop = Loop([("map", one)], guard, context, batch=True)
-        self._spread = self._loop
-        if spread is not None and one_by_one(self._dataset):
-            self._spread = Loop([("map", one)], guard, context, spread, batch=True)
+        spread = spread if one_by_one(self._dataset) else None
+        self._loop = Loop([("map", one)], guard, context, spread, batch=True)
         # All the mutable state: what the last task was for.
         self._indices: Sequence[Any] = ()
 
@@ -95,7 +93,7 @@ class GuardedMap(Fetcher):
         whole = self._as_a_whole(index)
         if whole is not None:
             return whole
-        tally = self._spread.run(index, spared=type(index) is Spared)
+        tally = self._loop.run(index, spared=type(index) is Spared)
         samples = tally.results
         if not tally.notes:
             return self._collated(index, samples, [])
@@ -139,7 +137,15 @@ class GuardedMap(Fetcher):
         if outcome.short is None:  # nothing was lost of it before
             value, outcome = all_lost(self._indices, error, (), len(self._indices))
         else:
-            value, outcome = _sendable(value, outcome, check)
+            tally = self._loop.tally()
+            for index, sample in zip(outcome.short, value, strict=True):
+                try:
+                    check(sample)
+                    tally.results.append(sample)
+                except Exception as last:
+                    tally.lose(index, last)
+            indices, misses = _left(outcome.short, tally), [*outcome.misses, *tally.misses]
+            value, outcome = short(indices, tally.results, misses, outcome.wanted)
         self._context.add("outcome", outcome)
         return value
 
@@ -162,20 +168,3 @@ def _one_of(dataset: Any) -> Callable[[Any], Any]:
     if own is None and attribute(dataset, "__getitems__"):
         return lambda index: next(iter(dataset.__getitems__([index])))
     return partial(operator.getitem, dataset)
-
-
-def _sendable(samples: list[Any], outcome: Outcome, check: Callable[[Any], Any]) -> Attempt:
-    """Leave out the samples that can't be sent."""
-    assert outcome.short is not None
-    indices: list[Any] = []
-    kept: list[Any] = []
-    misses = list(outcome.misses)
-    for index, sample in zip(outcome.short, samples, strict=True):
-        try:
-            check(sample)
-        except Exception as error:
-            misses.append(Miss(index, len(kept), Failure(error)))
-            continue
-        indices.append(index)
-        kept.append(sample)
-    return short(indices, kept, misses, outcome.wanted)

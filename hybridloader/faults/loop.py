@@ -52,7 +52,10 @@ class Loop:
     ) -> None:
         self._guard, self._context, self._spread, self._batch = guard, context, spread, batch
         self._steps = [
-            (kind, self._at_once(function) if kind == "flat_map" and guard.acts else function)
+            (
+                kind,
+                partial(self._at_once, function) if kind == "flat_map" and guard.acts else function,
+            )
             for kind, function in opened
         ]
         self._enter = enter
@@ -126,19 +129,18 @@ class Loop:
     def failed(self, item: Any, error: Exception, tally: Tally, at: int = 1) -> None:
         """Go on with `item`, at which the function before step number `at` has raised `error`."""
         try:
-            for value in self._rescued(item, error, tally, at):
-                self._through(value, at, tally)
+            self._each(item, iter(self._rescued(item, error, tally, at)), at, tally)
         finally:
             del error
 
     def _rescued(self, item: Any, error: Exception, tally: Tally, at: int) -> Iterable[Any]:
+        """Return what the step gives after all."""
         kind, function = self._steps[at - 1]
-        given_up = type(item) is GivenUp
+        index = item.index if type(item) is GivenUp else item
         try:
-            if kind == "batch" and not given_up:  # its samples have been tried again already
+            if kind == "batch" and index is item:  # its samples have been tried again already
                 tally.lose(item, error)
                 return ()
-            index = item.index if given_up else item
             return tally.rescue(partial(_outputs, kind, function), item, index, error)
         finally:
             del error
@@ -193,18 +195,14 @@ class Loop:
                 return
             self._through(one, at, tally)
 
-    def _at_once(self, function: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    def _at_once(self, function: Callable[[Any], Any], item: Any) -> list[Any]:
         """All that `function` gives for an item, so that nothing is given twice."""
-
-        def collect(item: Any) -> list[Any]:
-            found = []
-            for one in function(item):
-                found.append(one)
-                if self._context.cancelled:
-                    raise Abandoned
-            return found
-
-        return collect
+        found = []
+        for one in function(item):
+            found.append(one)
+            if self._context.cancelled:
+                raise Abandoned
+        return found
 
 
 def _outputs(kind: str, function: Callable[[Any], Any], item: Any) -> Iterable[Any]:

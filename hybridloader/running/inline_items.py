@@ -6,6 +6,7 @@ No worker takes part, so what a function raises is raised here and now, or left 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from hybridloader.errors import IteratorClosed
@@ -18,7 +19,7 @@ from hybridloader.faults.tally import Tally
 from hybridloader.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.foreign import attribute
 from hybridloader.running.work import Step
-from hybridloader.seeds.draws import Draws, now
+from hybridloader.seeds.draws import Draws
 
 
 class InlineItems(Iterator[Any]):
@@ -54,10 +55,15 @@ class InlineItems(Iterator[Any]):
     ) -> None:
         self._items, self._stage, self._left, self._losses = items, stage, left, losses
         self._pull = items.__next__
+        self._draws = draws  # held: letting them go ends the seeding
         context = left
         if draws is not None:
-            self._pull = _Counted(items, draws).__next__
-            policy = draws.policy(policy, lambda _: now.item)
+            from hybridloader.seeds.seeded_items import numbered_item, of_item
+
+            # The item first: where there is none, no number is used up.
+            pairs = zip(items, count(draws.take(0)), strict=False)
+            self._pull = map(numbered_item, pairs).__next__
+            policy = draws.policy(policy, of_item)
             context = FollowingContext(left, draws)
         guard = Guard(policy, left)
         opened = step.open(context, policy)
@@ -136,15 +142,3 @@ class InlineItems(Iterator[Any]):
         close = attribute(self._items, "close")
         if close is not None:
             close()
-
-
-class _Counted(Iterator[Any]):
-    """Items, of which the one in hand is known by its number."""
-
-    def __init__(self, items: Iterator[Any], draws: Draws) -> None:
-        self._pull, self._draws = items.__next__, draws
-
-    def __next__(self) -> Any:
-        item = self._pull()
-        now.item = b"%d" % self._draws.take(1)
-        return item

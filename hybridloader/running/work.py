@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from hybridloader.fanout import spread_over
@@ -165,10 +166,8 @@ class ItemsLoop(ItemsFetcher):
         self._loop = Loop(opened, guard, context, spread, enter=enter)
 
     def fetch(self, items: list[Any]) -> Any:
-        spared = type(items) is Spared
-        if self._draws is None:
-            tally = self._loop.run(items, spared=spared)
-        else:
-            first = self._draws.take(len(items))
-            tally = self._loop.run(list(enumerate(items, first)), spared=spared)
+        spared, draws = type(items) is Spared, self._draws
+        if draws is not None:
+            items = list(zip(items, count(draws.take(len(items))), strict=False))
+        tally = self._loop.run(items, spared=spared)
         return tally.told(self._context) if tally.notes else tally.results

@@ -8,10 +8,10 @@ from typing import Any
 from hybridloader.seeds.draws import SAMPLE, Draws, SeededIterator, now
 
 
-def numbered_item(pair: tuple[int, Any]) -> Any:
+def numbered_item(pair: tuple[Any, int]) -> Any:
     """Return the item of a pair, of which the number is from now on what is worked on."""
-    now.item = b"%d" % pair[0]
-    return pair[1]
+    now.item = b"%d" % pair[1]
+    return pair[0]
 
 
 def of_item(_: Any) -> bytes:
