@@ -42,8 +42,6 @@ class Base(NamedTuple):
 Draw = tuple[int, Any, "Base | None"]
 """The number of an item of the sampler, the item, and the state from which it can be drawn again."""
 
-_NOTHING: dict[str, Any] = {}
-
 UNKNOWN = object()
 """In the place of an item that was drawn before the state that a pass goes on from."""
 
@@ -212,9 +210,11 @@ class Progress:
         self.again[worker] = 0
         if worker in self.first:
             self.first = tuple(w for w in self.first if w != worker)
-        extras = last.extras or _NOTHING
-        state = extras.get("state")
-        self._note_place(worker, last.position, state, extras.get("outcome"))
+        state = None
+        if last.extras is not None or self.iterable:
+            extras = last.extras or {}
+            state = extras.get("state")
+            self._note_place(worker, last.position, state, extras.get("outcome"))
         if self.iterable:
             self.behind += 1
             return

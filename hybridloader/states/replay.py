@@ -83,11 +83,8 @@ def check_of(index: Any) -> int:
     return zlib.crc32(repr(index).encode())
 
 
-class Replayed(NamedTuple):
-    """An iterator over the rest of what a sampler gives; the seed that was drawn on the way, if any."""
-
-    indices: Iterator[Any]
-    seed: int | None
+Replayed = tuple[Iterator[Any], int | None]
+"""An iterator over the rest of what a sampler gives; the seed that was drawn on the way, if any."""
 
 
 def load_sampler(
@@ -130,7 +127,7 @@ def load_sampler(
             f"{type(samplers.outer).__name__} has given {gone} of the {since} items that it gave "
             "between its state and that of the loader: it has shrunk, or the state is of another one"
         )
-    return Replayed(indices, None)
+    return indices, None
 
 
 def replay(
@@ -160,7 +157,7 @@ def replay(
         else:
             seed = samplers.draw_seed()
     if not count:
-        return Replayed(_begun(samplers, indices, eager=eager), seed)
+        return _begun(samplers, indices, eager=eager), seed
     short, done = _shortcut(samplers, indices, count - 1)
     done += _drop(short, count - 1 - done)
     try:
@@ -173,7 +170,7 @@ def replay(
             "the sampler changed, or draws from a generator that is not torch's nor the loader's. Give "
             "it a `generator`, or state_dict() and load_state_dict()"
         )
-    return Replayed(short, seed)
+    return short, seed
 
 
 def _begun(samplers: Samplers, indices: Iterator[Any], *, eager: bool) -> Iterator[Any]:

@@ -131,20 +131,18 @@ class Opening:
             iterator._dataset = seed_datapipe(iterator._dataset, resume.shared_seed)
         if plan.iterable:
             if resume.as_they_stand and resume.over and resume.base_seed is None:
-                iterator._base_seed = (
-                    plan.samplers.draw_seed()
-                )  # another than the pass had that is over
+                # Another than the pass had that is over.
+                iterator._base_seed = plan.samplers.draw_seed()
             return
-        replayed = self._replayed(resume)
-        iterator._sampler_iter = replayed.indices
-        if resume.base_seed is None and replayed.seed is not None:
-            iterator._base_seed = replayed.seed
+        iterator._sampler_iter, seed = self._replayed(resume)
+        if resume.base_seed is None and seed is not None:
+            iterator._base_seed = seed
 
     def _replayed(self, resume: Resume) -> Replayed:
         samplers = self._plan.samplers
         if resume.empty:  # the pass after it begins as if it had just ended
             resume.making.restore(samplers)
-            return Replayed(iter(()), None)
+            return iter(()), None
         if resume.over:
             return self._behind_the_end(resume)
         if resume.snapshot is not None:
@@ -155,7 +153,7 @@ class Opening:
                 resume.making.steps,
                 begins=not resume.count,
             )
-            return Replayed(iter(()), None) if self._is_through(resume) else replayed
+            return (iter(()), None) if self._is_through(resume) else replayed
         eager = self._eager and DEFAULT in resume.making.generators
         return replay(samplers, resume.making, resume.count, resume.check, eager=eager)
 
@@ -182,9 +180,9 @@ class Opening:
                 stateful.set_epoch(where["epoch"] + 1)
         else:
             epoch = making.as_told(samplers).epoch
-            replayed = replay(samplers, making, 0, None, eager=False)
+            indices, _ = replay(samplers, making, 0, None, eager=False)
             # To the end: RandomSampler draws a permutation more there, of which it uses nothing.
-            deque(replayed.indices, maxlen=0)
+            deque(indices, maxlen=0)
             samplers.tell_epoch(epoch)
         self.making = Making.of(samplers, making.steps)
         if resume.as_they_stand and resume.snapshot is not None and self.making.start is not None:

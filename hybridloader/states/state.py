@@ -138,6 +138,8 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     snapshot = None if base is None else base.snapshot
     count = progress.behind
     size = plan.batch_size or 1
+    starts = progress.starts()
+    told = (iterable and not over) or any(start.stateful for start in starts)
     # Nothing in the dict may be ours to go on with; a copy of all, tensors too, would take 100 us more.
     own_state = None if snapshot is None else given(snapshot.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": own_state}
@@ -155,7 +157,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
         "_last_yielded_worker_id": progress.last_worker,
         "dataset_state": dataset,
         "fetcher_state": None,
-        "_worker_snapshots": _snapshots(progress.starts(), every=iterable and not over),
+        "_worker_snapshots": snapshots_of(starts) if told else None,
         "_iterator_finished": where == END,
         OWN: {
             "version": VERSION,
@@ -185,9 +187,8 @@ def _first(progress: Progress) -> list[int]:
     return list(dict.fromkeys([*waiting, *progress.first]))
 
 
-def _snapshots(starts: list[Start], *, every: bool) -> dict[str, Any] | None:
-    if not (every or any(start.stateful for start in starts)):
-        return None
+def snapshots_of(starts: list[Start]) -> dict[str, Any]:
+    """Where workers go on, by their names."""
     return {
         f"worker_{number}": {
             "worker_id": number,

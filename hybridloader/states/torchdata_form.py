@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 from hybridloader.errors import StateError
 from hybridloader.states.copies import copied, is_stateful
 from hybridloader.states.resuming import steps_of
-from hybridloader.states.state import OWN, VERSION, WITHIN, agreement, given, length_of
+from hybridloader.states.state import (
+    OWN,
+    VERSION,
+    WITHIN,
+    agreement,
+    given,
+    length_of,
+    snapshots_of,
+)
 
 if TYPE_CHECKING:
     from hybridloader.loader_plan import LoaderPlan
@@ -158,13 +166,7 @@ def _ends(plan: LoaderPlan, own: Mapping[str, Any]) -> dict[str, Any]:
     progress = plan.record.progress
     if progress is None or not own["_iterator_finished"]:
         return {}
-    return {
-        f"worker_{number}": {
-            "dataset_state": given(end.dataset),
-            "fetcher_state": {"dataset_iter_state": given(end.iterator), "fetcher_ended": True},
-        }
-        for number, end in enumerate(progress.ends())
-    }
+    return snapshots_of([end._replace(ended=True) for end in progress.ends()])
 
 
 def _told_last(plan: LoaderPlan) -> tuple[Any, Any]:
