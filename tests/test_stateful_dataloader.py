@@ -227,6 +227,14 @@ def test_before_any_pass_the_first_one_is_begun_and_is_then_given() -> None:
     assert iter(loader) is not begun
 
 
+def test_the_worker_whose_batch_came_last_is_told() -> None:
+    loader = loader_of(range(9), 1, num_workers=3, backend="threads")
+    told = []
+    for _ in loader:
+        told.append(loader.state_dict()["_snapshot"]["_last_yielded_worker_id"])
+    assert told == [0, 1, 2] * 3
+
+
 def test_what_workers_tell_and_how_often() -> None:
     def asked(steps: int | None) -> int:
         options: dict[str, Any] = {"num_workers": 1, "snapshot_every_n_steps": steps}
