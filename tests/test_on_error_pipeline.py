@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -360,6 +361,24 @@ def test_a_policy_needs_no_backend_but_a_death_does() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             Placement.of("stage", where)  # type: ignore[arg-type]
+
+
+# -- items that do not fail ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, Skip(), Retry(2), Replace(swap)])
+def test_a_good_item_costs_the_calls_of_its_functions(policy: Any) -> None:
+    work = WorkFetch((Step("map", int), Step("map", lambda item: item + 1)), on_error=policy)
+    fetcher = work.open(None, TaskContext())
+    calls: list[str] = []
+    counts = []
+    for items in (range(10), range(40)):
+        calls.clear()
+        sys.setprofile(lambda frame, event, _: calls.append(event))
+        fetcher.fetch(list(items))
+        sys.setprofile(None)
+        counts.append(calls.count("call"))
+    assert counts[1] - counts[0] == 30  # those of the function that is not C's
 
 
 # -- items that kill workers -----------------------------------------------------------------------
