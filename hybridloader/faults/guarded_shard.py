@@ -41,11 +41,8 @@ class GuardedShard(Shard):
         return value
 
     def _attempt(self, indices: Any) -> Attempt:
-        if self._lost is not None:
-            error, self._lost = self._lost, None
-            raise error
         if self.ended:
-            raise EndOfShard
+            return self._nothing([])
         wanted = len(indices) if self._batched else 1
         tally = Tally(self._source.guard, batch=True)
         numbers: list[int] = []
@@ -63,12 +60,11 @@ class GuardedShard(Shard):
                 self.ended, self._lost = True, error
             if len(samples) > len(numbers):
                 numbers.append(number)
-        misses = tally.misses
+        misses, tried = tally.misses, self.position - before
         if not samples or (self._drop_last and len(samples) < wanted):
             return self._nothing(misses)
         if self._join and self._batched and len(samples) < wanted:
             return short(numbers, samples, misses, wanted)
-        tried = self.position - before
         try:
             data = self._collate_fn(samples if self._batched else samples[0])
         except Exception as error:

@@ -75,14 +75,11 @@ class Tally:
         if replaced is None:
             several: Iterable[Any] = found
             return several
-        self._note(index, replaced, replaced=True)
+        self.lose(index, replaced, replaced=True)
         return (found,)
 
-    def lose(self, index: Any, error: Exception) -> None:
-        """Note that the result of `index` can't be had."""
-        self._note(index, error, replaced=False)
-
-    def _note(self, index: Any, error: Exception, *, replaced: bool) -> None:
+    def lose(self, index: Any, error: Exception, *, replaced: bool = False) -> None:
+        """Note that the result of `index` can't be had, or that another was put in its place."""
         place, item = len(self.results), None
         if type(index) is GivenUp:
             index = index.index
