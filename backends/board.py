@@ -71,7 +71,7 @@ def _status_of(pid: int) -> Mapping[str, str] | None:
 
 
 def _has(status: Mapping[str, str] | None, field: str, signum: int) -> bool:
-    """Whether `signum` is in one of the signal masks of `status`."""
+    """True if `signum` is in one of the signal masks of `status`."""
     try:
         return status is not None and bool(int(status.get(field, "0"), 16) >> (signum - 1) & 1)
     except ValueError:

@@ -37,7 +37,7 @@ _IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
 
 
 def available() -> bool:
-    """Whether this platform has sockets that can be polled and can carry descriptors."""
+    """True if this platform has sockets that can be polled and can carry descriptors."""
     return os.name == "posix" and hasattr(select, "poll") and hasattr(socket, "SCM_RIGHTS")
 
 

@@ -51,7 +51,7 @@ def whole(
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, which True and False are not meant as."""
+    """True if it is a real number, which True and False are not meant as."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

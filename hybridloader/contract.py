@@ -45,7 +45,7 @@ class Payload:
     __slots__ = ()
 
     forwardable: ClassVar[bool] = False
-    """Whether it may be sent on instead, unopened, as the index of a `Task` for another crew whose
+    """True if it may be sent on instead, unopened, as the index of a `Task` for another crew whose
     backend `forwards`. The worker there is given the value. The payload may be sent again, to another
     worker of that crew, until the task is answered."""
 
@@ -317,29 +317,29 @@ class Backend(ABC):
     """The registered name, in lower case with dashes."""
 
     in_process: ClassVar[bool] = False
-    """Whether workers run in this process, and so share its objects and its random generators."""
+    """True if workers run in this process, and so share its objects and its random generators."""
 
     in_caller: ClassVar[bool] = False
-    """Whether the caller does the work itself, in `Crew.wait`: nothing runs beside it."""
+    """True if the caller does the work itself, in `Crew.wait`: nothing runs beside it."""
 
     children: ClassVar[bool] = False
-    """Whether workers are child processes of this one. A daemonic process may not have any, so there a
+    """True if workers are child processes of this one. A daemonic process may not have any, so there a
     loader takes threads instead, with a warning."""
 
     forwards: ClassVar[bool] = False
-    """Whether crews give results that are `Payload.forwardable`, and take those of others as tasks."""
+    """True if crews give results that are `Payload.forwardable`, and take those of others as tasks."""
 
     memory: Memory = DEFAULT_MEMORY
     """Limit and kind of the recycled memory for large tensors, if the backend has any."""
 
     @property
     def fresh(self) -> bool:
-        """Whether workers start without a copy of this process, so that its threads do no harm."""
+        """True if workers start without a copy of this process, so that its threads do no harm."""
         return False
 
     @property
     def copies(self) -> bool:
-        """Whether each worker reads a copy of its own of a map-style dataset."""
+        """True if each worker reads a copy of its own of a map-style dataset."""
         return not self.in_process
 
     def started_by(self, method: str) -> Backend | None:

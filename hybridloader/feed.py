@@ -72,7 +72,7 @@ class Ledger(Protocol):
 
 
 def is_sealed(item: Any) -> bool:
-    """Whether `item` is several items that come unopened from another process."""
+    """True if `item` is several items that come unopened from another process."""
     return isinstance(item, Payload) and item.forwardable
 
 

@@ -116,7 +116,7 @@ class MapFetch(Fetch):
 
     @property
     def idle_threads(self) -> bool:
-        """Whether it has several threads and no use for them: the dataset makes batches by itself."""
+        """True if it has several threads and no use for them: the dataset makes batches by itself."""
         return self.threads > 1 and self.batched and not one_by_one(self.dataset)
 
 
@@ -204,7 +204,7 @@ def numbered(items: Iterable[Any], context: TaskContext) -> Iterator[Any]:
 
 
 def one_by_one(dataset: Any) -> bool:
-    """Whether a batch of `dataset` is nothing but ``[dataset[i] for i in indices]``.
+    """True if a batch of `dataset` is nothing but ``[dataset[i] for i in indices]``.
 
     torch's `Subset` and `StackDataset` have a `__getitems__` that is just this if those below have none.
     """

@@ -90,7 +90,7 @@ class Installation:
 
     @property
     def active(self) -> bool:
-        """Whether torch's loaders are run by this one now."""
+        """True if torch's loaders are run by this one now."""
         return _place.installed is self
 
     def uninstall(self) -> None:

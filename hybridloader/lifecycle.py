@@ -111,7 +111,7 @@ class Lifecycle(ABC):
 
     @property
     def _elsewhere(self) -> bool:
-        """Whether the workers are those of the process that this one was forked from."""
+        """True if the workers are those of the process that this one was forked from."""
         return os.getpid() != self._owner and not self.backend.in_caller
 
     @property
@@ -121,11 +121,11 @@ class Lifecycle(ABC):
 
     @property
     def active(self) -> bool:
-        """Whether a worker may still get tasks in this epoch."""
+        """True if a worker may still get tasks in this epoch."""
         return any(state in ACTIVE for state in self._scheduler.workers)
 
     def has_ended(self, worker: int) -> bool:
-        """Whether the worker's shard has ended and all that came of it was handed out."""
+        """True if the worker's shard has ended and all that came of it was handed out."""
         scheduler = self._scheduler
         return scheduler.workers[worker] not in ACTIVE and not scheduler.load[worker]
 

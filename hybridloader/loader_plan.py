@@ -200,7 +200,7 @@ class LoaderPlan:
 
     @property
     def context_is_foreign(self) -> bool:
-        """Whether `multiprocessing_context` starts processes in a way that is not known here.
+        """True if `multiprocessing_context` starts processes in a way that is not known here.
 
         MONAI's, for one, starts threads. Naming its start method would not do the same.
         """

@@ -279,7 +279,7 @@ class Pipeline(Steps):
 
     @property
     def repeats(self) -> bool:
-        """Whether a part of it is passed over several times in one run."""
+        """True if a part of it is passed over several times in one run."""
         return any(
             isinstance(operator, Repeat) or any(inner.repeats for inner in operator.branches())
             for operator in self.operators

@@ -256,12 +256,12 @@ class Relay(Iterator[Any]):
 
     @property
     def here(self) -> bool:
-        """Whether this is its thread."""
+        """True if this is its thread."""
         return self._thread is threading.current_thread()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """True if the thread runs."""
         return self._thread.is_alive()
 
     @property

@@ -300,7 +300,7 @@ class Scheduler:
         return result
 
     def drain(self) -> bool:
-        """Whether the epoch is over: nothing more to assign, nothing under way, all popped."""
+        """End the epoch if nothing is left to assign, to come or to be popped; tell if it has ended."""
         if self.run is Run.DRAINING and not self.sent and not self.done:
             self.run = self._after(self.run, "drained")
         return self.run is Run.IDLE

@@ -195,7 +195,7 @@ def without_torch(function: Any) -> Any:
 
 
 def is_default_collate(function: Any) -> bool:
-    """Whether `function` is torch's `default_collate`, or what stands in for it."""
+    """True if `function` is torch's `default_collate`, or what stands in for it."""
     if isinstance(function, WithoutTorch):
         return function.name == "default_collate"
     torch = sys.modules.get("torch")

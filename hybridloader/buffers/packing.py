@@ -104,7 +104,7 @@ _NAMES_OF_ONE_PROCESS = re.compile(_MAIN), re.compile(b"cloudpickle")
 
 
 def reads_the_same_everywhere(header: bytes | memoryview) -> bool:
-    """Whether a process with another ``__main__`` and other functions reads this header alike.
+    """True if a process with another ``__main__`` and other functions reads this header alike.
 
     What was sent whole (by cloudpickle) may be the reader's own class here and a twin of it there. A
     megabyte is searched in a millisecond; loading and packing it takes several times as long.

@@ -81,7 +81,7 @@ class _Waiting:
         self.points: list[tuple[Any, Mark | None]] = [(stream, None) for stream in streams]
 
     def over(self) -> bool:
-        """Whether the device is done with it. Never waits; what can't be told is not over."""
+        """True if the device is done with it. Never waits; what can't be told is not over."""
         left = []
         for stream, mark in self.points:
             try:
@@ -146,7 +146,7 @@ class PageLocks:
 
     @property
     def here(self) -> bool:
-        """Whether this is the process that it was made in."""
+        """True if this is the process that it was made in."""
         return os.getpid() == self._owner
 
     def enter(self) -> None:

@@ -88,7 +88,7 @@ def crop_box(name: str, index: int, size: tuple[int, int]) -> Box:
 
 
 def overlap(one: Box, other: Box) -> bool:
-    """Whether crops of two boxes look at the same pixel of the photograph."""
+    """True if crops of two boxes look at the same pixel of the photograph."""
     apart = 2 * REACH
     return (
         one[0] < other[2] + apart
@@ -109,7 +109,7 @@ def cut_folder(cache: Path | None = None, crops: int = CROPS) -> Path:
 
 
 def is_complete(folder: Path, crops: int = CROPS) -> bool:
-    """Whether `folder` holds all crops of all photographs."""
+    """True if `folder` holds all crops of all photographs."""
     wanted = {f"{index:04d}.jpg" for index in range(crops)}
     try:
         return all(set(os.listdir(folder / name)) == wanted for name in PHOTOGRAPHS)

@@ -22,7 +22,7 @@ class Mark(Protocol):
     """A point in a stream, such as an event of torch's."""
 
     def query(self) -> bool:
-        """Whether the device has come to it. Never waits."""
+        """True if the device has come to it. Never waits."""
 
 
 class Accelerator(Protocol):
@@ -34,11 +34,11 @@ class Accelerator(Protocol):
 
     @property
     def pins(self) -> bool:
-        """Whether it knows page-locked memory."""
+        """True if it knows page-locked memory."""
 
     @property
     def locks_pages(self) -> bool:
-        """Whether `page_lock` can be had at all."""
+        """True if `page_lock` can be had at all."""
 
     @property
     def queues_copies(self) -> bool:

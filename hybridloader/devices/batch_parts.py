@@ -102,24 +102,24 @@ def _parts(data: Any) -> Iterable[Any] | None:
 
 
 def is_tensor(part: Any) -> bool:
-    """Whether it is one of torch's, of any kind."""
+    """True if it is one of torch's, of any kind."""
     import torch
 
     return isinstance(part, torch.Tensor)
 
 
 def pins_itself(part: Any) -> bool:
-    """Whether it is pinned as a whole: a tensor, or what has a `pin_memory()`."""
+    """True if it is pinned as a whole: a tensor, or what has a `pin_memory()`."""
     return is_tensor(part) or has(part, "pin_memory")
 
 
 def moves_itself(part: Any) -> bool:
-    """Whether it is pinned or moved as a whole."""
+    """True if it is pinned or moved as a whole."""
     return pins_itself(part) or takes_device(type(part))
 
 
 def is_tensor_or_movable(part: Any) -> bool:
-    """Whether it is moved as a whole."""
+    """True if it is moved as a whole."""
     return is_tensor(part) or takes_device(type(part))
 
 
@@ -135,13 +135,13 @@ def _parameters_of_to(kind: type) -> tuple[inspect.Parameter, ...]:
 
 
 def takes_device(kind: type) -> bool:
-    """Whether its `to()` takes a device: there are others, for units and time zones."""
+    """True if its `to()` takes a device: there are others, for units and time zones."""
     first = _parameters_of_to(kind)[:1]
     return any(p.name == "device" or p.kind is inspect.Parameter.VAR_POSITIONAL for p in first)
 
 
 def takes_non_blocking(kind: type) -> bool:
-    """Whether its `to()` can be told not to wait."""
+    """True if its `to()` can be told not to wait."""
     return any(
         p.name == "non_blocking" or p.kind is inspect.Parameter.VAR_KEYWORD
         for p in _parameters_of_to(kind)
@@ -158,7 +158,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def can_be_pinned(tensor: torch.Tensor) -> bool:
-    """Whether there is a way to pin it: it is dense, and of the CPU."""
+    """True if there is a way to pin it: it is dense, and of the CPU."""
     import torch
 
     return tensor.layout is torch.strided and tensor.device.type == "cpu"

@@ -122,7 +122,7 @@ class Losses:
         self.tried = 0
 
     def forgives(self, failure: Failure) -> bool:
-        """Whether what raised this is left out, and not raised."""
+        """True if what raised this is left out, and not raised."""
         # The rest of a shard is more than one sample, and nobody has tried it.
         return self.skips and not isinstance(failure.exception, ShardLost)
 

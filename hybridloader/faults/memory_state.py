@@ -96,7 +96,7 @@ class OomWatch:
 
     @property
     def rose(self) -> bool:
-        """Whether it has struck since, as far as that is counted for this cgroup or this machine."""
+        """True if it has struck since, as far as that is counted for this cgroup or this machine."""
         return self._rise(read(self._root)) is not None
 
     def describe(self, signal: str = "SIGKILL") -> str:

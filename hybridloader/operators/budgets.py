@@ -138,7 +138,7 @@ class BatchByIterator(Over):
                 return self._collate(batch)
 
     def _takes(self, item: Any, cost: Any) -> bool:
-        """Whether an item that no batch has room for is taken all the same."""
+        """True if an item that no batch has room for is taken all the same."""
         rules = self._rules
         if rules.oversize == "alone":
             return True

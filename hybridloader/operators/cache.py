@@ -70,7 +70,7 @@ class Cache(Operator):
         settle(self, **state, _kept=[])
 
     def ready(self) -> bool:
-        """Whether a whole pass is kept, so that what comes before is not needed."""
+        """True if a whole pass is kept, so that what comes before is not needed."""
         return bool(self._kept) if self.path is None else os.path.exists(self.path)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:

@@ -18,12 +18,12 @@ from hybridloader.shown import short
 
 
 def is_named(value: Any) -> bool:
-    """Whether it is a namedtuple."""
+    """True if it is a namedtuple."""
     return isinstance(value, tuple) and has(value, "_fields")
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor or an array with a first dimension. Imports neither torch nor numpy."""
+    """True if it is a tensor or an array with a first dimension. Imports neither torch nor numpy."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     found = (torch is not None and isinstance(value, torch.Tensor)) or (
         numpy is not None and isinstance(value, numpy.ndarray)

@@ -55,7 +55,7 @@ class PinMemory(OneForOne):
     buffer_bytes: int = BUFFER_BYTES
 
     moves: ClassVar[bool] = False
-    """Whether items come on the device."""
+    """True if items come on the device."""
 
     def __post_init__(self) -> None:
         try:

@@ -134,7 +134,7 @@ class Indices(Source):
         return n
 
     def draws(self, seeded: bool) -> bool:
-        """Whether a pass takes a seed from torch's default generator, if the run has one or has not."""
+        """True if a pass takes a seed from torch's default generator, if the run has one or has not."""
         if self._order is None:
             return self.shuffle and self.seed is None and not seeded
         return draws_a_seed(self._order)
@@ -154,7 +154,7 @@ def _is_iterable_dataset(dataset: Any) -> bool:
 
 
 class _Begun:
-    """Whether the one pass over an iterator has begun; not a part of the description."""
+    """True if the one pass over an iterator has begun; not a part of the description."""
 
     def __init__(self) -> None:
         self.yes = False

@@ -188,7 +188,7 @@ class BranchIterator(Iterator[Any]):
 
 
 def may_begin_at(pipelines: Sequence[Pipeline], n: int) -> bool:
-    """Whether pipelines that are pulled in step can each begin behind `n` items.
+    """True if pipelines that are pulled in step can each begin behind `n` items.
 
     Branches of a fork can if all of them are here and want the same items next: else one of them
     would have to be given items that the others are not to see again.
@@ -220,7 +220,7 @@ def _begins_at(pipeline: Pipeline, n: int) -> int | None:
 
 
 def reaches_out(pipeline: Pipeline) -> bool:
-    """Whether it holds some branches of a fork, and not all of them."""
+    """True if it holds some branches of a fork, and not all of them."""
     met: dict[int, tuple[Fork, set[int]]] = {}
 
     def look(line: Pipeline) -> None:

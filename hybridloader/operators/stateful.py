@@ -109,7 +109,7 @@ def _generator_of(order: Any) -> Any:
 
 
 def draws_a_seed(order: Any) -> bool:
-    """Whether it is torch's `RandomSampler` without a generator, maybe in torch's `BatchSampler`.
+    """True if it is torch's `RandomSampler` without a generator, maybe in torch's `BatchSampler`.
 
     Others that use torch's default generator can't be told from those that use nothing.
     """

@@ -160,7 +160,7 @@ class Stage:
 
 
 def nameless_usable() -> bool:
-    """Whether another process can open an anonymous file of this one."""
+    """True if another process can open an anonymous file of this one."""
     return hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
 
 

@@ -115,7 +115,7 @@ class Handover:
 
     @property
     def moves(self) -> bool:
-        """Whether it gives what is for the thread alone that takes it, and for its stream."""
+        """True if it gives what is for the thread alone that takes it, and for its stream."""
         return self.operator is not None and self.operator.moves
 
 
@@ -280,7 +280,7 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
 
 
 def _counts(group: list[Work | Readers]) -> bool:
-    """Whether what comes behind `group` would know the numbers of its items, if seeded by them."""
+    """True if what comes behind `group` would know the numbers of its items, if seeded by them."""
     placement = group[-1].placement
     if placement.seeding is None:
         return True
@@ -295,7 +295,7 @@ def _group(works: list[Work | Readers], placement: Placement) -> Node:
 
 
 def _fusible(one: Placement, other: Placement) -> bool:
-    """Whether work for these two may be one task: everything that a worker can tell must agree."""
+    """True if work for these two may be one task: everything that a worker can tell must agree."""
     return (
         one.fuse
         and other.fuse
@@ -318,7 +318,7 @@ def _state(nodes: list[Node]) -> str:
 
 
 def passes_on(node: Node) -> bool:
-    """Whether items come out of a node in the very memory that they had before it."""
+    """True if items come out of a node in the very memory that they had before it."""
     return isinstance(node, Handover) or (
         isinstance(node, Single) and isinstance(node.operator, _CHEAP)
     )
@@ -337,7 +337,7 @@ def _is_quick(node: Node) -> bool:
 
 
 def _needs_relay_at_end(nodes: list[Node]) -> bool:
-    """Whether work would rest while your loop is busy with an item.
+    """True if work would rest while your loop is busy with an item.
 
     A stage alone has its window to work off; what comes behind a stage has not. Not behind what has
     moved items to a device: they are for the thread that takes them.
@@ -355,7 +355,7 @@ def _needs_relay_at_end(nodes: list[Node]) -> bool:
 
 
 def _runs_ahead(stage: Node) -> bool:
-    """Whether a stage was told to keep more at hand than its workers need."""
+    """True if a stage was told to keep more at hand than its workers need."""
     assert isinstance(stage, Workers)
     return stage.window > AT_HAND * stage.placement.workers
 

@@ -152,7 +152,7 @@ class Run(Iterator[Any]):
 
     @property
     def closed(self) -> bool:
-        """Whether nothing will come any more."""
+        """True if nothing will come any more."""
         return self._over is not None or self._left.cancelled
 
     def state_dict(self) -> dict[str, Any]:

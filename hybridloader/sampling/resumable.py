@@ -78,7 +78,7 @@ class ResumableSampler(Sampler[T_co]):
         return place.start + place.taken
 
     def _left(self, epoch: int, position: int) -> bool:
-        """Whether anything is left of `epoch` from `position` on."""
+        """True if anything is left of `epoch` from `position` on."""
         return position < self._positions(epoch)
 
     # What all have.

@@ -199,7 +199,7 @@ class Missing(Given):
 
 
 def is_stateful(thing: Any) -> bool:
-    """Whether it has both methods, as torchdata's `Stateful`."""
+    """True if it has both methods, as torchdata's `Stateful`."""
     return (
         callable(attribute(thing, "state_dict"))
         and callable(attribute(thing, "load_state_dict"))

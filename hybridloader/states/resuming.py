@@ -158,7 +158,7 @@ class Opening:
         return replay(samplers, resume.making, resume.count, resume.check, eager=eager)
 
     def _is_through(self, resume: Resume) -> bool:
-        """Whether the sampler is at its next epoch, as ours tell the end of one.
+        """True if the sampler is at its next epoch, as ours tell the end of one.
 
         The sampler that has loaded the state is asked: with another number of ranks, what is left may be
         too little for ``uneven="drop"``.

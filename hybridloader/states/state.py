@@ -307,7 +307,7 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
 
 
 def _is_of_this_rank(plan: LoaderPlan, own: Mapping[str, Any]) -> bool:
-    """Whether the rank that took the state drew what this one draws; all have come equally far."""
+    """True if the rank that took the state drew what this one draws; all have come equally far."""
     share = own.get("share")
     here = None if own["kind"] == "iterable" else plan.samplers.share
     if share is None or here is None or share == here:

@@ -263,7 +263,7 @@ class Trail:
 
 
 def is_before(place: Place, other: Place) -> bool:
-    """Whether what comes from `place` goes through `other`: it is earlier, or on a branch."""
+    """True if what comes from `place` goes through `other`: it is earlier, or on a branch."""
     (path, number), (line, behind) = place, other
     return (path == line and number < behind) or path[: len(line) + 1] == (*line, 0)
 
@@ -280,7 +280,7 @@ def number_of(nodes: Sequence[Node], at: int) -> int:
 
 
 def passes_one_by_one(node: Inline | Workers | Handover, raised: bool) -> bool:
-    """Whether a node gives one item, or one error, for each that it takes.
+    """True if a node gives one item, or one error, for each that it takes.
 
     Not where errors were `raised` and it seeds items by their numbers: those are of what came through to
     it, and nobody knows which of the errors did not.

@@ -141,7 +141,7 @@ class FakeAccelerator:
         return copy
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether it was made by `pin`, or lies in pages that are locked."""
+        """True if it was made by `pin`, or lies in pages that are locked."""
         address = tensor.untyped_storage().data_ptr()
         with self._lock:
             return address in self.pinned or self._is_locked(address)
@@ -230,7 +230,7 @@ class FakeAccelerator:
     # -- memory of the device --------------------------------------------------------------------------
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it was made by `move`."""
+        """True if it was made by `move`."""
         import torch
 
         if tensor.layout is not torch.strided or tensor.is_nested:
