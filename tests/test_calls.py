@@ -133,7 +133,8 @@ def test_the_path_of_a_batch_is_as_the_page_tells_it(backend: str, side: str) ->
     usual = {name for name, count in calls.items() if count > BATCHES / 20}
     assert usual <= names, "the page does not tell all"
     assert names <= set(calls), "the page tells what is not so"
-    assert abs(calls.a_batch() - number) <= 3, str(calls)
+    # Who waits for every batch makes eight calls more; who does not takes in four at a time.
+    assert number - 5 <= calls.a_batch() <= number + 10, str(calls)
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
