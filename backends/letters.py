@@ -120,7 +120,7 @@ def read_letter(
 
 
 def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
-    """What was pickled, of one of these types."""
+    """Load what was pickled; it must be of one of these types."""
     try:
         found = unpack(pickled, ())
     except Exception as error:  # whatever a pickle that is none may raise
@@ -216,12 +216,12 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
 
 
 def decode_told(body: memoryview) -> Any:
-    """What a worker told besides its results. Raises `DamagedMessage`."""
+    """Load what a worker told besides its results. Raises `DamagedMessage`."""
     return _loaded(body, (Start, Failure), "what a worker told") if len(body) else None
 
 
 def decode_failure(body: memoryview) -> Failure:
-    """What a worker said of the task that it failed at. Raises `DamagedMessage`."""
+    """Load the error of a task that a worker failed at. Raises `DamagedMessage`."""
     return _loaded(body, Failure, "a worker's error")  # type: ignore[no-any-return]
 
 

@@ -27,7 +27,7 @@ def warn_once(message: str) -> None:
 
 
 def _stacklevel() -> int:
-    """What to pass to `warnings.warn`.
+    """Return the `stacklevel` to pass to `warnings.warn`.
 
     Python 3.12 has `skip_file_prefixes` for this; we serve 3.10.
     """

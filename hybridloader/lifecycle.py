@@ -130,11 +130,11 @@ class Lifecycle(ABC):
         return scheduler.workers[worker] not in ACTIVE and not scheduler.load[worker]
 
     def report(self) -> list[WorkerReport]:
-        """What each worker is doing; from any thread."""
+        """Report what each worker is doing; from any thread."""
         return self._roster.report()
 
     def lateness(self, timeout: float) -> str:
-        """What to say when no result has come for `timeout` seconds; from any thread."""
+        """Return what to say when no result has come for `timeout` seconds; from any thread."""
         return self._roster.lateness(timeout)
 
     def begin(

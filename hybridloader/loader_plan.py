@@ -26,7 +26,7 @@ from hybridloader.states.samplers import Samplers
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """What one of torch's loaders, or of ours, says now. Names that torch has too mean what torch's do.
+    """Attributes of a loader, torch's or ours, as they are now, by the names that torch gives them.
 
     Attributes
     ----------

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LoaderRecord:
-    """What is known of one loader.
+    """Record of one loader.
 
     Attributes
     ----------

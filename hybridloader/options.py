@@ -85,7 +85,7 @@ class Options:
         return replace(self, **{name: getattr(default, name) for name in self.problems(plan)})
 
     def problems(self, plan: LoaderPlan) -> dict[str, str]:
-        """What is wrong with an option for that loader, by its name."""
+        """Reasons why an option is wrong for that loader, by its name."""
         found = {}
         threads, timeout = self.threads_per_worker, self.task_timeout
         if threads > 1 and plan.iterable:

@@ -1,4 +1,4 @@
-"""What errors and tables show of a value, and tables as lines of text."""
+"""Short forms of values for errors and tables, and tables as lines of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _cell = reprlib.Repr()
 _cell.maxother = _cell.maxstring = 60
 
 cell = _cell.repr
-"""The same for the cell of a table, or one of several values."""
+"""Shorter form, for the cell of a table, or one of several values."""
 
 
 def short(value: Any) -> str:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Last:
-    """What is known of the result that was handed out last. It outlives the stage, and holds no value.
+    """Record of the result that was handed out last. It outlives the stage, and holds no value.
 
     Attributes
     ----------

@@ -105,7 +105,7 @@ def process_limit(root: Path = Path("/")) -> int:
 
 
 class Names(NamedTuple):
-    """What the files of a memory cgroup are called."""
+    """Names of the files of a memory cgroup."""
 
     limit: str  # v1 says "none" by a huge number, v2 by "max"
     used: str
@@ -136,7 +136,7 @@ def cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
 
 
 def text_of(path: Path) -> str:
-    """What is in a small file of the kernel's; empty if it can't be read."""
+    """Read a small file of the kernel's; empty if it can't be read."""
     try:
         with open(path, "rb", buffering=0) as file:  # the layers above take longer than the reading
             return file.readall().decode("ascii", "replace")

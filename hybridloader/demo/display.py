@@ -1,4 +1,4 @@
-"""What the demo shows: progress bars and a table; a file or a pipe gets the last state of each bar.
+"""Output of the demo: progress bars and a table; a file or a pipe gets the last state of each bar.
 
 It never starts a thread (the loader may fork at any time) and never measures anything but the rate
 of what it is told of.

@@ -42,7 +42,7 @@ class Tally:
 
     @property
     def misses(self) -> list[Miss]:
-        """What failed, in order."""
+        """Failures, in order."""
         return [miss for note in self.notes for miss in note.misses]
 
     def rescue(

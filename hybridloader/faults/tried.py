@@ -33,7 +33,7 @@ class Miss(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What is to be told between two results of a task of a pipeline.
+    """Failures to be told between two results of a task of a pipeline.
 
     Attributes
     ----------

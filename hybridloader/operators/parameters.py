@@ -47,7 +47,7 @@ def check_flags(described: Named, *parameters: str) -> None:
 
 
 SEED = "give an int from 0 up, or None for the seed of the run"
-"""What errors about a seed ask for."""
+"""Request in errors about a seed."""
 
 
 def check_source(name: str, source: Any, hint: str = "") -> None:

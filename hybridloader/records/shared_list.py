@@ -33,7 +33,7 @@ _CHANGES = ("append", "clear", "extend", "insert", "pop", "popitem", "remove", "
 
 
 class Unchanging:
-    """What containers that can't be changed have in common: copies are the thing itself."""
+    """Base of containers that can't be changed: copies are the thing itself."""
 
     __slots__ = ()
 

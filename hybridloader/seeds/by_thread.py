@@ -166,7 +166,7 @@ _FUNCTIONS = """
 _METHODS = """
     uniform_ normal_ random_ bernoulli_ bernoulli cauchy_ exponential_ geometric_ log_normal_ multinomial
 """
-"""What takes a generator, in torch and among the methods of its tensors."""
+"""Functions that take a generator, in torch and among the methods of its tensors."""
 
 
 @functools.cache

@@ -165,7 +165,7 @@ class Draws:
         """Nothing will be called any more."""
 
     def rng(self, without: Any) -> Any:
-        """What `WorkerInfo.rng` is to be, in place of what it would be `without`."""
+        """Return what `WorkerInfo.rng` is to be, in place of what it would be `without`."""
         return without
 
     def _part(self, number: int) -> Draws:

@@ -42,7 +42,7 @@ def _numpy_random() -> Any:
 
 
 def _seeds(base_seed: int, worker: int) -> SampleSeeds:
-    """What torch seeds `random`, numpy and torch with in worker number `worker`."""
+    """Return the seeds of `random`, numpy and torch that torch takes in worker number `worker`."""
     return SampleSeeds(base_seed + worker, numpy_seed(base_seed, worker), base_seed + worker)
 
 

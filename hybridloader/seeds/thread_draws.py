@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class ThreadGenerators(Generators):
-    """What a thread has in place of the global generators, for libraries that are imported.
+    """Generators of a thread in place of the global ones, for libraries that are imported.
 
     Attributes
     ----------

@@ -243,7 +243,7 @@ def taken(
 
 
 def made(copying: Callable[[Any], Any], state: Any, what: str) -> Any:
-    """What `copying` makes of `state`. Raises `StateError`, which names what can't be pickled."""
+    """Return what `copying` makes of `state`. Raises `StateError`, which names what can't be pickled."""
     try:
         return copying(state)
     except Exception as error:  # what a foreign __reduce__ raises can be anything

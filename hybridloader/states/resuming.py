@@ -207,7 +207,7 @@ class Opening:
     def source(
         self, iterator: Any, progress: Progress, first: int, ahead: int | None
     ) -> Iterator[Any]:
-        """What the stage is fed with, whose first task is `first`; `ahead` as of `Progress.begin`."""
+        """Return the stage's source, whose first task is `first`; `ahead` as of `Progress.begin`."""
         indices: Iterator[Any] = iterator._sampler_iter
         if progress.iterable:
             progress.begin(first, None)

@@ -29,7 +29,7 @@ class Snapshot(NamedTuple):
 
 
 class Samplers(NamedTuple):
-    """What the indices of a loader are drawn from.
+    """Samplers that the indices of a loader are drawn from.
 
     Attributes
     ----------
