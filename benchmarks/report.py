@@ -2,7 +2,8 @@
 
 What is between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end NAME -->`` is written anew.
 NAME is a case, ``machine``, ``summary`` (ours against torch's and the best rival, a line per variant),
-``targets`` or ``blanks`` (who could not do what, and why). With ``--check`` nothing is written, and the
+``headlines`` (five lines of the summary in plain words), ``targets`` or ``blanks`` (who could not do
+what, and why). With ``--check`` nothing is written, and the
 exit code is 1 if something would be.
 """
 
@@ -19,6 +20,15 @@ from benchmarks.cases import LONG_NAMES, NAMES
 from benchmarks.display import best, cell, column_names, number
 from benchmarks.results import OURS, Measurement, Results, family, is_rival
 from benchmarks.targets import verdicts
+
+HEADLINES = {
+    ("P1", "38 MB"): "a batch of 256 images (38 MB), collated and handed over",
+    ("P2", "64 ints"): "a batch of 64 integers: overhead alone",
+    ("P5", "dataset without torch"): "first batch from 3 fresh processes",
+    ("P6", "epochs"): "from one epoch to the next, workers kept",
+    ("P7", ""): "memory of all processes with 4 workers",
+}
+"""Case and beginning of a variant's name -> its description in the block ``headlines``."""
 
 _BEGIN = re.compile(r"<!-- benchmarks:begin ([\w-]+) -->\n")
 
@@ -51,7 +61,13 @@ def rewrite(text: str, results: Results) -> str:
 
 def block(name: str, results: Results) -> str:
     """The Markdown for a block."""
-    makers = {"machine": _machine, "summary": _summary, "targets": _targets, "blanks": _blanks}
+    makers = {
+        "machine": _machine,
+        "summary": _summary,
+        "headlines": _headlines,
+        "targets": _targets,
+        "blanks": _blanks,
+    }
     if name in makers:
         return makers[name](results)
     if name in results.cases():
@@ -89,26 +105,43 @@ def _summary(results: Results) -> str:
     body = []
     for case in results.cases():
         for variant in results.variants(case):
-            group = results.of(case, variant)
-            ours = [m for m in group if m.loader in OURS and m.passed is None]
-            ours = [m for m in ours if m.loader != "inline"] or ours  # with workers, if they were
-            if not ours:
-                continue
-            top = min(ours, key=lambda m: m.median)
-            rivals = [m for m in group if is_rival(m.loader)]
-            rival = min(rivals, key=lambda m: m.median) if rivals else None
-            body.append(
-                [
-                    f"{case}, {variant}",
-                    _value(best(group, "torch")),
-                    "" if rival is None else f"{_value(rival)} ({family(rival.loader)})",
-                    f"{_value(top)} ({top.loader})",
-                    "" if top.versus_torch is None else f"**{number(top.versus_torch)}x**",
-                    "" if top.versus_limit is None else f"{top.versus_limit:.2f}",
-                ]
-            )
+            line = _comparison(results, case, variant)
+            if line is not None:
+                *values, top = line
+                limit = "" if top.versus_limit is None else f"{top.versus_limit:.2f}"
+                body.append([f"{case}, {variant}", *values, limit])
     heading = ["case", "torch", "best rival", "hybridloader", "faster than torch", "of the limit"]
     return _table(heading, body)
+
+
+def _headlines(results: Results) -> str:
+    body = []
+    for (case, beginning), words in HEADLINES.items():
+        variants = [v for v in results.variants(case) if v.startswith(beginning)]
+        line = _comparison(results, case, variants[0]) if variants else None
+        if line is not None:
+            body.append([words, *line[:-1]])
+    return _table(["", "torch", "best rival", "hybridloader", "less than torch"], body)
+
+
+def _comparison(
+    results: Results, case: str, variant: str
+) -> tuple[str, str, str, str, Measurement] | None:
+    """Torch's value, the best rival's, the best of ours, torch's over ours, and ours as measured."""
+    group = results.of(case, variant)
+    ours = [m for m in group if m.loader in OURS and m.passed is None]
+    ours = [m for m in ours if m.loader != "inline"] or ours  # with workers, if they were
+    if not ours:
+        return None
+    top = min(ours, key=lambda m: m.median)
+    rival = min((m for m in group if is_rival(m.loader)), key=lambda m: m.median, default=None)
+    return (
+        _value(best(group, "torch")),
+        "" if rival is None else f"{_value(rival)} ({family(rival.loader)})",
+        f"{_value(top)} ({top.loader})",
+        "" if top.versus_torch is None else f"**{number(top.versus_torch)}x**",
+        top,
+    )
 
 
 def _value(row: Measurement | None) -> str:
