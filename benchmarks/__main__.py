@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import cases, harness, machine
+from benchmarks import harness, machine
+from benchmarks import registry as cases
 from benchmarks.display import Display
 from benchmarks.results import Results, relate
 from benchmarks.targets import verdicts

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import machine
+from benchmarks.cases.pipelines import ALONE
 from benchmarks.harness import Case
 from benchmarks.harness import Progress as Steps
-from benchmarks.pipeline_cases import ALONE
 from benchmarks.results import HYBRIDS, Measurement, Results, family, is_rival
 from benchmarks.targets import Verdict
 

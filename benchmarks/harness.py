@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import cost
-from benchmarks.lanes import Answer, Asked, Lane, LaneFailed, small_devshm
+from benchmarks import usage as cost
 from benchmarks.results import Measurement
+from benchmarks.runner import Answer, Asked, Lane, LaneFailed, small_devshm
 from benchmarks.timing import interleaved
 
 

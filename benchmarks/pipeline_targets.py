@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.pipeline_cases import ALONE
+from benchmarks.cases.pipelines import ALONE
 from benchmarks.results import PIPELINE, Measurement, Results, is_rival, ratio
 
 Found = tuple[str, bool | None]

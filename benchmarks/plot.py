@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import machine
+from benchmarks.cases.pipelines import ALONE
 from benchmarks.display import best, column_names, number
-from benchmarks.pipeline_cases import ALONE
 from benchmarks.results import PIPELINE, Measurement, Results
 from benchmarks.targets import TARGETS
 

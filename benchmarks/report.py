@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.cases import LONG_NAMES, NAMES
 from benchmarks.display import best, cell, column_names, number
+from benchmarks.registry import LONG_NAMES, NAMES
 from benchmarks.results import OURS, Measurement, Results, family, is_rival
 from benchmarks.targets import verdicts
 

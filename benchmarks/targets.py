@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks import devices
 from benchmarks import pipeline_targets as pipes
+from benchmarks.cases import device as devices
 from benchmarks.device_targets import detail
 from benchmarks.results import (
     DATALOADERS,

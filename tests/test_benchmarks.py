@@ -18,13 +18,14 @@ pytest.importorskip("rich")
 pytest.importorskip("psutil")
 pytest.importorskip("matplotlib")
 
-from benchmarks import cases, harness, report, targets, timing
+from benchmarks import harness, report, targets, timing
+from benchmarks import registry as cases
 from benchmarks.__main__ import main
 from benchmarks.display import Display, cell, number, steps_of
 from benchmarks.harness import Case, Mismatch, Variant
-from benchmarks.jobs import digest
-from benchmarks.lanes import Lane, LaneFailed
+from benchmarks.measurements import digest
 from benchmarks.results import Measurement, Results, relate
+from benchmarks.runner import Lane, LaneFailed
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
-from benchmarks import cases, device_targets, devices, harness, targets
+from benchmarks import device_targets, harness, targets
+from benchmarks import registry as cases
 from benchmarks.__main__ import main
-from benchmarks.loaders import CannotDo
+from benchmarks.cases import device as devices
+from benchmarks.loaders.dataloaders import CannotDo
 from benchmarks.results import Measurement, Results, relate
 
 COPY, PRODUCT = 0.010, 0.001

@@ -24,12 +24,16 @@ pytest.importorskip("PIL")
 
 import psutil
 
-from benchmarks import books, cases, harness, jobs, overhead, pipeline_targets, report, timing
-from benchmarks.data import remote as remote_dataset
+from benchmarks import harness, pipeline_targets, report, timing
+from benchmarks import measurements as jobs
+from benchmarks import registry as cases
+from benchmarks.cases import overhead
+from benchmarks.cases import stage_metrics as books
+from benchmarks.cases.pipelines import ALONE
+from benchmarks.datasets.remote import POOL, SIDE, Remote, Server, close_servers, files
+from benchmarks.datasets.tensors import remote as remote_dataset
 from benchmarks.harness import Case, Variant
-from benchmarks.loaders import CannotDo
-from benchmarks.pipeline_cases import ALONE
-from benchmarks.remote import POOL, SIDE, Remote, Server, close_servers, files
+from benchmarks.loaders.dataloaders import CannotDo
 from benchmarks.results import HYBRIDS, Measurement, Results, relate
 from hybridloader.running.plan import Workers, lay_out
 
@@ -102,7 +106,7 @@ def test_a_connection_of_before_a_fork_is_not_used_after_it(
     served: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = served._here.connection(served.port)
-    monkeypatch.setattr("benchmarks.remote.os.getpid", lambda: -1)
+    monkeypatch.setattr("benchmarks.datasets.remote.os.getpid", lambda: -1)
     assert served._here.connection(served.port) is not mine
 
 
@@ -115,7 +119,7 @@ def test_the_server_is_no_child_and_ends_with_close() -> None:
 
 
 def test_the_server_ends_soon_after_who_started_it() -> None:
-    script = f"from benchmarks.remote import Server; print(Server({WIDTH})._pid)"
+    script = f"from benchmarks.datasets.remote import Server; print(Server({WIDTH})._pid)"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -142,8 +146,8 @@ def test_every_form_delivers_torch_s_batches(loader: str, served: Remote) -> Non
 _IN_ITS_OWN = """
 import json, os, sys, warnings
 warnings.simplefilter("ignore")
-from benchmarks import jobs
-from benchmarks.remote import close_servers
+from benchmarks import measurements as jobs
+from benchmarks.datasets.remote import close_servers
 if __name__ == "__main__":
     found = [jobs.check(loader, json.loads(sys.argv[1]))["digest"] for loader in sys.argv[2:]]
     close_servers()

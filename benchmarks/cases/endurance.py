@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks import cost
-from benchmarks.jobs import Answer, digest, opened
+from benchmarks import usage as cost
+from benchmarks.measurements import Answer, digest, opened
 
 MEMORY_MB = 8.0
 """Growth that is none yet: a few slots and the allocator's arenas come and go."""
@@ -54,7 +54,7 @@ def devshm(loader: str, spec: dict[str, Any]) -> Answer:
 def _by_hand(spec: dict[str, Any]) -> Any:
     import torch
 
-    from benchmarks.jobs import work_of
+    from benchmarks.measurements import work_of
 
     work = work_of(spec)
     return torch.stack([work.dataset[index] for index in range(work.batch)])

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.light import spin
+from benchmarks.datasets.plain import spin
 
 SIDE = 160
 """Pixels of an edge of what `decode` makes."""
@@ -175,7 +175,7 @@ class Server:
     """
 
     def __init__(self, width: int) -> None:
-        command = f'"$0" -m benchmarks.remote {width} {os.getpid()} & echo $! >&2'
+        command = f'"$0" -m benchmarks.datasets.remote {width} {os.getpid()} & echo $! >&2'
         started = subprocess.Popen(
             ["sh", "-c", command, sys.executable],
             stdout=subprocess.PIPE,

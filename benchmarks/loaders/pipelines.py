@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.loaders import OPENERS, Running, Work
+from benchmarks.loaders.dataloaders import OPENERS, Running, Work
 from benchmarks.results import PIPELINE
 
 READERS = 32
@@ -133,7 +133,7 @@ def open_pipeline(name: str, work: Work) -> Running:
         return ours[name](work)
     if name in OPENERS:
         return OPENERS[name](work)
-    from benchmarks.rivals import open_rival
-    from benchmarks.staged_rivals import STAGED
+    from benchmarks.loaders.rivals import open_rival
+    from benchmarks.loaders.staged_rivals import STAGED
 
     return open_rival(name, work, STAGED if work.stages == 3 else {})

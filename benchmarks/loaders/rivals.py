@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from benchmarks.loaders import PREFETCH, CannotDo, Running, Work
+from benchmarks.loaders.dataloaders import PREFETCH, CannotDo, Running, Work
 
 PACKAGES = {"torchdata": "torchdata", "SPDL": "spdl-core", "Grain": "grain"}
 """First word of a rival's name -> what to install."""

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch.utils.data
 
-from benchmarks.loaders import PREFETCH, Running, Work
-from benchmarks.pipelines import READERS
-from benchmarks.rivals import Arrays, as_tensors
+from benchmarks.loaders.dataloaders import PREFETCH, Running, Work
+from benchmarks.loaders.pipelines import READERS
+from benchmarks.loaders.rivals import Arrays, as_tensors
 
 _AHEAD = 2
 """Tasks for each process: one to work on, one to follow it."""

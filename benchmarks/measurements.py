@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import cost, timing
-from benchmarks.data import DATASETS
-from benchmarks.loaders import Running, Work, open_loader
+from benchmarks import timing
+from benchmarks import usage as cost
+from benchmarks.datasets.tensors import DATASETS
+from benchmarks.loaders.dataloaders import Running, Work, open_loader
 
 warnings.filterwarnings("ignore", "This DataLoader will create")
 warnings.filterwarnings("ignore", "backend=.* has no workers")

@@ -23,8 +23,8 @@ from benchmarks.harness import Case, Variant
 from benchmarks.timing import Clock, Meter, NoMeter
 
 if TYPE_CHECKING:
-    from benchmarks.cases import Options
-    from benchmarks.jobs import Answer
+    from benchmarks.measurements import Answer
+    from benchmarks.registry import Options
 
 IMAGE = 3 * 224 * 224
 NEEDED = "needs a CUDA device, and there is none here: not run, and no figures are claimed"
@@ -201,7 +201,7 @@ def measure(
     copy
         Seconds of a batch's copy alone.
     """
-    from benchmarks.cost import CpuMeter
+    from benchmarks.usage import CpuMeter
 
     warmup = 2 * spec["workers"] + 4
     seconds, cpu = each(batches, gpu, spec["seconds"], warmup, clock, CpuMeter())
@@ -240,8 +240,8 @@ def to_device(loader: str, spec: dict[str, Any]) -> Answer:
     """A round of `loader`; needs a CUDA device."""
     import torch
 
-    from benchmarks.jobs import work_of
-    from benchmarks.loaders import CannotDo
+    from benchmarks.loaders.dataloaders import CannotDo
+    from benchmarks.measurements import work_of
 
     if not torch.cuda.is_available():
         raise CannotDo(NEEDED)
@@ -271,7 +271,7 @@ def _torch(work: Any) -> Iterator[Iterator[Any]]:
     """As torch's documentation has it: pinned by its thread, copied on the training stream."""
     import torch
 
-    from benchmarks.loaders import PREFETCH, Loader
+    from benchmarks.loaders.dataloaders import PREFETCH, Loader
 
     running = Loader(
         torch.utils.data.DataLoader(
@@ -294,7 +294,7 @@ def _ours(name: str) -> Callable[[Any], contextlib.AbstractContextManager[Iterat
     @contextlib.contextmanager
     def open_ours(work: Any) -> Iterator[Iterator[Any]]:
         import hybridloader
-        from benchmarks.loaders import PREFETCH, Loader
+        from benchmarks.loaders.dataloaders import PREFETCH, Loader
 
         running = Loader(
             hybridloader.DataLoader(
@@ -320,7 +320,7 @@ def _spdl(work: Any) -> Iterator[Iterator[Any]]:
     """Its pipeline of threads, and its transfer on one thread behind, as its documentation has it."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from benchmarks.loaders import PREFETCH, CannotDo
+    from benchmarks.loaders.dataloaders import PREFETCH, CannotDo
 
     try:
         from spdl.io import transfer_tensor_h2d
@@ -329,7 +329,7 @@ def _spdl(work: Any) -> Iterator[Iterator[Any]]:
         raise CannotDo(f"not installed: spdl-core and spdl-io ({error})") from None
     import torch
 
-    from benchmarks.rivals import Fetch
+    from benchmarks.loaders.rivals import Fetch
 
     with ThreadPoolExecutor(1) as alone:
         pipeline = (

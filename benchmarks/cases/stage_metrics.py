@@ -14,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import timing
-from benchmarks.light import nothing
-from benchmarks.remote import least
+from benchmarks.datasets.plain import nothing
+from benchmarks.datasets.remote import least
 from hybridloader import Pipeline
 from hybridloader.contract import ByReference
 from hybridloader.feed import items_in

@@ -7,13 +7,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Case, Variant
-from benchmarks.loaders import CannotDo
+from benchmarks.loaders.dataloaders import CannotDo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.cases import Options
-    from benchmarks.jobs import Answer
+    from benchmarks.measurements import Answer
+    from benchmarks.registry import Options
 
 TORCHDATA = "torchdata stateful"
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from benchmarks.light import Numbers, Paths, Spinning, path_strings
-from benchmarks.loaders import CannotDo
-from benchmarks.remote import Remote, server_of
+from benchmarks.datasets.plain import Numbers, Paths, Spinning, path_strings
+from benchmarks.datasets.remote import Remote, server_of
+from benchmarks.loaders.dataloaders import CannotDo
 
 POOL = 64
 """Different images in a dataset of images: 10 MB, so that they don't all stay in the caches."""

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import light
+from benchmarks.datasets import plain as light
 from benchmarks.harness import Case, Variant
 
 if TYPE_CHECKING:
-    from benchmarks.cases import Options
-    from benchmarks.jobs import Answer
+    from benchmarks.measurements import Answer
+    from benchmarks.registry import Options
 
 LENGTH = 1 << 40
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import devices, pipeline_cases, resuming, seeding
+from benchmarks.cases import device as devices
+from benchmarks.cases import pipelines as pipeline_cases
+from benchmarks.cases import resuming, seeding
 from benchmarks.harness import Case, Variant
 from benchmarks.results import Measurement
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from benchmarks import cost, timing
-from benchmarks.jobs import Answer, opened
-from benchmarks.light import nothing, spin
-from benchmarks.loaders import CannotDo
-from benchmarks.remote import least
+from benchmarks import timing
+from benchmarks import usage as cost
+from benchmarks.datasets.plain import nothing, spin
+from benchmarks.datasets.remote import least
+from benchmarks.loaders.dataloaders import CannotDo
+from benchmarks.measurements import Answer, opened
 
 ENDLESS = 1 << 40
 
@@ -144,7 +145,7 @@ def books(loader: str, spec: dict[str, Any]) -> Answer:
     are made again and timed, and so are the two looks at the clock for every batch that the loop gets.
     Beside it, as a detail and far less exact: a batch's time with books over that without.
     """
-    from benchmarks import books as engine
+    from benchmarks.cases import stage_metrics as engine
 
     workers, batch, count = spec["workers"], spec["batch"], spec["batches"]
     calls = engine.record(loader, workers, batch, count)

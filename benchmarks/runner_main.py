@@ -15,13 +15,13 @@ def main() -> None:
     """Serve until the harness closes the pipe."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not look like an answer
-    from benchmarks.devices import JOBS as devices
-    from benchmarks.endurance import JOBS as more
-    from benchmarks.jobs import JOBS
-    from benchmarks.loaders import CannotDo
-    from benchmarks.overhead import JOBS as overhead
-    from benchmarks.resuming import JOBS as resuming
-    from benchmarks.seeding import JOBS as seeding
+    from benchmarks.cases.device import JOBS as devices
+    from benchmarks.cases.endurance import JOBS as more
+    from benchmarks.cases.overhead import JOBS as overhead
+    from benchmarks.cases.resuming import JOBS as resuming
+    from benchmarks.cases.seeding import JOBS as seeding
+    from benchmarks.loaders.dataloaders import CannotDo
+    from benchmarks.measurements import JOBS
 
     jobs = JOBS | devices | more | overhead | resuming | seeding
     print(json.dumps({"ready": True}), file=answers, flush=True)

@@ -201,11 +201,11 @@ def open_loader(name: str, work: Work) -> Running:
         It can't do this work, or is not installed.
     """
     if work.stages:
-        from benchmarks.pipelines import open_pipeline
+        from benchmarks.loaders.pipelines import open_pipeline
 
         return open_pipeline(name, work)
     if name in OPENERS:
         return OPENERS[name](work)
-    from benchmarks.rivals import open_rival
+    from benchmarks.loaders.rivals import open_rival
 
     return open_rival(name, work)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.datasets.remote import SIDE, loops_for, width_for
 from benchmarks.harness import Case, Variant
-from benchmarks.remote import SIDE, loops_for, width_for
 from benchmarks.results import HYBRIDS, PIPELINE
 
 if TYPE_CHECKING:
-    from benchmarks.cases import Options
+    from benchmarks.registry import Options
 
 WAITING_MS, DECODING, LOOPING = 20, 2e-3, 2e-3
 """What an item of P4 takes: ms of waiting, seconds of work without the GIL, and seconds with it."""

@@ -39,7 +39,7 @@ class Asked(Protocol):
 
 
 class Lane:
-    """A process that runs `benchmarks.lane`.
+    """A process that runs `benchmarks.runner_main`.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class Lane:
         self._timeout = timeout
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "benchmarks.lane"],
+            [*prefix, sys.executable, "-m", "benchmarks.runner_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

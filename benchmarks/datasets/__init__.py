@@ -1,0 +1,1 @@
+"""Datasets that the cases load."""
