@@ -55,9 +55,9 @@ def photos(files, count):
     return (
         Pipeline.from_dataset(files, shuffle=True, seed=0)
         .take(count)
-        .map(read, backend="threads", workers=4)
-        .map(decode, backend="threads", workers=2)
-        .map(Augment(), backend="spawn", workers=2)
+        .map(read, backend="threads", num_workers=4)
+        .map(decode, backend="threads", num_workers=2)
+        .map(Augment(), backend="spawn", num_workers=2)
         .batch(32)
     )
 

@@ -54,6 +54,6 @@ class WindowsIterator:
 
 
 if __name__ == "__main__":
-    frames = Pipeline.from_dataset(range(10)).map(str, backend="threads", workers=2)
+    frames = Pipeline.from_dataset(range(10)).map(str, backend="threads", num_workers=2)
     clips = frames.apply(Windows(4, step=3))
     print(len(clips), "clips:", *map("-".join, clips))

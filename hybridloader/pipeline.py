@@ -45,7 +45,7 @@ class Pipeline(Steps):
     Examples
     --------
     >>> from hybridloader import Pipeline
-    >>> pipe = Pipeline.from_dataset(range(6)).map(lambda x: x * x, backend="threads", workers=2)
+    >>> pipe = Pipeline.from_dataset(range(6)).map(lambda x: x * x, backend="threads", num_workers=2)
     >>> list(pipe.batch(3, collate_fn=list))
     [[0, 1, 4], [9, 16, 25]]
     """
@@ -147,7 +147,7 @@ class Pipeline(Steps):
         ----------
         items
             An iterable, or a function that returns one, which is called for each pass. One reader reads
-            it, whatever stages come after. With `workers`, there are several readers, each with its
+            it, whatever stages come after. With `num_workers`, there are several readers, each with its
             own copy of the iterable or its own call of the function; what `get_worker_info()` says there
             tells them which part is theirs.
         name
@@ -160,7 +160,7 @@ class Pipeline(Steps):
             given = {key for key, value in where.items() if value is not None}
             if given <= {"on_error", "seeding"}:
                 # A reader tells an item that fails from the end of all.
-                where["backend"], where["workers"] = "inline", 1
+                where["backend"], where["num_workers"] = "inline", 1
             return cls([Readers(items, Placement.of(readers.name, where), name)])
         return cls([Items(items)])
 

@@ -63,7 +63,7 @@ class Steps:
         name
             What errors and tables call this stage.
         **where
-            See `Placement`: `backend`, `workers`, `ordered`, `prefetch`, `buffer_bytes`, `timeout`,
+            See `Placement`: `backend`, `num_workers`, `in_order`, `prefetch`, `buffer_bytes`, `timeout`,
             `worker_init_fn`, `threads_per_worker`, `fuse`, `seeding`, `on_error`, `on_worker_death`,
             `task_timeout`.
         """
@@ -85,14 +85,14 @@ class Steps:
 
     def batch(
         self,
-        size: int,
+        batch_size: int,
         *,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         memory: Memory = DEFAULT_MEMORY,
     ) -> Pipeline:
-        """Batches of `size` items; see `Batch`."""
-        return self._then(Batch(size, drop_last, collate_fn, memory))
+        """Batches of `batch_size` items; see `Batch`."""
+        return self._then(Batch(batch_size, drop_last, collate_fn, memory))
 
     def unbatch(
         self, columns: bool | None = None, *, split: Callable[[Any], Any] | None = None
@@ -102,7 +102,7 @@ class Steps:
 
     def padded_batch(
         self,
-        size: int,
+        batch_size: int,
         *,
         padding_value: float = 0,
         drop_last: bool = False,
@@ -110,12 +110,12 @@ class Steps:
         memory: Memory = DEFAULT_MEMORY,
     ) -> Pipeline:
         """Batches of samples of different lengths; see `PaddedBatch`."""
-        return self._then(PaddedBatch(size, padding_value, drop_last, lengths, memory))
+        return self._then(PaddedBatch(batch_size, padding_value, drop_last, lengths, memory))
 
     def batch_by(
         self,
         cost: Callable[[Any], float],
-        limit: float,
+        budget: float,
         *,
         drop_last: bool = False,
         padded: bool = False,
@@ -124,28 +124,28 @@ class Steps:
         oversize: str = "raise",
         memory: Memory = DEFAULT_MEMORY,
     ) -> Pipeline:
-        """Batches that cost at most `limit` together, such as tokens; see `BatchBy`."""
+        """Batches that cost at most `budget` together, such as tokens; see `BatchBy`."""
         return self._then(
-            BatchBy(cost, limit, drop_last, padded, max_size, collate_fn, oversize, memory)
+            BatchBy(cost, budget, drop_last, padded, max_size, collate_fn, oversize, memory)
         )
 
     def bucket_by(
         self,
         key: Callable[[Any], Any],
-        size: int | Mapping[Any, int] | Callable[[Any], int],
+        batch_size: int | Mapping[Any, int] | Callable[[Any], int],
         *,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         memory: Memory = DEFAULT_MEMORY,
     ) -> Pipeline:
         """Batches of items with the same key; see `BucketBy`."""
-        return self._then(BucketBy(key, size, drop_last, collate_fn, memory))
+        return self._then(BucketBy(key, batch_size, drop_last, collate_fn, memory))
 
     # -- order ---------------------------------------------------------------------------------------
 
-    def shuffle(self, buffer: int, seed: int | None = None) -> Pipeline:
+    def shuffle(self, buffer_size: int, seed: int | None = None) -> Pipeline:
         """The items in another order, as far as a buffer allows; see `Shuffle`."""
-        return self._then(Shuffle(buffer, seed))
+        return self._then(Shuffle(buffer_size, seed))
 
     def take(self, count: int) -> Pipeline:
         """The first `count` items."""
@@ -163,13 +163,13 @@ class Steps:
         """All of this `times` times, or for ever; each time is an epoch of its own."""
         return self._then(Repeat(times))
 
-    def shard(self, rank: int | None = None, world: int | None = None) -> Pipeline:
-        """Every `world`-th item, from number `rank` on.
+    def shard(self, num_replicas: int | None = None, rank: int | None = None) -> Pipeline:
+        """Every `num_replicas`-th item, from number `rank` on.
 
         None takes what torch.distributed says. It comes before the `map` stages that it follows, so
         that no work is thrown away.
         """
-        return self._then(Shard(rank, world))
+        return self._then(Shard(num_replicas, rank))
 
     def cache(self, path: Any = None, *, fingerprint: str | None = None) -> Pipeline:
         """Keep the items of the first whole pass, in memory or in a file; see `Cache`.

@@ -111,8 +111,8 @@ def begin(length: int = ENDLESS) -> Any:
         return iterator
     from hybridloader import Pipeline
 
-    pipe = Pipeline.from_dataset(data, sampler=range(length), backend=backend, workers=2)
-    pipe = pipe.batch(2, collate_fn=list).map(as_it_is, backend=backend, workers=1)
+    pipe = Pipeline.from_dataset(data, sampler=range(length), backend=backend, num_workers=2)
+    pipe = pipe.batch(2, collate_fn=list).map(as_it_is, backend=backend, num_workers=1)
     if trial.mode == "run":
         return pipe.run()
     epochs = pipe.epochs(2)

@@ -100,7 +100,7 @@ class Settings:
             return {"backend": "inline"}
         workers, ahead = self._random.randint(1, 3), self._random.choice([None, 1, 7])
         fuse = self._random.random() < 0.7
-        return {"backend": "threads", "workers": workers, "prefetch": ahead, "fuse": fuse}
+        return {"backend": "threads", "num_workers": workers, "prefetch": ahead, "fuse": fuse}
 
     def ahead(self, pipe: Pipeline) -> Pipeline:
         count = self._random.choice([0, 0, 0, 1, 5])
@@ -157,7 +157,7 @@ _STEPS: dict[str, Callable[[Pipeline, Settings], Pipeline]] = {
     "enumerate": lambda pipe, _: pipe.enumerate(5),
     "repeat": lambda pipe, _: pipe.repeat(2),
     "cache": lambda pipe, _: pipe.cache(),
-    "shard": lambda pipe, _: pipe.shard(1, 3),
+    "shard": lambda pipe, _: pipe.shard(3, 1),
     "forked": lambda pipe, settings: _joined(pipe, settings, 0),
     "forked unevenly": lambda pipe, settings: _joined(pipe, settings, 1),
     "forked in a row": lambda pipe, settings: _in_a_row(pipe, settings),

@@ -87,9 +87,9 @@ EARLY: dict[str, Row] = {
     "skip None": (lambda: BASE.skip(None), TypeError, "skip: count .*got None"),  # type: ignore[arg-type]
     "skip inf": (lambda: BASE.skip(inf), TypeError, "skip: count .*got inf"),  # type: ignore[arg-type]
     "skip below": (lambda: BASE.skip(-1), ValueError, "skip: count must be at least 0, got -1"),
-    "batch nan": (lambda: BASE.batch(nan), TypeError, "batch: size .*got nan"),  # type: ignore[arg-type]
-    "batch None": (lambda: BASE.batch(None), TypeError, "batch: size .*got None"),  # type: ignore[arg-type]
-    "batch float": (lambda: BASE.batch(2.0), TypeError, "batch: size .*got 2.0"),  # type: ignore[arg-type]
+    "batch nan": (lambda: BASE.batch(nan), TypeError, "batch: batch_size .*got nan"),  # type: ignore[arg-type]
+    "batch None": (lambda: BASE.batch(None), TypeError, "batch: batch_size .*got None"),  # type: ignore[arg-type]
+    "batch float": (lambda: BASE.batch(2.0), TypeError, "batch: batch_size .*got 2.0"),  # type: ignore[arg-type]
     "batch flag": (lambda: BASE.batch(2, drop_last="no"), TypeError, "batch: drop_last .*'no'"),  # type: ignore[arg-type]
     "shuffle nan": (lambda: BASE.shuffle(nan), TypeError, "shuffle: buffer .*got nan"),  # type: ignore[arg-type]
     "shuffle bool": (lambda: BASE.shuffle(True), TypeError, "shuffle: buffer .*got True"),
@@ -98,9 +98,9 @@ EARLY: dict[str, Row] = {
     "repeat nan": (lambda: BASE.repeat(nan), TypeError, "repeat: times .*got nan"),  # type: ignore[arg-type]
     "repeat str": (lambda: BASE.repeat("2"), TypeError, "repeat: times .*got '2'"),  # type: ignore[arg-type]
     "prefetch inf": (lambda: BASE.prefetch(inf), TypeError, "prefetch: count .*got inf"),  # type: ignore[arg-type]
-    "shard str": (lambda: BASE.shard("0", "2"), TypeError, "shard: world .*got '2'"),  # type: ignore[arg-type]
-    "shard nan": (lambda: BASE.shard(nan, 2), TypeError, "shard: rank .*got nan"),  # type: ignore[arg-type]
-    "shard below": (lambda: BASE.shard(-1, 2), ValueError, "shard: rank .*got -1"),
+    "shard str": (lambda: BASE.shard("2", "0"), TypeError, "shard: num_replicas .*got '2'"),  # type: ignore[arg-type]
+    "shard nan": (lambda: BASE.shard(2, nan), TypeError, "shard: rank .*got nan"),  # type: ignore[arg-type]
+    "shard below": (lambda: BASE.shard(2, -1), ValueError, "shard: rank .*got -1"),
     "fork bool": (lambda: BASE.fork(True), TypeError, "fork: count .*got True"),
     "fork str": (lambda: BASE.fork("2"), TypeError, "fork: count .*got '2'"),  # type: ignore[arg-type]
     "weights text": (lambda: BASE.mix(BASE, weights="12"), TypeError, r"mix: weights\[0\] .*'1'"),  # type: ignore[arg-type]
@@ -109,7 +109,11 @@ EARLY: dict[str, Row] = {
     "interleave str": (lambda: BASE.interleave("ab"), TypeError, "interleave joins pipelines"),  # type: ignore[arg-type]
     "map None": (lambda: BASE.map(None), TypeError, "needs a function of one item, not None"),  # type: ignore[arg-type]
     "filter number": (lambda: BASE.filter(3), TypeError, "needs a function of one item, not 3"),  # type: ignore[arg-type]
-    "workers inf": (lambda: BASE.map(str, workers=inf, **THREADS), TypeError, "workers .*got inf"),
+    "workers inf": (
+        lambda: BASE.map(str, num_workers=inf, **THREADS),
+        TypeError,
+        "workers .*got inf",
+    ),
     "prefetch bool": (
         lambda: BASE.map(str, prefetch=True, **THREADS),
         TypeError,

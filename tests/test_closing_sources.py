@@ -33,7 +33,7 @@ def test_a_generator_is_closed_when_its_pass_is_left_and_before_its_worker_ends(
     backend: str, tmp_path: Path
 ) -> None:
     workers = 1 if backend == "inline" else 2
-    pipe = Pipeline.from_iterable(Noting(tmp_path), backend=backend, workers=workers)
+    pipe = Pipeline.from_iterable(Noting(tmp_path), backend=backend, num_workers=workers)
     with pipe.epochs(2) as epochs:
         for epoch in epochs:
             assert [next(epoch) for _ in range(2 * workers)][-1] == 1
@@ -83,7 +83,7 @@ def test_the_generator_of_a_dataset_ends_once_however_its_pass_does(
 
 
 def test_a_generator_that_is_stuck_does_not_hold_up_close(tmp_path: Path) -> None:
-    pipe = Pipeline.from_iterable(Noting(tmp_path, stuck=True), backend="fork", workers=1)
+    pipe = Pipeline.from_iterable(Noting(tmp_path, stuck=True), backend="fork", num_workers=1)
     run = iter(pipe)
     next(run)
     worker = int((tmp_path / "0").read_text().split()[1])
@@ -101,7 +101,7 @@ def test_an_error_while_a_generator_is_closed_is_shown_and_no_more(
         finally:
             raise ValueError("while it was closed")
 
-    with iter(Pipeline.from_iterable(rows, backend="threads", workers=1)) as run:
+    with iter(Pipeline.from_iterable(rows, backend="threads", num_workers=1)) as run:
         assert next(run) == 0
     assert "ValueError: while it was closed" in capfd.readouterr().err
 

@@ -90,7 +90,7 @@ def test_with_one_stream_the_thread_copies() -> None:
 def test_a_loader_and_a_pipeline_do_the_same(kind: type[FakeAccelerator]) -> None:
     device = kind()
     loader = DataLoader(Rows(12), 2, num_workers=2, backend="threads", device=device)
-    pipe = Pipeline.from_dataset(Rows(12), backend="threads", workers=2).batch(2).to(device)
+    pipe = Pipeline.from_dataset(Rows(12), backend="threads", num_workers=2).batch(2).to(device)
     for batches in (loader, pipe):
         found = list(batches)
         assert all(device.holds(batch) for batch in found)

@@ -136,7 +136,7 @@ FORKS = [pytest.param(Fork(), id="fork"), pytest.param(SharedMemory("fork"), id=
 def test_a_fork_beside_other_threads_is_warned_of_once(
     backend: Any, fresh_fork_warning: None
 ) -> None:
-    pipe = Pipeline.from_dataset(range(3), backend=backend, workers=1)
+    pipe = Pipeline.from_dataset(range(3), backend=backend, num_workers=1)
     loader = forking_loader(backend)
     with Running("the user's reader"), pytest.warns(UserWarning, match="threads") as caught:
         found = [list(loader), list(pipe), list(loader), list(pipe)]
@@ -150,7 +150,7 @@ def test_a_fork_beside_other_threads_is_warned_of_once(
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_pipeline_is_warned_of_where_it_is_run(fresh_fork_warning: None) -> None:
-    pipe = Pipeline.from_dataset(range(3), backend="fork", workers=1)
+    pipe = Pipeline.from_dataset(range(3), backend="fork", num_workers=1)
     with Running("another"), pytest.warns(UserWarning, match="another") as caught:
         assert list(pipe) == [0, 1, 2]
     assert [warning.filename for warning in caught] == [__file__]

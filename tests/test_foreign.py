@@ -94,7 +94,7 @@ def test_every_part_of_a_pipeline_may_be_one(backend: str) -> None:
     pipeline = (
         Pipeline.from_dataset(Items(), sampler=Order())
         .batch(2, collate_fn=Collate())
-        .map(Times(), backend=backend, workers=1)
+        .map(Times(), backend=backend, num_workers=1)
     )
     assert [batch.x.tolist() for batch in pipeline] == [[0, 20], [40, 60]]
 

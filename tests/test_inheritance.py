@@ -82,7 +82,7 @@ def test_a_function_of_a_pipeline_shares_too(backend: str, monkeypatch: pytest.M
     if portable:
         monkeypatch.setattr(sockets, "available", lambda: False)
     function = Counting(SPAWN)
-    pipeline = Pipeline.from_iterable(range(3)).map(function, backend=backend, workers=1)
+    pipeline = Pipeline.from_iterable(range(3)).map(function, backend=backend, num_workers=1)
     assert list(pipeline) == [0, 1, 2]
     assert function.calls.value == 3
 
@@ -106,7 +106,7 @@ def _closed() -> Any:
 def test_one_that_no_fresh_process_can_have_is_named(make: Any, kind: str, why: str) -> None:
     """Python itself refuses the first two from 3.11.5 and 3.12 on; before, the worker crashed."""
     function = Box([1, Box(make())])
-    pipeline = Pipeline.from_iterable(range(3)).map(function, backend="spawn", workers=1)
+    pipeline = Pipeline.from_iterable(range(3)).map(function, backend="spawn", num_workers=1)
     with pytest.raises(ShippingError, match=rf"\.inner\[1\]\.inner \(a {kind}\) can't .*{why}"):
         iter(pipeline)
 
@@ -121,7 +121,7 @@ def test_a_reducer_that_multiprocessing_was_told_of_is_used(start_method: str) -
         ours, theirs = socket.socketpair()
         with ours, theirs:
             pipeline = Pipeline.from_iterable(range(3)).map(
-                Sealed(theirs), backend=SharedMemory(start_method), workers=2
+                Sealed(theirs), backend=SharedMemory(start_method), num_workers=2
             )
             assert list(pipeline) == [0, 1, 2]
             assert sorted(ours.recv(3)) == [0, 1, 2]
@@ -162,7 +162,7 @@ def test_a_structure_of_the_main_script_goes_along() -> None:
         return value + point.get_obj().total()
 
     function.__module__ = "__main__"
-    pipeline = Pipeline.from_iterable(range(2)).map(function, backend="spawn", workers=1)
+    pipeline = Pipeline.from_iterable(range(2)).map(function, backend="spawn", num_workers=1)
     assert list(pipeline) == [8, 10]
     assert point.x == 5
 

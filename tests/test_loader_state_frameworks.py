@@ -250,14 +250,16 @@ def test_an_epoch_that_it_is_told_behind_the_end_is_not_taken_back(
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def ranks(world: int, length: int, batch: int, uneven: str) -> list[DataLoader]:
+def ranks(replicas: int, length: int, batch: int, uneven: str) -> list[DataLoader]:
     return [
         DataLoader(
             range(length),  # type: ignore[arg-type]
             batch,
-            sampler=DistributedShuffleSampler(length, 2, rank=rank, world=world, uneven=uneven),
+            sampler=DistributedShuffleSampler(
+                length, 2, num_replicas=replicas, rank=rank, uneven=uneven
+            ),
         )
-        for rank in range(world)
+        for rank in range(replicas)
     ]
 
 
@@ -301,8 +303,8 @@ def test_what_is_too_little_for_more_ranks_is_dropped_and_not_filled_from_the_ne
 def test_the_state_of_one_rank_serves_all_with_torchs_sampler_and_no_other_number_of_them() -> None:
     """Lightning and accelerate save one state for all ranks."""
 
-    def ranked(rank: int, world: int) -> DataLoader:
-        sampler = DistributedSampler(NUMBERS, world, rank, seed=3)
+    def ranked(rank: int, replicas: int) -> DataLoader:
+        sampler = DistributedSampler(NUMBERS, replicas, rank, seed=3)
         return DataLoader(NUMBERS, BATCH, sampler=sampler)
 
     _, state = left_after(ranked(0, 2), 1)

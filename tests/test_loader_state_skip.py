@@ -158,7 +158,12 @@ class Held(Dataset[int]):
 
 @pytest.mark.parametrize(
     "sampler",
-    [dict, lambda: {"sampler": DistributedShuffleSampler(24, 0, rank=0, world=1, shuffle=False)}],
+    [
+        dict,
+        lambda: {
+            "sampler": DistributedShuffleSampler(24, 0, num_replicas=1, rank=0, shuffle=False)
+        },
+    ],
 )
 def test_out_of_order_nothing_is_lost_and_nothing_comes_twice(sampler: Any) -> None:
     dataset = Held()

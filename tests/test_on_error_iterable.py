@@ -277,12 +277,12 @@ def shard() -> Steps:
 
 @pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
 def test_the_order_is_as_if_what_fails_were_not_there(backend: str) -> None:
-    pipe = Pipeline.from_iterable(shard, backend=backend, workers=2, on_error="skip")
+    pipe = Pipeline.from_iterable(shard, backend=backend, num_workers=2, on_error="skip")
     with pipe.run() as run:
         assert list(run) == [0, 1, 4, 5, 6, 7, 8, 9, 10, 13, 12, 15, 14, 17, 16, 19, 18]
         assert sorted((r.worker, r.index) for r in run.skipped) == [(0, 1), (1, 1), (1, 5)]
     pipe = Pipeline.from_iterable(
-        shard, backend=backend, workers=2, on_error=Replace(lambda number, error: -number)
+        shard, backend=backend, num_workers=2, on_error=Replace(lambda number, error: -number)
     )
     assert sorted(pipe) == sorted([*(set(range(20)) - {2, 3, 11}), -1, -1, -5])
 
@@ -298,7 +298,9 @@ def test_a_reader_that_is_a_generator_says_that_the_rest_is_lost() -> None:
         yield 1
         raise OSError("gone")
 
-    with Pipeline.from_iterable(read, backend="threads", workers=1, on_error="skip").run() as run:
+    with Pipeline.from_iterable(
+        read, backend="threads", num_workers=1, on_error="skip"
+    ).run() as run:
         assert next(run) == 1
         with pytest.raises(ShardLost, match="OSError: gone"):
             next(run)

@@ -24,10 +24,10 @@ from hybridloader.running.work import Step, WorkFetch
 WHERE: list[dict[str, Any]] = [
     {},
     {"backend": "inline"},
-    {"backend": "threads", "workers": 1},
-    {"backend": "threads", "workers": 3},
-    {"backend": "fork", "workers": 2},
-    {"backend": "shared-memory", "workers": 1, "threads_per_worker": 3},
+    {"backend": "threads", "num_workers": 1},
+    {"backend": "threads", "num_workers": 3},
+    {"backend": "fork", "num_workers": 2},
+    {"backend": "shared-memory", "num_workers": 1, "threads_per_worker": 3},
 ]
 PLACES = pytest.mark.parametrize(
     "where", WHERE, ids=lambda w: f"{w.get('backend')}-{w.get('workers')}"
@@ -70,7 +70,7 @@ def test_a_batch_behind_it_is_filled_with_the_next(where: dict[str, Any]) -> Non
 
 def test_a_fresh_process_does_the_same() -> None:
     pipe = Pipeline.from_dataset(range(9)).map(
-        tenfold, on_error=Retry(1, 0, then="skip"), backend="spawn", workers=1
+        tenfold, on_error=Retry(1, 0, then="skip"), backend="spawn", num_workers=1
     )
     assert results(pipe)[0] == [0, 10, 20, 40, 50, 60, 70, 80]
 
@@ -170,9 +170,9 @@ def test_each_pass_has_a_budget_of_its_own() -> None:
 
 def test_what_is_passed_on_unopened_counts_as_tried() -> None:
     first = Pipeline.from_dataset(range(3000)).map(
-        lambda n: 1 // ((n + 1) % 300), on_error=Skip(0.0034), backend="fork", workers=1
+        lambda n: 1 // ((n + 1) % 300), on_error=Skip(0.0034), backend="fork", num_workers=1
     )
-    pipe = first.map(abs, backend="fork", workers=2)
+    pipe = first.map(abs, backend="fork", num_workers=2)
     nodes = [node for node in lay_out(pipe) if isinstance(node, Workers)]
     assert nodes[0].sealed
     found, skipped = results(pipe)
@@ -232,7 +232,7 @@ def test_shares_are_of_samples_also_where_items_are_batches() -> None:
             collate_fn=len,
             on_error=Skip(0.01),
             backend="threads",
-            workers=2,
+            num_workers=2,
         )
         if fine:
             assert sum(results(pipe)[0]) == 2980
@@ -246,7 +246,7 @@ def test_shares_are_of_samples_also_where_items_are_batches() -> None:
 
 def test_only_stages_that_agree_share_workers() -> None:
     def stages(**other: Any) -> int:
-        same: dict[str, Any] = {"backend": "threads", "workers": 2}
+        same: dict[str, Any] = {"backend": "threads", "num_workers": 2}
         pipe = Pipeline.from_dataset(range(9)).map(abs, **same).map(abs, **same, **other)
         return sum(isinstance(node, Workers) for node in lay_out(pipe))
 
@@ -297,7 +297,7 @@ def test_where_the_work_is_done_and_whether_it_is_fused_changes_nothing(
         found, skipped = results(pipe)
         return found, sorted((index, error, replaced) for index, error, _, replaced in skipped)
 
-    threads = {"backend": "threads", "workers": workers[0], "threads_per_worker": workers[1]}
+    threads = {"backend": "threads", "num_workers": workers[0], "threads_per_worker": workers[1]}
     assert run() == run(**threads) == run(**threads, fuse=False)
 
 
@@ -317,7 +317,7 @@ def test_a_stop_iteration_is_an_error_as_any_other() -> None:
 
 def test_a_result_that_can_not_be_sent_is_skipped() -> None:
     pipe = Pipeline.from_dataset(range(9)).map(
-        lambda n: threading.Lock() if n == 5 else n, on_error="skip", backend="fork", workers=1
+        lambda n: threading.Lock() if n == 5 else n, on_error="skip", backend="fork", num_workers=1
     )
     found, skipped = results(pipe)
     assert found == [0, 1, 2, 3, 4, 6, 7, 8]
@@ -346,7 +346,7 @@ def test_a_policy_needs_no_backend_but_a_death_does() -> None:
     assert (placement.on_error, placement.inline) == (Skip(), True)
     placement = Placement.of(
         "stage",
-        {"backend": "threads", "workers": 1, "on_worker_death": "restart", "task_timeout": 2},
+        {"backend": "threads", "num_workers": 1, "on_worker_death": "restart", "task_timeout": 2},
     )
     assert placement.on_worker_death == RestartPolicy()
     assert placement.task_timeout == 2

@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Operator, Reference]] = {
     "skip": (Skip(4), lambda given: given[4:]),
     "skip nothing": (Skip(0), lambda given: given),
     "enumerate": (Enumerate(5), lambda given: list(enumerate(given, 5))),
-    "shard": (Shard(1, 3), lambda given: given[1::3]),
+    "shard": (Shard(3, 1), lambda given: given[1::3]),
     "shard of one": (Shard(), lambda given: given),
     "cache": (Cache(), lambda given: given),
     "take more": (Take(99), lambda given: given),
@@ -228,7 +228,7 @@ def test_a_description_is_a_value(operator: Any) -> None:
     assert again == operator
     assert repr(again) == repr(operator)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        operator.size = 5
+        operator.batch_size = 5
     if isinstance(operator, Operator):
         assert operator.describe().startswith(operator.name)
 
@@ -242,13 +242,13 @@ def test_a_fork_stays_one_fork_through_a_pickle() -> None:
 
 
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: Batch(0), ValueError, "batch: size must be at least 1, got 0"),
-    (lambda: Batch(2.0), TypeError, "batch: size must be a whole number, got 2.0"),  # type: ignore[arg-type]
-    (lambda: Batch(True), TypeError, "size must be a whole number, got True"),
+    (lambda: Batch(0), ValueError, "batch: batch_size must be at least 1, got 0"),
+    (lambda: Batch(2.0), TypeError, "batch: batch_size must be a whole number, got 2.0"),  # type: ignore[arg-type]
+    (lambda: Batch(True), TypeError, "batch_size must be a whole number, got True"),
     (lambda: Batch(2, 1), TypeError, "drop_last must be True or False, got 1"),  # type: ignore[arg-type]
     (lambda: Batch(2, collate_fn="list"), TypeError, "collate_fn must be a function"),  # type: ignore[arg-type]
     (lambda: Batch(2, memory=1), TypeError, r"Memory\(limit"),  # type: ignore[arg-type]
-    (lambda: PaddedBatch(0), ValueError, "padded_batch: size must be"),
+    (lambda: PaddedBatch(0), ValueError, "padded_batch: batch_size must be"),
     (lambda: PaddedBatch(2, "x"), TypeError, "padded_batch: padding_value must be a number"),  # type: ignore[arg-type]
     (lambda: PaddedBatch(2, lengths=1), TypeError, "lengths must be True or False"),  # type: ignore[arg-type]
     (lambda: PaddedBatch(2, memory=None), TypeError, "memory must be"),  # type: ignore[arg-type]
@@ -264,8 +264,8 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: BatchBy(len, 4, max_size=0), ValueError, "max_size must be at least 1"),
     (lambda: BatchBy(len, 4, oversize="cut"), ValueError, "'raise', 'skip' or 'alone', got 'cut'"),
     (lambda: BucketBy(None, 4), TypeError, "bucket_by: key must be a function"),  # type: ignore[arg-type]
-    (lambda: BucketBy(len, "4"), TypeError, "size must be a whole number"),  # type: ignore[arg-type]
-    (lambda: BucketBy(len, {1: 0}), ValueError, r"size\[1\] must be at least 1"),
+    (lambda: BucketBy(len, "4"), TypeError, "batch_size must be a whole number"),  # type: ignore[arg-type]
+    (lambda: BucketBy(len, {1: 0}), ValueError, r"batch_size\[1\] must be at least 1"),
     (lambda: Shuffle(0), ValueError, "shuffle: buffer must be at least 1"),
     (lambda: Shuffle(4, -1), ValueError, "seed must be at least 0"),
     (lambda: Shuffle(4, "x"), TypeError, "seed must be a whole number"),  # type: ignore[arg-type]
@@ -276,7 +276,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Shard(0), ValueError, "give both, or neither"),
     (lambda: Shard(None, 2), ValueError, "give both, or neither"),
     (lambda: Shard(2, 2), ValueError, "ranks go from 0 to 1"),
-    (lambda: Shard(0, 0), ValueError, "world must be at least 1"),
+    (lambda: Shard(0, 0), ValueError, "num_replicas must be at least 1"),
     (lambda: Zip(()), ValueError, "zip: there are no pipelines"),
     (lambda: Zip(LINES[0]), TypeError, "zip: pipelines must be several"),
     (lambda: Zip(([1], [2])), TypeError, r"pipelines\[0\] must be a pipeline, not \[1\]"),  # type: ignore[arg-type]

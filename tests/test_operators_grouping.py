@@ -140,7 +140,7 @@ def test_an_item_that_alone_costs_too_much_is_an_error_that_names_it() -> None:
     assert items_in(found) == [[4, 5], [6]]
     (error,) = errors_in(found)
     assert isinstance(error, ValueError)
-    assert str(error).startswith("batch_by: an item costs 11, more than limit=10: 11 (a int)")
+    assert str(error).startswith("batch_by: an item costs 11, more than budget=10: 11 (a int)")
 
 
 def test_what_is_skipped_is_counted_and_told_once() -> None:
@@ -172,7 +172,7 @@ def test_alone_means_with_no_other(costs: list[int], padded: bool) -> None:
         (None, TypeError, "must give a number, not None"),
         (True, TypeError, "must give a number, not True"),
         (torch.ones(2), TypeError, "must give a number, not tensor"),
-        (float("inf"), ValueError, "costs inf, more than limit=10"),
+        (float("inf"), ValueError, "costs inf, more than budget=10"),
     ],
 )
 def test_a_bad_cost_is_an_error_at_its_item(cost: Any, kind: type[Exception], told: str) -> None:
@@ -223,13 +223,13 @@ def test_a_key_without_a_hash_by_value_is_an_error_at_its_item(key: Any) -> None
 def test_a_key_without_a_size_is_an_error_at_its_item() -> None:
     found = outcome(BucketBy(kind, {"int": 2}, collate_fn=list), 1, "a", 3)
     assert items_in(found) == [[1, 3]]
-    assert "size has no entry for the key 'str'" in str(errors_in(found)[0])
+    assert "batch_size has no entry for the key 'str'" in str(errors_in(found)[0])
 
     found = outcome(
         BucketBy(kind, lambda key: 2 if key == "int" else 0, collate_fn=list), 1, "a", 3
     )
     assert items_in(found) == [[1, 3]]
-    assert "size('str') must be at least 1" in str(errors_in(found)[0])
+    assert "batch_size('str') must be at least 1" in str(errors_in(found)[0])
 
 
 def kind(item: Any) -> str:

@@ -174,19 +174,19 @@ def test_lengths_of_repeats() -> None:
 
 @no_deadline
 @given(scripts, st.integers(1, 5))
-def test_shards_make_up_the_whole(script: list[Any], world: int) -> None:
-    shards = [outcome(Shard(rank, world), *script) for rank in range(world)]
+def test_shards_make_up_the_whole(script: list[Any], replicas: int) -> None:
+    shards = [outcome(Shard(replicas, rank), *script) for rank in range(replicas)]
     items = items_in(script)
     for rank, shard in enumerate(shards):
-        assert items_in(shard) == items_in(script[rank::world])
+        assert items_in(shard) == items_in(script[rank::replicas])
         assert errors_in(shard) == errors_in(script)
-        assert Shard(rank, world).length(len(items)) == len(items[rank::world])
+        assert Shard(replicas, rank).length(len(items)) == len(items[rank::replicas])
 
 
 def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = Shard()
     monkeypatch.delitem(sys.modules, "torch")
-    assert shard.resolved() == (0, 1)
+    assert shard.resolved() == (1, 0)
     state = SimpleNamespace(
         is_available=lambda: True,
         is_initialized=lambda: True,
@@ -196,7 +196,7 @@ def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=state))
     assert outcome(shard, *range(7)) == [1, 4]
     assert shard.length(7) == 2
-    assert outcome(Shard(0, 2), *range(4)) == [0, 2]
+    assert outcome(Shard(2, 0), *range(4)) == [0, 2]
     state.is_initialized = lambda: False
     assert outcome(shard, *range(3)) == [0, 1, 2]
     state.is_available = lambda: False

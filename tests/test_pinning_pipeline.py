@@ -45,7 +45,7 @@ def test_batches_come_on_the_device_copied_by_one_thread_and_taken_by_the_caller
     backend: str,
 ) -> None:
     fake = Counting()
-    pipe = rows(backend=backend, workers=2).batch(4).to(fake)
+    pipe = rows(backend=backend, num_workers=2).batch(4).to(fake)
     for _ in range(2):
         found = list(pipe)
         assert all(fake.holds(batch) for batch in found)
@@ -62,7 +62,7 @@ def test_batches_are_pinned_by_a_thread_that_has_entered_the_device_of_the_start
 ) -> None:
     fake = Counting()
     with taken_for_current(fake):
-        run = iter(rows(backend=backend, workers=2).batch(4).pin_memory())
+        run = iter(rows(backend=backend, num_workers=2).batch(4).pin_memory())
     found = list(run)
     assert all(fake.is_pinned(batch) for batch in found)
     assert [first_of(batch) for batch in found] == batches_of(4)
@@ -81,7 +81,7 @@ def test_the_stream_of_the_loop_waits_and_not_the_loop() -> None:
     fake = FakeAccelerator()
     seen: list[torch.Tensor] = []
     own = fake.side_stream()
-    for batch in rows(backend="threads", workers=2).batch(4).to(fake):
+    for batch in rows(backend="threads", num_workers=2).batch(4).to(fake):
         fake.launch(lambda batch=batch: seen.append(batch.clone()))
     with fake.on(own):
         for batch in rows(4).to(fake):
@@ -97,7 +97,12 @@ def test_collated_in_page_locked_slots_and_these_not_filled_before_they_are_read
     backend: str,
 ) -> None:
     fake = Counting()
-    pipe = Pipeline.from_dataset(range(40)).map(large, backend=backend, workers=2).batch(2).to(fake)
+    pipe = (
+        Pipeline.from_dataset(range(40))
+        .map(large, backend=backend, num_workers=2)
+        .batch(2)
+        .to(fake)
+    )
     seen: list[torch.Tensor] = []
     for number, batch in enumerate(pipe):
         fake.launch(lambda batch=batch: seen.append(batch[:, ::1024].clone()))
@@ -112,7 +117,9 @@ def test_collated_in_page_locked_slots_and_these_not_filled_before_they_are_read
 
 def test_results_of_workers_lie_in_page_locked_slots_if_nothing_stands_between() -> None:
     fake = Counting(manual=False)
-    pipe = Pipeline.from_dataset(range(6)).map(large, backend="fork", workers=1).take(5).to(fake)
+    pipe = (
+        Pipeline.from_dataset(range(6)).map(large, backend="fork", num_workers=1).take(5).to(fake)
+    )
     for number, item in enumerate(pipe):
         assert int(item[0]) == number
         assert fake.locked
@@ -121,15 +128,15 @@ def test_results_of_workers_lie_in_page_locked_slots_if_nothing_stands_between()
 
 def test_what_was_pinned_may_go_on_to_other_workers_and_be_repeated() -> None:
     fake = Counting()
-    pipe = rows(4).pin_memory(fake).map(torch.neg, backend="fork", workers=2).repeat(2)
+    pipe = rows(4).pin_memory(fake).map(torch.neg, backend="fork", num_workers=2).repeat(2)
     assert [int(item[0]) for item in pipe] == [0, -1, -2, -3] * 2
     assert fake.entries == [PIN_THREAD] * 2
 
 
 def test_what_goes_from_processes_to_processes_is_opened_to_be_pinned() -> None:
     fake = Counting()
-    pipe = rows(4, backend="fork", workers=1).pin_memory(fake)
-    for item in pipe.map(torch.neg, backend="fork", workers=1, fuse=False):
+    pipe = rows(4, backend="fork", num_workers=1).pin_memory(fake)
+    for item in pipe.map(torch.neg, backend="fork", num_workers=1, fuse=False):
         assert len(item) == 4
     assert len(fake.pinners) == 4
 
@@ -143,7 +150,7 @@ def test_steps_that_the_loop_itself_runs_may_come_behind() -> None:
         names.append(threading.current_thread().name)
         return -batch
 
-    pipe = rows(8, backend="threads", workers=1).batch(4).to(fake).map(on_device).enumerate()
+    pipe = rows(8, backend="threads", num_workers=1).batch(4).to(fake).map(on_device).enumerate()
     assert [(k, first_of(-batch)) for k, batch in pipe] == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])]
     assert set(names) == {threading.current_thread().name}
 
@@ -156,7 +163,9 @@ def test_the_next_item_can_be_asked_for_without_waiting() -> None:
         assert gate.wait(60)
         return row(number)
 
-    with Pipeline.from_dataset([5]).map(held, backend="threads", workers=1).to(fake).run() as run:
+    with (
+        Pipeline.from_dataset([5]).map(held, backend="threads", num_workers=1).to(fake).run() as run
+    ):
         with pytest.raises(NotReady):
             run.next_nowait()
         gate.set()
@@ -206,7 +215,7 @@ def test_what_fails_before_keeps_its_place_too() -> None:
 
 
 def test_a_run_that_is_closed_has_no_thread() -> None:
-    run = rows(backend="fork", workers=1).to(FakeAccelerator()).run()
+    run = rows(backend="fork", num_workers=1).to(FakeAccelerator()).run()
     next(run)
     run.close()
     with pytest.raises(IteratorClosed):
@@ -240,7 +249,7 @@ def test_a_state_is_behind_what_was_taken_and_where_it_was_taken_does_not_matter
 ) -> None:
     fake = Counting(manual=False)
     fake.enough = min(3, taken + 3)
-    pipe = rows(backend="threads", workers=2).batch(4).to(fake)
+    pipe = rows(backend="threads", num_workers=2).batch(4).to(fake)
     with pipe.run(seed=1) as run:
         got = [first_of(next(run)) for _ in range(taken)]
         assert fake.many.wait(60)
@@ -258,7 +267,7 @@ def test_a_state_is_behind_what_was_taken_and_where_it_was_taken_does_not_matter
     [
         (lambda pipe: pipe.prefetch(2), r"prefetch\(2\) comes behind to\("),
         (
-            lambda pipe: pipe.map(abs, backend="threads", workers=1),
+            lambda pipe: pipe.map(abs, backend="threads", num_workers=1),
             "another thread than your loop's",
         ),
         (lambda pipe: pipe.pin_memory(FakeAccelerator()), r"pin_memory\(.*comes behind to\("),
@@ -270,7 +279,7 @@ def test_a_state_is_behind_what_was_taken_and_where_it_was_taken_does_not_matter
 def test_what_another_thread_would_take_is_refused_before_anything_starts(
     behind: Any, words: str
 ) -> None:
-    pipe = behind(rows(backend="fork", workers=1).to(FakeAccelerator()))
+    pipe = behind(rows(backend="fork", num_workers=1).to(FakeAccelerator()))
     with pytest.raises(ValueError, match=words):
         iter(pipe)
 
@@ -289,7 +298,7 @@ def test_parameters_that_can_not_be_are_refused_where_they_are_given() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
 def test_without_an_accelerator_items_pass_with_a_warning_and_a_device_is_refused() -> None:
     with pytest.raises(ValueError, match="'cuda' is not there"):
-        iter(rows(backend="fork", workers=1).to("cuda"))
+        iter(rows(backend="fork", num_workers=1).to("cuda"))
     with pytest.warns(UserWarning, match="no accelerator that pins memory was found") as caught:
         assert len(list(rows().pin_memory().repeat(2))) == 24
     assert [w.filename for w in caught] == [__file__]
@@ -306,7 +315,7 @@ def test_the_cpu_changes_nothing() -> None:
 
 def test_it_is_a_line_of_the_table_the_picture_and_the_statistics() -> None:
     fake = FakeAccelerator(manual=False)
-    pipe = rows(backend="threads", workers=1).batch(4).to(fake)
+    pipe = rows(backend="threads", num_workers=1).batch(4).to(fake)
     assert "to(device=FakeAccelerator('fake:0'))  a thread of its own" in str(pipe)
     assert "n4(\"to(device=FakeAccelerator('fake:0'))\")" in pipe.to_mermaid()
     with pipe.run() as run:

@@ -157,9 +157,9 @@ def plain_skip(
 
 
 def plain_shard(
-    outcomes: Iterator[Outcome], epoch: int, rank: int, world: int
+    outcomes: Iterator[Outcome], epoch: int, replicas: int, rank: int
 ) -> Iterator[Outcome]:
-    return plain_skip(outcomes, epoch, rank, world)
+    return plain_skip(outcomes, epoch, rank, replicas)
 
 
 def plain_enumerate(outcomes: Iterator[Outcome], epoch: int, start: int) -> Iterator[Outcome]:
@@ -277,7 +277,7 @@ REORDERING = st.one_of(
     step("repeat", st.integers(0, 3)),
 )
 SHARDING = st.integers(1, 3).flatmap(
-    lambda world: step("shard", st.integers(0, world - 1), st.just(world))
+    lambda replicas: step("shard", st.just(replicas), st.integers(0, replicas - 1))
 )
 
 
@@ -380,9 +380,15 @@ def test_a_shard_is_taken_before_work_that_would_be_thrown_away_and_behind_what_
         return item % 2 == 1
 
     pipe = Pipeline.from_dataset(range(20))
-    assert list(pipe.map(counted, backend="threads", workers=1).shard(1, 4)) == [1, 5, 9, 13, 17]
+    assert list(pipe.map(counted, backend="threads", num_workers=1).shard(4, 1)) == [
+        1,
+        5,
+        9,
+        13,
+        17,
+    ]
     assert called == [1, 5, 9, 13, 17]
-    where: dict[str, Any] = {"backend": "threads", "workers": 1}
-    assert list(pipe.filter(odd, **where).shard(1, 4)) == [3, 11, 19]
-    assert list(pipe.filter(odd).map(counted, **where).shard(0, 5)) == [1, 11]
-    assert list(pipe.flat_map(lambda k: [k, k], **where).shard(1, 20)) == [0, 10]
+    where: dict[str, Any] = {"backend": "threads", "num_workers": 1}
+    assert list(pipe.filter(odd, **where).shard(4, 1)) == [3, 11, 19]
+    assert list(pipe.filter(odd).map(counted, **where).shard(5, 0)) == [1, 11]
+    assert list(pipe.flat_map(lambda k: [k, k], **where).shard(20, 1)) == [0, 10]

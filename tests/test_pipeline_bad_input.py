@@ -71,18 +71,18 @@ PLACEMENTS: dict[str, Case] = {
     ),
     "a number as backend": placed(TypeError, "name or a Backend, not 3", backend=3),
     "class as backend": placed(TypeError, r"use an instance: Threads\(\)", backend=Threads),
-    "no workers": placed(ValueError, "workers must be at least 1, got 0", **THREADS, workers=0),
-    "negative workers": placed(ValueError, "workers .*got -2", **THREADS, workers=-2),
+    "no workers": placed(ValueError, "workers must be at least 1, got 0", **THREADS, num_workers=0),
+    "negative workers": placed(ValueError, "workers .*got -2", **THREADS, num_workers=-2),
     "bool workers": placed(
-        TypeError, "workers must be a whole number, got True", **THREADS, workers=True
+        TypeError, "workers must be a whole number, got True", **THREADS, num_workers=True
     ),
     "str workers": placed(
-        TypeError, "workers must be a whole number, got '2'", **THREADS, workers="2"
+        TypeError, "workers must be a whole number, got '2'", **THREADS, num_workers="2"
     ),
     "float workers": placed(
-        TypeError, "workers must be a whole number, got 2.0", **THREADS, workers=2.0
+        TypeError, "workers must be a whole number, got 2.0", **THREADS, num_workers=2.0
     ),
-    "workers alone": placed(ValueError, "workers but no backend.*backend='threads'", workers=2),
+    "workers alone": placed(ValueError, "workers but no backend.*backend='threads'", num_workers=2),
     "timeout alone": placed(ValueError, "timeout but no backend", timeout=3),
     "no prefetch": placed(ValueError, "prefetch must be at least 1", **THREADS, prefetch=0),
     "float prefetch": placed(TypeError, "prefetch must be a whole number", **THREADS, prefetch=1.5),
@@ -157,15 +157,23 @@ SOURCES: dict[str, Case] = {
 NUMBERS: dict[str, Case] = {
     "take": (lambda: BASE.take(-1), ValueError, "take: count must be at least 0, got -1"),
     "skip": (lambda: BASE.skip(1.5), TypeError, "skip: count must be a whole number"),
-    "batch": (lambda: BASE.batch(0), ValueError, "batch: size must be at least 1"),
-    "batch of bool": (lambda: BASE.batch(True), TypeError, "batch: size must be a whole number"),
+    "batch": (lambda: BASE.batch(0), ValueError, "batch: batch_size must be at least 1"),
+    "batch of bool": (
+        lambda: BASE.batch(True),
+        TypeError,
+        "batch: batch_size must be a whole number",
+    ),
     "shuffle": (lambda: BASE.shuffle(0), ValueError, "shuffle: buffer must be at least 1"),
     "seed": (lambda: BASE.shuffle(1, seed="a"), TypeError, "shuffle: seed"),
     "repeat": (lambda: BASE.repeat(-1), ValueError, "repeat: times must be at least 0"),
     "prefetch": (lambda: BASE.prefetch(0), ValueError, "prefetch: count must be at least 1"),
-    "rank": (lambda: BASE.shard(3, 3), ValueError, "shard: rank=3 of world=3.*0 to 2"),
+    "rank": (lambda: BASE.shard(3, 3), ValueError, "shard: rank=3 of num_replicas=3.*0 to 2"),
     "rank alone": (lambda: BASE.shard(rank=1), ValueError, "shard: .*give both"),
-    "world": (lambda: BASE.shard(0, 0), ValueError, "shard: world must be at least 1"),
+    "num_replicas": (
+        lambda: BASE.shard(0, 0),
+        ValueError,
+        "shard: num_replicas must be at least 1",
+    ),
     "fork": (lambda: BASE.fork(0), ValueError, "fork: count must be at least 1"),
     "block": (lambda: BASE.interleave(BASE, block=0), ValueError, "interleave: block"),
     "limit": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: limit"),
@@ -215,8 +223,8 @@ def generator() -> Iterator[int]:
 
 
 def branch_left_over() -> Pipeline:
-    a, _, c = BASE.map(double, backend="fork", workers=1).fork(3)
-    return a.zip(c).map(str, backend="fork", workers=1)
+    a, _, c = BASE.map(double, backend="fork", num_workers=1).fork(3)
+    return a.zip(c).map(str, backend="fork", num_workers=1)
 
 
 LATE: dict[str, Case] = {
@@ -226,7 +234,7 @@ LATE: dict[str, Case] = {
         "3 branches of a fork, number 1 is never joined",
     ),
     "unpicklable function": (
-        lambda: BASE.map(functools.partial(two, threading.Lock()), backend="spawn", workers=1),
+        lambda: BASE.map(functools.partial(two, threading.Lock()), backend="spawn", num_workers=1),
         ShippingError,
         "can't be pickled",
     ),
@@ -251,7 +259,7 @@ LATE: dict[str, Case] = {
         "each element in list of batch should be of equal size",
     ),
     "flat_map of no iterable": (
-        lambda: BASE.flat_map(double, backend="fork", workers=1),
+        lambda: BASE.flat_map(double, backend="fork", num_workers=1),
         TypeError,
         "not iterable",
     ),
@@ -269,7 +277,7 @@ def test_it_is_refused_when_it_runs(build: Build, kind: type[Exception], words: 
 def test_a_generator_can_be_read_once(joined: str) -> None:
     pipe = Pipeline.from_iterable(generator())
     if joined == "behind":
-        pipe = pipe.map(double, backend="fork", workers=1)
+        pipe = pipe.map(double, backend="fork", num_workers=1)
     assert len(list(pipe)) == 3
     for again in (pipe.__iter__, pipe.run, pipe.repeat().run, lambda: next(pipe.epochs())):
         with pytest.raises(
@@ -279,7 +287,7 @@ def test_a_generator_can_be_read_once(joined: str) -> None:
 
 
 def test_what_is_wrong_with_a_repetition_comes_when_its_turn_has_come() -> None:
-    pipe = Pipeline.from_iterable(generator()).map(double, backend="threads", workers=1)
+    pipe = Pipeline.from_iterable(generator()).map(double, backend="threads", num_workers=1)
     with pipe.repeat(2).run() as run:
         assert [next(run) for _ in range(3)] == [0, 2, 4]
         with pytest.raises(ValueError, match="can be read once"):
@@ -302,7 +310,7 @@ class FailingSetup(Decoder):
 def test_a_stage_that_can_not_begin_says_so_for_each_task(backend: str, what: str) -> None:
     function: Any = double if what == "init" else FailingSetup()
     init = fails if what == "init" else None
-    where: dict[str, Any] = {"backend": backend, "workers": 1, "worker_init_fn": init}
+    where: dict[str, Any] = {"backend": backend, "num_workers": 1, "worker_init_fn": init}
     with BASE.map(function, name="my stage", **where).batch(2).run() as run:
         for _ in range(7):
             with pytest.raises(LookupError, match="isn't there") as caught:
@@ -323,7 +331,7 @@ def test_len_of_what_never_ends_names_what_is_to_blame() -> None:
 
 GAPS: dict[str, Case] = {
     "timeout nan": placed(ValueError, "timeout", **THREADS, timeout=math.nan),
-    "ordered": placed(TypeError, "ordered", **THREADS, ordered="no"),
+    "ordered": placed(TypeError, "ordered", **THREADS, in_order="no"),
     "a string for readers": (
         lambda: Pipeline.from_iterable("abc", backend="threads"),
         TypeError,
@@ -357,12 +365,12 @@ def test_a_source_may_be_told_explicitly_that_it_has_no_backend(where: dict[str,
 def test_a_class_serves_as_the_function_that_makes_an_iterable(factory: Any) -> None:
     with Pipeline.from_iterable(factory).take(3).run() as run:
         assert list(run) == [0, 1, 2]
-    with Pipeline.from_iterable(factory, backend="threads", workers=1).take(3).run() as run:
+    with Pipeline.from_iterable(factory, backend="threads", num_workers=1).take(3).run() as run:
         assert list(run) == [0, 1, 2]
 
 
 def test_what_can_not_be_sent_is_told_with_its_stage() -> None:
     lock = threading.Lock()
-    pipe = BASE.map(lambda item: (item, lock), name="my stage", backend="spawn", workers=1)
+    pipe = BASE.map(lambda item: (item, lock), name="my stage", backend="spawn", num_workers=1)
     with pytest.raises(ShippingError, match=re.escape("'my stage'")):
         pipe.run()

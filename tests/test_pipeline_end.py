@@ -50,21 +50,21 @@ class Stick:
 
 def stick_at_the_end(gate: Gate, backend: str) -> Pipeline:
     """The last stage is stuck; your loop waits for it alone."""
-    pipe = Pipeline.from_dataset(range(100)).map(abs, backend=backend, workers=2, fuse=False)
-    return pipe.map(Stick(gate), backend=backend, workers=2)
+    pipe = Pipeline.from_dataset(range(100)).map(abs, backend=backend, num_workers=2, fuse=False)
+    return pipe.map(Stick(gate), backend=backend, num_workers=2)
 
 
 def stick_in_the_middle(gate: Gate, backend: str) -> Pipeline:
     """A stage is stuck; your loop waits for a relay."""
-    pipe = Pipeline.from_dataset(range(100)).map(Stick(gate), backend=backend, workers=2)
-    pipe = pipe.batch(1, collate_fn=list).map(tuple, backend=backend, workers=2)
+    pipe = Pipeline.from_dataset(range(100)).map(Stick(gate), backend=backend, num_workers=2)
+    pipe = pipe.batch(1, collate_fn=list).map(tuple, backend=backend, num_workers=2)
     return pipe.batch(2, collate_fn=list)
 
 
 def stick_in_a_branch(gate: Gate, backend: str) -> Pipeline:
-    a, b = Pipeline.from_dataset(range(100)).map(abs, backend=backend, workers=1).fork(2)
-    return a.map(Stick(gate), backend=backend, workers=1).zip(
-        b.map(str, backend=backend, workers=1)
+    a, b = Pipeline.from_dataset(range(100)).map(abs, backend=backend, num_workers=1).fork(2)
+    return a.map(Stick(gate), backend=backend, num_workers=1).zip(
+        b.map(str, backend=backend, num_workers=1)
     )
 
 
@@ -72,7 +72,7 @@ def stick_in_a_reader(gate: Gate, backend: str) -> Pipeline:
     def read() -> Iterator[int]:
         return map(Stick(gate), itertools.count())
 
-    return Pipeline.from_iterable(read, backend=backend, workers=2).map(str)
+    return Pipeline.from_iterable(read, backend=backend, num_workers=2).map(str)
 
 
 STICKING = (stick_at_the_end, stick_in_the_middle, stick_in_a_branch, stick_in_a_reader)
@@ -132,7 +132,7 @@ def from_a_stuck_source(gate: Gate) -> Iterator[int]:
 @pytest.mark.parametrize("consuming", [True, False])
 def test_close_while_the_source_is_stuck(consuming: bool, gate: Gate) -> None:
     pipe = Pipeline.from_iterable(lambda: from_a_stuck_source(gate))
-    run = iter(pipe.map(abs, backend="threads", workers=2).batch(2, collate_fn=list))
+    run = iter(pipe.map(abs, backend="threads", num_workers=2).batch(2, collate_fn=list))
     assert next(run) == [0, 1]
     gate.await_arrivals()
     thread, found = pull_on_a_thread(run) if consuming else (threading.Thread(), [IteratorClosed])
@@ -144,8 +144,8 @@ def test_close_while_the_source_is_stuck(consuming: bool, gate: Gate) -> None:
 
 @pytest.mark.parametrize("backend", [*WORKERS, "inline", "spawn"])
 def test_close_before_anything_has_come(backend: str) -> None:
-    pipe = Pipeline.from_iterable(count).map(abs, backend=backend, workers=2)
-    pipe.map(str, backend=backend, workers=1, fuse=False).run().close()
+    pipe = Pipeline.from_iterable(count).map(abs, backend=backend, num_workers=2)
+    pipe.map(str, backend=backend, num_workers=1, fuse=False).run().close()
     if backend != "spawn":
         pipe.batch(2).prefetch(1).run().close()
         pipe.repeat().epochs().close()
@@ -156,7 +156,7 @@ def test_close_while_workers_start(gate: Gate) -> None:
     def start(worker: int) -> None:
         gate.arrive()
 
-    where: dict[str, Any] = {"backend": "fork", "workers": 2, "worker_init_fn": start}
+    where: dict[str, Any] = {"backend": "fork", "num_workers": 2, "worker_init_fn": start}
     pipe = Pipeline.from_dataset(range(9)).map(abs, **where)
     with pipe.batch(2).map(abs, **where).run():
         gate.await_arrivals(4)
@@ -172,9 +172,9 @@ def test_close_from_a_worker(shape: str) -> None:
             run.close()
         return item
 
-    pipe = Pipeline.from_dataset(range(1000)).map(close_at_5, backend="threads", workers=2)
+    pipe = Pipeline.from_dataset(range(1000)).map(close_at_5, backend="threads", num_workers=2)
     if shape == "with relays":
-        pipe = pipe.batch(1, collate_fn=list).map(tuple, backend="threads", workers=1)
+        pipe = pipe.batch(1, collate_fn=list).map(tuple, backend="threads", num_workers=1)
     run = iter(pipe)
     there.set()
     with pytest.raises(IteratorClosed):
@@ -237,8 +237,8 @@ def test_close_twice_and_from_two_threads_at_once(backend: str, gate: Gate) -> N
 
 
 def endless(backend: str) -> Pipeline:
-    pipe = Pipeline.from_iterable(count).map(abs, backend=backend, workers=2)
-    return pipe.batch(2, collate_fn=list).map(tuple, backend=backend, workers=1)
+    pipe = Pipeline.from_iterable(count).map(abs, backend=backend, num_workers=2)
+    return pipe.batch(2, collate_fn=list).map(tuple, backend=backend, num_workers=1)
 
 
 @pytest.mark.parametrize("backend", ["inline", *WORKERS])
@@ -266,10 +266,10 @@ def none_of(item: Any) -> bool:
 
 NOTHING_COMES: dict[str, Callable[[Pipeline], Pipeline]] = {
     "the loop": lambda pipe: pipe.filter(none_of),
-    "a relay": lambda pipe: pipe.filter(none_of).map(abs, backend="threads", workers=1),
-    "threads": lambda pipe: pipe.filter(none_of, backend="threads", workers=2),
+    "a relay": lambda pipe: pipe.filter(none_of).map(abs, backend="threads", num_workers=1),
+    "threads": lambda pipe: pipe.filter(none_of, backend="threads", num_workers=2),
     "threads, then a relay": lambda pipe: pipe.filter(none_of, backend="threads").batch(2),
-    "processes": lambda pipe: pipe.filter(none_of, backend="fork", workers=2),
+    "processes": lambda pipe: pipe.filter(none_of, backend="fork", num_workers=2),
 }
 
 
@@ -301,7 +301,7 @@ def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epoc
         while not stop.is_set():
             yield 1
 
-    pipe = operators(Pipeline.from_iterable(source)).map(abs, backend="threads", workers=1)
+    pipe = operators(Pipeline.from_iterable(source)).map(abs, backend="threads", num_workers=1)
     with pipe.epochs() as epochs:
         next(epochs)
         relays = epochs._machine.relays
@@ -350,7 +350,7 @@ def test_all_workers_are_told_to_leave_before_any_is_waited_for(
     gate: Gate,
 ) -> None:
     pipe, chronicle = Pipeline.from_dataset(range(1)), Chronicle()
-    pipes = [pipe.map(Stick(gate), backend=chronicle, workers=1) for _ in range(3)]
+    pipes = [pipe.map(Stick(gate), backend=chronicle, num_workers=1) for _ in range(3)]
     with pipes[0].zip(*pipes[1:]).run():
         gate.await_arrivals(3)
     assert chronicle.told.index("close") >= 3
@@ -360,7 +360,7 @@ def test_all_workers_are_told_to_leave_before_any_is_waited_for(
 @pytest.mark.timeout(25, func_only=True)  # one after the other they would take 30 s at the least
 def test_stages_that_are_stuck_end_together(gate: Gate) -> None:
     pipe = Pipeline.from_dataset(range(1))
-    pipes = [pipe.map(Stick(gate), backend="fork", workers=1) for _ in range(30)]
+    pipes = [pipe.map(Stick(gate), backend="fork", num_workers=1) for _ in range(30)]
     with pipes[0].zip(*pipes[1:]).run():
         gate.await_arrivals(30)
 
@@ -373,7 +373,7 @@ def test_workers_that_take_long_to_die_are_waited_for(
     monkeypatch.setattr("hybridloader.backends.process.GRACE", 0.0)
     before = set(multiprocessing.process._children)
     pipe = Pipeline.from_dataset(range(1))
-    pipes = [pipe.map(Stick(gate), backend="fork", workers=1) for _ in range(4)]
+    pipes = [pipe.map(Stick(gate), backend="fork", num_workers=1) for _ in range(4)]
     with pipes[0].zip(*pipes[1:]).run():
         gate.await_arrivals(4)
     assert set(multiprocessing.process._children) <= before

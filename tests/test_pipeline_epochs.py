@@ -31,8 +31,8 @@ def who(item: Any) -> tuple[int, int]:
 
 def two_stages(backend: str, count: int = 40) -> Pipeline:
     """With a relay between the stages and one behind them."""
-    pipe = Pipeline.from_dataset(range(count)).map(double, backend=backend, workers=2)
-    return pipe.batch(2, collate_fn=list).map(tuple, backend=backend, workers=2)
+    pipe = Pipeline.from_dataset(range(count)).map(double, backend=backend, num_workers=2)
+    return pipe.batch(2, collate_fn=list).map(tuple, backend=backend, num_workers=2)
 
 
 PAIRS = [(4 * k, 4 * k + 2) for k in range(20)]
@@ -76,7 +76,7 @@ def test_iterators_may_be_pulled_at_the_same_time_by_a_thread_each() -> None:
 
 @pytest.mark.parametrize("backend", WORKERS)
 def test_workers_live_through_epochs_and_repetitions(backend: str) -> None:
-    where: dict[str, Any] = {"backend": backend, "workers": 1, "fuse": False}
+    where: dict[str, Any] = {"backend": backend, "num_workers": 1, "fuse": False}
     pipe = Pipeline.from_dataset(range(6)).map(who, **where).enumerate()
     pipe = pipe.map(lambda pair: (pair[1], who(pair)), **where)
     with pipe.repeat(2).epochs(3) as epochs:
@@ -114,7 +114,7 @@ def test_the_next_epoch_does_not_wait_for_what_the_one_before_waited_for() -> No
             gate.arrive()
         return item
 
-    pipe = Pipeline.from_dataset(range(50)).map(stick, backend="threads", workers=2)
+    pipe = Pipeline.from_dataset(range(50)).map(stick, backend="threads", num_workers=2)
     with pipe.batch(1, collate_fn=list).epochs(2) as epochs:
         next(epochs)
         gate.await_arrivals()
@@ -138,7 +138,7 @@ def test_epochs_are_numbered_counted_and_end() -> None:
 
 @pytest.mark.parametrize("backend", WORKERS)
 def test_the_iterator_of_an_epoch_before_gives_nothing_of_the_next(backend: str) -> None:
-    pipe = Pipeline.from_dataset(range(10)).map(double, backend=backend, workers=1)
+    pipe = Pipeline.from_dataset(range(10)).map(double, backend=backend, num_workers=1)
     with pipe.epochs(2) as epochs:
         old = next(epochs)
         next(old)
@@ -149,7 +149,7 @@ def test_the_iterator_of_an_epoch_before_gives_nothing_of_the_next(backend: str)
 
 
 def test_the_iterator_of_an_epoch_before_can_be_closed() -> None:
-    pipe = Pipeline.from_dataset(range(10)).map(double, backend="threads", workers=1)
+    pipe = Pipeline.from_dataset(range(10)).map(double, backend="threads", num_workers=1)
     with pipe.epochs(2) as epochs:
         old = next(epochs)
         next(old)
@@ -172,7 +172,7 @@ def test_a_thread_that_was_stuck_in_an_epoch_before_does_not_end_the_next(
         return item
 
     before = {thread.ident for thread in threading.enumerate()}
-    where: dict[str, Any] = {"backend": "threads", "workers": 1}
+    where: dict[str, Any] = {"backend": "threads", "num_workers": 1}
     pipe = Pipeline.from_dataset(range(10_000)).map(double, **where).map(stuck_once)
     pipe = pipe.map(double, **where)
     with pipe.epochs(2) as epochs:
@@ -199,7 +199,7 @@ def test_the_epoch_after_a_death_has_new_workers() -> None:
         return item
 
     gate = Gate()
-    pipe = Pipeline.from_dataset(range(10)).map(die_first, backend="fork", workers=2)
+    pipe = Pipeline.from_dataset(range(10)).map(die_first, backend="fork", num_workers=2)
     with pipe.epochs(2) as epochs:
         with pytest.raises(WorkerDied, match="die_first"):
             list(next(epochs))
@@ -210,7 +210,7 @@ def test_the_epoch_after_a_death_has_new_workers() -> None:
 
 
 def shuffled(pipe: Pipeline) -> Pipeline:
-    return pipe.shuffle(100).map(double, backend="threads", workers=2).shuffle(100)
+    return pipe.shuffle(100).map(double, backend="threads", num_workers=2).shuffle(100)
 
 
 @settings(deadline=None, max_examples=20)
@@ -271,7 +271,7 @@ def random_numbers(item: int) -> float:
 
 @pytest.mark.parametrize("backend", ["fork", "shared-memory"])
 def test_workers_are_seeded_by_the_run(backend: str) -> None:
-    pipe = Pipeline.from_dataset(range(8)).map(random_numbers, backend=backend, workers=1)
+    pipe = Pipeline.from_dataset(range(8)).map(random_numbers, backend=backend, num_workers=1)
     assert list(pipe.run(seed=1)) == list(pipe.run(seed=1))
     assert list(pipe.run(seed=1)) != list(pipe.run(seed=2))
 
@@ -281,11 +281,11 @@ def test_workers_are_seeded_by_the_run(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", [*KINDS, "spawn"])
 def test_a_pickled_copy_gives_the_same(backend: str) -> None:
-    pipe = Pipeline.from_dataset(range(20)).map(double, backend=backend, workers=1)
+    pipe = Pipeline.from_dataset(range(20)).map(double, backend=backend, num_workers=1)
     if backend == "spawn":
         assert list(pickle.loads(pickle.dumps(pipe))) == list(range(0, 40, 2))
         return
-    pipe = pipe.batch(2).map(tuple, backend=backend, workers=2).shuffle(5).enumerate()
+    pipe = pipe.batch(2).map(tuple, backend=backend, num_workers=2).shuffle(5).enumerate()
     a, b = pipe.fork(2)
     pipe = a.zip(b.map(tuple)).concat(pipe.take(3))
     copy = pickle.loads(pickle.dumps(pipe))
@@ -295,7 +295,7 @@ def test_a_pickled_copy_gives_the_same(backend: str) -> None:
 
 
 EXTENSIONS: dict[str, Callable[[Pipeline], Pipeline]] = {
-    "map": lambda pipe: pipe.map(double, backend="threads", workers=1),
+    "map": lambda pipe: pipe.map(double, backend="threads", num_workers=1),
     "batch": lambda pipe: pipe.batch(3, collate_fn=list),
     "take": lambda pipe: pipe.take(1),
     "repeat": lambda pipe: pipe.repeat(),
@@ -339,8 +339,8 @@ LENGTHS: dict[str, tuple[Pipeline, float | None]] = {
     "sampler": (Pipeline.from_dataset(range(7), sampler=[1, 2]), 2),
     "function": (Pipeline.from_iterable(numbers), None),
     "list": (Pipeline.from_iterable([1, 2, 3]), 3),
-    "readers": (Pipeline.from_iterable(range(7), backend="threads", workers=1), None),
-    "map": (BASE.map(double, backend="threads", workers=1), 7),
+    "readers": (Pipeline.from_iterable(range(7), backend="threads", num_workers=1), None),
+    "map": (BASE.map(double, backend="threads", num_workers=1), 7),
     "filter": (BASE.filter(double), None),
     "flat_map": (BASE.flat_map(str), None),
     "batch": (BASE.batch(2), 4),
@@ -349,7 +349,7 @@ LENGTHS: dict[str, tuple[Pipeline, float | None]] = {
     "take 0": (BASE.filter(double).take(0), 0),
     "take of endless": (BASE.repeat().take(9), 9),
     "skip": (BASE.skip(9), 0),
-    "shard": (BASE.shard(2, 3), 2),
+    "shard": (BASE.shard(3, 2), 2),
     "repeat": (BASE.repeat(3), 21),
     "endless": (BASE.repeat(), float("inf")),
     "zip": (BASE.zip(BASE.take(2), strict=False), 2),

@@ -36,7 +36,9 @@ def test_an_exception_tells_stage_and_item(backend: str) -> None:
         return item
 
     pipe = Pipeline.from_dataset(range(20)).map(abs)
-    run = pipe.map(fail_at_7, backend=backend, workers=1, name="my stage").batch(2, collate_fn=list)
+    run = pipe.map(fail_at_7, backend=backend, num_workers=1, name="my stage").batch(
+        2, collate_fn=list
+    )
     with run.run() as items:
         assert [next(items) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
         with pytest.raises(Exception, match="seven") as caught:
@@ -82,7 +84,7 @@ def test_fusing_does_not_change_what_an_error_takes_along(backend: str) -> None:
         return item
 
     def with_fuse(fuse: bool) -> list[Any]:
-        where: dict[str, Any] = {"backend": backend, "workers": 1, "fuse": fuse}
+        where: dict[str, Any] = {"backend": backend, "num_workers": 1, "fuse": fuse}
         pipe = Pipeline.from_iterable([0, 10]).flat_map(lambda k: [k, k + 1, k + 2], **where)
         return everything(pipe.map(fail_at_1, **where).run())
 
@@ -95,7 +97,7 @@ def test_a_result_that_can_not_be_sent_is_lost_alone(backend: str) -> None:
     def lock_at_50(item: int) -> Any:
         return threading.Lock() if item == 50 else item
 
-    pipe = Pipeline.from_dataset(range(100)).map(lock_at_50, backend=backend, workers=1)
+    pipe = Pipeline.from_dataset(range(100)).map(lock_at_50, backend=backend, num_workers=1)
     expected = list(range(100))
     expected.remove(50)
     assert [item for item in everything(pipe.run()) if type(item) is int] == expected
@@ -103,13 +105,13 @@ def test_a_result_that_can_not_be_sent_is_lost_alone(backend: str) -> None:
 
 def test_an_item_that_can_not_be_sent_is_lost_alone() -> None:
     items = [*range(50), threading.Lock(), *range(51, 100)]
-    pipe = Pipeline.from_dataset(items).map(type, backend="fork", workers=1)
+    pipe = Pipeline.from_dataset(items).map(type, backend="fork", num_workers=1)
     found = everything(pipe.run())
     assert found.count(int) == 99
 
 
 def test_branches_of_a_fork_are_repeated_together_or_not_at_all() -> None:
-    a, b = Pipeline.from_dataset(range(4)).map(abs, backend="threads", workers=1).fork(2)
+    a, b = Pipeline.from_dataset(range(4)).map(abs, backend="threads", num_workers=1).fork(2)
     with a.zip(b).repeat(2).run() as run:
         assert list(run) == [(k, k) for k in [0, 1, 2, 3] * 2]
     with pytest.raises(ValueError, match="repeated apart from the others"):

@@ -32,8 +32,8 @@ def count() -> Iterator[int]:
 
 
 def endless(backend: str, most: int) -> Pipeline:
-    pipe = Pipeline.from_iterable(count).map(abs, backend=backend, workers=2)
-    pipe = pipe.batch(2, collate_fn=list).map(tuple, backend=backend, workers=1)
+    pipe = Pipeline.from_iterable(count).map(abs, backend=backend, num_workers=2)
+    pipe = pipe.batch(2, collate_fn=list).map(tuple, backend=backend, num_workers=1)
     return pipe.take(most)
 
 
@@ -47,7 +47,7 @@ def pids(item: Any) -> Any:
 def test_a_worker_that_is_killed_is_told_with_its_stage(backend: str, victim: int) -> None:
     pipe = Pipeline.from_iterable(count)
     for name in ("first", "second", "third"):
-        pipe = pipe.map(pids, backend=backend, workers=1, name=f"the {name}", fuse=False)
+        pipe = pipe.map(pids, backend=backend, num_workers=1, name=f"the {name}", fuse=False)
     run = iter(pipe)
     found = next(run)
     os.kill(found[victim], signal.SIGKILL)
@@ -68,8 +68,10 @@ def test_a_thread_that_exits_is_told_with_its_stage() -> None:
             sys.exit("enough")
         return item
 
-    pipe = Pipeline.from_iterable(count).map(abs, backend="threads", workers=1)
-    pipe = pipe.map(leave_at_5, backend="threads", workers=1, fuse=False).batch(1, collate_fn=list)
+    pipe = Pipeline.from_iterable(count).map(abs, backend="threads", num_workers=1)
+    pipe = pipe.map(leave_at_5, backend="threads", num_workers=1, fuse=False).batch(
+        1, collate_fn=list
+    )
     run = iter(pipe)
     with pytest.raises(WorkerDied, match=r"stage 'map\(leave_at_5\)'.*SystemExit: enough"):
         for _ in run:

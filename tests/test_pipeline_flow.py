@@ -106,7 +106,7 @@ def test_it_reads_no_further_than_window_and_relay(workers: int, prefetch: int |
         return item
 
     pipe = Pipeline.from_iterable(source)
-    pipe = pipe.map(work, backend="threads", workers=workers, prefetch=prefetch)
+    pipe = pipe.map(work, backend="threads", num_workers=workers, prefetch=prefetch)
     most = min(2 * workers, prefetch or 2 * workers) + RELAY
     with pipe.run() as run:
         until(lambda: source.read >= most)
@@ -137,7 +137,7 @@ def test_prefetch_is_made_use_of_while_the_loop_is_busy() -> None:
         made.append(item)
         return item
 
-    pipe = Pipeline.from_dataset(range(200)).map(make, backend=backend, workers=2, prefetch=40)
+    pipe = Pipeline.from_dataset(range(200)).map(make, backend=backend, num_workers=2, prefetch=40)
     with pipe.run() as run:
         assert next(run) == 0
         (relay,) = run._machine.relays.values()
@@ -148,7 +148,7 @@ def test_prefetch_is_made_use_of_while_the_loop_is_busy() -> None:
 @pytest.mark.usefixtures("quick")
 def test_prefetch_bounds_what_is_read_of_quick_work_too() -> None:
     source = Reading(2000)
-    pipe = Pipeline.from_iterable(source).map(abs, backend="threads", workers=1, prefetch=2)
+    pipe = Pipeline.from_iterable(source).map(abs, backend="threads", num_workers=1, prefetch=2)
     with pipe.run() as run:
         relays = run._machine.relays.values()
         for item in run:
@@ -162,7 +162,7 @@ def test_prefetch_bounds_what_is_read_of_quick_work_too() -> None:
 @pytest.mark.usefixtures("quick")
 def test_prefetch_bounds_what_readers_read() -> None:
     source = Reading(2000)
-    pipe = Pipeline.from_iterable(lambda: source, backend="threads", workers=1, prefetch=2)
+    pipe = Pipeline.from_iterable(lambda: source, backend="threads", num_workers=1, prefetch=2)
     with pipe.run() as run:
         assert source.take_all(run) == list(range(2000))
     assert source.furthest <= 2 + 2 + RELAY + 1
@@ -230,7 +230,7 @@ def test_buffer_bytes_holds_for_a_pipeline(workers: int, fitting: int, size: int
         return Sized(size)
 
     pipe = Pipeline.from_dataset(range(100))
-    where: dict[str, Any] = {"backend": "threads", "workers": workers, "prefetch": 100}
+    where: dict[str, Any] = {"backend": "threads", "num_workers": workers, "prefetch": 100}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hybridloader.worker.perf_counter", itertools.count().__next__)
         with pipe.map(make, buffer_bytes=fitting * (size + 100), **where).run() as run:
@@ -255,8 +255,8 @@ def test_one_slow_item_does_not_idle_the_other_workers(ordered: bool) -> None:
         done.add(item)
         return item
 
-    where: dict[str, Any] = {"backend": "threads", "workers": 3, "prefetch": 15}
-    pipe = Pipeline.from_dataset(range(15)).map(work, ordered=ordered, **where)
+    where: dict[str, Any] = {"backend": "threads", "num_workers": 3, "prefetch": 15}
+    pipe = Pipeline.from_dataset(range(15)).map(work, in_order=ordered, **where)
     with pipe.run() as run:
         gate.await_arrivals()
         # All but the slow one, and the one that was handed to the same worker behind it.
@@ -277,7 +277,7 @@ def test_results_that_are_there_are_not_held_up_by_a_source_that_has_stopped(sta
 
     pipe = Pipeline.from_iterable(source)
     for _ in range(stages):
-        pipe = pipe.map(abs, backend="threads", workers=2, fuse=False)
+        pipe = pipe.map(abs, backend="threads", num_workers=2, fuse=False)
     with pipe.run() as run:
         assert [next(run) for _ in range(9)] == list(range(9))
         gate.open()
@@ -292,7 +292,7 @@ def test_a_stage_does_not_spin_while_its_source_has_nothing() -> None:
             until(lambda: backend.asleep.is_set() or len(backend.waits) > most)
             yield k
 
-    with Pipeline.from_iterable(source).map(abs, backend=backend, workers=1).run() as run:
+    with Pipeline.from_iterable(source).map(abs, backend=backend, num_workers=1).run() as run:
         assert list(run) == list(range(20))
     # For each item: one sleep until it came, one until it was done, and one that came to nothing.
     assert len(backend.waits) <= 3 * 21
@@ -411,6 +411,10 @@ def test_an_item_that_can_not_be_weighed_holds_nothing_up() -> None:
     for item in (Unweighable(), inside_itself):
         assert size_of(item) > 0
         pipe = Pipeline.from_iterable(range(9)).map(
-            lambda _, item=item: item, backend="threads", workers=2, buffer_bytes=1000, timeout=30
+            lambda _, item=item: item,
+            backend="threads",
+            num_workers=2,
+            buffer_bytes=1000,
+            timeout=30,
         )
         assert len(list(pipe)) == 9

@@ -69,8 +69,8 @@ def pairs(*numbers: int) -> list[Event]:
 
 # -- one row -----------------------------------------------------------------------------------------
 
-THREADS: dict[str, Any] = {"backend": "threads", "workers": 2}
-PLACES = [{}, {"backend": "inline"}, THREADS, {"backend": "fork", "workers": 2}]
+THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
+PLACES = [{}, {"backend": "inline"}, THREADS, {"backend": "fork", "num_workers": 2}]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=["nobody", "inline", "threads", "fork"])
@@ -98,7 +98,7 @@ def test_sources_and_readers_that_fail_and_go_on_keep_their_rows() -> None:
     ]
     for policy in ("raise", "skip"):
         readers = Pipeline.from_iterable(
-            Failing(3, 1), workers=2, backend="threads", on_error=policy
+            Failing(3, 1), num_workers=2, backend="threads", on_error=policy
         )
         found = events(iter(Pipeline.zip(readers, numbers)))
         errors = [("error", "ValueError: 1")] * 2 if policy == "raise" else []
@@ -213,7 +213,7 @@ def test_a_generator_that_fails_is_over_and_says_so() -> None:
     numbers = Pipeline.from_dataset(range(6))
     for source in (
         Pipeline.from_iterable(three),
-        Pipeline.from_iterable(three, backend="threads", workers=1),
+        Pipeline.from_iterable(three, backend="threads", num_workers=1),
     ):
         lost = events(iter(source.concat(numbers)))
         assert lost[:2] == [("item", 0), ("error", "ValueError: 1")]
@@ -272,7 +272,7 @@ def test_a_reader_that_can_not_be_opened_says_so_once_and_the_others_go_on(backe
             raise ValueError("open")
         return iter(range(3))
 
-    pipe = Pipeline.from_iterable(part, backend=backend, workers=2)
+    pipe = Pipeline.from_iterable(part, backend=backend, num_workers=2)
     with pipe.run() as run:
         assert events(run) == [("error", "ValueError: open"), *(("item", n) for n in range(3))]
 
@@ -367,7 +367,7 @@ def extended(before: Branch, step: str, place: dict[str, Any]) -> Branch:
             "take": lambda: pipe.take(5),
             "drop": lambda: pipe.skip(2),
             "enumerate": lambda: pipe.enumerate().prefetch(2),
-            "shard": lambda: pipe.enumerate().shard(0, 2),
+            "shard": lambda: pipe.enumerate().shard(2, 0),
         }
         pipe = steps[step]()
     return Branch(f"{before.told}.{step}", pipe, tuple(found))

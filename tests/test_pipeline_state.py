@@ -92,7 +92,7 @@ def test_work_is_not_done_again_where_the_parameters_say_what_was_had() -> None:
 
     def make() -> Pipeline:
         pipe = Pipeline.from_dataset(range(100), shuffle=True, seed=1).shuffle(20, seed=2).map(work)
-        pipe = pipe.enumerate().skip(3).take(90).shard(0, 2).batch(4, collate_fn=list)
+        pipe = pipe.enumerate().skip(3).take(90).shard(2, 0).batch(4, collate_fn=list)
         other = Pipeline.from_dataset(range(1000)).prefetch(3)
         return pipe.zip(other, strict=False).map(behind)
 
@@ -195,7 +195,9 @@ def test_a_state_is_a_new_dict_each_time() -> None:
 
 
 def test_a_state_counts_what_was_given_and_not_what_lies_ready() -> None:
-    pipe = Pipeline.from_dataset(range(40)).map(changed, backend="threads", workers=2, prefetch=9)
+    pipe = Pipeline.from_dataset(range(40)).map(
+        changed, backend="threads", num_workers=2, prefetch=9
+    )
     with pipe.prefetch(5).run() as run:
         assert saved(run)["given"] == 0
         for number in range(1, 10):
@@ -208,7 +210,7 @@ def test_a_state_counts_what_was_given_and_not_what_lies_ready() -> None:
 
 def test_a_state_can_be_taken_from_any_thread() -> None:
     pipe = Pipeline.from_dataset(range(3000), shuffle=True).shuffle(9)
-    pipe = pipe.map(changed, backend="threads", workers=1).batch(2, collate_fn=list)
+    pipe = pipe.map(changed, backend="threads", num_workers=1).batch(2, collate_fn=list)
     states: list[Any] = []
     with pipe.run() as run:
         over = threading.Event()
@@ -231,7 +233,7 @@ def test_a_state_can_be_taken_from_any_thread() -> None:
 def test_a_run_that_has_ended_goes_on_with_nothing_and_starts_nothing() -> None:
     started: list[int] = []
     pipe = Pipeline.from_dataset(range(4)).map(
-        changed, backend="threads", workers=1, worker_init_fn=started.append
+        changed, backend="threads", num_workers=1, worker_init_fn=started.append
     )
     with pipe.run(epoch=2) as run:
         whole = list(run)
@@ -248,7 +250,9 @@ def test_a_run_that_has_ended_goes_on_with_nothing_and_starts_nothing() -> None:
 
 
 def test_loading_is_the_same_as_running_with_a_state() -> None:
-    pipe = Pipeline.from_dataset(range(30), shuffle=True).map(changed, backend="threads", workers=1)
+    pipe = Pipeline.from_dataset(range(30), shuffle=True).map(
+        changed, backend="threads", num_workers=1
+    )
     with pipe.run(epoch=3) as run:
         events(run, 12)
         state, rest = saved(run), events(run)
@@ -261,7 +265,7 @@ def test_loading_is_the_same_as_running_with_a_state() -> None:
 
 
 def test_a_state_does_not_hold_the_run() -> None:
-    pipe = Pipeline.from_dataset(range(30)).map(changed, backend="threads", workers=1)
+    pipe = Pipeline.from_dataset(range(30)).map(changed, backend="threads", num_workers=1)
     gc.disable()
     try:
         before = threading.active_count()
@@ -281,7 +285,7 @@ def test_a_state_does_not_hold_the_run() -> None:
 @pytest.mark.parametrize("backend", ["fork", "shared-memory", "spawn"])
 def test_processes_go_on_too(backend: str) -> None:
     # A fresh process takes more than 2 s to import all this: there the four steps share two.
-    place: dict[str, Any] = {"backend": backend, "workers": 2, "fuse": backend == "spawn"}
+    place: dict[str, Any] = {"backend": backend, "num_workers": 2, "fuse": backend == "spawn"}
 
     def make(**place: Any) -> Pipeline:
         pipe = Pipeline.from_dataset(range(60)).filter(kept_number, **place)
@@ -313,7 +317,7 @@ def test_readers_begin_anew_and_what_was_had_is_dropped(backend: str) -> None:
         info: Any = get_worker_info()
         return iter(range(info.id, 40, info.num_workers) if info else range(40))
 
-    pipe = Pipeline.from_iterable(read, backend=backend, workers=3).batch(2, collate_fn=list)
+    pipe = Pipeline.from_iterable(read, backend=backend, num_workers=3).batch(2, collate_fn=list)
     with pipe.run() as run:
         events(run, 5)
         state, rest = saved(run), list(run)

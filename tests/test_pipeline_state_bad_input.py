@@ -18,7 +18,7 @@ started: list[int] = []
 
 
 def make(count: int = 20, size: int = 2, **place: Any) -> Pipeline:
-    place = place or {"backend": "threads", "workers": 1, "worker_init_fn": started.append}
+    place = place or {"backend": "threads", "num_workers": 1, "worker_init_fn": started.append}
     pipe = Pipeline.from_dataset(range(count), shuffle=True).map(abs, **place)
     return pipe.batch(size, collate_fn=list)
 
@@ -106,7 +106,7 @@ def test_what_is_wrong_is_said_before_anything_is_started(name: str) -> None:
             r"number 3 is 'batch\(2, .*' in the state and 'nothing more' in this",
         ),
         (
-            make(backend="threads", workers=1, on_error="skip"),
+            make(backend="threads", num_workers=1, on_error="skip"),
             r"number 2 is 'map\(abs\)' in the state and 'map\(abs\) with on_error=Skip",
         ),
         (make().concat(make()), r"number 0 is 'from_dataset.* and 'concat"),
@@ -125,7 +125,7 @@ def test_branches_forks_readers_and_shards_must_agree() -> None:
         return iter(range(9))
 
     def readers(workers: int) -> Pipeline:
-        return Pipeline.from_iterable(read, backend="threads", workers=workers)
+        return Pipeline.from_iterable(read, backend="threads", num_workers=workers)
 
     def forked(second: bool) -> Pipeline:
         pipe = Pipeline.from_dataset(range(9))
@@ -133,8 +133,8 @@ def test_branches_forks_readers_and_shards_must_agree() -> None:
         _, third = pipe.map(abs).fork()
         return one.zip(third if second else other)
 
-    def ranked(world: int) -> Pipeline:
-        sampler = DistributedShuffleSampler(9, 0, rank=0, world=world)
+    def ranked(replicas: int) -> Pipeline:
+        sampler = DistributedShuffleSampler(9, 0, num_replicas=replicas, rank=0)
         return Pipeline.from_dataset(range(9), sampler=sampler)
 
     line = Pipeline.from_dataset(range(9))
@@ -142,7 +142,7 @@ def test_branches_forks_readers_and_shards_must_agree() -> None:
         (ranked(2), ranked(3), r"for 2 ranks' in the state and .* for 3 ranks'"),
         (line.zip(line), line.zip(line.map(abs)), r"nothing more.*\| map\(abs\)"),
         (readers(2), readers(3), r"'2 x read\(read\)' in the state and '3 x read"),
-        (line.shard(0, 2), line.shard(1, 2), r"shard\(0, 2\).*shard\(1, 2\)"),
+        (line.shard(2, 0), line.shard(2, 1), r"num_replicas=2, rank=0.*num_replicas=2, rank=1"),
         (line.fork(1)[0], line, "of fork 0"),
     ):
         state = a_state(one, 1)
@@ -155,8 +155,8 @@ def test_where_and_how_fast_need_not_agree() -> None:
     rest = list(make().run(state=state))
     for pipe in (
         make(backend="inline"),
-        make(backend="threads", workers=3, prefetch=1, fuse=False),
-        make(backend="fork", workers=1),
+        make(backend="threads", num_workers=3, prefetch=1, fuse=False),
+        make(backend="fork", num_workers=1),
         make().prefetch(4),
     ):
         assert list(pipe.run(state=state)) == rest
@@ -190,7 +190,7 @@ def test_a_state_is_loaded_before_the_first_item() -> None:
 
 
 def test_what_is_unordered_has_no_state_but_between_epochs() -> None:
-    pipe = make(backend="threads", workers=2, ordered=False)
+    pipe = make(backend="threads", num_workers=2, in_order=False)
     with pipe.run() as run:
         assert saved(run)["given"] == 0
         next(run)
@@ -200,7 +200,7 @@ def test_what_is_unordered_has_no_state_but_between_epochs() -> None:
         assert saved(run)["finished"]
 
 
-@pytest.mark.parametrize("place", [{}, {"backend": "threads", "workers": 2}])
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
 @pytest.mark.parametrize("behind", ["source", "filter"])
 def test_data_that_have_become_fewer_are_noticed(place: dict[str, Any], behind: str) -> None:
     def shrinking(count: int) -> Pipeline:

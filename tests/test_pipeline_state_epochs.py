@@ -21,7 +21,7 @@ def fails(item: int) -> int:
     return item
 
 
-@pytest.mark.parametrize("place", [{}, {"backend": "threads", "workers": 2}])
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
 @pytest.mark.parametrize("stop", range(11))
 def test_an_error_in_the_place_of_an_item_counts_as_one(place: dict[str, Any], stop: int) -> None:
     pipe = (
@@ -48,7 +48,7 @@ def test_errors_do_not_have_work_done_again_where_each_item_stands_for_itself() 
     assert work.calls == 11
 
 
-@pytest.mark.parametrize("place", [{}, {"backend": "threads", "workers": 2}])
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
 def test_what_is_left_out_is_left_out_again(place: dict[str, Any]) -> None:
     pipe = Pipeline.from_dataset(range(40)).map(fails, on_error="skip", **place)
     pipe = pipe.batch(3, collate_fn=list)
@@ -78,7 +78,7 @@ def test_a_timeout_is_not_in_the_place_of_an_item() -> None:
                 found.append(next(run))
         return found
 
-    with pipe.map(wait, backend="threads", workers=1, timeout=0.05).run() as run:
+    with pipe.map(wait, backend="threads", num_workers=1, timeout=0.05).run() as run:
         assert rest(run, 1) == [0]
         with pytest.raises(WorkerTimeout):
             next(run)
@@ -92,7 +92,7 @@ def test_a_timeout_is_not_in_the_place_of_an_item() -> None:
 
 def shuffled() -> Pipeline:
     pipe = Pipeline.from_dataset(range(10), shuffle=True).shuffle(3)
-    return pipe.map(changed, backend="threads", workers=2).batch(2, collate_fn=list)
+    return pipe.map(changed, backend="threads", num_workers=2).batch(2, collate_fn=list)
 
 
 @pytest.mark.parametrize("stop", range(22))

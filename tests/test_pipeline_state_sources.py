@@ -49,7 +49,9 @@ def generator(seed: int) -> torch.Generator:
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "ShuffleSampler": lambda: ShuffleSampler(1500, seed=1),
     "ShuffleSampler, a full mark": lambda: ShuffleSampler(2048, seed=1),
-    "DistributedShuffleSampler": lambda: DistributedShuffleSampler(4000, seed=2, rank=1, world=3),
+    "DistributedShuffleSampler": lambda: DistributedShuffleSampler(
+        4000, seed=2, num_replicas=3, rank=1
+    ),
     "WeightedSampler": lambda: WeightedSampler(LENGTHS, 1500, seed=3),
     "RandomSampler": lambda: RandomSampler(range(1500)),
     "RandomSampler, its generator": lambda: RandomSampler(range(1500), generator=generator(5)),
@@ -96,9 +98,9 @@ def test_samplers(name: str, behind: str) -> None:
     def make() -> Pipeline:
         pipe = Pipeline.from_dataset(range(5000), sampler=SAMPLERS[name]())
         # A window of a stage is ahead of what is given.
-        pipe = pipe.map(abs, backend="threads", workers=1, prefetch=64)
+        pipe = pipe.map(abs, backend="threads", num_workers=1, prefetch=64)
         if behind == "filter":
-            pipe = pipe.filter(lambda x: x % 9, backend="threads", workers=1)
+            pipe = pipe.filter(lambda x: x % 9, backend="threads", num_workers=1)
         return (pipe.shuffle(9) if behind == "shuffle" else pipe).batch(16, collate_fn=list)
 
     check(make, (70,) if behind else (0, 1, 70))
@@ -292,7 +294,7 @@ ITERABLES: dict[str, Callable[[], Any]] = {
 def test_iterables(name: str, behind: bool) -> None:
     def make() -> Pipeline:
         pipe = Pipeline.from_iterable(ITERABLES[name]())
-        pipe = pipe.map(repr, backend="threads", workers=1, prefetch=3)
+        pipe = pipe.map(repr, backend="threads", num_workers=1, prefetch=3)
         return pipe.shuffle(5) if behind else pipe
 
     check(make, (130, 300) if behind else (0, 256))
@@ -361,7 +363,7 @@ def test_a_state_that_can_not_be_told_troubles_only_who_asks_for_it() -> None:
 
 
 def cached(path: Any = None) -> Pipeline:
-    pipe = Pipeline.from_dataset(range(12), shuffle=True).map(str, backend="threads", workers=1)
+    pipe = Pipeline.from_dataset(range(12), shuffle=True).map(str, backend="threads", num_workers=1)
     return pipe.cache(path).shuffle(2)
 
 

@@ -112,8 +112,8 @@ def test_portions_of_one_stage_do_not_decide_those_of_the_next() -> None:
     def peers(item: int) -> int:
         return len(sys._getframe(1).f_locals["items"])  # of the task
 
-    pipe = Pipeline.from_dataset(range(1000)).map(abs, backend="fork", workers=1)
-    pipe = pipe.map(peers, backend="fork", workers=2, prefetch=2)
+    pipe = Pipeline.from_dataset(range(1000)).map(abs, backend="fork", num_workers=1)
+    pipe = pipe.map(peers, backend="fork", num_workers=2, prefetch=2)
     assert max(pipe) <= 2
 
 
@@ -130,12 +130,12 @@ def test_next_nowait_says_not_ready_and_loses_nothing(backend: str, behind: str)
             gate.arrive()
         return item
 
-    pipe = Pipeline.from_dataset(range(30)).map(work, backend=backend, workers=2)
+    pipe = Pipeline.from_dataset(range(30)).map(work, backend=backend, num_workers=2)
     expected: list[Any] = list(range(30))
     if behind == "batches":
         pipe, expected = pipe.batch(1, collate_fn=list), [[k] for k in expected]
     elif behind == "stages":
-        pipe = pipe.flat_map(lambda k: [k, -k], backend=backend, workers=2, fuse=False)
+        pipe = pipe.flat_map(lambda k: [k, -k], backend=backend, num_workers=2, fuse=False)
         expected = [sign * k for k in expected for sign in (1, -1)]
     with pipe.run() as run:
         gate.await_arrivals()
@@ -166,7 +166,7 @@ def _patiently(run: Any, ways: Iterator[bool]) -> Iterator[Any]:
     st.sampled_from(KINDS),
 )
 def test_next_and_next_nowait_may_be_mixed(ways: list[bool], count: int, backend: str) -> None:
-    pipe = Pipeline.from_iterable(range(count)).map(abs, backend=backend, workers=2).skip(1)
+    pipe = Pipeline.from_iterable(range(count)).map(abs, backend=backend, num_workers=2).skip(1)
     with pipe.run() as run:
         assert list(_patiently(run, itertools.cycle(ways))) == list(range(1, count))
 
@@ -203,18 +203,18 @@ def test_readers_are_read_in_turn_whatever_comes_at_once(
         patch.setattr("hybridloader.running.flow._Turns.draw", lambda self, most: next(sizes))
         if isinstance(patience, float):
             patch.setattr("hybridloader.running.readers._READING", patience)
-        pipe = Pipeline.from_iterable(Shards(lengths), backend=backend, workers=len(lengths))
+        pipe = Pipeline.from_iterable(Shards(lengths), backend=backend, num_workers=len(lengths))
         assert list(pipe) == expected
         assert list(pipe.enumerate().map(list)) == [[*pair] for pair in enumerate(expected)]
 
 
 def test_readers_are_read_again_in_every_repetition() -> None:
-    pipe = Pipeline.from_iterable(range(5), backend="threads", workers=1)
+    pipe = Pipeline.from_iterable(range(5), backend="threads", num_workers=1)
     assert list(pipe.repeat(2)) == list(range(5)) * 2
 
 
 def test_readers_are_read_again_in_every_epoch() -> None:
-    pipe = Pipeline.from_iterable(range(5), backend="threads", workers=1)
+    pipe = Pipeline.from_iterable(range(5), backend="threads", num_workers=1)
     assert [list(epoch) for epoch in pipe.epochs(3)] == [list(range(5))] * 3
 
 
@@ -223,7 +223,7 @@ def test_what_readers_had_at_hand_does_not_show_in_the_next_epoch(
 ) -> None:
     monkeypatch.setattr("hybridloader.running.flow._Turns.draw", lambda self, most: 5)
     monkeypatch.setattr("hybridloader.running.readers._READING", 1e9)
-    pipe = Pipeline.from_iterable(range(100), backend="threads", workers=1)
+    pipe = Pipeline.from_iterable(range(100), backend="threads", num_workers=1)
     with pipe.epochs(2) as epochs:
         first = next(epochs)
         assert [next(first) for _ in range(7)] == list(range(7))
@@ -240,7 +240,7 @@ def test_a_slow_reader_keeps_its_turn() -> None:
                     gate.arrive()
                 yield item
 
-    pipe = Pipeline.from_iterable(Slow([3, 3]), backend="threads", workers=2)
+    pipe = Pipeline.from_iterable(Slow([3, 3]), backend="threads", num_workers=2)
     with pipe.run() as run:
         assert [next(run), next(run)] == [(0, 0), (1, 0)]
         gate.await_arrivals()
@@ -252,9 +252,9 @@ def test_a_slow_reader_keeps_its_turn() -> None:
 
 @pytest.mark.parametrize("backend", KINDS)
 def test_one_reader_gives_each_item_of_an_unsharded_iterable_once(backend: str) -> None:
-    pipe = Pipeline.from_iterable(range(300), backend=backend, workers=1)
+    pipe = Pipeline.from_iterable(range(300), backend=backend, num_workers=1)
     assert list(pipe) == list(range(300))
-    assert list(pipe.map(abs, backend="threads", workers=3)) == list(range(300))
+    assert list(pipe.map(abs, backend="threads", num_workers=3)) == list(range(300))
 
 
 def test_a_reader_that_was_held_up_before_its_first_item_has_not_ended(
@@ -266,7 +266,9 @@ def test_a_reader_that_was_held_up_before_its_first_item_has_not_ended(
         monotonic = staticmethod(itertools.count().__next__)
 
     monkeypatch.setattr("hybridloader.running.readers.time", Stalling)
-    assert list(Pipeline.from_iterable(range(9), backend="threads", workers=1)) == list(range(9))
+    assert list(Pipeline.from_iterable(range(9), backend="threads", num_workers=1)) == list(
+        range(9)
+    )
 
 
 # -- threads in workers ----------------------------------------------------------------------------
@@ -281,7 +283,7 @@ def test_threads_of_a_worker_work_at_the_same_time(backend: str) -> None:
         together.wait()
         return item, os.getpid(), threading.get_ident()
 
-    where: dict[str, Any] = {"backend": backend, "workers": 1, "threads_per_worker": 3}
+    where: dict[str, Any] = {"backend": backend, "num_workers": 1, "threads_per_worker": 3}
     found = list(Pipeline.from_dataset(range(12)).map(meet, **where))
     assert [item for item, _, _ in found] == list(range(12))
     assert len({pid for _, pid, _ in found}) == 1

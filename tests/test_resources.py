@@ -84,7 +84,7 @@ def epochs_of_a_loader(backend: str) -> Iterator[Any]:
 
 
 def epochs_of_a_pipeline(backend: str) -> Iterator[Any]:
-    pipe = Pipeline.from_dataset(Rows(8), backend=backend, workers=2)
+    pipe = Pipeline.from_dataset(Rows(8), backend=backend, num_workers=2)
     with pipe.batch(2, collate_fn=np.stack).prefetch(2).epochs() as epochs:
         for epoch in epochs:
             yield [int(batch[1][0]) for batch in epoch]
@@ -286,7 +286,7 @@ def test_a_memory_limit_that_a_worker_reaches_is_the_error_of_that_sample(backen
     where: dict[str, Any] = {"backend": backend, "worker_init_fn": limit_memory}
     greedy: Any = Greedy()
     loader = DataLoader(greedy, None, num_workers=1, **where)
-    pipe = Pipeline.from_dataset(greedy, workers=1, **where)
+    pipe = Pipeline.from_dataset(greedy, num_workers=1, **where)
     for batches in (iter(loader), iter(pipe)):
         found = [next(batches) for _ in range(3)]
         with pytest.raises(MemoryError) as caught:

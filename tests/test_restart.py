@@ -299,7 +299,7 @@ def test_a_shard_is_read_on_behind_what_was_delivered(
 
 def test_readers_of_a_pipeline_go_on_behind_what_was_delivered(tmp_path: Path) -> None:
     pipe = Pipeline.from_iterable(
-        Shards(Once(tmp_path)), backend="fork", workers=2, on_worker_death="restart"
+        Shards(Once(tmp_path)), backend="fork", num_workers=2, on_worker_death="restart"
     )
     expected = [100 * worker + number for number in range(LENGTH // 2) for worker in range(2)]
     assert list(pipe.run()) == expected
@@ -323,7 +323,7 @@ def test_stages_replace_their_workers_and_what_went_from_one_to_the_next_is_sent
             killed()
         return index, int(tensor.sum())
 
-    where: dict[str, Any] = {"backend": "fork", "workers": 2, "on_worker_death": "restart"}
+    where: dict[str, Any] = {"backend": "fork", "num_workers": 2, "on_worker_death": "restart"}
     pipe = Pipeline.from_iterable(range(LENGTH)).map(grow, **where).map(shrink, fuse=False, **where)
     with pipe.run() as run:
         assert list(run) == [(index, index << 18) for index in range(LENGTH)]

@@ -22,7 +22,7 @@ nan, inf = float("nan"), float("inf")
 
 
 def ranked(**changed: Any) -> Any:
-    given = {"n_or_data_source": 10, "seed": 0, "rank": 0, "world": 2, **changed}
+    given = {"dataset": 10, "seed": 0, "num_replicas": 2, "rank": 0, **changed}
     return DistributedShuffleSampler(**given)
 
 
@@ -39,7 +39,7 @@ def budgeted(lengths: Any = (1, 2), budget: Any = 9, **changed: Any) -> Any:
 
 
 TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: ShuffleSampler(-1, 0), ValueError, "n_or_data_source must be at least 0, got -1"),
+    (lambda: ShuffleSampler(-1, 0), ValueError, "data_source must be at least 0, got -1"),
     (lambda: ShuffleSampler(2**62 + 1, 0), ValueError, "must be at most 4611686018427387904"),
     (lambda: ShuffleSampler(True, 0), TypeError, "must be a whole number, got True"),
     (lambda: ShuffleSampler(1.5, 0), TypeError, "something with a length, got float"),  # type: ignore[arg-type]
@@ -59,11 +59,11 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Permutation(5, 0)[1.0], TypeError, "a position must be a whole number"),  # type: ignore[index]
     (lambda: ranked(rank=2), ValueError, "rank must be at most 1, got 2"),
     (lambda: ranked(rank=-1), ValueError, "rank must be at least 0"),
-    (lambda: ranked(world=0), ValueError, "world must be at least 1, got 0"),
+    (lambda: ranked(num_replicas=0), ValueError, "num_replicas must be at least 1, got 0"),
     (lambda: ranked(uneven="equal"), ValueError, "'pad', 'drop' or 'exact', got 'equal'"),
     (lambda: ranked(shuffle=1), TypeError, "shuffle must be True or False, got 1"),
     (
-        lambda: ranked(n_or_data_source=1, uneven="drop"),
+        lambda: ranked(dataset=1, uneven="drop"),
         ValueError,
         "leaves nothing of 1 samples for 2 ranks; use 'pad' or 'exact'",
     ),
@@ -118,7 +118,7 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: budgeted(max_size=0), ValueError, "max_size must be at least 1"),
     (lambda: budgeted(padded=1), TypeError, "padded must be True or False"),
-    (lambda: budgeted(oversize="drop"), ValueError, "'error', 'alone' or 'skip', got 'drop'"),
+    (lambda: budgeted(oversize="drop"), ValueError, "'raise', 'skip' or 'alone', got 'drop'"),
     (
         lambda: budgeted([2**62, 2**62], 2**62, padded=False),
         ValueError,

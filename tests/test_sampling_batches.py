@@ -142,7 +142,7 @@ def test_budgets(
             oversize=oversize, shuffle=shuffle, epoch=epoch,
         )  # fmt: skip
 
-    if above and oversize == "error":
+    if above and oversize == "raise":
         with pytest.raises(ValueError, match=f"sample {min(above)} has length"):
             make()
         return

@@ -16,59 +16,61 @@ from torch.utils.data.distributed import DistributedSampler
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 no_deadline = settings(deadline=None, max_examples=60)
-counts, worlds = st.integers(0, 300), st.integers(1, 9)
+counts, group_sizes = st.integers(0, 300), st.integers(1, 9)
 kinds = st.sampled_from(["pad", "drop", "exact"])
 
 
-def ranks(n: int, world: int, seed: int = 5, **options: Any) -> list[DistributedShuffleSampler]:
+def ranks(n: int, replicas: int, seed: int = 5, **options: Any) -> list[DistributedShuffleSampler]:
     return [
-        DistributedShuffleSampler(n, seed, rank=rank, world=world, **options)
-        for rank in range(world)
+        DistributedShuffleSampler(n, seed, num_replicas=replicas, rank=rank, **options)
+        for rank in range(replicas)
     ]
 
 
 @no_deadline
-@given(counts, worlds, st.booleans())
-def test_padded_and_dropped_parts_are_torchs(n: int, world: int, drop: bool) -> None:
-    if drop and n < world:
-        n += world
-    own = ranks(n, world, shuffle=False, uneven="drop" if drop else "pad")
+@given(counts, group_sizes, st.booleans())
+def test_padded_and_dropped_parts_are_torchs(n: int, replicas: int, drop: bool) -> None:
+    if drop and n < replicas:
+        n += replicas
+    own = ranks(n, replicas, shuffle=False, uneven="drop" if drop else "pad")
     for rank, sampler in enumerate(own):
         data: Any = range(n)
         if not n:  # torch's divides by it
             assert (len(sampler), list(sampler)) == (0, [])
             continue
-        theirs = DistributedSampler(data, world, rank, shuffle=False, drop_last=drop)
+        theirs = DistributedSampler(data, replicas, rank, shuffle=False, drop_last=drop)
         assert list(sampler) == list(theirs)
         assert len(sampler) == len(theirs)
 
 
 @no_deadline
-@given(counts, worlds, st.integers(0, 3), kinds, st.booleans())
+@given(counts, group_sizes, st.integers(0, 3), kinds, st.booleans())
 def test_ranks_take_turns_along_one_order(
-    n: int, world: int, epoch: int, uneven: Any, shuffle: bool
+    n: int, replicas: int, epoch: int, uneven: Any, shuffle: bool
 ) -> None:
-    if uneven == "drop" and n < world:
-        n += world
+    if uneven == "drop" and n < replicas:
+        n += replicas
     whole = list(ShuffleSampler(n, 5, epoch=epoch)) if shuffle else list(range(n))
-    parts = [list(s) for s in ranks(n, world, uneven=uneven, shuffle=shuffle, epoch=epoch)]
-    full = {"pad": -(-n // world) * world, "drop": n // world * world, "exact": n}[uneven]
+    parts = [list(s) for s in ranks(n, replicas, uneven=uneven, shuffle=shuffle, epoch=epoch)]
+    full = {"pad": -(-n // replicas) * replicas, "drop": n // replicas * replicas, "exact": n}[
+        uneven
+    ]
     wanted = (whole * (full // max(n, 1) + 1))[:full]
-    assert parts == [wanted[rank::world] for rank in range(world)]
+    assert parts == [wanted[rank::replicas] for rank in range(replicas)]
 
 
 @no_deadline
-@given(counts, st.lists(st.tuples(worlds, st.integers(0, 40)), min_size=1, max_size=4), kinds)
+@given(counts, st.lists(st.tuples(group_sizes, st.integers(0, 40)), min_size=1, max_size=4), kinds)
 def test_no_index_is_lost_or_doubled_when_the_number_of_ranks_changes(
     n: int, legs: list[tuple[int, int]], uneven: Any
 ) -> None:
     """Each leg is a number of ranks and how many steps they make; the last goes to the end."""
-    largest = max(world for world, _ in legs)
+    largest = max(replicas for replicas, _ in legs)
     n += largest if uneven == "drop" else 0
     seen: Counter[int] = Counter()
     state = None
-    for number, (world, steps) in enumerate(legs):
-        samplers = ranks(n, world, uneven=uneven)
+    for number, (replicas, steps) in enumerate(legs):
+        samplers = ranks(n, replicas, uneven=uneven)
         if state is not None:
             for sampler in samplers:
                 sampler.load_state_dict(state)
@@ -109,18 +111,18 @@ def test_an_ended_epoch_is_one_with_any_number_of_ranks() -> None:
         assert len(list(part)) == 2
 
 
-def test_rank_and_world_are_those_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_and_rank_are_those_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
     sampler = DistributedShuffleSampler(100, 5)
-    assert (sampler.rank, sampler.world) == (3, 8)
+    assert (sampler.rank, sampler.num_replicas) == (3, 8)
     assert list(sampler) == list(ranks(100, 8)[3])
     sampler = DistributedShuffleSampler(100, 5, rank=1)
-    assert (sampler.rank, sampler.world) == (1, 8)
+    assert (sampler.rank, sampler.num_replicas) == (1, 8)
 
 
-@pytest.mark.parametrize("given", [{}, {"rank": 0}, {"world": 2}])
+@pytest.mark.parametrize("given", [{}, {"rank": 0}, {"num_replicas": 2}])
 def test_without_a_group_both_must_be_given(given: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
         DistributedShuffleSampler(10, 0, **given)

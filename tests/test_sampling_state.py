@@ -41,11 +41,13 @@ def _budget(**options: Any) -> TokenBudgetBatchSampler:
 
 MADE: dict[str, Callable[[], ResumableSampler[Any]]] = {
     "shuffle": lambda: ShuffleSampler(23, 3),
-    "rank": lambda: DistributedShuffleSampler(60, 3, rank=1, world=2),
-    "rank, no shuffle": lambda: DistributedShuffleSampler(60, 3, rank=1, world=2, shuffle=False),
-    "rank, uneven": lambda: DistributedShuffleSampler(61, 3, rank=2, world=3),
-    "rank, drop": lambda: DistributedShuffleSampler(62, 3, rank=2, world=3, uneven="drop"),
-    "rank, exact": lambda: DistributedShuffleSampler(61, 3, rank=0, world=3, uneven="exact"),
+    "rank": lambda: DistributedShuffleSampler(60, 3, num_replicas=2, rank=1),
+    "rank, no shuffle": lambda: DistributedShuffleSampler(
+        60, 3, num_replicas=2, rank=1, shuffle=False
+    ),
+    "rank, uneven": lambda: DistributedShuffleSampler(61, 3, num_replicas=3, rank=2),
+    "rank, drop": lambda: DistributedShuffleSampler(62, 3, num_replicas=3, rank=2, uneven="drop"),
+    "rank, exact": lambda: DistributedShuffleSampler(61, 3, num_replicas=3, rank=0, uneven="exact"),
     "weighted": lambda: WeightedSampler(WEIGHTS, 40, seed=3),
     "weighted, once": lambda: WeightedSampler(WEIGHTS, 40, replacement=False, seed=3),
     "buckets": lambda: BucketBatchSampler(LENGTHS, 4, buckets=3, seed=3),
@@ -334,8 +336,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(make: Callable
         (ShuffleSampler(10, 1), ShuffleSampler(11, 1), "n is 10 in the state and 11 in this"),
         (ShuffleSampler(10, 1), ShuffleSampler(10, 2), "seed is 1 in the state and 2 in this"),
         (
-            DistributedShuffleSampler(10, 1, rank=0, world=2),
-            DistributedShuffleSampler(10, 1, rank=0, world=2, shuffle=False),
+            DistributedShuffleSampler(10, 1, num_replicas=2, rank=0),
+            DistributedShuffleSampler(10, 1, num_replicas=2, rank=0, shuffle=False),
             "shuffle is True in the state and False",
         ),
         (
@@ -365,7 +367,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(make: Callable
         ),
         (
             ShuffleSampler(10, 1),
-            DistributedShuffleSampler(10, 1, rank=0, world=1),
+            DistributedShuffleSampler(10, 1, num_replicas=1, rank=0),
             "of a ShuffleSampler, not of a DistributedShuffleSampler",
         ),
     ],

@@ -132,9 +132,9 @@ def test_what_is_kept_to_be_sent_on_is_not_inherited_either() -> None:
     before = set(inherited())
     pipe = (
         Pipeline.from_dataset(range(6))
-        .map(lambda i: torch.full((300_000,), i), backend="fork", workers=1, name="make")
+        .map(lambda i: torch.full((300_000,), i), backend="fork", num_workers=1, name="make")
         .batch(2)
-        .map(lambda batch: (batch, inherited()), backend="fork", workers=1, name="look")
+        .map(lambda batch: (batch, inherited()), backend="fork", num_workers=1, name="look")
     )
     with pipe.run() as run:
         for _, seen in run:

@@ -42,11 +42,11 @@ INLINE: dict[str, Any] = {}
 
 
 def threads(workers: int = 2, **options: Any) -> dict[str, Any]:
-    return {"backend": "threads", "workers": workers, **options}
+    return {"backend": "threads", "num_workers": workers, **options}
 
 
 def fork(workers: int = 2, **options: Any) -> dict[str, Any]:
-    return {"backend": "fork", "workers": workers, **options}
+    return {"backend": "fork", "num_workers": workers, **options}
 
 
 def pipeline(places: Any, count: int = 40, steps: Any = STEPS) -> Pipeline:
@@ -81,7 +81,7 @@ PLACES: dict[str, Any] = {
     "threads": [threads(3)] * 5,
     "one process": [fork(1)] * 5,
     "processes": [fork(3)] * 5,
-    "shared memory": [{"backend": "shared-memory", "workers": 2}] * 5,
+    "shared memory": [{"backend": "shared-memory", "num_workers": 2}] * 5,
     "not fused, on threads": [threads(fuse=False)] * 5,
     "not fused, on processes": [fork(fuse=False)] * 5,  # results pass unopened
     "hybrid": [fork(), threads(3), INLINE, fork(1), threads(1)],
@@ -102,7 +102,7 @@ def test_the_items_are_the_same_wherever_they_are_made(places: str) -> None:
 
 @pytest.mark.slow
 def test_and_on_fresh_processes() -> None:
-    assert digest(run(pipeline([{"backend": "spawn", "workers": 1}] * 5))) == expected()
+    assert digest(run(pipeline([{"backend": "spawn", "num_workers": 1}] * 5))) == expected()
 
 
 def test_epochs_seeds_steps_and_items_differ() -> None:
@@ -169,7 +169,7 @@ def lines() -> Iterator[Any]:
 def test_readers_are_seeded_by_reader_and_number(backend: str, on_error: str) -> None:
     def made(backend: str) -> list[Any]:
         pipe = Pipeline.from_iterable(
-            lines, backend=backend, workers=3, seeding="sample", on_error=on_error
+            lines, backend=backend, num_workers=3, seeding="sample", on_error=on_error
         )
         return run(pipe.map(add_again, seeding="sample"))
 
@@ -212,12 +212,12 @@ def test_nor_do_errors_before_the_place_change_that(where: Any, stop: int) -> No
 def test_nor_does_what_stands_between_a_step_and_a_shard_behind_it() -> None:
     """The shard is taken before the step, and its numbers are those of the shard."""
     pipe = Pipeline.from_dataset(range(12)).map(add, seeding="sample")
-    found = list(pipe.shard(1, 3).run(seed=9))
-    assert digest(list(pipe.prefetch(2).shard(1, 3).run(seed=9))) == digest(found)
-    with pipe.shard(1, 3).run(seed=9) as first:
+    found = list(pipe.shard(3, 1).run(seed=9))
+    assert digest(list(pipe.prefetch(2).shard(3, 1).run(seed=9))) == digest(found)
+    with pipe.shard(3, 1).run(seed=9) as first:
         begun = [next(first)]
         state = first.state_dict()
-    rest = list(pipe.prefetch(2).shard(1, 3).run(state=state))
+    rest = list(pipe.prefetch(2).shard(3, 1).run(state=state))
     assert digest(begun + rest) == digest(found)
 
 

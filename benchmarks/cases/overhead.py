@@ -59,7 +59,7 @@ def _ours(loader: str, stages: int, workers: int) -> contextlib.AbstractContextM
     from hybridloader import Pipeline
 
     backend, _, form = loader.partition(", ")
-    where: Any = {} if backend == "inline" else {"backend": backend, "workers": workers}
+    where: Any = {} if backend == "inline" else {"backend": backend, "num_workers": workers}
     pipeline = Pipeline.from_dataset(range(ENDLESS))
     if form == "by hand" and stages:
         return iter(pipeline.map(by_hand, **where))

@@ -132,7 +132,7 @@ def beside(
 def running(backend: str, workers: int, batch: int) -> contextlib.AbstractContextManager[Any]:
     """A pipeline of one empty stage, run."""
     pipeline = Pipeline.from_dataset(range(ENDLESS))
-    return iter(pipeline.map(nothing, backend=backend, workers=workers).batch(batch))
+    return iter(pipeline.map(nothing, backend=backend, num_workers=workers).batch(batch))
 
 
 def _timed(backend: str, workers: int, batch: int, seconds: float) -> float:

@@ -46,7 +46,9 @@ def _one_stage(backend: str) -> Callable[[Work], Running]:
     def open_pipe(work: Work) -> Running:
         from hybridloader import Pipeline
 
-        where: Any = {} if backend == "inline" else {"backend": backend, "workers": work.workers}
+        where: Any = (
+            {} if backend == "inline" else {"backend": backend, "num_workers": work.workers}
+        )
         pipeline = Pipeline.from_dataset(work.dataset, sampler=work.sampler(), **where)
         return Pipe(pipeline.batch(work.batch))
 
@@ -60,9 +62,9 @@ def _hybrid(backend: str) -> Callable[[Work], Running]:
         dataset = work.dataset
         pipeline = (
             _indices(work)
-            .map(dataset.read, backend="threads", workers=READERS)
-            .map(dataset.decode, backend="threads", workers=work.cores)
-            .map(dataset.augment, backend=backend, workers=work.cores)
+            .map(dataset.read, backend="threads", num_workers=READERS)
+            .map(dataset.decode, backend="threads", num_workers=work.cores)
+            .map(dataset.augment, backend=backend, num_workers=work.cores)
             .batch(work.batch)
         )
         return Pipe(pipeline)
@@ -75,7 +77,7 @@ def _spread(work: Work) -> Running:
     pipeline = _indices(work).map(
         work.dataset.__getitem__,
         backend="shared-memory",
-        workers=work.cores,
+        num_workers=work.cores,
         threads_per_worker=READERS // work.cores,
     )
     return Pipe(pipeline.batch(work.batch))
@@ -89,13 +91,13 @@ def _alone(part: str) -> Callable[[Work], Running]:
         data = dataset.without_waiting().read(0)
         pixels = dataset.decode(data)
         stage: Any = {
-            "read": _indices(work).map(dataset.read, backend="threads", workers=READERS),
+            "read": _indices(work).map(dataset.read, backend="threads", num_workers=READERS),
             "decode": _indices(work)
             .map(lambda index: data)
-            .map(dataset.decode, backend="threads", workers=work.cores),
+            .map(dataset.decode, backend="threads", num_workers=work.cores),
             "augment": _indices(work)
             .map(lambda index: pixels)
-            .map(dataset.augment, backend="shared-memory", workers=work.cores),
+            .map(dataset.augment, backend="shared-memory", num_workers=work.cores),
         }[part]
         return Part(stage.batch(work.batch, collate_fn=len))
 

@@ -33,7 +33,7 @@ class BucketBy(Operator):
     ----------
     key
         From an item to something hashable.
-    size
+    batch_size
         Items in a batch: a number, or a mapping or function from a key to one.
     drop_last
         Whether to drop the batches that are not full.
@@ -42,7 +42,7 @@ class BucketBy(Operator):
     """
 
     key: Callable[[Any], Any]
-    size: int | Mapping[Any, int] | Callable[[Any], int]
+    batch_size: int | Mapping[Any, int] | Callable[[Any], int]
     drop_last: bool = False
     collate_fn: CollateFn | None = None
     memory: Memory = DEFAULT_MEMORY
@@ -51,11 +51,13 @@ class BucketBy(Operator):
         arguments.function(
             f"{self.name}: key", self.key, "a function from an item to something hashable"
         )
-        if isinstance(self.size, Mapping):
-            for key, size in self.size.items():
-                arguments.whole(f"{self.name}: size[{key!r}]", size, 1, instead=SIZE)
-        elif not callable(self.size):
-            settle_whole(self, "size", 1, f"{SIZE}, or a mapping or function from a key to it")
+        if isinstance(self.batch_size, Mapping):
+            for key, size in self.batch_size.items():
+                arguments.whole(f"{self.name}: batch_size[{key!r}]", size, 1, instead=SIZE)
+        elif not callable(self.batch_size):
+            settle_whole(
+                self, "batch_size", 1, f"{SIZE}, or a mapping or function from a key to it"
+            )
         check_flags(self, "drop_last")
         check_collation(self, self.collate_fn, self.memory)
 
@@ -67,20 +69,20 @@ class BucketBy(Operator):
 
     def size_of(self, key: Any) -> int:
         """How many items with this key make a batch."""
-        if isinstance(self.size, int):
-            return self.size
-        if isinstance(self.size, Mapping):
-            if key not in self.size:
+        if isinstance(self.batch_size, int):
+            return self.batch_size
+        if isinstance(self.batch_size, Mapping):
+            if key not in self.batch_size:
                 raise ValueError(
-                    f"{self.name}: size has no entry for the key {key!r}; it has entries for "
-                    f"{short(list(self.size))}; add one, or give a function"
+                    f"{self.name}: batch_size has no entry for the key {key!r}; it has entries for "
+                    f"{short(list(self.batch_size))}; add one, or give a function"
                 )
-            return self.size[key]
+            return self.batch_size[key]
         try:
-            size = self.size(key)
+            size = self.batch_size(key)
         except StopIteration as error:
-            raise no_stop(error, "bucket_by: size") from error
-        return arguments.whole(f"{self.name}: size({key!r})", size, 1, instead=SIZE)
+            raise no_stop(error, "bucket_by: batch_size") from error
+        return arguments.whole(f"{self.name}: batch_size({key!r})", size, 1, instead=SIZE)
 
 
 class BucketByIterator(Over):

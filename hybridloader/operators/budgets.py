@@ -34,8 +34,8 @@ class BatchBy(Operator):
     ----------
     cost
         What an item costs: a function that gives a number from 0 up, such as ``len`` for tokens.
-    limit
-        What a batch may cost at most.
+    budget
+        The most that a batch may cost.
     drop_last
         Whether to drop what is left at the end.
     padded
@@ -46,12 +46,13 @@ class BatchBy(Operator):
     collate_fn, memory
         As `Batch`'s; ``Pad()`` pads.
     oversize
-        What to do about an item that alone costs more than `limit`: ``"raise"``; ``"skip"`` it, which
-        is counted as `skipped` and told in one warning; give it ``"alone"``.
+        Treatment of an item that alone costs more than `budget`: ``"raise"`` a `ValueError` that names
+        it; ``"skip"`` it, which is counted as `skipped` and told in one warning; or give it
+        ``"alone"``, in a batch of its own. `TokenBudgetBatchSampler` has the same words.
     """
 
     cost: Callable[[Any], Any]
-    limit: float
+    budget: float
     drop_last: bool = False
     padded: bool = False
     max_size: int | None = None
@@ -62,12 +63,12 @@ class BatchBy(Operator):
     def __post_init__(self) -> None:
         what = "a function from an item to a number (len, say)"
         arguments.function(f"{self.name}: cost", self.cost, what)
-        if not is_number(self.limit):
-            raise TypeError(f"{self.name}: limit must be a number, not {short(self.limit)}")
-        if not 0 < self.limit < math.inf:
+        if not is_number(self.budget):
+            raise TypeError(f"{self.name}: budget must be a number, not {short(self.budget)}")
+        if not 0 < self.budget < math.inf:
             raise ValueError(
-                f"{self.name}: limit must be above 0 and finite, not {self.limit}; give what the items "
-                "of a batch may cost together"
+                f"{self.name}: budget must be above 0 and finite, not {self.budget}; give what the "
+                "items of a batch may cost together"
             )
         check_flags(self, "drop_last", "padded")
         settle_whole(self, "max_size", 1, SIZE, optional=True)
@@ -87,7 +88,7 @@ class BatchByIterator(Over):
     Attributes
     ----------
     skipped
-        How many items were skipped because each alone costs more than the limit.
+        How many items were skipped because each alone costs more than the budget.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class BatchByIterator(Over):
         if self._ended:
             raise StopIteration
         rules, batch, pull = self._rules, self._batch, self._pull
-        limit, padded, price = rules.limit, rules.padded, rules.cost
+        budget, padded, price = rules.budget, rules.padded, rules.cost
         while True:
             try:
                 item = pull()
@@ -120,14 +121,14 @@ class BatchByIterator(Over):
                 raise no_stop(error, "batch_by: cost") from error
             if type(cost) is not int or cost < 0:
                 cost = _number(cost, item)
-            if cost > limit and not self._takes(item, cost):
+            if cost > budget and not self._takes(item, cost):
                 continue
             if padded:
                 spent = cost if cost > self._spent else self._spent
-                fits = spent * (len(batch) + 1) <= limit
+                fits = spent * (len(batch) + 1) <= budget
             else:
                 spent = self._spent + cost
-                fits = spent <= limit
+                fits = spent <= budget
             if batch and not fits:
                 self._batch, self._spent = [item], cost
                 return self._collate(batch)
@@ -144,13 +145,13 @@ class BatchByIterator(Over):
             return True
         if rules.oversize == "raise":
             raise ValueError(
-                f"batch_by: an item costs {cost}, more than limit={rules.limit}: {short(item)}; raise "
-                "the limit, or say oversize='skip' or oversize='alone'"
+                f"batch_by: an item costs {cost}, more than budget={rules.budget}: {short(item)}; raise "
+                "the budget, or say oversize='skip' or oversize='alone'"
             )
         self.skipped += 1
         if self.skipped == 1:
             warn(
-                f"batch_by skips items that cost more than limit={rules.limit}; the first costs "
+                f"batch_by skips items that cost more than budget={rules.budget}; the first costs "
                 f"{cost}: {short(item)}. The iterator counts them: `skipped`",
             )
         return False

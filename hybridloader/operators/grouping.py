@@ -36,26 +36,26 @@ __all__ = ["Batch", "BatchBy", "BucketBy", "PaddedBatch", "Unbatch"]
 class _OfSize(Operator):
     """Batches of one size."""
 
-    size: int
+    batch_size: int
     drop_last: bool
 
     def seek(self, n: int) -> int:
-        return n * self.size
+        return n * self.batch_size
 
     def length(self, upstream: Length) -> Length:
         if upstream is None or upstream == INFINITE:
             return upstream
-        full, rest = divmod(int(upstream), self.size)
+        full, rest = divmod(int(upstream), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
 
 @dataclass(frozen=True)
 class Batch(_OfSize):
-    """Every `size` items as one batch.
+    """Every `batch_size` items as one batch.
 
     Parameters
     ----------
-    size
+    batch_size
         Items in a batch.
     drop_last
         Whether to drop the last batch if it is not full.
@@ -66,28 +66,28 @@ class Batch(_OfSize):
         What the recycled slots may take in which large tensors are collated.
     """
 
-    size: int
+    batch_size: int
     drop_last: bool = False
     collate_fn: CollateFn | None = None
     memory: Memory = DEFAULT_MEMORY
 
     def __post_init__(self) -> None:
-        settle_whole(self, "size", 1, SIZE)
+        settle_whole(self, "batch_size", 1, SIZE)
         check_flags(self, "drop_last")
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(self.collate_fn, self.memory, context.locks)
-        return BatchIterator(items, self.size, self.drop_last, collate)
+        return BatchIterator(items, self.batch_size, self.drop_last, collate)
 
 
 @dataclass(frozen=True)
 class PaddedBatch(_OfSize):
-    """Every `size` items as one batch, padded where their lengths differ. See `Pad` for the rules.
+    """Every `batch_size` items as one batch, padded where their lengths differ. See `Pad` for the rules.
 
     Parameters
     ----------
-    size
+    batch_size
         Items in a batch.
     padding_value
         What to fill up with.
@@ -99,14 +99,14 @@ class PaddedBatch(_OfSize):
         What the recycled slots may take in which large tensors are made.
     """
 
-    size: int
+    batch_size: int
     padding_value: float = 0
     drop_last: bool = False
     lengths: bool = False
     memory: Memory = DEFAULT_MEMORY
 
     def __post_init__(self) -> None:
-        settle_whole(self, "size", 1, SIZE)
+        settle_whole(self, "batch_size", 1, SIZE)
         check_flags(self, "drop_last", "lengths")
         check_memory(self, self.memory)
         try:
@@ -116,7 +116,7 @@ class PaddedBatch(_OfSize):
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         collate = Collating(Pad(self.padding_value, self.lengths), self.memory, context.locks)
-        return BatchIterator(items, self.size, self.drop_last, collate)
+        return BatchIterator(items, self.batch_size, self.drop_last, collate)
 
 
 class BatchIterator(Over):

@@ -29,30 +29,30 @@ from hybridloader.operators.parameters import SEED, settle_whole
 class Shuffle(Operator):
     """The items in a random order, as random as a buffer makes it.
 
-    The buffer is filled with the first `buffer` items. Then one of those in it, each with the same
+    The buffer is filled with the first `buffer_size` items. Then one of those in it, each with the same
     chance, is given, and the next item comes into the buffer; at the end the rest is given in the same
     way. So all of what fits into the buffer is shuffled uniformly, and no item comes more than
-    `buffer` - 1 places earlier than it would have. The order is a function of the seed, the pass and the
-    number of items.
+    `buffer_size` - 1 places earlier than it would have. The order is a function of the seed, the pass
+    and the number of items.
 
     Parameters
     ----------
-    buffer
+    buffer_size
         How many items are held, at least 1.
     seed
         None takes the seed of the run.
     """
 
-    buffer: int
+    buffer_size: int
     seed: int | None = None
 
     def __post_init__(self) -> None:
         instead = "give how many items may be held; the more, the better they are shuffled"
-        settle_whole(self, "buffer", 1, instead)
+        settle_whole(self, "buffer_size", 1, instead)
         settle_whole(self, "seed", 0, SEED, optional=True)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return ShuffleIterator(items, self.buffer, context.random(self.seed))
+        return ShuffleIterator(items, self.buffer_size, context.random(self.seed))
 
     def length(self, upstream: Length) -> Length:
         return upstream
@@ -342,53 +342,55 @@ class RepeatIterator(Iterator[Any]):
 
 @dataclass(frozen=True)
 class Shard(Operator):
-    """The items of one of several processes: every `world`-th, from number `rank` on.
+    """The items of one of several processes: every `num_replicas`-th, from number `rank` on.
 
-    When the number of items is no multiple of `world`, the first shards have one more than the others.
+    When the number of items is no multiple of `num_replicas`, the first shards have one more than the
+    others.
 
     Parameters
     ----------
-    rank, world
-        The number of the shard, from 0, and how many there are. None takes those of
-        `torch.distributed` if it is initialised when the pass begins, else 0 of 1.
+    num_replicas, rank
+        How many shards there are, and the number of this one, from 0. None takes those of
+        `torch.distributed` if it is initialised when the pass begins, else shard 0 of 1.
     """
 
+    num_replicas: int | None = None
     rank: int | None = None
-    world: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rank is None and self.world is None:
+        if self.num_replicas is None and self.rank is None:
             return
-        if self.rank is None or self.world is None:
+        if self.num_replicas is None or self.rank is None:
             raise ValueError(
-                f"{self.name}: rank={self.rank} and world={self.world}: give both, or neither, "
-                "to take those of torch.distributed"
+                f"{self.name}: num_replicas={self.num_replicas} and rank={self.rank}: give both, or "
+                "neither, to take those of torch.distributed"
             )
-        settle_whole(self, "world", 1, "give the number of shards")
+        settle_whole(self, "num_replicas", 1, "give the number of shards")
         settle_whole(self, "rank", 0, "give the number of the shard, from 0")
-        if self.rank >= self.world:
+        if self.rank >= self.num_replicas:
             raise ValueError(
-                f"{self.name}: rank={self.rank} of world={self.world}: ranks go from 0 to "
-                f"{self.world - 1}"
+                f"{self.name}: rank={self.rank} of num_replicas={self.num_replicas}: ranks go "
+                f"from 0 to {self.num_replicas - 1}"
             )
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        rank, world = self.resolved()
-        return EveryIterator(items, world - 1 if context.start else rank, world)
+        num_replicas, rank = self.resolved()
+        return EveryIterator(items, num_replicas - 1 if context.start else rank, num_replicas)
 
     def seek(self, n: int) -> int:
-        rank, world = self.resolved()
-        return rank + (n - 1) * world + 1
+        num_replicas, rank = self.resolved()
+        return rank + (n - 1) * num_replicas + 1
 
     def length(self, upstream: Length) -> Length:
-        return _from(upstream, *self.resolved())
+        num_replicas, rank = self.resolved()
+        return _from(upstream, rank, num_replicas)
 
     def resolved(self) -> tuple[int, int]:
-        """Rank and world as they are now, in this process."""
-        if self.rank is not None and self.world is not None:
-            return self.rank, self.world
+        """The number of shards and the number of this one, as they are now, in this process."""
+        if self.num_replicas is not None and self.rank is not None:
+            return self.num_replicas, self.rank
         torch = sys.modules.get("torch")
         distributed: Any = getattr(torch, "distributed", None)
         if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-            return 0, 1
-        return distributed.get_rank(), distributed.get_world_size()
+            return 1, 0
+        return distributed.get_world_size(), distributed.get_rank()

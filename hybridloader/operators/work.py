@@ -29,8 +29,8 @@ class Where(TypedDict, total=False):
     """The keywords of a stage; see `Placement`."""
 
     backend: str | Backend | None
-    workers: int | None
-    ordered: bool
+    num_workers: int | None
+    in_order: bool
     prefetch: int | None
     buffer_bytes: int | None
     timeout: float
@@ -51,9 +51,9 @@ class Placement:
     ----------
     backend
         A name or a `Backend`. None and ``"inline"``: in the thread that asks for the result.
-    workers
+    num_workers
         At least 1. None: as many as this process may use CPUs. No matter inline.
-    ordered
+    in_order
         Whether results come in the order of the items, or as they are done.
     prefetch
         Items that may be under way, or done and not yet taken, in this stage. None: two tasks for
@@ -84,8 +84,8 @@ class Placement:
     """
 
     backend: Backend | None = None
-    workers: int = 1
-    ordered: bool = True
+    num_workers: int = 1
+    in_order: bool = True
     prefetch: int | None = None
     buffer_bytes: int | None = None
     timeout: float = 0
@@ -115,7 +115,7 @@ class Placement:
             for key, of in _POLICIES.items()
             if key in given
         }
-        backend, workers = given.pop("backend", None), given.pop("workers", None)
+        backend, workers = given.pop("backend", None), given.pop("num_workers", None)
         if backend is None and (given or workers is not None or faults.get("on_worker_death")):
             told = ", ".join(key for key in where if key not in ("backend", "on_error", "seeding"))
             raise ValueError(
@@ -130,14 +130,14 @@ class Placement:
             chosen = get_backend(backend)
         except (ValueError, TypeError) as error:
             raise type(error)(f"stage {stage!r}: {error}") from error
-        workers = whole(f"stage {stage!r}: workers", _cpus() if workers is None else workers, 1)
+        workers = whole(f"stage {stage!r}: num_workers", _cpus() if workers is None else workers, 1)
         for name in given.keys() & {"timeout", "task_timeout"}:
             seconds(f"stage {stage!r}: {name}", given[name])
-        for name in given.keys() & {"ordered", "fuse"}:
+        for name in given.keys() & {"in_order", "fuse"}:
             given[name] = flag(f"stage {stage!r}: {name}", given[name])
         if "worker_init_fn" in given:
             function(f"stage {stage!r}: worker_init_fn", given["worker_init_fn"], "callable")
-        return cls(backend=chosen, workers=workers, **given, **faults)
+        return cls(backend=chosen, num_workers=workers, **given, **faults)
 
     @property
     def inline(self) -> bool:
@@ -259,7 +259,7 @@ class Readers(Source):
         if hasattr(type(self.source), "__next__"):
             raise TypeError(
                 f"{self.name} got {self.source!r}, which can be read only once and by one reader; "
-                "give a function that makes it, as in from_iterable(lambda: read(shard), workers=4)"
+                "give a function that makes it, as in from_iterable(lambda: read(shard), num_workers=4)"
             )
 
     @property

@@ -47,7 +47,7 @@ def _rows(pipeline: Pipeline, indent: str, forks: dict[int, int], taker: str) ->
         if isinstance(node, Inline):
             yield f"{indent}{node.name}", where, "", of_length(length)
         else:
-            where = f"{_backend(node)} x {node.placement.workers}"
+            where = f"{_backend(node)} x {node.placement.num_workers}"
             yield f"{indent}{node.name}", where, ", ".join(_options(node)), of_length(length)
 
 
@@ -83,7 +83,7 @@ def _options(node: Workers) -> Iterator[str]:
     placement = node.placement
     if placement.threads_per_worker > 1:
         yield f"{placement.threads_per_worker} threads in each"
-    if not placement.ordered:
+    if not placement.in_order:
         yield "as they come"
     if placement.prefetch is not None:
         yield f"{placement.prefetch} items ahead"
@@ -140,7 +140,7 @@ class _Picture:
 
 def _box(node: Node) -> str:
     if isinstance(node, Workers):
-        where = f"{_backend(node)} x {node.placement.workers}"
+        where = f"{_backend(node)} x {node.placement.num_workers}"
         return f'["{_safe(node.name)}<br/>{where}"]'
     if isinstance(node, Single):
         return f'("{_safe(node.operator.describe())}")'

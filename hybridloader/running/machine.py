@@ -213,10 +213,10 @@ class Machine:
         """Raise `StateError` if the order of the items depends on timing."""
         for station in self.stations.values():
             node = station.node
-            if not node.reads and not node.placement.ordered and node.placement.workers > 1:
+            if not node.reads and not node.placement.in_order and node.placement.num_workers > 1:
                 raise StateError(
-                    f"stage {node.name!r} is ordered=False, so which items came depends on timing, and "
-                    "no state can say which are left; leave ordered out, or take it between epochs"
+                    f"stage {node.name!r} is in_order=False, so which items came depends on timing, and "
+                    "no state can say which are left; leave in_order out, or take it between epochs"
                 )
 
     @property

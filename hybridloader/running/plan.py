@@ -85,7 +85,7 @@ class Workers:
     def window(self) -> int:
         """Tasks that may be under way or wait to be handed out."""
         placement = self.placement
-        return placement.prefetch or AT_HAND * placement.workers
+        return placement.prefetch or AT_HAND * placement.num_workers
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,8 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
                 and _counts(group)
             ):
                 group.append(operator)
-                if not placement.ordered or not shared.ordered:
-                    shared = replace(shared, ordered=False)
+                if not placement.in_order or not shared.in_order:
+                    shared = replace(shared, in_order=False)
                 continue
             if group:
                 yield _group(group, shared)
@@ -299,8 +299,8 @@ def _fusible(one: Placement, other: Placement) -> bool:
     return (
         one.fuse
         and other.fuse
-        and replace(one, ordered=True) == replace(other, ordered=True)
-        and (one.ordered or not other.ordered)
+        and replace(one, in_order=True) == replace(other, in_order=True)
+        and (one.in_order or not other.in_order)
     )
 
 
@@ -357,7 +357,7 @@ def _needs_relay_at_end(nodes: list[Node]) -> bool:
 def _runs_ahead(stage: Node) -> bool:
     """True if a stage was told to keep more at hand than its workers need."""
     assert isinstance(stage, Workers)
-    return stage.window > AT_HAND * stage.placement.workers
+    return stage.window > AT_HAND * stage.placement.num_workers
 
 
 def _has_live_branch(node: Node) -> bool:

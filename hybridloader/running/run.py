@@ -169,7 +169,7 @@ class Run(Iterator[Any]):
         Raises
         ------
         StateError
-            The order of the items is left to chance, by ``ordered=False``; or a source can't tell
+            The order of the items is left to chance, by ``in_order=False``; or a source can't tell
             its state.
         """
         return _state(self._machine, self._trail)

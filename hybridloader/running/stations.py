@@ -90,8 +90,8 @@ class Stations(dict[Path, Station]):
             stage = Stage(
                 placement.backend,
                 self._spec(path, node),
-                lookahead=2 * placement.workers if node.reads else node.window,
-                ordered=placement.ordered and not node.reads,
+                lookahead=2 * placement.num_workers if node.reads else node.window,
+                ordered=placement.in_order and not node.reads,
                 timeout=placement.timeout,
                 persistent=True,  # whoever pulls it shall not wait for its workers to end
                 dispatch=fewest_at_hand if node.reads else least_busy,
@@ -119,7 +119,7 @@ class Stations(dict[Path, Station]):
         generator = random.Random(f"{self._seed}/workers/{path}")
         return WorkerSpec(
             stage=node.name,
-            workers=placement.workers,
+            workers=placement.num_workers,
             fetch=fetch,
             base_seed=generator.getrandbits(62),
             init_fn=placement.worker_init_fn,
@@ -160,7 +160,7 @@ class Stations(dict[Path, Station]):
 def _books(node: Workers) -> Books:
     placement = node.placement
     return Books(
-        placement.workers, prefetch=placement.prefetch, buffer_bytes=placement.buffer_bytes
+        placement.num_workers, prefetch=placement.prefetch, buffer_bytes=placement.buffer_bytes
     )
 
 

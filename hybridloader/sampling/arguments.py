@@ -28,15 +28,15 @@ def seed_of(value: Any) -> int:
     return whole("seed", value, 0, 2**64 - 1)
 
 
-def count_of(n_or_data_source: int | Sized) -> int:
-    """How many samples there are: the number itself, or the length of what has one."""
-    if isinstance(n_or_data_source, Sized):
-        return whole("len(n_or_data_source)", len(n_or_data_source), 0, MOST_SAMPLES)
-    if has(n_or_data_source, "__index__"):
-        return whole("n_or_data_source", n_or_data_source, 0, MOST_SAMPLES)
+def count_of(name: str, source: int | Sized) -> int:
+    """Number of samples: the number itself, or the length of what has one."""
+    if isinstance(source, Sized):
+        return whole(f"len({name})", len(source), 0, MOST_SAMPLES)
+    if has(source, "__index__"):
+        return whole(name, source, 0, MOST_SAMPLES)
     raise TypeError(
-        "n_or_data_source must be a number of samples or something with a length, got "
-        f"{type(n_or_data_source).__name__}; an iterable dataset has no indices to sample"
+        f"{name} must be a number of samples or something with a length, got "
+        f"{type(source).__name__}; an iterable dataset has no indices to sample"
     )
 
 

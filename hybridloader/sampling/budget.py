@@ -10,7 +10,7 @@ from hybridloader.arguments import flag, one_of, whole
 from hybridloader.sampling.arguments import LARGEST, fingerprint, lengths_of, seed_of
 from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler, narrow
 
-OVERSIZE = ("error", "alone", "skip")
+OVERSIZE = ("raise", "skip", "alone")
 
 _BANDS = 4
 """Bits of a length that its band has below the highest one: a band is at most 1/16 wide."""
@@ -78,8 +78,9 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     seed
         From 0 to ``2**64 - 1``. With the epoch it gives the batches, on every platform.
     oversize
-        What becomes of a sample that alone is above the budget: ``"error"``, ``"alone"`` (a batch of
-        its own, above the budget), or ``"skip"``. `oversized` says how many there are.
+        Treatment of a sample that alone costs more than `budget`: ``"raise"`` a `ValueError` that names
+        it; ``"skip"`` it, in every epoch; or give it ``"alone"``, in a batch of its own. `oversized`
+        says how many there are. `Pipeline.batch_by` has the same words.
     shuffle
         Whether in random order, of the samples and of the batches. If not: padded ones ascend in
         length, packed ones are in the order of the indices.
@@ -121,7 +122,7 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         padded: bool = True,
         max_size: int | None = None,
         seed: int,
-        oversize: Literal["error", "alone", "skip"] = "error",
+        oversize: Literal["raise", "skip", "alone"] = "raise",
         shuffle: bool = True,
         epoch: int = 0,
     ) -> None:
@@ -134,11 +135,11 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         self.oversize = oversize
         above = given > self.budget
         self.oversized = int(np.count_nonzero(above))
-        if self.oversized and oversize == "error":
+        if self.oversized and oversize == "raise":
             at = int(above.argmax())
             raise ValueError(
                 f"sample {at} has length {given[at]}, above budget={self.budget} ({self.oversized} "
-                "such in all); raise the budget, or choose oversize='alone' or oversize='skip'"
+                "such in all); raise the budget, or choose oversize='skip' or oversize='alone'"
             )
         self._fingerprint = fingerprint(given)
         self._kept = len(given) - (self.oversized if oversize == "skip" else 0)

@@ -20,20 +20,21 @@ from hybridloader.sampling.resumable import Place, ResumableSampler
 UNEVEN = ("pad", "drop", "exact")
 
 
-def _group(rank: int | None, world: int | None) -> tuple[int, int]:
-    """This process's rank, and how many there are."""
-    if rank is None or world is None:
+def _group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Number of processes, and this one's rank; None takes what torch.distributed says."""
+    if num_replicas is None or rank is None:
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
-                f"rank is {rank} and world is {world}, and torch.distributed is not initialised, "
-                "which could tell: call torch.distributed.init_process_group first, or give both"
+                f"num_replicas is {num_replicas} and rank is {rank}, and torch.distributed, which could "
+                "tell, is not initialised: call torch.distributed.init_process_group first, or give "
+                "both"
             )
+        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         rank = dist.get_rank() if rank is None else rank
-        world = dist.get_world_size() if world is None else world
-    world = whole("world", world, 1)
-    return whole("rank", rank, 0, world - 1), world
+    num_replicas = whole("num_replicas", num_replicas, 1)
+    return num_replicas, whole("rank", rank, 0, num_replicas - 1)
 
 
 class DistributedShuffleSampler(ResumableSampler[int]):
@@ -44,13 +45,13 @@ class DistributedShuffleSampler(ResumableSampler[int]):
 
     Parameters
     ----------
-    n_or_data_source
-        How many samples there are, or something with a length, which is asked for once.
+    dataset
+        The dataset, or anything else with a length, which is asked for once; or the number of samples.
     seed
         From 0 to ``2**64 - 1``, the same on all ranks.
-    rank, world
-        Which process this is, and of how many. Default: what `torch.distributed` says, which must
-        have been initialised.
+    num_replicas, rank
+        Number of processes that share the indices, and which of them this is, from 0. Default: what
+        `torch.distributed` says, which must have been initialised.
     uneven
         What becomes of the last indices if they are not enough for all ranks: with ``"pad"`` the
         missing ones are taken from the beginning again, as by torch's `DistributedSampler`, so some
@@ -65,15 +66,17 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     Notes
     -----
     The state of all ranks is the same if all have made as many steps; it may be loaded with another
-    `world`, by all ranks, and goes on after the last index that any rank has had. With batches, save
-    after the same batch everywhere. What was saved after different steps loses or doubles indices,
-    and no rank can tell.
+    `num_replicas`, by all ranks, and goes on after the last index that any rank has had. With
+    batches, save after the same batch everywhere. A state saved after different steps loses or
+    doubles indices, and no rank can tell.
 
     ``len`` is that of a whole epoch, also after a state was loaded.
 
     Examples
     --------
-    >>> parts = [DistributedShuffleSampler(5, 0, rank=r, world=2, uneven="exact") for r in (0, 1)]
+    >>> import functools
+    >>> exact = functools.partial(DistributedShuffleSampler, 5, seed=0, uneven="exact")
+    >>> parts = [exact(num_replicas=2, rank=rank) for rank in range(2)]
     >>> [len(part) for part in parts]
     [3, 2]
     >>> sorted(index for part in parts for index in part)
@@ -82,25 +85,25 @@ class DistributedShuffleSampler(ResumableSampler[int]):
 
     def __init__(
         self,
-        n_or_data_source: int | Sized,
+        dataset: int | Sized,
         seed: int,
         *,
+        num_replicas: int | None = None,
         rank: int | None = None,
-        world: int | None = None,
         uneven: Literal["pad", "drop", "exact"] = "pad",
         shuffle: bool = True,
         epoch: int = 0,
     ) -> None:
         super().__init__(epoch)
-        self._n = count_of(n_or_data_source)
+        self._n = count_of("dataset", dataset)
         self.seed = seed_of(seed)
-        self.rank, self.world = _group(rank, world)
+        self.num_replicas, self.rank = _group(num_replicas, rank)
         one_of("uneven", uneven, UNEVEN)
         self.uneven = uneven
         self.shuffle = flag("shuffle", shuffle)
-        if uneven == "drop" and 0 < self._n < self.world:
+        if uneven == "drop" and 0 < self._n < self.num_replicas:
             raise ValueError(
-                f"uneven='drop' leaves nothing of {self._n} samples for {self.world} ranks; "
+                f"uneven='drop' leaves nothing of {self._n} samples for {self.num_replicas} ranks; "
                 "use 'pad' or 'exact'"
             )
 
@@ -111,10 +114,10 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         """How many indices this rank gets from position `start` on."""
         left = self._n - start
         if self.uneven == "drop":
-            return left // self.world
+            return left // self.num_replicas
         if self.uneven == "exact":
             left = max(0, left - self.rank)
-        return -(-left // self.world)
+        return -(-left // self.num_replicas)
 
     def _agreement(self) -> dict[str, Any]:
         return {"n": self._n, "seed": self.seed, "shuffle": self.shuffle}
@@ -123,10 +126,10 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         return self._n
 
     def _position(self, place: Place) -> int:
-        return place.start + place.taken * self.world
+        return place.start + place.taken * self.num_replicas
 
     def _left(self, epoch: int, position: int) -> bool:
-        return self._n - position >= (self.world if self.uneven == "drop" else 1)
+        return self._n - position >= (self.num_replicas if self.uneven == "drop" else 1)
 
     def _items(self, place: Place) -> list[int]:
         steps = min(BLOCK, self._steps(place.start) - place.taken)
@@ -134,7 +137,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
             return []
         first = place.start + self.rank
         ks = np.arange(place.taken, place.taken + steps, dtype=np.int64)
-        positions = first + self.world * ks
+        positions = first + self.num_replicas * ks
         if positions[-1] >= self._n:  # only where padded
             positions %= self._n
         if self.shuffle:

@@ -18,8 +18,8 @@ class ShuffleSampler(ResumableSampler[int]):
 
     Parameters
     ----------
-    n_or_data_source
-        How many samples there are, or something with a length, which is asked for once.
+    data_source
+        The dataset, or anything else with a length, which is asked for once; or the number of samples.
     seed
         From 0 to ``2**64 - 1``. With the epoch it gives the order, on every platform.
     epoch
@@ -39,9 +39,9 @@ class ShuffleSampler(ResumableSampler[int]):
     True
     """
 
-    def __init__(self, n_or_data_source: int | Sized, seed: int, *, epoch: int = 0) -> None:
+    def __init__(self, data_source: int | Sized, seed: int, *, epoch: int = 0) -> None:
         super().__init__(epoch)
-        self._n = count_of(n_or_data_source)
+        self._n = count_of("data_source", data_source)
         self.seed = seed_of(seed)
 
     def order(self, epoch: int | None = None) -> Permutation:

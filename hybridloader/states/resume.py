@@ -138,13 +138,13 @@ def _described(pipeline: Pipeline, indent: str, forks: dict[int, int]) -> Iterat
 
 def _description(operator: Operator) -> str:
     if isinstance(operator, Shard):
-        rank, world = operator.resolved()
-        return f"shard({rank}, {world})"
+        num_replicas, rank = operator.resolved()
+        return f"shard(num_replicas={num_replicas}, rank={rank})"
     told = operator.describe()
     if isinstance(operator, (Work, Readers)):
         policy = operator.placement.on_error
         if isinstance(operator, Readers):
-            told = f"{operator.placement.workers} x {told}"
+            told = f"{operator.placement.num_workers} x {told}"
         if policy is not None:
             told = f"{told} with on_error={policy!r}"
     told = told if len(told) <= _LONGEST else told[: _LONGEST - 3] + "..."
@@ -156,10 +156,9 @@ def _ranks_of(source: Indices) -> int | None:
     """How many ranks its sampler shares the indices among, if it tells: ours, torch's."""
     order = source.sampler if source.batch_sampler is None else source.batch_sampler
     for sampler in (order, attribute(order, "sampler")):
-        for name in ("world", "num_replicas"):
-            ranks = attribute(sampler, name)
-            if type(ranks) is int:
-                return ranks
+        ranks = attribute(sampler, "num_replicas")
+        if type(ranks) is int:
+            return ranks
     return None
 
 

@@ -96,7 +96,7 @@ def test_batches_are_on_the_device_when_next_returns(backend: Any, device: Any) 
 
 
 def test_a_pipeline_moves_too() -> None:
-    pipe = Pipeline.from_dataset(Noise(64), backend="threads", workers=2).batch(8).to(KIND)
+    pipe = Pipeline.from_dataset(Noise(64), backend="threads", num_workers=2).batch(8).to(KIND)
     for epoch in pipe.epochs(2):
         found = torch.cat([digest(batch) for batch in epoch])
         assert torch.equal(found.cpu(), wanted(64))
@@ -273,7 +273,7 @@ def test_pinned_batches_copied_by_the_user_and_let_go_at_once(backend: Any) -> N
 def test_a_pipeline_collates_into_pinned_slots_under_pressure() -> None:
     memory, samples = Memory(limit=LIMIT), 8 * BATCHES // 5
     pipe = (
-        Pipeline.from_dataset(Noise(samples), backend="threads", workers=2)
+        Pipeline.from_dataset(Noise(samples), backend="threads", num_workers=2)
         .batch(8, collate_fn=None, memory=memory)
         .to(KIND, prefetch=3)
     )

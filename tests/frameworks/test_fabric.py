@@ -29,15 +29,15 @@ def fabric() -> Fabric:
     return Fabric(accelerator="cpu", devices=1)
 
 
-def set_up(loader: Any, world: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def set_up(loader: Any, replicas: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`loader` from `setup_dataloaders`, as on the last of so many ranks."""
     one = fabric()
-    if world > 1:
+    if replicas > 1:
         monkeypatch.setattr(one, "_requires_distributed_sampler", lambda loader: True)
         monkeypatch.setattr(
             type(one._strategy),
             "distributed_sampler_kwargs",
-            {"num_replicas": world, "rank": world - 1},
+            {"num_replicas": replicas, "rank": replicas - 1},
             raising=False,
         )
     wrapped = one.setup_dataloaders(loader)
@@ -45,23 +45,23 @@ def set_up(loader: Any, world: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     return wrapped._dataloader
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_r04_class_and_options_are_kept(
-    options: dict[str, Any], world: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = DataLoader(Augmented(), BATCH, shuffle=True, num_workers=WORKERS, **options)
-    again = set_up(loader, world, monkeypatch)
+    again = set_up(loader, replicas, monkeypatch)
     assert type(again) is DataLoader
-    assert (again is loader) is (world == 1)
+    assert (again is loader) is (replicas == 1)
     for name in NAMES:
         assert getattr(again, name) is getattr(loader, name), name
     assert again.multiprocessing_context is loader.multiprocessing_context
     assert again.timeout == loader.timeout
-    if world > 1:
+    if replicas > 1:
         assert isinstance(again.sampler, DistributedSampler)
-    again.sampler.set_epoch(1) if world > 1 else None
-    assert sum(len(features) for features, _ in again) == 20 / world
+    again.sampler.set_epoch(1) if replicas > 1 else None
+    assert sum(len(features) for features, _ in again) == 20 / replicas
 
 
 def test_r10_what_was_set_in_a_hook_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
