@@ -113,7 +113,7 @@ def test_a_generator_is_closed_when_the_parent_is_killed(tmp_path: Path) -> None
         from closed_sources import Noting
         from hybridloader import Pipeline
 
-        pipe = Pipeline.from_iterable(Noting(Path(sys.argv[1])), backend="fork", workers=1)
+        pipe = Pipeline.from_iterable(Noting(Path(sys.argv[1])), backend="fork", num_workers=1)
         run = iter(pipe)
         next(run)
         print((Path(sys.argv[1]) / "0").read_text().split()[1], flush=True)

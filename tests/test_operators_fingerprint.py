@@ -181,7 +181,7 @@ def test_a_cache_of_something_else_is_refused_and_that_of_the_same_is_read(
     with pytest.raises(CacheError, match="was written by another pipeline"):
         iter(other.cache(file))
     # Where the work is done and how fast does not matter.
-    again = squares([1, 2, 3], backend="threads", workers=2, prefetch=9).cache(file)
+    again = squares([1, 2, 3], backend="threads", num_workers=2, prefetch=9).cache(file)
     assert list(again) == [1, 4, 9]
 
 

@@ -238,13 +238,13 @@ def placements(draw: st.DrawFn, *, ordered: bool = True) -> tuple[tuple[str, Any
     if draw(st.integers(0, 40)) == 40:  # a fresh interpreter takes its time
         backend = "spawn"
     where: dict[str, Any] = {"backend": backend}
-    where["workers"] = draw(st.integers(1, 1 if backend == "spawn" else 4))
+    where["num_workers"] = draw(st.integers(1, 1 if backend == "spawn" else 4))
     where["prefetch"] = draw(st.sampled_from([None, None, 1, 2, 7]))
     where["buffer_bytes"] = draw(st.sampled_from([None, None, 1, 500]))
     where["threads_per_worker"] = draw(st.sampled_from([1, 1, 1, 3]))
     where["fuse"] = draw(st.booleans())
     if not ordered:
-        where["ordered"] = draw(st.booleans())
+        where["in_order"] = draw(st.booleans())
     return tuple(where.items())
 
 

@@ -260,7 +260,7 @@ def test_an_order_by_the_seed_of_the_run_does_not_depend_on_where_work_is_done(
         pipe = Pipeline.from_dataset(range(100)).map(double, **where).map(abs, **where)
         return list(pipe.shuffle(100).run(seed=3))
 
-    assert order(backend=backend, workers=2, fuse=False) == order()
+    assert order(backend=backend, num_workers=2, fuse=False) == order()
 
 
 def random_numbers(item: int) -> float:

@@ -165,7 +165,7 @@ SCRIPT = """
                 time.sleep(1000)
         return item, os.getpid()
 
-    where = dict(backend=backend, workers=2, fuse=False)
+    where = dict(backend=backend, num_workers=2, fuse=False)
     pipe = Pipeline.from_dataset(range(10**9)).map(work, **where)  # the loop pulls the stage itself
     if ending != "interrupt at a stage":
         pipe = pipe.batch(1, collate_fn=list)

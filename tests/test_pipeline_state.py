@@ -298,7 +298,7 @@ def test_processes_go_on_too(backend: str) -> None:
         state = saved(run)
     with make(**place).run(state=state) as run:
         assert list(run) == whole[7:]
-    assert list(make(backend="threads", workers=2).run(state=state)) == whole[7:]
+    assert list(make(backend="threads", num_workers=2).run(state=state)) == whole[7:]
 
 
 def kept_number(item: int) -> bool:

@@ -194,7 +194,7 @@ def test_what_is_unordered_has_no_state_but_between_epochs() -> None:
     with pipe.run() as run:
         assert saved(run)["given"] == 0
         next(run)
-        with pytest.raises(StateError, match=r"stage 'map\(abs\)' is ordered=False"):
+        with pytest.raises(StateError, match=r"stage 'map\(abs\)' is in_order=False"):
             run.state_dict()
         list(run)
         assert saved(run)["finished"]

@@ -71,13 +71,13 @@ def sizes_of(count: int, **where: Any) -> list[int]:
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_slow_work_is_handed_out_one_by_one_or_one_for_each_thread(threads: int) -> None:
-    sizes = sizes_of(30, workers=2, threads_per_worker=threads)
+    sizes = sizes_of(30, num_workers=2, threads_per_worker=threads)
     assert sizes == [threads] * (30 // threads)
 
 
 @pytest.mark.usefixtures("quick")
 def test_portions_of_quick_work_grow_by_two_at_most_to_a_limit() -> None:
-    sizes = sizes_of(2000, workers=1)
+    sizes = sizes_of(2000, num_workers=1)
     assert sizes[0] == 1
     assert max(sizes) == MOST
     assert all(size <= 2**number for number, size in enumerate(sizes))
@@ -86,7 +86,7 @@ def test_portions_of_quick_work_grow_by_two_at_most_to_a_limit() -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("prefetch", [1, 5])
 def test_portions_are_no_larger_than_prefetch(prefetch: int) -> None:
-    assert max(sizes_of(300, workers=1, prefetch=prefetch)) <= prefetch
+    assert max(sizes_of(300, num_workers=1, prefetch=prefetch)) <= prefetch
 
 
 @given(

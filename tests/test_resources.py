@@ -189,8 +189,8 @@ FEW_DESCRIPTORS = """
         return DataLoader(Rows(), 2, num_workers=8, backend=backend)
 
     def pipeline(backend):
-        pipe = Pipeline.from_dataset(Rows(), backend=backend, workers=4)
-        pipe = pipe.map(np.copy, backend=backend, workers=4, fuse=False)
+        pipe = Pipeline.from_dataset(Rows(), backend=backend, num_workers=4)
+        pipe = pipe.map(np.copy, backend=backend, num_workers=4, fuse=False)
         return pipe.batch(2, collate_fn=np.stack)
 
     for backend in ("fork", "spawn", "shared-memory"):

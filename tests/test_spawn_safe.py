@@ -105,8 +105,8 @@ def test_a_pipeline_of_such_a_script_too(tmp_path: Path) -> None:
         two = torch.tensor(2)
         pipe = (
             Pipeline.from_iterable(lambda: range(3))
-            .map(lambda value: value * two, backend="spawn", workers=1)
-            .map(Scaled(10), backend="threads", workers=1)
+            .map(lambda value: value * two, backend="spawn", num_workers=1)
+            .map(Scaled(10), backend="threads", num_workers=1)
         )
         print(list(pipe))
         """)
@@ -144,7 +144,7 @@ CELLS = [
     """,
     """
     numbers = Pipeline.from_dataset(range(3))
-    print(list(numbers.map(lambda n: int(n * scale), backend="spawn", workers=1)))
+    print(list(numbers.map(lambda n: int(n * scale), backend="spawn", num_workers=1)))
     """,
 ]
 

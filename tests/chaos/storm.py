@@ -277,7 +277,7 @@ def _pipeline(weather: Weather, plan: Plan, account: Account) -> None:
     if weather.backend != "inline":
         where |= {
             "backend": weather.backend,
-            "workers": weather.workers,
+            "num_workers": weather.workers,
             "timeout": PATIENCE,
             "on_worker_death": POLICY,
         }
