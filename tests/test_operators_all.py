@@ -256,8 +256,8 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Unbatch(split=3), TypeError, "split must be a function"),  # type: ignore[arg-type]
     (lambda: Unbatch(True, list), ValueError, "leave one of them out"),
     (lambda: BatchBy(3, 4), TypeError, "cost must be a function from an item"),  # type: ignore[arg-type]
-    (lambda: BatchBy(len, "4"), TypeError, "limit must be a number"),  # type: ignore[arg-type]
-    (lambda: BatchBy(len, 0), ValueError, "limit must be above 0 and finite, not 0"),
+    (lambda: BatchBy(len, "4"), TypeError, "budget must be a number"),  # type: ignore[arg-type]
+    (lambda: BatchBy(len, 0), ValueError, "budget must be above 0 and finite, not 0"),
     (lambda: BatchBy(len, float("nan")), ValueError, "finite, not nan"),
     (lambda: BatchBy(len, INFINITE), ValueError, "finite, not inf"),
     (lambda: BatchBy(len, 4, padded=None), TypeError, "padded must be True"),  # type: ignore[arg-type]
@@ -266,7 +266,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: BucketBy(None, 4), TypeError, "bucket_by: key must be a function"),  # type: ignore[arg-type]
     (lambda: BucketBy(len, "4"), TypeError, "batch_size must be a whole number"),  # type: ignore[arg-type]
     (lambda: BucketBy(len, {1: 0}), ValueError, r"batch_size\[1\] must be at least 1"),
-    (lambda: Shuffle(0), ValueError, "shuffle: buffer must be at least 1"),
+    (lambda: Shuffle(0), ValueError, "shuffle: buffer_size must be at least 1"),
     (lambda: Shuffle(4, -1), ValueError, "seed must be at least 0"),
     (lambda: Shuffle(4, "x"), TypeError, "seed must be a whole number"),  # type: ignore[arg-type]
     (lambda: Take(-1), ValueError, "take: count must be at least 0"),

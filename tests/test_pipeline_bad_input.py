@@ -99,7 +99,7 @@ PLACEMENTS: dict[str, Case] = {
     "init is no function": placed(
         TypeError, "worker_init_fn must be callable", **THREADS, worker_init_fn=3
     ),
-    "unknown keyword": placed(TypeError, "keyword 'num_workers'.*workers", num_workers=2),
+    "unknown keyword": placed(TypeError, "keyword 'workers'.*num_workers", workers=2),
 }
 
 FUNCTIONS: dict[str, Case] = {
@@ -163,7 +163,7 @@ NUMBERS: dict[str, Case] = {
         TypeError,
         "batch: batch_size must be a whole number",
     ),
-    "shuffle": (lambda: BASE.shuffle(0), ValueError, "shuffle: buffer must be at least 1"),
+    "shuffle": (lambda: BASE.shuffle(0), ValueError, "shuffle: buffer_size must be at least 1"),
     "seed": (lambda: BASE.shuffle(1, seed="a"), TypeError, "shuffle: seed"),
     "repeat": (lambda: BASE.repeat(-1), ValueError, "repeat: times must be at least 0"),
     "prefetch": (lambda: BASE.prefetch(0), ValueError, "prefetch: count must be at least 1"),
@@ -176,7 +176,7 @@ NUMBERS: dict[str, Case] = {
     ),
     "fork": (lambda: BASE.fork(0), ValueError, "fork: count must be at least 1"),
     "block": (lambda: BASE.interleave(BASE, block=0), ValueError, "interleave: block"),
-    "limit": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: limit"),
+    "budget": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: budget"),
 }
 
 
@@ -331,7 +331,7 @@ def test_len_of_what_never_ends_names_what_is_to_blame() -> None:
 
 GAPS: dict[str, Case] = {
     "timeout nan": placed(ValueError, "timeout", **THREADS, timeout=math.nan),
-    "ordered": placed(TypeError, "ordered", **THREADS, in_order="no"),
+    "in_order": placed(TypeError, "in_order", **THREADS, in_order="no"),
     "a string for readers": (
         lambda: Pipeline.from_iterable("abc", backend="threads"),
         TypeError,

@@ -27,9 +27,9 @@ def _group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
-                f"num_replicas is {num_replicas} and rank is {rank}, and torch.distributed, which could "
-                "tell, is not initialised: call torch.distributed.init_process_group first, or give "
-                "both"
+                f"num_replicas is {num_replicas} and rank is {rank}, and torch.distributed is not "
+                "initialised, which could tell: call torch.distributed.init_process_group first, or "
+                "give both"
             )
         num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         rank = dist.get_rank() if rank is None else rank
