@@ -20,7 +20,7 @@ from hybridloader import engine
 from hybridloader.testing import BackendContract, Gate
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def load(path: Path) -> ModuleType:
@@ -107,6 +107,24 @@ def test_the_page_names_every_method_of_a_crew_and_all_that_a_backend_says_of_it
 def test_the_worked_example_is_the_one_in_the_page() -> None:
     page = (ROOT / "docs" / "backends.md").read_text()
     assert (ROOT / "examples" / "pool_backend.py").read_text() in page
+
+
+def test_the_examples_in_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        Image.new("RGB", (80, 60), (number, 0, 0)).save(tmp_path / "photos" / f"{number}.jpg")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    loader, pipeline = ({"__name__": "readme"} for _ in range(2))
+    for block, names in zip(blocks, (loader, pipeline), strict=True):
+        exec(compile(block, "README.md", "exec"), names)
+    assert loader["images"].shape == (1000 % 64, 3, 32, 32)
+    assert pipeline["images"].shape == (3, 64, 64, 3)
+    assert "bottleneck" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
