@@ -7,12 +7,12 @@ import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
-from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
-from hybridloader.caller import warn
-from hybridloader.contract import Backend, Crew
-from hybridloader.devices.in_use import device_in_use
-from hybridloader.errors import BackendUnavailable
+from hybridloader._support.caller import warn
+from hybridloader._support.devices_in_use import device_in_use
+from hybridloader._support.errors import BackendUnavailable
+from hybridloader.backends.process.crew import ProcessCrew, check_children_allowed, slot_kind
+from hybridloader.engine.contract import Backend, Crew
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
 
 def check_fork(name: str) -> None:

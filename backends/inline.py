@@ -13,21 +13,30 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hybridloader.buffers.collate import on_this_thread, teach_torch
-from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
-from hybridloader.buffers.slots import PrivateSlots
-from hybridloader.caller import warn
-from hybridloader.contract import Backend, ByReference, Crew, WorkerHandle
-from hybridloader.errors import ShippingError
-from hybridloader.fetcher import TaskContext
-from hybridloader.messages import Begin, Event, Exited, First, Message, Stop, Task, WorkerSpec
-from hybridloader.seeds.seeding import CallerSeeds, InlineSeeds, Seeds
-from hybridloader.shipping import replicate
-from hybridloader.worker import Worker
-from hybridloader.worker_info import worker_info_set
+from hybridloader._support.caller import warn
+from hybridloader._support.errors import ShippingError
+from hybridloader.engine.contract import Backend, ByReference, Crew, WorkerHandle
+from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.messages import (
+    Begin,
+    Event,
+    Exited,
+    First,
+    Message,
+    Stop,
+    Task,
+    WorkerSpec,
+)
+from hybridloader.engine.worker import Worker
+from hybridloader.engine.worker_info import worker_info_set
+from hybridloader.fetching.collate import on_this_thread, teach_torch
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
+from hybridloader.memory.shipping import replicate
+from hybridloader.memory.slots import PrivateSlots
+from hybridloader.rng.worker_seeds import CallerSeeds, InlineSeeds, Seeds
 
 if TYPE_CHECKING:
-    from hybridloader.buffers.page_locks import PageLocks
+    from hybridloader.memory.page_locks import PageLocks
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import multiprocessing
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from hybridloader.backends import sockets
+from hybridloader._support.devices_in_use import device_in_use
+from hybridloader._support.errors import BackendUnavailable
 from hybridloader.backends.fork import check_fork, check_threads
-from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
+from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process.crew import ProcessCrew, check_children_allowed, slot_kind
 from hybridloader.backends.spawn import loky_context
-from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
-from hybridloader.contract import Backend, Crew
-from hybridloader.devices.in_use import device_in_use
-from hybridloader.errors import BackendUnavailable
+from hybridloader.engine.contract import Backend, Crew
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
 _METHODS = ("fork", "spawn", "forkserver", "loky")
 
@@ -66,14 +66,14 @@ class SharedMemory(Backend):
         elif method != "loky" and method not in multiprocessing.get_all_start_methods():
             raise BackendUnavailable(f"this platform has no start method {method!r}; use 'loky'")
         check_children_allowed(self.name)
-        slot_kind(self.memory, sockets=sockets.available())
+        slot_kind(self.memory, sockets=socket_transport.available())
         if method == "fork":
             check_threads(self.name)
 
     def open(self) -> Crew:
         method = self._method()
         context: Any = loky_context() if method == "loky" else multiprocessing.get_context(method)
-        return ProcessCrew(context, self.memory, sockets=sockets.available())
+        return ProcessCrew(context, self.memory, sockets=socket_transport.available())
 
     def _method(self) -> str:
         if self.start_method is not None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hybridloader.backends import sockets
-from hybridloader.backends.process import ProcessCrew, check_children_allowed, slot_kind
-from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
-from hybridloader.contract import Backend, Crew
+from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process.crew import ProcessCrew, check_children_allowed, slot_kind
+from hybridloader.engine.contract import Backend, Crew
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
 
 def loky_context() -> Any:
@@ -43,7 +43,7 @@ class Spawn(Backend):
 
     def check(self) -> None:
         check_children_allowed(self.name)
-        slot_kind(self.memory, sockets=sockets.available())
+        slot_kind(self.memory, sockets=socket_transport.available())
 
     def open(self) -> Crew:
-        return ProcessCrew(loky_context(), self.memory, sockets=sockets.available())
+        return ProcessCrew(loky_context(), self.memory, sockets=socket_transport.available())

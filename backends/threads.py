@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, ClassVar
 
-from hybridloader import fetcher
-from hybridloader.buffers.collate import set_slots, teach_torch
-from hybridloader.buffers.memory import DEFAULT_MEMORY, Memory
-from hybridloader.buffers.slots import PrivateSlots
-from hybridloader.contract import Backend, Crew, WorkerHandle
-from hybridloader.datapipes import is_datapipe
-from hybridloader.messages import Event, Message, Stop, WorkerSpec
-from hybridloader.serving import serve, thread_worker
-from hybridloader.worker import Worker
+from hybridloader._support.datapipes import is_datapipe
+from hybridloader.engine import fetcher
+from hybridloader.engine.contract import Backend, Crew, WorkerHandle
+from hybridloader.engine.messages import Event, Message, Stop, WorkerSpec
+from hybridloader.engine.serving import serve, thread_worker
+from hybridloader.engine.worker import Worker
+from hybridloader.fetching.collate import set_slots, teach_torch
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
+from hybridloader.memory.slots import PrivateSlots
 
 if TYPE_CHECKING:
-    from hybridloader.buffers.page_locks import PageLocks
+    from hybridloader.memory.page_locks import PageLocks
 
 _OURS = (threading.__file__, os.path.dirname(os.path.abspath(fetcher.__file__)), __file__)
 """Files whose frames say nothing about where a worker is stuck, when they come first."""

@@ -141,9 +141,9 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 def _run(arguments: argparse.Namespace) -> str | None:
     """Run a script; what is wrong with the input, in one line, or None."""
-    from hybridloader import script
-    from hybridloader.installation import install
-    from hybridloader.options import OptionWords
+    from hybridloader.compat import script
+    from hybridloader.compat.install import install
+    from hybridloader.loader.options import OptionWords
 
     said: Any = {
         name: getattr(arguments, name)
@@ -171,9 +171,9 @@ def _demo(arguments: argparse.Namespace) -> str | None:
     missing = [package for name, package in needed.items() if not importlib.util.find_spec(name)]
     if missing:
         return f"needs {' and '.join(missing)}; install it with: pip install 'hybridloader[demo]'"
+    from hybridloader._support.errors import BackendUnavailable
     from hybridloader.demo.command import run
     from hybridloader.demo.folders import DemoError
-    from hybridloader.errors import BackendUnavailable
 
     options = {**vars(arguments)}
     del options["command"], options["run"], options["parser"]

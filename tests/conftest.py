@@ -85,7 +85,7 @@ def _descriptors() -> int:
     if not folder.exists():
         return 0
     names = os.listdir(folder)
-    from hybridloader.devices.in_use import device_in_use
+    from hybridloader._support.devices_in_use import device_in_use
 
     if device_in_use() is None:
         return len(names)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridloader.buffers.slots import OWN
-from hybridloader.contract import Backend
-from hybridloader.messages import Done, Exited, Failed, Ready, Task, WorkerSpec
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.messages import Done, Exited, Failed, Ready, Task, WorkerSpec
+from hybridloader.memory.slots import OWN
 from hybridloader.testing.suite import Call
 from hybridloader.testing.tools import DEADLINE
 

@@ -161,10 +161,14 @@ def kill_all() -> list[str]:
 
 def warm_up(*, torch: bool) -> None:
     """Import what trials need, once for all; nothing here starts a thread."""
-    needed = ["loky.backend", "psutil", "hybridloader.running.machine", "hybridloader.running.run"]
+    needed = ["loky.backend", "psutil", "hybridloader.pipeline.running.run"]
     needed += [f"hybridloader.backends.{name}" for name in ("fork", "spawn", "shared_memory")]
     if torch:
-        needed += ["torch.utils.data", "hybridloader.dataloader", "hybridloader.backends.threads"]
+        needed += [
+            "torch.utils.data",
+            "hybridloader.loader.dataloader",
+            "hybridloader.backends.threads",
+        ]
     for name in needed:
         importlib.import_module(name)
     assert threading.active_count() == 1

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from hybridloader import (
     DataLoader,
 )
-from hybridloader.loader_iterator import LoaderIterator
+from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.testing import Gate
 
 PROCESSES = ("fork", "spawn", "shared-memory")

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import settings
 
-from hybridloader.operators.base import Context, Length, Operator
+from hybridloader.pipeline.operators.base import Context, Length, Operator
 
 no_deadline = settings(deadline=None, max_examples=60)
 """For property tests: a machine may be busy with something else."""
@@ -63,7 +63,7 @@ def line(*steps: Any, known: bool = True) -> Any:
 
 
 class Stand:
-    """A context: see `hybridloader.operators.base.Context`."""
+    """A context: see `hybridloader.pipeline.operators.base.Context`."""
 
     def __init__(self, epoch: int = 0, seed: int | None = None) -> None:
         self.epoch, self.seed = epoch, seed

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hybridloader import DataLoader
-from hybridloader.loader_iterator import LoaderIterator
+from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.testing import FakeAccelerator
 
 BACKENDS = ("threads", "fork")

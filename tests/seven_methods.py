@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
-from hybridloader.contract import Backend, Crew, WorkerHandle
 from hybridloader.engine import serve, thread_worker
-from hybridloader.messages import Done, Event, Message, Stop, WorkerSpec
+from hybridloader.engine.contract import Backend, Crew, WorkerHandle
+from hybridloader.engine.messages import Done, Event, Message, Stop, WorkerSpec
 
 
 class SevenMethods(Backend):

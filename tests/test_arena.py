@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 from steps import steps
 
-from hybridloader.buffers import arena, segments, slots
-from hybridloader.buffers.arena import Parcel, Reader, Writer
-from hybridloader.buffers.slots import OWN, PrivateSlots, capacity_for
-from hybridloader.buffers.tensors import tensor_over
+from hybridloader.memory import segments, shared_slots, slots
+from hybridloader.memory.shared_slots import Parcel, Reader, Writer
+from hybridloader.memory.slots import OWN, PrivateSlots, capacity_for
+from hybridloader.memory.tensors import tensor_over
 
 LARGE = 1 << 40
 
@@ -140,7 +140,7 @@ def test_a_batch_made_in_a_slot_is_not_copied_on_its_way() -> None:
     array = lane.empty(300_000)
     array[:] = 1
     parcel, (buffer,) = lane.pass_on(array[1000:])
-    assert parcel.spans == (arena.Span(0, 1000, 299_000),)
+    assert parcel.spans == (shared_slots.Span(0, 1000, 299_000),)
     array[1000] = 7
     assert buffer[0] == 7
 
@@ -225,7 +225,7 @@ def test_a_buffer_begins_at_a_cache_line() -> None:
     parcel, buffers = lane.pass_on(*(bytes(n) for n in (33_001, 50_003, OWN + 1, 40_007)))
     assert slots_of(parcel) == [SECOND, SECOND, FIRST, SECOND]
     for buffer in buffers:
-        assert np.frombuffer(buffer, np.uint8).ctypes.data % arena.ALIGN == 0
+        assert np.frombuffer(buffer, np.uint8).ctypes.data % shared_slots.ALIGN == 0
 
 
 # -- how much --------------------------------------------------------------------------------------
@@ -595,8 +595,8 @@ class Arrays(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before = arena.OWN, slots.IDLE, arena.MOST_NEW, slots.GROWTH
-        arena.OWN, slots.IDLE, arena.MOST_NEW, slots.GROWTH = 16_000, 5, 3, 4
+        self._before = shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH
+        shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH = 16_000, 5, 3, 4
         self.lane = Lane(limit=400_000, hold=150_000)
         self.count = 0
         self.held: dict[int, tuple[Any, int]] = {}
@@ -691,7 +691,7 @@ class Arrays(RuleBasedStateMachine):
             assert self.lane.reader._lent == 0
         finally:
             self.lane.writer.close()
-            arena.OWN, slots.IDLE, arena.MOST_NEW, slots.GROWTH = self._before
+            shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH = self._before
 
 
 TestArrays = Arrays.TestCase

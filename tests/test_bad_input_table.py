@@ -27,7 +27,7 @@ from hybridloader import (
     get_backend,
 )
 from hybridloader.backends.threads import _ThreadCrew
-from hybridloader.operators.cache import Cache
+from hybridloader.pipeline.operators.cache import Cache
 
 nan, inf = float("nan"), float("inf")
 

@@ -35,7 +35,7 @@ from benchmarks.datasets.tensors import remote as remote_dataset
 from benchmarks.harness import Case, Variant
 from benchmarks.loaders.dataloaders import CannotDo
 from benchmarks.results import HYBRIDS, Measurement, Results, relate
-from hybridloader.running.plan import Workers, lay_out
+from hybridloader.pipeline.running.plan import Workers, lay_out
 
 ROOT = Path(__file__).parent.parent
 

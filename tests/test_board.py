@@ -20,15 +20,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.backends import board as board_module
-from hybridloader.backends import stacks
-from hybridloader.backends.board import Board, BoardContext, WorkerSide, free_signal, ours
 from hybridloader.backends.fork import Fork
+from hybridloader.backends.process import postmortem as board_module
+from hybridloader.backends.process import stack_dump
+from hybridloader.backends.process.postmortem import (
+    Board,
+    BoardContext,
+    WorkerSide,
+    free_signal,
+    ours,
+)
 from hybridloader.backends.spawn import Spawn
-from hybridloader.contract import Backend, Crew
-from hybridloader.fetch import MapFetch
-from hybridloader.fetcher import Fetcher, FunctionFetcher, TaskContext
-from hybridloader.messages import Done, Event, Exited, Ready, Task, WorkerSpec
+from hybridloader.engine.contract import Backend, Crew
+from hybridloader.engine.fetcher import Fetcher, FunctionFetcher, TaskContext
+from hybridloader.engine.messages import Done, Event, Exited, Ready, Task, WorkerSpec
+from hybridloader.fetching.fetch import MapFetch
 
 PATIENCE = 60.0
 """Seconds; never reached when all is well."""
@@ -415,7 +421,7 @@ def test_only_the_process_whose_board_it_is_gets_the_signal(board: Board) -> Non
 
 
 def test_threads_of_the_users_are_told_and_ours_are_not(board: Board) -> None:
-    from hybridloader.backends.parent import Life
+    from hybridloader.backends.process.parent_watch import Life
 
     class Channel:
         def __init__(self, fd: int) -> None:
@@ -450,7 +456,7 @@ def test_threads_of_the_users_are_told_and_ours_are_not(board: Board) -> None:
 
 
 def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: Board) -> None:
-    from hybridloader.backends.parent import Life
+    from hybridloader.backends.process.parent_watch import Life
 
     class Channel:
         def __init__(self, fd: int) -> None:
@@ -472,7 +478,7 @@ def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: Board) -
 
 FRESH = """
     import os, sys
-    from hybridloader.backends.board import WorkerSide
+    from hybridloader.backends.process.postmortem import WorkerSide
 
     def the_users_sample():
         print("!", flush=True)
@@ -698,7 +704,7 @@ def test_the_loop_and_what_is_around_it_are_left_out() -> None:
             _frame("/their/train.py", "<module>"),
         ]
     )
-    assert stacks.of_dump(text, 255).splitlines()[1:] == [
+    assert stack_dump.of_dump(text, 255).splitlines()[1:] == [
         _frame("/their/dataset.py", "__getitem__")
     ]
 
@@ -711,13 +717,13 @@ def test_a_worker_that_only_waits_for_a_task_shows_that() -> None:
             _frame(CHILD, "main"),
         ]
     )
-    assert stacks.of_dump(text, 255).splitlines()[1:] == [_frame(CHILD, "get")]
+    assert stack_dump.of_dump(text, 255).splitlines()[1:] == [_frame(CHILD, "get")]
 
 
 def test_a_deep_stack_keeps_both_ends() -> None:
     frames = [_frame(f"/a/long/path/to/some/module_{i}.py", f"function_{i}") for i in range(100)]
-    text = stacks.of_dump("\n".join(["Thread 0x1 (most recent call first):", *frames]), 1)
-    assert len(text) <= stacks.MOST
+    text = stack_dump.of_dump("\n".join(["Thread 0x1 (most recent call first):", *frames]), 1)
+    assert len(text) <= stack_dump.MOST
     assert "function_0" in text
     assert "function_99" in text
     assert "frames left out" in text
@@ -726,13 +732,13 @@ def test_a_deep_stack_keeps_both_ends() -> None:
 def test_a_thread_without_python_frames_is_left_out() -> None:
     lines = ["Thread 0x2 (most recent call first):", "  <no Python frame>"]
     lines += ["Thread 0x1 (most recent call first):", _frame("/mine.py", "mine")]
-    assert stacks.of_dump("\n".join(lines), 1).splitlines()[1:] == [_frame("/mine.py", "mine")]
+    assert stack_dump.of_dump("\n".join(lines), 1).splitlines()[1:] == [_frame("/mine.py", "mine")]
 
 
 @pytest.mark.parametrize("noise", ["y" * 10_000, "line\n" * 2_000])
 def test_what_is_no_stack_is_cut_to_size(noise: str) -> None:
     text = f"Fatal Python error: {noise}\nCurrent thread 0x1 (most recent call first):\n  frame"
-    told = stacks.of_crash(text)
+    told = stack_dump.of_crash(text)
     assert len(told) <= 1_100
     assert told.endswith("  frame")
 
@@ -749,9 +755,9 @@ def test_many_threads_do_not_push_out_the_one_that_matters() -> None:
     for ident in range(2, 100):
         blocks += [f"Thread 0x{ident:x} (most recent call first):", _frame("/x" * 40, f"f{ident}")]
     blocks += ["Thread 0x1 (most recent call first):", _frame("/mine.py", "mine")]
-    text = stacks.of_dump("\n".join(blocks), 1)
+    text = stack_dump.of_dump("\n".join(blocks), 1)
     assert text.splitlines()[1] == _frame("/mine.py", "mine")
-    assert len(text) <= stacks.MOST
+    assert len(text) <= stack_dump.MOST
     assert "more threads left out" in text
 
 
@@ -776,9 +782,9 @@ _LINE = st.one_of(
 @given(st.lists(_LINE, max_size=120), st.integers(0, 3))
 def test_any_text_is_cut_to_size(lines: list[str], home: int) -> None:
     text = "\n".join(lines)
-    assert len(stacks.of_dump(text, home)) <= stacks.MOST
-    crash = stacks.of_crash(text)
-    assert len(crash) <= stacks.MOST
+    assert len(stack_dump.of_dump(text, home)) <= stack_dump.MOST
+    crash = stack_dump.of_crash(text)
+    assert len(crash) <= stack_dump.MOST
     assert bool(crash) == ("Fatal Python error: " in text)
 
 
@@ -797,7 +803,7 @@ def test_what_python_3_14_writes_of_a_crash_is_told_too() -> None:
             "Extension modules: numpy (total: 1)",
         ]
     )
-    assert stacks.of_crash(text).splitlines() == [
+    assert stack_dump.of_crash(text).splitlines() == [
         "Fatal Python error: Segmentation fault",
         "The thread that crashed (most recent call first):",
         _frame("/their/dataset.py", "__getitem__"),

@@ -19,7 +19,7 @@ import torch.utils.data
 
 import hybridloader
 from hybridloader import DataLoader, backends
-from hybridloader.loader_record import record_of
+from hybridloader.loader.record import record_of
 
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))
 SIZE, FIRST, BATCHES = 4, 100, 200

@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import collate as torchs
 
 from hybridloader import DataLoader, Memory, Threads
-from hybridloader.buffers.collate import set_slots, slot_for, teach_torch
-from hybridloader.buffers.slots import OWN, PrivateSlots
-from hybridloader.worker_info import worker_info_set
+from hybridloader.engine.worker_info import worker_info_set
+from hybridloader.fetching.collate import set_slots, slot_for, teach_torch
+from hybridloader.memory.slots import OWN, PrivateSlots
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

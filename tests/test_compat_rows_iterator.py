@@ -68,7 +68,7 @@ def test_r13_a_subclass_of_a_framework_adopts_us_by_mixin(backend: Any, workers:
         backend = None
     more = {"persistent_workers": True, "backend": backend} if workers else {}
     loader = Mixed(5, batch_size=2, num_workers=workers, **more)
-    assert type(iter(loader).iterator).__module__ == "hybridloader.loader_iterator"  # type: ignore[attr-defined]
+    assert type(iter(loader).iterator).__module__ == "hybridloader.loader.iterator"  # type: ignore[attr-defined]
     for _ in range(2):
         iterator = iter(loader)
         assert len(iterator) == 3

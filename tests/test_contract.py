@@ -14,13 +14,13 @@ from seven_methods import SevenMethods
 
 import hybridloader
 from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads
-from hybridloader.backends import sockets
+from hybridloader.backends.process import socket_transport
 from hybridloader.engine import Backend, Crew, Done, Message, Task, WorkerHandle, WorkerSpec
 from hybridloader.testing import BackendContract
 
 KINDS: tuple[Any, ...] = (Backend, Crew, WorkerHandle)
 ROOT = Path(__file__).parent.parent
-BACKENDS = Path(sockets.__file__).parent
+BACKENDS = Path(socket_transport.__file__).parent
 
 
 class TestInline(BackendContract):
@@ -131,7 +131,7 @@ def _nothing_of_posix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         )
 
     monkeypatch.setenv("PYTHONPATH", bare_platform.child_environment(tmp_path))
-    monkeypatch.setattr(sockets, "available", lambda: False)
+    monkeypatch.setattr(socket_transport, "available", lambda: False)
     bare_platform.switch_off(monkeypatch.delattr, put)
 
 

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hybridloader.backends import frames, letters
-from hybridloader.backends.frames import MOST_BYTES, Decoder, encode
-from hybridloader.backends.letters import (
+from hybridloader._support.errors import DamagedMessage, Failure, HybridLoaderError
+from hybridloader.backends.process import codec, frames
+from hybridloader.backends.process.codec import (
     Unreadable,
     decode_extras,
     decode_failure,
@@ -31,10 +31,10 @@ from hybridloader.backends.letters import (
     letter,
     read_letter,
 )
-from hybridloader.buffers.arena import Parcel, Span
-from hybridloader.buffers.packing import pack, unpack
-from hybridloader.errors import DamagedMessage, Failure, HybridLoaderError
-from hybridloader.messages import Begin, Exhausted, Failed, Ready, Stop, Task
+from hybridloader.backends.process.frames import MOST_BYTES, Decoder, encode
+from hybridloader.engine.messages import Begin, Exhausted, Failed, Ready, Stop, Task
+from hybridloader.memory.packing import pack, unpack
+from hybridloader.memory.shared_slots import Parcel, Span
 
 thorough = settings(max_examples=300, deadline=None)
 
@@ -246,20 +246,20 @@ LETTERS: list[bytes] = [
 )
 def test_every_bit_of_the_fixed_bytes_counts(whole: bytes) -> None:
     read_letter([memoryview(whole)])
-    for bit in range(8 * letters._BEGIN):
+    for bit in range(8 * codec._BEGIN):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedMessage):
             read_letter([memoryview(damaged)])
-    for size in range(letters._BEGIN):
+    for size in range(codec._BEGIN):
         with pytest.raises(DamagedMessage):
             read_letter([memoryview(whole)[:size]])
 
 
 def test_a_letter_is_read_as_it_was_written() -> None:
-    written = letters.DONE, 1 << 40, b"body", (3, -4), PARCEL, b"extras", 7, 0.25, 1 << 50
+    written = codec.DONE, 1 << 40, b"body", (3, -4), PARCEL, b"extras", 7, 0.25, 1 << 50
     assert read_letter([memoryview(letter(*written))]) == written
-    plain = letters.FAILED, 0, b"", (), None, None, -1, 0.0, 0
+    plain = codec.FAILED, 0, b"", (), None, None, -1, 0.0, 0
     assert read_letter([memoryview(letter(*plain))]) == (*plain[:6], None, *plain[7:])
 
 
@@ -288,7 +288,7 @@ def test_a_letter_that_claims_what_it_has_not_is_refused(
     """The check is right, and the numbers are wrong."""
     assume(b"r" not in rest or rest[0] == 0x80)
     folded = kind ^ 1 ^ size ^ back ^ -1
-    check = (folded ^ folded >> 32 ^ letters._SIGN) & 0xFFFFFFFF
+    check = (folded ^ folded >> 32 ^ codec._SIGN) & 0xFFFFFFFF
     fields = struct.pack("<BQIIqqqI", kind, 1, size, back, -1, 0, 0, check)
     with only("Parcel", "Span", "_reconstruct"):
         try:
@@ -296,7 +296,7 @@ def test_a_letter_that_claims_what_it_has_not_is_refused(
         except DamagedMessage:
             return
     _, _, left, returned, parcel, extras, *_ = found
-    assert kind <= letters.OTHER
+    assert kind <= codec.OTHER
     assert parcel is None or type(parcel) is Parcel
     assert extras is None or type(extras) is bytes
     assert (len(returned), len(left)) == (back, len(rest) - size - 8 * back)
@@ -336,7 +336,7 @@ def test_any_bytes_are_no_message_and_nothing_that_a_worker_told(part: bytes) ->
             if part or decode is not decode_told:  # nothing is told by nothing
                 with pytest.raises(DamagedMessage):
                     decode(memoryview(part))
-        for kind in (letters.OTHER, letters.DONE):
+        for kind in (codec.OTHER, codec.DONE):
             with pytest.raises(DamagedMessage):
                 decode_message([memoryview(letter(kind, 0, part))])
 

@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridloader import DataLoader, Fork, WorkerDied
-from hybridloader.backends import portable
-from hybridloader.backends.frames import Frame, encode
-from hybridloader.backends.portable import PortableChannel, PortablePost
-from hybridloader.backends.sockets import SocketChannel, SocketPost
-from hybridloader.errors import CacheError, DamagedMessage, ShippingError
-from hybridloader.messages import Exited
-from hybridloader.operators.cache_file import Reader, Writer
-from hybridloader.shipping import _Contents, receive, ship
+from hybridloader._support.errors import CacheError, DamagedMessage, ShippingError
+from hybridloader.backends.process import pipe_transport
+from hybridloader.backends.process.frames import Frame, encode
+from hybridloader.backends.process.pipe_transport import PortableChannel, PortablePost
+from hybridloader.backends.process.socket_transport import SocketChannel, SocketPost
+from hybridloader.engine.messages import Exited
+from hybridloader.memory.shipping import _Contents, receive, ship
+from hybridloader.pipeline.operators.cache_file import Reader, Writer
 
 thorough = settings(max_examples=200, deadline=None)
 in_a_folder = settings(thorough, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -106,7 +106,7 @@ def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
     def feed(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(portable.Decoder, "feed", feed)
+    monkeypatch.setattr(pipe_transport.Decoder, "feed", feed)
     wire = Wire(PortablePost)
     wire.write(b"anything")
     assert wire.until_gone() == [(0, None)]

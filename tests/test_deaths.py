@@ -33,8 +33,8 @@ from hybridloader import (
     WorkerDied,
     WorkerTimeout,
 )
-from hybridloader.backends import child, descriptors, handles, sockets
-from hybridloader.backends.sockets import SocketChannel
+from hybridloader.backends.process import child, descriptors, handles, socket_transport
+from hybridloader.backends.process.socket_transport import SocketChannel
 from hybridloader.testing import Gate
 
 # -- dead workers --------------------------------------------------------------------------------
@@ -245,9 +245,9 @@ def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
             raise OSError(refusals.pop(), "as the kernel says it")
         return send(*args)
 
-    send = sockets.send_some
-    monkeypatch.setattr(sockets, "send_some", send_some)
-    monkeypatch.setattr(sockets, "_PAUSE", 0)
+    send = socket_transport.send_some
+    monkeypatch.setattr(socket_transport, "send_some", send_some)
+    monkeypatch.setattr(socket_transport, "_PAUSE", 0)
     channel.send([b"a slot"], [0])
     frame = other.get()
     assert bytes(frame.parts[0]) == b"a slot"

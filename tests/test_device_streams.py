@@ -14,8 +14,8 @@ from pinned import Rows, first_of
 from test_page_locks import Private, address
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.buffers import page_locks
 from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner
+from hybridloader.memory import page_locks
 from hybridloader.testing import FakeAccelerator
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader.diagnosis import (
+from hybridloader.engine.diagnosis import (
     WorkerReport,
     death,
     given_up,
@@ -14,8 +14,8 @@ from hybridloader.diagnosis import (
     sample_at,
     workers_table,
 )
-from hybridloader.messages import Exited
-from hybridloader.scheduler import Fault
+from hybridloader.engine.messages import Exited
+from hybridloader.engine.scheduler import Fault
 
 WORKER = "worker 1 (process, pid 4711)"
 

@@ -79,7 +79,7 @@ def test_the_worked_example_kills_a_worker_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(tmp_path)
-    monkeypatch.setattr("hybridloader.contract.GRACE", 0.0)
+    monkeypatch.setattr("hybridloader.engine.contract.GRACE", 0.0)
     crew = pool_backend.Pool().open()
     crew.start(0, BackendContract.spec(lambda index: gate.arrive()))
     crew.send(0, engine.Task(0, None))
@@ -136,7 +136,7 @@ def test_links_lead_somewhere_and_the_page_stands_alone(page: Path) -> None:
 
 
 def test_the_tables_in_the_design_page_are_those_of_the_scheduler() -> None:
-    from hybridloader.scheduler import RUN_TABLE, WORK_TABLE
+    from hybridloader.engine.scheduler import RUN_TABLE, WORK_TABLE
 
     page = (ROOT / "docs" / "design.md").read_text()
     for name, table in (("run", RUN_TABLE), ("worker", WORK_TABLE)):

@@ -18,8 +18,8 @@ import pytest
 import hybridloader
 from hybridloader import Operator, Pipeline
 from hybridloader.demo.photographs import PHOTOGRAPHS, prepare
-from hybridloader.operators.work import Where
-from hybridloader.steps import Steps
+from hybridloader.pipeline.operators.work import Where
+from hybridloader.pipeline.steps import Steps
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "pipelines.md"

@@ -21,11 +21,11 @@ from hybridloader import (
     Spawn,
     Threads,
 )
+from hybridloader._support.caller import warn, warn_once
 from hybridloader.backends import fork
+from hybridloader.backends.fallback import usable
 from hybridloader.backends.shared_memory import AsTorch
-from hybridloader.caller import warn, warn_once
-from hybridloader.contract import Backend, Crew
-from hybridloader.fallback import usable
+from hybridloader.engine.contract import Backend, Crew
 
 needs_fork = pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="needs fork"

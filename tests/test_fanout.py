@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
-from hybridloader import fanout
-from hybridloader.buffers.collate import on_this_thread as current_slots
-from hybridloader.buffers.collate import set_slots
-from hybridloader.fanout import Fanout
-from hybridloader.fetcher import Abandoned, TaskContext
-from hybridloader.worker_info import worker_info_set
+from hybridloader.engine.fetcher import Abandoned, TaskContext
+from hybridloader.engine.worker_info import worker_info_set
+from hybridloader.fetching import fanout
+from hybridloader.fetching.collate import on_this_thread as current_slots
+from hybridloader.fetching.collate import set_slots
+from hybridloader.fetching.fanout import Fanout
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
@@ -340,7 +340,7 @@ def test_after_a_fork_in_the_middle_the_child_has_threads_of_its_own() -> None:
 def test_an_item_that_is_stuck_does_not_hold_up_the_exit_of_python() -> None:
     code = """if True:
         import threading
-        from hybridloader.fanout import Fanout
+        from hybridloader.fetching.fanout import Fanout
         caller, begun = threading.get_ident(), threading.Barrier(2)
         def function(item):
             begun.wait()

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.foreign import attribute, has
+from hybridloader._support.attributes import attribute, has
 
 
 class Config(dict[str, Any]):

@@ -24,9 +24,9 @@ from driven import (
 )
 
 from hybridloader import Fork, Memory, Spawn, Threads
-from hybridloader.buffers.slots import OWN, number_of
-from hybridloader.contract import Backend
-from hybridloader.messages import Failed
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.messages import Failed
+from hybridloader.memory.slots import OWN, number_of
 from hybridloader.testing.tools import Gate
 
 STREAM, NAMED = Memory(kind="stream"), Memory(kind="named")
@@ -81,8 +81,8 @@ def test_what_is_sent_on_is_the_value_itself(one: Backend, other: Backend) -> No
 def test_between_forks_nothing_is_opened_or_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:
     with Driven(Fork(), make) as a, Driven(Fork(), digest) as b:
         payloads = [a.payload(a.send(k)) for k in range(6)]
-        monkeypatch.setattr("hybridloader.backends.sealed.unpack", None)
-        monkeypatch.setattr("hybridloader.buffers.arena.Seen.view", None)
+        monkeypatch.setattr("hybridloader.backends.process.result.unpack", None)
+        monkeypatch.setattr("hybridloader.memory.shared_slots.Seen.view", None)
         sent = [b.send(payload) for payload in payloads]
         monkeypatch.undo()
         assert [b.payload(seq).open() for seq in sent] == [digest(make(k)) for k in range(6)]

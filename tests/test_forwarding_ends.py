@@ -11,9 +11,9 @@ import pytest
 from driven import Driven, digest, full, make, one_value, slots_in_use, through
 
 from hybridloader import Fork
-from hybridloader.backends import descriptors
-from hybridloader.buffers import slots
-from hybridloader.messages import Task
+from hybridloader.backends.process import descriptors
+from hybridloader.engine.messages import Task
+from hybridloader.memory import slots
 from hybridloader.testing.tools import Gate
 
 

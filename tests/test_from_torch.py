@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from hybridloader import BackendUnavailable, DataLoader, Pipeline, Threads, from_torch, install
-from hybridloader.options import Options
+from hybridloader.loader.options import Options
 
 PARAMETERS = set(inspect.signature(DataLoader).parameters)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 import hybridloader
-from hybridloader.buffers.gather import gatherer
+from hybridloader.fetching.gather import gatherer
 
 TENSORS = {
     "floats": torch.randn(23, 4),

@@ -18,8 +18,8 @@ from failing import Samples, load, start
 from forked import in_a_fork
 
 from hybridloader import WorkerDied
-from hybridloader.backends import handles
-from hybridloader.backends.handles import UNKNOWN, ProcessHandle
+from hybridloader.backends.process import handles
+from hybridloader.backends.process.handles import UNKNOWN, ProcessHandle
 from hybridloader.testing.tools import DEADLINE
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
@@ -186,8 +186,8 @@ def test_a_worker_that_dies_slowly_is_waited_for_by_whoever_comes_next(
     [worker] = iterator._workers
     pidfd = os.pidfd_open(worker.pid or 0)
     with monkeypatch.context() as patch:  # a kernel that takes its time
-        patch.setattr("hybridloader.backends.process.GRACE", 0.0)
-        patch.setattr("hybridloader.backends.process._DYING", 0.0)
+        patch.setattr("hybridloader.backends.process.crew.GRACE", 0.0)
+        patch.setattr("hybridloader.backends.process.crew._DYING", 0.0)
         patch.setattr(ProcessHandle, "kill", lambda self: None)
         os.kill(worker.pid or 0, signal.SIGSTOP)
         iterator.close()

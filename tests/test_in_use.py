@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hybridloader import BackendUnavailable, DataLoader, SharedMemory
-from hybridloader.contract import Backend
-from hybridloader.devices.in_use import device_in_use, modules
+from hybridloader._support.devices_in_use import device_in_use, modules
+from hybridloader.engine.contract import Backend
 
 KIND = torch.device("xpu")
 """Any that is not CUDA: none of torch's own is asked here."""

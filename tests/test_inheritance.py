@@ -15,7 +15,7 @@ import pytest
 from common_objects import Box, Common, Counting, Sealed, reduce_sealed
 
 from hybridloader import Backend, DataLoader, Pipeline, SharedMemory, ShippingError, Threads
-from hybridloader.backends import sockets
+from hybridloader.backends.process import socket_transport
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 
@@ -80,7 +80,7 @@ def test_all_workers_and_those_that_replace_them_share_one_of_each_kind(
 def test_a_function_of_a_pipeline_shares_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _, portable = backend.partition(", ")
     if portable:
-        monkeypatch.setattr(sockets, "available", lambda: False)
+        monkeypatch.setattr(socket_transport, "available", lambda: False)
     function = Counting(SPAWN)
     pipeline = Pipeline.from_iterable(range(3)).map(function, backend=backend, num_workers=1)
     assert list(pipeline) == [0, 1, 2]
@@ -131,7 +131,7 @@ def test_a_reducer_that_multiprocessing_was_told_of_is_used(start_method: str) -
 
 def test_a_ctypes_object_that_lies_in_no_shared_memory_is_copied() -> None:
     """Its type is registered with multiprocessing as soon as another of it lies in shared memory."""
-    from hybridloader.shipping import replicate
+    from hybridloader.memory.shipping import replicate
 
     shared = multiprocessing.RawValue("i", 1)
     box = Box([shared, ctypes.c_int(2)])

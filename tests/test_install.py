@@ -23,11 +23,11 @@ from whereabouts import PROCESS, THREAD, Where, places, where
 
 import hybridloader
 from hybridloader import DataLoader, Skip, Threads, caller, install, uninstall
-from hybridloader.contract import Crew
-from hybridloader.errors import BackendUnavailable, ShippingError
-from hybridloader.loader_iterator import LoaderIterator
-from hybridloader.loader_plan import LoaderPlan
-from hybridloader.options import Options
+from hybridloader._support.errors import BackendUnavailable, ShippingError
+from hybridloader.engine.contract import Crew
+from hybridloader.loader.iterator import LoaderIterator
+from hybridloader.loader.options import Options
+from hybridloader.loader.plan import LoaderPlan
 from hybridloader.testing.tools import Gate
 
 ROOT = Path(__file__).parent.parent
@@ -523,7 +523,7 @@ class Installs:
 
 def test_a_fork_while_another_thread_installs_does_not_hang_the_child() -> None:
     loader: Any = DataLoader(Installs(), None, num_workers=1, backend="fork", timeout=60)  # type: ignore[arg-type]
-    with sys.modules["hybridloader.installation"]._place.lock:
+    with sys.modules["hybridloader.compat.install"]._place.lock:
         assert list(loader) == [True]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import hybridloader
-from hybridloader.options import Options
+from hybridloader.loader.options import Options
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "migrating.md"

@@ -11,7 +11,7 @@ import pytest
 from driven import Driven
 
 from hybridloader import Fork, Spawn, Threads, contract
-from hybridloader.backends import handles, process, sockets
+from hybridloader.backends.process import handles, socket_transport
 from hybridloader.testing.tools import DEADLINE, FakeClock, Gate
 
 BACKENDS = [
@@ -39,7 +39,7 @@ def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -
 
 
 def test_without_sockets_workers_leave_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "available", lambda: False)
+    monkeypatch.setattr(socket_transport, "available", lambda: False)
     with Driven(Spawn(), echo) as crew:
         assert crew.call(1) == 1
         crew.raw.leave()
@@ -70,7 +70,7 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
             gate.open()
             self.handle.join(DEADLINE)
 
-    for module in (handles, process) if backend.name == "fork" else (contract,):
+    for module in (handles, crew) if backend.name == "fork" else (contract,):
         monkeypatch.setattr(module, "time", Time)
     with Driven(backend, lambda index: gate.arrive()) as crew:
         crew.send(0)

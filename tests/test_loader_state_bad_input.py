@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from hybridloader import DataLoader
-from hybridloader.errors import StateError
+from hybridloader._support.errors import StateError
 from hybridloader.sampling import ShuffleSampler
 
 LENGTH, BATCH = 20, 4

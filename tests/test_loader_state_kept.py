@@ -20,10 +20,11 @@ from sampled import Every
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader, Threads
+from hybridloader._support.cadence import FREE, SHARE, Cadence
+from hybridloader._support.state_copies import Frozen, Kept, copied
+from hybridloader.engine import dataset_state
+from hybridloader.loader import samplers
 from hybridloader.sampling import ShuffleSampler
-from hybridloader.states import carried, samplers
-from hybridloader.states.cadence import FREE, SHARE, Cadence
-from hybridloader.states.copies import Frozen, Kept, copied
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -551,7 +552,7 @@ def test_a_dataset_stopped_anywhere_on_any_backend_gives_one_stream(
         return DataLoader(kind(), 2, num_workers=workers, backend=backend, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carried, "Cadence", lambda **_: Every(steps))
+        patch.setattr(dataset_state, "Cadence", lambda **_: Every(steps))
         whole = ahead_of(iter(loader(False, 2)), 99)
         taken: list[Any] = []
         state: dict[str, Any] = {}
@@ -583,9 +584,9 @@ class Module(torch.nn.Module):
 def test_what_is_large_is_not_sent_with_each_batch(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridloader.states import progress
+    from hybridloader.loader import progress
 
-    monkeypatch.setattr(carried, "Cadence", lambda **_: Every(1000))
+    monkeypatch.setattr(dataset_state, "Cadence", lambda **_: Every(1000))
     come = []
     note = progress.Progress.passed
 
@@ -651,11 +652,11 @@ def test_a_copy_shares_nothing_that_can_be_changed() -> None:
 def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from hybridloader.states import copies
+    from hybridloader._support import state_copies
 
-    monkeypatch.setattr(copies, "Cadence", lambda: Every(100))
+    monkeypatch.setattr(state_copies, "Cadence", lambda: Every(100))
     module = torch.nn.BatchNorm1d(3)
-    latest = copies.Latest()
+    latest = state_copies.Latest()
     first = latest.copy(module.state_dict())
     assert latest.copy(module.state_dict()) is first
     for change in (
@@ -674,10 +675,10 @@ def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
 
 
 def test_a_state_that_is_cheap_is_of_each_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridloader.states import copies
+    from hybridloader._support import state_copies
 
-    monkeypatch.setattr(copies, "Cadence", lambda: Every(1))
-    latest, state = copies.Latest(), {"order": [1, 2]}
+    monkeypatch.setattr(state_copies, "Cadence", lambda: Every(1))
+    latest, state = state_copies.Latest(), {"order": [1, 2]}
     one = latest.copy(state)
     assert latest.copy(state) is not one
 
@@ -688,15 +689,15 @@ def test_what_is_dear_to_copy_is_given_to_all_who_ask_and_what_is_not_to_each(
 ) -> None:
     import pickle
 
-    from hybridloader.states import copies
+    from hybridloader._support import state_copies
 
     state = {"order": [3, 1, 2]}
     held = kind(state if kind is Kept else pickle.dumps(state))
-    monkeypatch.setattr(copies, "DEAR", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(state_copies, "DEAR", 60.0)  # on a busy machine, too
     first = held.given()
     first["order"].append(4)
     assert held.given() == state
-    monkeypatch.setattr(copies, "DEAR", -1.0)
+    monkeypatch.setattr(state_copies, "DEAR", -1.0)
     dear = held.given()
     assert held.given() is dear
     dear["order"].append(4)

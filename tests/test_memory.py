@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Fork, Inline, Memory, SharedMemory, Spawn, Threads
-from hybridloader.backends import sockets
-from hybridloader.backends.process import slot_kind
-from hybridloader.buffers import memory
-from hybridloader.buffers.memory import SHARE, process_limit
-from hybridloader.errors import BackendUnavailable
+from hybridloader._support.errors import BackendUnavailable
+from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process.crew import slot_kind
+from hybridloader.memory import limits
+from hybridloader.memory.limits import SHARE, process_limit
 
 V1_NO_LIMIT = 9_223_372_036_854_771_712
 """What cgroup v1 says when there is no limit: the largest multiple of a page."""
@@ -51,7 +51,7 @@ def test_an_unknown_kind_is_refused_and_the_known_ones_listed(kind: Any) -> None
 
 
 def test_bytes_of_each_kind_of_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_own_limit", lambda: 1000)
+    monkeypatch.setattr(limits, "_own_limit", lambda: 1000)
     assert Memory(limit=1).bytes() == 1
     assert Memory(limit=5_000_000).bytes() == 5_000_000  # what the user says, however much
     assert Memory(limit=1.0).bytes() == 1000
@@ -78,7 +78,7 @@ def test_nameless_memory_is_refused_where_nothing_could_carry_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert slot_kind(Memory(kind="nameless"), sockets=True) == "nameless"
-    monkeypatch.setattr(sockets, "available", lambda: False)
+    monkeypatch.setattr(socket_transport, "available", lambda: False)
     loader = DataLoader(Sized([1]), num_workers=1, backend=Spawn(memory=Memory(kind="nameless")))
     with pytest.raises(BackendUnavailable, match="kind='named'"):
         iter(loader)
@@ -293,7 +293,7 @@ def test_every_kind_of_slot_brings_the_same_batches(backend: Any, kind: str) -> 
 def test_without_descriptors_to_send_fresh_processes_use_named_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sockets, "available", lambda: False)
+    monkeypatch.setattr(socket_transport, "available", lambda: False)
     sizes = [200] * 12
     loader = DataLoader(Sized(sizes), 2, num_workers=1, backend="spawn")
     assert run(loader, keep=True, sizes=sizes) == []

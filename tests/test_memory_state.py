@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridloader.faults import memory_state
-from hybridloader.faults.memory_state import MemoryState, OomWatch, read
+from hybridloader.backends.process import memory_report
+from hybridloader.backends.process.memory_report import MemoryState, OomWatch, read
 
 GIB = 1 << 30
 
@@ -229,7 +229,7 @@ def test_a_bus_error_is_of_shared_memory(
     monkeypatch: pytest.MonkeyPatch, free: int, used: int, word: str
 ) -> None:
     state = MemoryState(limit=10, used=used, shm_size=10, shm_free=free)
-    monkeypatch.setattr(memory_state, "read", lambda root: state)
+    monkeypatch.setattr(memory_report, "read", lambda root: state)
     cause, now = OomWatch().describe("SIGBUS").splitlines()
     assert word in cause
     assert f"/dev/shm {free} B of 10 B free" in now
@@ -237,7 +237,7 @@ def test_a_bus_error_is_of_shared_memory(
 
 def test_other_signals_get_the_figures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     state = MemoryState(available=3 * GIB, address_space=GIB // 2)
-    monkeypatch.setattr(memory_state, "read", lambda root: state)
+    monkeypatch.setattr(memory_report, "read", lambda root: state)
     assert OomWatch().describe("SIGSEGV") == (
         "Memory now: machine 3.00 GiB available, ulimit -v 512.00 MiB."
     )
@@ -254,4 +254,4 @@ def test_other_signals_get_the_figures_alone(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_sizes(count: int, text: str) -> None:
-    assert memory_state._size(count) == text
+    assert memory_report._size(count) == text

@@ -11,13 +11,13 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, get_worker_info
-from hybridloader.errors import ShardLost
-from hybridloader.fetch import IterableFetch
-from hybridloader.fetcher import Abandoned, EndOfShard, TaskContext
-from hybridloader.messages import Task, WorkerSpec
-from hybridloader.running.readers import ReadersFetch
-from hybridloader.seeds.seeding import CallerSeeds
-from hybridloader.worker import Worker
+from hybridloader._support.errors import ShardLost
+from hybridloader.engine.fetcher import Abandoned, EndOfShard, TaskContext
+from hybridloader.engine.messages import Task, WorkerSpec
+from hybridloader.engine.worker import Worker
+from hybridloader.fetching.fetch import IterableFetch
+from hybridloader.fetching.source_reader import ReadersFetch
+from hybridloader.rng.worker_seeds import CallerSeeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -226,7 +226,7 @@ def test_skipping_ends_quietly_with_the_shard_or_when_nobody_waits() -> None:
 
 
 def test_a_worker_tells_its_position_and_begins_behind_what_is_known() -> None:
-    from hybridloader.contract import ByReference
+    from hybridloader.engine.contract import ByReference
 
     spec = WorkerSpec("stage", 1, IterableFetch(Stream(9, (4,)), list, True), skip=2)
     worker = Worker(0, spec, CallerSeeds(), ByReference, TaskContext())

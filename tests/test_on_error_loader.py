@@ -17,9 +17,9 @@ from alike import same
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 
 from hybridloader import DataLoader, Replace, Retry, Skip, TooManyErrors
-from hybridloader.errors import WorkerDied
-from hybridloader.fetch import GivenUp, MapFetch, Spared
-from hybridloader.fetcher import Abandoned, TaskContext
+from hybridloader._support.errors import WorkerDied
+from hybridloader.engine.fetcher import Abandoned, TaskContext
+from hybridloader.fetching.fetch import GivenUp, MapFetch, Spared
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
-from hybridloader.errors import IteratorClosed, WorkerDied
-from hybridloader.faults.restart import RestartPolicy
-from hybridloader.fetch import GivenUp, MapFetch, Spared
-from hybridloader.fetcher import TaskContext
-from hybridloader.operators.work import Placement
-from hybridloader.running.plan import Inline, Workers, lay_out
-from hybridloader.running.work import Step, WorkFetch
+from hybridloader._support.errors import IteratorClosed, WorkerDied
+from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.restart import RestartPolicy
+from hybridloader.fetching.fetch import GivenUp, MapFetch, Spared
+from hybridloader.fetching.item_steps import Step, WorkFetch
+from hybridloader.pipeline.operators.work import Placement
+from hybridloader.pipeline.running.plan import Inline, Workers, lay_out
 
 WHERE: list[dict[str, Any]] = [
     {},

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
-from hybridloader.errors import Failure, ShardLost, WorkerDied, no_stop
-from hybridloader.faults.guard import Guard
-from hybridloader.faults.losses import Losses, Register, bare
-from hybridloader.faults.on_error import final, parse
-from hybridloader.faults.refill import FullBatches, Refill
-from hybridloader.faults.tried import Attempt, Miss, Outcome
-from hybridloader.faults.tried import short as left
-from hybridloader.fetch import GivenUp, Spared
-from hybridloader.fetcher import Abandoned, TaskContext
+from hybridloader._support.errors import Failure, ShardLost, WorkerDied, no_stop
+from hybridloader.engine.fetcher import Abandoned, TaskContext
+from hybridloader.fetching.fetch import GivenUp, Spared
+from hybridloader.fetching.on_error.attempts import Guard
+from hybridloader.fetching.on_error.error_budget import Losses, Register, bare
+from hybridloader.fetching.on_error.outcome import Attempt, Miss, Outcome
+from hybridloader.fetching.on_error.outcome import short as left
+from hybridloader.fetching.on_error.policies import final, parse
+from hybridloader.loader.refill import FullBatches, Refill
 
 # -- policies --------------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ def test_an_exception_that_can_not_be_copied_is_told_by_name() -> None:
 
 
 def test_only_so_many_tracebacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridloader.faults.losses._TRACEBACKS", 2)
+    monkeypatch.setattr("hybridloader.fetching.on_error.error_budget._TRACEBACKS", 2)
     losses = Losses(Skip(None), "stage")
     losses.take(3, [miss(n) for n in range(3)], 0)
     assert [bool(record.traceback) for record in losses.records] == [True, True, False]

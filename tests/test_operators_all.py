@@ -25,14 +25,14 @@ from operator_context import (
     run,
 )
 
-from hybridloader.buffers.memory import Memory
-from hybridloader.operators.base import INFINITE, Operator
-from hybridloader.operators.cache import Cache
-from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
-from hybridloader.operators.join import Branch, Concat, Fork, Interleave, Mix, Zip
-from hybridloader.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
-from hybridloader.operators.padding import Pad
-from hybridloader.operators.sources import Indices, Items
+from hybridloader.memory.limits import Memory
+from hybridloader.pipeline.operators.base import INFINITE, Operator
+from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
+from hybridloader.pipeline.operators.join import Branch, Concat, Fork, Interleave, Mix, Zip
+from hybridloader.pipeline.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.pipeline.operators.padding import Pad
+from hybridloader.pipeline.operators.sources import Indices, Items
 
 KEPT = pytest.mark.filterwarnings("ignore:a pass in which items raised")
 

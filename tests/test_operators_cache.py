@@ -24,10 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operator_context import Oops, Script, context, drain
 
-from hybridloader.errors import ResultNotSendable
-from hybridloader.operators import cache_file
-from hybridloader.operators.base import INFINITE
-from hybridloader.operators.cache import Cache
+from hybridloader._support.errors import ResultNotSendable
+from hybridloader.pipeline.operators import cache_file
+from hybridloader.pipeline.operators.base import INFINITE
+from hybridloader.pipeline.operators.cache import Cache
 
 in_a_folder = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -280,7 +280,7 @@ def test_any_failure_to_write_costs_only_the_cache(
     file: Path, monkeypatch: pytest.MonkeyPatch, name: str, replacement: Any, at: str
 ) -> None:
     def fail() -> None:
-        monkeypatch.setattr(f"hybridloader.operators.cache_file.{name}", replacement)
+        monkeypatch.setattr(f"hybridloader.pipeline.operators.cache_file.{name}", replacement)
 
     def one_pass() -> list[Any]:
         if at == "begin":
@@ -301,7 +301,8 @@ def test_any_failure_to_write_costs_only_the_cache(
 def test_writes_may_be_partial(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(
-        "hybridloader.operators.cache_file.os.write", lambda fd, view: real(fd, view[:1000])
+        "hybridloader.pipeline.operators.cache_file.os.write",
+        lambda fd, view: real(fd, view[:1000]),
     )
     item = np.arange(30_000)
     drain(begin(Cache(file), item, "b"))
@@ -330,7 +331,7 @@ def test_a_fork_neither_writes_nor_removes_what_its_parent_writes(file: Path) ->
 import gc, os, sys
 sys.path.insert(0, "tests")
 from operator_context import Script, context, drain
-from hybridloader.operators.cache import Cache
+from hybridloader.pipeline.operators.cache import Cache
 found = Cache({str(file)!r}).begin(lambda: Script(*range(1000)), context())
 print(next(found))
 child = os.fork()
@@ -351,7 +352,7 @@ def test_a_pass_that_is_under_way_at_exit_leaves_nothing(file: Path) -> None:
 import sys
 sys.path.insert(0, "tests")
 from operator_context import Script, context
-from hybridloader.operators.cache import Cache
+from hybridloader.pipeline.operators.cache import Cache
 found = Cache({str(file)!r}).begin(lambda: Script(*range(1000)), context())
 next(found)
 """

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operator_context import Script, context, drain, items_in
 
-from hybridloader.errors import CacheError, HybridLoaderError
-from hybridloader.operators import cache_file
-from hybridloader.operators.cache import Cache
-from hybridloader.operators.cache_file import Reader
+from hybridloader._support.errors import CacheError, HybridLoaderError
+from hybridloader.pipeline.operators import cache_file
+from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.pipeline.operators.cache_file import Reader
 
 in_a_folder = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from hybridloader import Pipeline, Replace, SharedDict, SharedList, ShuffleSampler
-from hybridloader.errors import CacheError
-from hybridloader.operators.fingerprint import drawn, fingerprint
+from hybridloader._support.errors import CacheError
+from hybridloader.pipeline.operators.fingerprint import drawn, fingerprint
 
 
 class Scale:
@@ -137,7 +137,7 @@ def test_it_is_the_same_in_every_process_and_bounded_whatever_there_is() -> None
     assert len(drawn(10**9)) == 64
     assert drawn(10**9) == drawn(10**9)
     script = """
-        from hybridloader.operators.fingerprint import fingerprint
+        from hybridloader.pipeline.operators.fingerprint import fingerprint
         print(fingerprint([{"b", "a", "c"}, {"k": object()}, len, 0.1, b"x", 1j, None, dict]))
     """
     told = {

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_context import Oops, Stand, drain, line, no_deadline
 
-from hybridloader.operators.join import Branch, Fork
+from hybridloader.pipeline.operators.join import Branch, Fork
 
 PATIENCE = 30.0
 """Seconds after which a test gives up waiting for what should have come at once."""

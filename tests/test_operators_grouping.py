@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from operator_context import Oops, Script, context, errors_in, items_in, no_deadline, outcome, run
 from torch.utils.data import default_collate
 
-from hybridloader.buffers.collate import set_slots
-from hybridloader.buffers.memory import Memory
-from hybridloader.operators.base import Operator
-from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch
-from hybridloader.operators.padding import Pad
+from hybridloader.fetching.collate import set_slots
+from hybridloader.memory.limits import Memory
+from hybridloader.pipeline.operators.base import Operator
+from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch
+from hybridloader.pipeline.operators.padding import Pad
 
 SAMPLES: list[Any] = [
     {"x": torch.full((3,), float(i)), "y": i, "name": f"n{i}", "pair": (i, np.full(2, i))}
@@ -92,9 +92,9 @@ def test_a_plain_list_needs_no_torch() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
         "from operator_context import outcome\n"
-        "from hybridloader.operators.grouping import Batch, BatchBy, BucketBy, Unbatch\n"
-        "import hybridloader.operators.join, hybridloader.operators.order\n"
-        "import hybridloader.operators.sources, hybridloader.operators.cache\n"
+        "from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, Unbatch\n"
+        "import hybridloader.pipeline.operators.join, hybridloader.pipeline.operators.order\n"
+        "import hybridloader.pipeline.operators.sources, hybridloader.pipeline.operators.cache\n"
         "assert outcome(Batch(2, collate_fn=list), 1, 2, 3) == [[1, 2], [3]]\n"
         "assert outcome(BatchBy(int, 3, collate_fn=tuple), 1, 2, 3) == [(1, 2), (3,)]\n"
         "assert outcome(BucketBy(int, 2, collate_fn=list), 1, 2, 1) == [[1, 1], [2]]\n"

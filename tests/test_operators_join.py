@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_context import Oops, Script, Stand, drain, errors_in, items_in, line, no_deadline
 
-from hybridloader.errors import WorkerTimeout
-from hybridloader.operators.base import INFINITE, Operator
-from hybridloader.operators.join import Concat, Interleave, Mix, Zip
-from hybridloader.operators.order import Enumerate, Shard, Skip, Take
+from hybridloader._support.errors import WorkerTimeout
+from hybridloader.pipeline.operators.base import INFINITE, Operator
+from hybridloader.pipeline.operators.join import Concat, Interleave, Mix, Zip
+from hybridloader.pipeline.operators.order import Enumerate, Shard, Skip, Take
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(0, 9), st.none(), st.integers(), errors), max_size=8)

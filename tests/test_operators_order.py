@@ -23,8 +23,8 @@ from operator_context import (
     run,
 )
 
-from hybridloader.operators.base import INFINITE
-from hybridloader.operators.order import Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.pipeline.operators.base import INFINITE
+from hybridloader.pipeline.operators.order import Repeat, Shard, Shuffle, Skip, Take
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=20)

@@ -20,7 +20,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from hybridloader.operators.sources import Indices, Items
+from hybridloader.pipeline.operators.sources import Indices, Items
 
 
 def indices(epoch: int = 0, **parameters: Any) -> list[Any]:

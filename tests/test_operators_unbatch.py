@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from operator_context import Oops, errors_in, items_in, no_deadline, outcome
 from torch.utils.data import default_collate
 
-from hybridloader.operators.grouping import Batch, Unbatch
+from hybridloader.pipeline.operators.grouping import Batch, Unbatch
 
 Point = namedtuple("Point", "x y")
 

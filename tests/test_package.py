@@ -562,7 +562,7 @@ def test_importing_the_package_imports_neither_torch_nor_loky() -> None:
 
 def test_a_worker_process_starts_without_torch() -> None:
     code = (
-        "import sys, hybridloader.backends.child;"
+        "import sys, hybridloader.backends.process.child;"
         "print(sorted({'torch', 'loky', 'numpy', 'cloudpickle'} & set(sys.modules)))"
     )
     assert run(code) == "[]"

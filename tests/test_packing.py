@@ -22,13 +22,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from steps import steps
 
-from hybridloader.backends.frames import Decoder, encode
-from hybridloader.backends.letters import decode_message, encode_done, encode_message, read_letter
-from hybridloader.buffers.arena import Reader, Writer
-from hybridloader.buffers.packing import IN_BAND, pack, unpack
-from hybridloader.buffers.slots import OWN
-from hybridloader.errors import ResultNotSendable
-from hybridloader.messages import Begin, Stop, Task
+from hybridloader._support.errors import ResultNotSendable
+from hybridloader.backends.process.codec import (
+    decode_message,
+    encode_done,
+    encode_message,
+    read_letter,
+)
+from hybridloader.backends.process.frames import Decoder, encode
+from hybridloader.engine.messages import Begin, Stop, Task
+from hybridloader.memory.packing import IN_BAND, pack, unpack
+from hybridloader.memory.shared_slots import Reader, Writer
+from hybridloader.memory.slots import OWN
 
 _DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "

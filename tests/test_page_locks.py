@@ -20,11 +20,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from hybridloader.buffers import page_locks, segments, slots
-from hybridloader.buffers.arena import Reader, Writer
-from hybridloader.buffers.page_locks import PageLocks
-from hybridloader.buffers.slots import OWN, PrivateSlots
-from hybridloader.buffers.tensors import tensor_over
+from hybridloader.memory import page_locks, segments, slots
+from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.shared_slots import Reader, Writer
+from hybridloader.memory.slots import OWN, PrivateSlots
+from hybridloader.memory.tensors import tensor_over
 from hybridloader.testing import FakeAccelerator
 
 LARGE = 1 << 40
@@ -423,9 +423,9 @@ def test_what_the_device_reads_is_neither_given_back_nor_unlocked_by_a_lower_lim
 def test_an_interpreter_that_ends_while_the_device_reads_ends_quietly() -> None:
     code = """
 import torch
-from hybridloader.buffers.page_locks import PageLocks
-from hybridloader.buffers.tensors import tensor_over
-from hybridloader.buffers.slots import OWN, PrivateSlots
+from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.tensors import tensor_over
+from hybridloader.memory.slots import OWN, PrivateSlots
 from hybridloader.testing import FakeAccelerator
 device = FakeAccelerator()
 slots = PrivateSlots(1 << 40)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from hybridloader import DataLoader, Fork, Inline, Memory, Threads
-from hybridloader.buffers.page_locks import PageLocks
-from hybridloader.buffers.slots import OWN
 from hybridloader.devices.accelerator import taken_for_current
-from hybridloader.faults.restart import RestartPolicy
-from hybridloader.messages import Stop, Task, WorkerSpec
-from hybridloader.stage import Stage
+from hybridloader.engine.messages import Stop, Task, WorkerSpec
+from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.stage import Stage
+from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.slots import OWN
 from hybridloader.testing import Call, FakeAccelerator
 
 BACKENDS = [Inline(), Threads(), Fork()]

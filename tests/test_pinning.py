@@ -24,7 +24,7 @@ from hybridloader.devices.accelerator import current, find, taken_for_current
 from hybridloader.devices.batch_parts import mapped, pins_itself, tensors_in
 from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner, check, pinner_for
 from hybridloader.devices.torch_accelerator import TorchAccelerator
-from hybridloader.relay import Relay
+from hybridloader.engine.relay import Relay
 from hybridloader.testing import FakeAccelerator
 
 # -- what is pinned: torch's function is the oracle ------------------------------------------------
@@ -657,7 +657,7 @@ def test_a_relay_never_holds_more_than_its_limit() -> None:
 
 
 def test_a_relay_that_is_waited_for_too_long_says_so_and_loses_nothing() -> None:
-    from hybridloader.errors import NotReady
+    from hybridloader._support.errors import NotReady
 
     gate = threading.Event()
 

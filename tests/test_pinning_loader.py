@@ -27,8 +27,8 @@ from hybridloader import (
     WorkerDied,
     WorkerTimeout,
 )
-from hybridloader.buffers.slots import OWN
 from hybridloader.devices.accelerator import taken_for_current
+from hybridloader.memory.slots import OWN
 from hybridloader.testing import FakeAccelerator, Gate
 
 PIN_THREAD = "hybridloader-pin_memory"

@@ -13,8 +13,8 @@ from failing import outcomes
 from pinned import Counting, Pinnable, first_of, on_backends
 
 from hybridloader import IteratorClosed, NotReady, Pipeline
-from hybridloader.buffers.slots import OWN
 from hybridloader.devices.accelerator import taken_for_current
+from hybridloader.memory.slots import OWN
 from hybridloader.testing import FakeAccelerator
 
 TO_THREAD = "hybridloader-to"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hybridloader import BackendUnavailable, Pipeline, ShippingError, Threads
-from hybridloader.operators.grouping import Batch
+from hybridloader.pipeline.operators.grouping import Batch
 
 BASE = Pipeline.from_dataset(range(7))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from hybridloader import Pipeline
-from hybridloader.running import plan
+from hybridloader.pipeline.running import plan
 
 STEPS: dict[str, Callable[[Pipeline], Pipeline]] = {
     "take": lambda pipe: pipe.take(9),

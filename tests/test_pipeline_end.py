@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hybridloader import IteratorClosed, Pipeline, Threads
-from hybridloader.contract import Crew
-from hybridloader.running.run import Epochs
+from hybridloader.engine.contract import Crew
+from hybridloader.pipeline.running.run import Epochs
 from hybridloader.testing import Gate
 
 WORKERS = ("threads", "fork", "shared-memory")
@@ -30,7 +30,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Opened at the end, so that threads that wait at it can go; they are not waited for long."""
-    monkeypatch.setattr("hybridloader.contract.PATIENCE", 0.1)
+    monkeypatch.setattr("hybridloader.engine.contract.PATIENCE", 0.1)
     found = Gate()
     yield found
     found.open()
@@ -370,7 +370,7 @@ def test_workers_that_take_long_to_die_are_waited_for(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else they stay as zombies, with their descriptors: many that end at once take a while."""
-    monkeypatch.setattr("hybridloader.backends.process.GRACE", 0.0)
+    monkeypatch.setattr("hybridloader.backends.process.crew.GRACE", 0.0)
     before = set(multiprocessing.process._children)
     pipe = Pipeline.from_dataset(range(1))
     pipes = [pipe.map(Stick(gate), backend="fork", num_workers=1) for _ in range(4)]

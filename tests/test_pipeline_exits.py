@@ -20,7 +20,7 @@ from forked import in_a_fork
 
 import hybridloader
 from hybridloader import IteratorClosed, Pipeline, WorkerDied
-from hybridloader.relay import Relay
+from hybridloader.engine.relay import Relay
 
 WORKERS = ("threads", "fork", "shared-memory")
 

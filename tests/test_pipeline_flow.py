@@ -13,24 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import NotReady, Pipeline, Threads, WorkerTimeout
-from hybridloader.contract import ByReference, Crew
-from hybridloader.feed import Portions
-from hybridloader.messages import Done, Event, Ready, Task, WorkerSpec
-from hybridloader.running.ledger import Books, size_of
-from hybridloader.stage import Stage
+from hybridloader.engine.contract import ByReference, Crew
+from hybridloader.engine.feed import Portions
+from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec
+from hybridloader.engine.stage import Stage
+from hybridloader.pipeline.running.stage_metrics import Books, size_of
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task takes some seconds, for the engine."""
-    monkeypatch.setattr("hybridloader.worker.perf_counter", itertools.count().__next__)
+    monkeypatch.setattr("hybridloader.engine.worker.perf_counter", itertools.count().__next__)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task takes no time, for the engine."""
-    monkeypatch.setattr("hybridloader.worker.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("hybridloader.engine.worker.perf_counter", lambda: 0.0)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -232,7 +232,7 @@ def test_buffer_bytes_holds_for_a_pipeline(workers: int, fitting: int, size: int
     pipe = Pipeline.from_dataset(range(100))
     where: dict[str, Any] = {"backend": "threads", "num_workers": workers, "prefetch": 100}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hybridloader.worker.perf_counter", itertools.count().__next__)
+        patch.setattr("hybridloader.engine.worker.perf_counter", itertools.count().__next__)
         with pipe.map(make, buffer_bytes=fitting * (size + 100), **where).run() as run:
             for _ in run:
                 with lock:

@@ -11,7 +11,7 @@ import pytest
 from resuming import events, saved
 
 from hybridloader import IteratorClosed, Operator, Pipeline
-from hybridloader.errors import HybridLoaderError, StateError
+from hybridloader._support.errors import HybridLoaderError, StateError
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 started: list[int] = []

@@ -15,7 +15,7 @@ from sampled import Every
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from hybridloader import Pipeline
-from hybridloader.errors import StateError
+from hybridloader._support.errors import StateError
 from hybridloader.sampling import (
     BucketBatchSampler,
     DistributedShuffleSampler,
@@ -32,7 +32,9 @@ def cadence(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how often a mark that would be due is made; else that depends on what it costs."""
 
     def pace(steps: int) -> None:
-        monkeypatch.setattr("hybridloader.operators.stateful.Cadence", lambda: Every(steps))
+        monkeypatch.setattr(
+            "hybridloader.pipeline.operators.stateful.Cadence", lambda: Every(steps)
+        )
 
     return pace
 

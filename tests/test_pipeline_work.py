@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import NotReady, Pipeline, Threads, get_worker_info
-from hybridloader.contract import ByReference, Crew
-from hybridloader.errors import Failure
-from hybridloader.feed import MOST, TASK_SECONDS, Portions
-from hybridloader.messages import Done, Failed, Task
-from hybridloader.running.ledger import Books
+from hybridloader._support.errors import Failure
+from hybridloader.engine.contract import ByReference, Crew
+from hybridloader.engine.feed import MOST, TASK_SECONDS, Portions
+from hybridloader.engine.messages import Done, Failed, Task
+from hybridloader.pipeline.running.stage_metrics import Books
 from hybridloader.testing import FakeClock, Gate
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
@@ -28,13 +28,13 @@ KINDS = ("inline", "threads", "fork", "shared-memory")
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task takes some seconds, for the engine."""
-    monkeypatch.setattr("hybridloader.worker.perf_counter", itertools.count().__next__)
+    monkeypatch.setattr("hybridloader.engine.worker.perf_counter", itertools.count().__next__)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task takes no time, for the engine."""
-    monkeypatch.setattr("hybridloader.worker.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("hybridloader.engine.worker.perf_counter", lambda: 0.0)
 
 
 # -- portions --------------------------------------------------------------------------------------
@@ -200,9 +200,11 @@ def test_readers_are_read_in_turn_whatever_comes_at_once(
     expected = [item for row in rows for item in row if item is not None]
     with pytest.MonkeyPatch.context() as patch:
         sizes = itertools.cycle(chunks)
-        patch.setattr("hybridloader.running.flow._Turns.draw", lambda self, most: next(sizes))
+        patch.setattr(
+            "hybridloader.pipeline.running.flow._Turns.draw", lambda self, most: next(sizes)
+        )
         if isinstance(patience, float):
-            patch.setattr("hybridloader.running.readers._READING", patience)
+            patch.setattr("hybridloader.fetching.source_reader._READING", patience)
         pipe = Pipeline.from_iterable(Shards(lengths), backend=backend, num_workers=len(lengths))
         assert list(pipe) == expected
         assert list(pipe.enumerate().map(list)) == [[*pair] for pair in enumerate(expected)]
@@ -221,8 +223,8 @@ def test_readers_are_read_again_in_every_epoch() -> None:
 def test_what_readers_had_at_hand_does_not_show_in_the_next_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridloader.running.flow._Turns.draw", lambda self, most: 5)
-    monkeypatch.setattr("hybridloader.running.readers._READING", 1e9)
+    monkeypatch.setattr("hybridloader.pipeline.running.flow._Turns.draw", lambda self, most: 5)
+    monkeypatch.setattr("hybridloader.fetching.source_reader._READING", 1e9)
     pipe = Pipeline.from_iterable(range(100), backend="threads", num_workers=1)
     with pipe.epochs(2) as epochs:
         first = next(epochs)
@@ -265,7 +267,7 @@ def test_a_reader_that_was_held_up_before_its_first_item_has_not_ended(
 
         monotonic = staticmethod(itertools.count().__next__)
 
-    monkeypatch.setattr("hybridloader.running.readers.time", Stalling)
+    monkeypatch.setattr("hybridloader.fetching.source_reader.time", Stalling)
     assert list(Pipeline.from_iterable(range(9), backend="threads", num_workers=1)) == list(
         range(9)
     )

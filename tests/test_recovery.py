@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from hybridloader.contract import ByReference
-from hybridloader.errors import ShippingError, TaskTimeout, WorkerDied, WorkerTimeout
-from hybridloader.faults.restart import RestartPolicy
-from hybridloader.fetch import GivenUp, MapFetch, Spared
-from hybridloader.messages import (
+from hybridloader._support.errors import ShippingError, TaskTimeout, WorkerDied, WorkerTimeout
+from hybridloader.engine.contract import ByReference
+from hybridloader.engine.messages import (
     Begin,
     Done,
     Event,
@@ -22,8 +20,10 @@ from hybridloader.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.roster import START
-from hybridloader.stage import Stage
+from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.stage import Stage
+from hybridloader.engine.worker_table import START
+from hybridloader.fetching.fetch import GivenUp, MapFetch, Spared
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
 
 KILLED = "was killed by signal SIGKILL (9)"

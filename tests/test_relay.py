@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridloader.errors import IteratorClosed, NotReady, WorkerDied
-from hybridloader.relay import Relay
+from hybridloader._support.errors import IteratorClosed, NotReady, WorkerDied
+from hybridloader.engine.relay import Relay
 
 
 def test_items_come_in_order_from_the_named_thread() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.contract import ByReference
-from hybridloader.errors import Failure, IllegalTransition
-from hybridloader.messages import Done, Exhausted, Exited, Failed, Ready
-from hybridloader.scheduler import (
+from hybridloader._support.errors import Failure, IllegalTransition
+from hybridloader.engine.contract import ByReference
+from hybridloader.engine.messages import Done, Exhausted, Exited, Failed, Ready
+from hybridloader.engine.scheduler import (
     RUN_TABLE,
     WORK_TABLE,
     Run,
@@ -49,7 +49,7 @@ def snapshot(scheduler: Scheduler) -> str:
 
 def test_it_imports_nothing_that_waits_or_computes() -> None:
     code = (
-        "import sys; before = set(sys.modules); import hybridloader.scheduler; "
+        "import sys; before = set(sys.modules); import hybridloader.engine.scheduler; "
         "new = set(sys.modules) - before; "
         "print([m for m in ('threading', 'time', 'multiprocessing', 'torch', 'numpy') if m in new])"
     )

@@ -26,15 +26,15 @@ import torch
 from operator_context import Script, context, drain
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
-from hybridloader.backends import sockets
-from hybridloader.backends.frames import encode
-from hybridloader.backends.lane import Lane
-from hybridloader.backends.sockets import SocketChannel
-from hybridloader.buffers import segments
-from hybridloader.errors import CacheError
-from hybridloader.operators import cache_file
-from hybridloader.operators.cache import Cache
-from hybridloader.operators.cache_file import _who_else
+from hybridloader._support.errors import CacheError
+from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process.frames import encode
+from hybridloader.backends.process.slot_channel import Lane
+from hybridloader.backends.process.socket_transport import SocketChannel
+from hybridloader.memory import segments
+from hybridloader.pipeline.operators import cache_file
+from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.pipeline.operators.cache_file import _who_else
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
 PROCESSES = ["fork", "shared-memory", "spawn"]
@@ -44,7 +44,7 @@ PROCESSES = ["fork", "shared-memory", "spawn"]
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     if name == "portable":
-        monkeypatch.setattr(sockets, "available", lambda: False)
+        monkeypatch.setattr(socket_transport, "available", lambda: False)
     return name
 
 
@@ -145,7 +145,7 @@ def test_what_is_kept_to_be_sent_on_is_not_inherited_either() -> None:
 @pytest.mark.parametrize("flag", ["the platform's", "none"])
 def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if flag == "none":
-        monkeypatch.setattr(sockets, "_CLOSE_ON_EXEC", 0)
+        monkeypatch.setattr(socket_transport, "_CLOSE_ON_EXEC", 0)
     ours, theirs = Pipe()
     channel = SocketChannel(theirs)
     fd = os.dup(1)
@@ -334,7 +334,7 @@ import resource, sys, warnings
 sys.path[:0] = sys.argv[2:]
 import numpy as np
 from operator_context import Script, context, drain
-from hybridloader.operators.cache import Cache
+from hybridloader.pipeline.operators.cache import Cache
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # Python ignores SIGXFSZ
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

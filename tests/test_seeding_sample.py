@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import hybridloader
 from hybridloader import DataLoader, Replace, Retry, SampleSeeding, WorkerDied
-from hybridloader.seeds.seeding import (
+from hybridloader.rng.worker_seeds import (
     CallerSeeds,
     InlineSeeds,
     ProcessSeeds,

@@ -21,10 +21,10 @@ from numpy.random import seed as taken_seed
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
-from hybridloader.seeds.by_thread import installation
-from hybridloader.seeds.draws import Draws, now
-from hybridloader.seeds.sample_seeds import Origin
-from hybridloader.seeds.thread_draws import ThreadDraws
+from hybridloader.rng.sample_rng import Draws, now
+from hybridloader.rng.sample_seeds import Origin
+from hybridloader.rng.thread_generators import installation
+from hybridloader.rng.thread_sample_rng import ThreadDraws
 from tests.drawing import Drawing, add, collate, states
 
 taken_instance: Any = np.random.mtrand._rand  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hybridloader import Backend, DataLoader, Threads
-from hybridloader.shipping import receive, ship
+from hybridloader.memory.shipping import receive, ship
 
 
 class Subclass(torch.Tensor):

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hybridloader.contract import ByReference
-from hybridloader.errors import Failure, IteratorClosed, WorkerDied, WorkerTimeout
-from hybridloader.messages import (
+from hybridloader._support.errors import Failure, IteratorClosed, WorkerDied, WorkerTimeout
+from hybridloader.engine.contract import ByReference
+from hybridloader.engine.messages import (
     Begin,
     Done,
     Event,
@@ -27,7 +27,7 @@ from hybridloader.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.stage import Stage
+from hybridloader.engine.stage import Stage
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 
 
@@ -309,7 +309,7 @@ def test_a_close_by_a_signals_handler_or_a_finalizer_is_done_when_the_wait_is_ov
 def test_a_close_that_could_not_wait_for_the_sampler_is_done_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridloader.lifecycle._PATIENCE", 0.0)
+    monkeypatch.setattr("hybridloader.engine.lifecycle._PATIENCE", 0.0)
 
     def closed_meanwhile() -> Iterator[int]:
         yield 0

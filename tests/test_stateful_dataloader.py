@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader
+from hybridloader._support.errors import DamagedMessage
 from hybridloader.backends.threads import Threads
-from hybridloader.errors import DamagedMessage
 
 COPIES = Threads(copy_dataset=True)
 BACKENDS = pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_our_dataloader_says_who_reads_such_a_state() -> None:
 
 
 def test_what_a_worker_told_is_looked_at() -> None:
-    from hybridloader.backends.letters import decode_told
+    from hybridloader.backends.process.codec import decode_told
 
     assert decode_told(memoryview(b"")) is None
     for damaged in (b"no pickle", pickle.dumps("neither")):

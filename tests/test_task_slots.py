@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import Fork, Memory, SharedMemory, Spawn
-from hybridloader.backends import sockets
-from hybridloader.buffers.slots import OWN
-from hybridloader.messages import Failed
+from hybridloader.backends.process import socket_transport
+from hybridloader.engine.messages import Failed
+from hybridloader.memory.slots import OWN
 
 LARGE = 2 * OWN
 
@@ -348,7 +348,7 @@ def test_tasks_that_a_dead_worker_never_read_leave_nothing(backend: Any) -> None
 
 def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = [OSError(109, "Too many references")] * 3
-    send_some = sockets.send_some
+    send_some = socket_transport.send_some
 
     def refuse(sock: Any, pieces: Any, fds: Any) -> bool:
         if fds and refusals:
@@ -356,7 +356,7 @@ def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.Monke
         return send_some(sock, pieces, fds)
 
     with Driven(Fork(), total) as crew:
-        monkeypatch.setattr(sockets, "send_some", refuse)
+        monkeypatch.setattr(socket_transport, "send_some", refuse)
         assert [crew.call(filled(k)) for k in range(4)] == [k * LARGE for k in range(4)]
     assert refusals == []
 

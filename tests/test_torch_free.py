@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate, default_convert
 
 from hybridloader import DataLoader
-from hybridloader.buffers.collate import (
+from hybridloader._support.import_hooks import when_imported
+from hybridloader.fetching.collate import (
     WithoutTorch,
     _collate,
     _convert,
     _NeedsTorch,
     without_torch,
 )
-from hybridloader.buffers.packing import pack, unpack
-from hybridloader.late import when_imported
+from hybridloader.memory.packing import pack, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

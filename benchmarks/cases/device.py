@@ -227,7 +227,7 @@ def pinned_bytes() -> int:
     """Page-locked bytes of this process: those of torch's allocator, and of our slots."""
     import torch
 
-    from hybridloader.buffers.page_locks import locked_bytes
+    from hybridloader.memory.page_locks import locked_bytes
 
     stats = torch.cuda.host_memory_stats() if torch.cuda.is_available() else {}
     return int(stats.get("allocated_bytes.current", 0)) + locked_bytes()

@@ -17,11 +17,11 @@ from benchmarks import timing
 from benchmarks.datasets.plain import nothing
 from benchmarks.datasets.remote import least
 from hybridloader import Pipeline
-from hybridloader.contract import ByReference
-from hybridloader.feed import items_in
-from hybridloader.messages import Done, Result
-from hybridloader.running import stations
-from hybridloader.running.ledger import Books
+from hybridloader.engine.contract import ByReference
+from hybridloader.engine.feed import items_in
+from hybridloader.engine.messages import Done, Result
+from hybridloader.pipeline.running import running_stages
+from hybridloader.pipeline.running.stage_metrics import Books
 
 ENDLESS = 1 << 40
 
@@ -147,5 +147,5 @@ def _kept_by(make: Callable[[], Books]) -> Iterator[None]:
     def make_books(node: Any) -> Books:
         return make()
 
-    with mock.patch.object(stations, "_books", make_books):
+    with mock.patch.object(running_stages, "_books", make_books):
         yield

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybridloader.devices.in_use import initialised
+from hybridloader._support.devices_in_use import initialised
 from hybridloader.devices.torch_accelerator import TorchAccelerator
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from hybridloader.arguments import whole
-from hybridloader.buffers.page_locks import PageLocks
-from hybridloader.caller import warn
+from hybridloader._support.arguments import whole
+from hybridloader._support.attributes import has
+from hybridloader._support.caller import warn
+from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader.devices.accelerator import Accelerator, Mark, current, find
 from hybridloader.devices.batch_parts import (
     bytes_of,
@@ -29,8 +30,7 @@ from hybridloader.devices.batch_parts import (
     takes_non_blocking,
     tensors_in,
 )
-from hybridloader.foreign import has
-from hybridloader.native import one_thread_on_this_thread
+from hybridloader.memory.page_locks import PageLocks
 
 AHEAD = 2
 """Batches that wait if nothing else is said: one to take, one that is copied meanwhile."""

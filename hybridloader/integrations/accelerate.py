@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from hybridloader.caller import warn
-from hybridloader.foreign import attribute
+from hybridloader._support.attributes import attribute
+from hybridloader._support.caller import warn
 
 TESTED = ("1.15", "1.15")
 """The first and the last release of accelerate with which all tests pass. The older ones, from 1.0 on,
@@ -214,7 +214,7 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
 
         return torch.utils.data.DataLoader(*args, **kwargs)
     from hybridloader import DataLoader
-    from hybridloader.loader_record import announce, record_of, upcoming
+    from hybridloader.loader.record import announce, record_of, upcoming
 
     make: Any = DataLoader
     loader = make(*args, **{name: getattr(source, name) for name in _own_parameters()}, **kwargs)
@@ -257,7 +257,7 @@ def _telling(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], None
     def telling(self: Any, epoch: int) -> None:
         set_epoch(self, epoch)
         from hybridloader import DataLoader
-        from hybridloader.loader_record import announce
+        from hybridloader.loader.record import announce
 
         base = self.base_dataloader
         if isinstance(base, DataLoader):

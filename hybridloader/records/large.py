@@ -10,8 +10,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from hybridloader.caller import warn
-from hybridloader.foreign import own_attributes
+from hybridloader._support.attributes import own_attributes
+from hybridloader._support.caller import warn
 
 _DEEP = 2
 """Objects between the dataset and the one that holds the container: `Subset` of `ConcatDataset` of

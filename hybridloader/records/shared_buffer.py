@@ -16,8 +16,8 @@ import weakref
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from hybridloader.buffers.segments import anonymous_file
-from hybridloader.errors import HybridLoaderError
+from hybridloader._support.errors import HybridLoaderError
+from hybridloader.memory.segments import anonymous_file
 
 Data = bytes | mmap.mmap
 

@@ -16,10 +16,10 @@ from itertools import islice
 from typing import Any, TypeVar
 from zlib import crc32
 
-from hybridloader.foreign import has
+from hybridloader._support.attributes import has
+from hybridloader._support.text import cell
 from hybridloader.records.columns import Column, chunks
 from hybridloader.records.shared_list import SHOWN, SharedList, Unchanging
-from hybridloader.shown import cell
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeVar, overload
 
+from hybridloader._support.text import cell
 from hybridloader.records.columns import DECODERS, Column, Layout, bounds, elements
 from hybridloader.records.shared_buffer import SharedBuffer
-from hybridloader.shown import cell
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridloader.lazily import lazily
+from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
     from hybridloader.sampling.bucket import BucketBatchSampler as BucketBatchSampler

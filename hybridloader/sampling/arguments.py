@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader.arguments import whole
-from hybridloader.foreign import has
+from hybridloader._support.arguments import whole
+from hybridloader._support.attributes import has
 
 LARGEST = 2**63 - 1
 """The most that a length or an epoch can be: that of int64."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridloader.arguments import flag, whole
+from hybridloader._support.arguments import flag, whole
 from hybridloader.sampling.arguments import fingerprint, lengths_of, seed_of
 from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler, cut_each, narrow
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hybridloader.arguments import flag, one_of, whole
+from hybridloader._support.arguments import flag, one_of, whole
 from hybridloader.sampling.arguments import LARGEST, fingerprint, lengths_of, seed_of
 from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler, narrow
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hybridloader.arguments import flag, one_of, whole
+from hybridloader._support.arguments import flag, one_of, whole
 from hybridloader.sampling.arguments import count_of, seed_of
 from hybridloader.sampling.permutation import BLOCK, order_of
 from hybridloader.sampling.resumable import Place, ResumableSampler

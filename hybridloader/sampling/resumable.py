@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from torch.utils.data import Sampler
 
-from hybridloader.arguments import whole
+from hybridloader._support.arguments import whole
+from hybridloader._support.state_schema import ANY, Schema, up_to
 from hybridloader.sampling.arguments import LARGEST
-from hybridloader.states.schema import ANY, Schema, up_to
 
 T_co = TypeVar("T_co", covariant=True)
 

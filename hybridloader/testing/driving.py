@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridloader.contract import Crew
-from hybridloader.messages import Done, Event, Failed, Message, WorkerSpec
+from hybridloader.engine.contract import Crew
+from hybridloader.engine.messages import Done, Event, Failed, Message, WorkerSpec
 from hybridloader.testing.tools import DEADLINE
 
 

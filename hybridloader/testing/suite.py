@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridloader.buffers.page_locks import PageLocks
-from hybridloader.contract import Backend, WorkerHandle
-from hybridloader.messages import (
+from hybridloader.engine.contract import Backend, WorkerHandle
+from hybridloader.engine.messages import (
     Begin,
     Done,
     Exhausted,
@@ -21,6 +20,8 @@ from hybridloader.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.memory.page_locks import PageLocks
 from hybridloader.testing.driving import Running
 from hybridloader.testing.fake_accelerator import FakeAccelerator
 from hybridloader.testing.tools import DEADLINE, Gate
@@ -38,7 +39,6 @@ from hybridloader.testing.work import (
     unpicklable,
     who,
 )
-from hybridloader.worker_info import get_worker_info
 
 
 class BackendContract:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from hybridloader.contract import Backend, Crew
-from hybridloader.messages import Event, Message, WorkerSpec
+from hybridloader.engine.contract import Backend, Crew
+from hybridloader.engine.messages import Event, Message, WorkerSpec
 
 DEADLINE = 60.0
 """Seconds after which a test that waits for a worker gives up; never reached when all is well."""

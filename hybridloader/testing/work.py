@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridloader.buffers.collate import WithoutTorch
-from hybridloader.fetcher import EndOfShard, Fetch, Fetcher, FunctionFetcher, TaskContext
+from hybridloader.engine.fetcher import EndOfShard, Fetch, Fetcher, FunctionFetcher, TaskContext
+from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.testing.tools import Gate
-from hybridloader.worker_info import get_worker_info
 
 
 @dataclass(frozen=True)

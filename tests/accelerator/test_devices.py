@@ -21,10 +21,10 @@ from hybridloader import (
     Threads,
     Transfer,
 )
-from hybridloader.buffers.segments import make_private
+from hybridloader._support.devices_in_use import device_in_use
 from hybridloader.devices.accelerator import current, find
-from hybridloader.devices.in_use import device_in_use
 from hybridloader.devices.torch_accelerator import TorchAccelerator
+from hybridloader.memory.segments import make_private
 
 LIMIT = 24 << 20
 """Of the slots: some forty batches of half a MiB, so that each is filled again and again."""
@@ -360,7 +360,7 @@ def test_forks_come_before_the_device_is_used_and_the_thread_behind_them() -> No
         import torch
         from torch.utils.data import TensorDataset
         from hybridloader import DataLoader
-        from hybridloader.devices.in_use import device_in_use
+        from hybridloader._support.devices_in_use import device_in_use
 
         data = TensorDataset(torch.arange(40_000).view(40, 1000))
         loader = DataLoader(

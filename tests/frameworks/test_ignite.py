@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler
 
 from hybridloader import DataLoader, install
 from hybridloader.backends.shared_memory import SharedMemory
-from hybridloader.loader_iterator import LoaderIterator
+from hybridloader.loader.iterator import LoaderIterator
 
 pytest.importorskip("ignite")
 from ignite.distributed import auto_dataloader

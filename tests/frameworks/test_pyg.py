@@ -19,7 +19,7 @@ from seeded import LIKE_TORCHS_PROCESSES, WORKERS
 from torch import Tensor
 
 import hybridloader
-from hybridloader.loader_iterator import LoaderIterator
+from hybridloader.loader.iterator import LoaderIterator
 
 pytest.importorskip("torch_geometric")
 from torch_geometric.data import Data

@@ -1,0 +1,34 @@
+"""Where processes can't be had, threads: what a loader inside a daemonic process takes instead.
+
+multiprocessing forbids daemonic processes to have children, and every loader's workers are daemonic;
+torch raises an AssertionError there. It falls back for backends that say that they start children, and
+never for one that somebody opens by hand, which raises `BackendUnavailable`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from hybridloader._support.caller import warn_once
+from hybridloader.engine.contract import Backend
+
+
+def usable(backend: Backend) -> Backend:
+    """`backend`, or in a daemonic process threads in its place, with one warning per process.
+
+    Datasets that every worker must own (iterable ones, data pipes, readers) are copied for each thread,
+    as ever; a map-style dataset is shared by the threads, because an inner loader's dataset was made for
+    the very worker that it lives in.
+    """
+    if not backend.children or not multiprocessing.current_process().daemon:
+        return backend
+    from hybridloader.backends.threads import Threads
+
+    name = multiprocessing.current_process().name
+    warn_once(
+        f"process {name!r} is daemonic, as a loader's workers are, and so may not have children: a "
+        "loader in it uses threads instead of processes. They share the GIL, and a map-style dataset. "
+        "Say so with backend='threads' or num_workers=0 there; for processes, make the loader in a "
+        "process that is not daemonic, or give the outer one more workers",
+    )
+    return Threads(memory=backend.memory)

@@ -1,0 +1,1 @@
+"""Workers that are processes: what their backends share."""

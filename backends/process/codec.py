@@ -1,0 +1,283 @@
+"""What parent and worker write to each other: messages one way, events the other, as parts of a frame.
+
+All have one form. The first part is some fixed fields, the numbers of slots that are given back, and a
+body, which is a pickle. That is all of a small task or result, the path of every index and of every
+batch without a large array, so it is kept short. What is large lies in slots, and the letter
+tells where; without slots it follows as further parts.
+
+Whatever is wrong with a letter is a `DamagedMessage`: the fixed fields have a check of their own, as a
+wrong number there would be a wrong batch. Pickles have none; they are code, and come from our own
+processes only.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from hybridloader._support.errors import DamagedMessage, Failure, ResultNotSendable
+from hybridloader.engine.dataset_state import Start
+from hybridloader.engine.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
+from hybridloader.memory.packing import Packed, pack, unpack
+from hybridloader.memory.shared_slots import Parcel, Reader, Writer
+from hybridloader.memory.slots import OWN
+
+READY, DONE, FAILED, EXHAUSTED, TASK, OTHER = range(6)
+"""Kinds: those of events, a task, and every other message."""
+
+_FIELDS = struct.Struct("<BQIIqqqI")
+"""Kind, seq, bytes of the pickled parcel and metadata, slots given back (their numbers follow, 8 bytes
+each), items in the result (-1: no list), nanoseconds, position in the shard, and a check of these."""
+
+_BEGIN = _FIELDS.size
+_SIGN, _MASK = 0x85EBCA6B, 0xFFFFFFFF  # the sign is anything, so that zeros are no letter
+
+
+_METAS = ((Parcel, type(None)), (Parcel, bytes), (type(None), bytes))
+
+
+class Unreadable(Exception):
+    """The index of task `seq` could not be loaded here, because of `error`; `returned` came along."""
+
+    def __init__(self, seq: int, returned: Sequence[int], error: Exception) -> None:
+        super().__init__(seq, returned, error)
+        self.seq, self.returned, self.error = seq, returned, error
+
+
+def letter(
+    kind: int,
+    seq: int,
+    body: Any,
+    returned: Sequence[int] = (),
+    parcel: Parcel | None = None,
+    extras: bytes | None = None,
+    items: int = -1,
+    seconds: float = 0.0,
+    position: int = 0,
+) -> bytes:
+    """The first part of a frame.
+
+    Parameters
+    ----------
+    body
+        A pickle, as bytes or a view of them; empty if it is the last of the buffers.
+    returned
+        Slots of the reader's that the writer of the letter is done with.
+    parcel
+        Where the buffers lie; None if all follow as further parts.
+    extras
+        Metadata of the result, pickled.
+    items
+        In the result; -1 if it is no list.
+    """
+    meta = b"" if parcel is None and extras is None else pickle.dumps((parcel, extras), 5)
+    size, back, spent = len(meta), len(returned), int(seconds * 1e9)
+    folded = kind ^ seq ^ size ^ back ^ items ^ spent ^ position
+    check = (folded ^ folded >> 32 ^ _SIGN) & _MASK
+    fields = _FIELDS.pack(kind, seq, size, back, items, spent, position, check)
+    if size or back:
+        fields += struct.pack(f"<{back}q", *returned) + meta
+    whole: bytes = fields + body
+    return whole
+
+
+def read_letter(
+    parts: Sequence[memoryview],
+) -> tuple[
+    int, int, memoryview, Sequence[int], Parcel | None, bytes | None, int | None, float, int
+]:
+    """The parameters of `letter`, in their order; items is None where there is no list.
+
+    Raises
+    ------
+    DamagedMessage
+        It is none.
+    """
+    part = parts[0] if parts else memoryview(b"")
+    if len(part) < _BEGIN:
+        raise DamagedMessage(f"a message has {len(part)} bytes, fewer than any")
+    kind, seq, size, back, count, spent, position, check = _FIELDS.unpack_from(part)
+    folded = kind ^ seq ^ size ^ back ^ count ^ spent ^ position
+    if check != (folded ^ folded >> 32 ^ _SIGN) & _MASK or kind > OTHER:
+        raise DamagedMessage("a message does not begin as one")
+    items = None if count < 0 else count
+    if not (size or back):
+        return kind, seq, part[_BEGIN:], (), None, None, items, spent * 1e-9, position
+    start = _BEGIN + 8 * back
+    end = start + size
+    if end > len(part):
+        raise DamagedMessage(f"a message of {len(part):,} bytes is cut off")
+    returned: Sequence[int] = struct.unpack_from(f"<{back}q", part, _BEGIN)
+    parcel = extras = None
+    if size:
+        meta = _loaded(part[start:end], tuple, "what comes with a message")
+        if tuple(map(type, meta)) not in _METAS:
+            raise DamagedMessage(f"a message comes with {meta!r:.100}")
+        parcel, extras = meta
+    return kind, seq, part[end:], returned, parcel, extras, items, spent * 1e-9, position
+
+
+def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
+    """Load what was pickled; it must be of one of these types."""
+    try:
+        found = unpack(pickled, ())
+    except Exception as error:  # whatever a pickle that is none may raise
+        raise DamagedMessage(f"{what} can't be read: {error!r}") from error
+    if not isinstance(found, kind):
+        raise DamagedMessage(f"{what} is of {type(found)}")
+    return found
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def encode_message(
+    message: Message, returned: Sequence[int] = (), *, other_main: bool = False
+) -> list[Any]:
+    """`message`, without slots for what is large."""
+    if type(message) is Task:
+        header, buffers = pack(message.index, "a task", other_main=other_main)
+        return [letter(TASK, message.seq, header, returned), *buffers]
+    header, buffers = pack(message, "a message", other_main=other_main)
+    return [letter(OTHER, 0, header, returned), *buffers]
+
+
+def decode_message(
+    parts: Sequence[memoryview], slots: Reader | None = None, fds: list[int] | None = None
+) -> tuple[Message, Sequence[int]]:
+    """A message, and the slots to use again. Takes over `fds` where it gives a task.
+
+    Raises
+    ------
+    Unreadable
+        The index of a task can't be loaded.
+    DamagedMessage
+        It is no message.
+    """
+    kind, seq, body, returned, parcel, *_ = read_letter(parts)
+    if kind == OTHER:
+        try:
+            message = unpack(body, parts[1:])
+        except Exception as error:  # whatever a pickle that is none may raise
+            raise DamagedMessage(f"a message from the parent can't be read: {error!r}") from error
+        if isinstance(message, (Begin, First, Stop)):
+            return message, returned
+    if kind != TASK:
+        raise DamagedMessage("the parent sent what is no message")
+    try:
+        if parcel is None:
+            return Task(seq, unpack(body, parts[1:])), returned
+        return Task(seq, open_packed(body, parts[1:], slots, parcel, fds)), returned
+    except Exception as error:
+        raise Unreadable(seq, returned, error) from error
+
+
+def open_packed(
+    header: bytes | memoryview,
+    buffers: Sequence[memoryview],
+    slots: Reader | None,
+    parcel: Parcel | None,
+    fds: list[int] | None = None,
+) -> Any:
+    """The value; `fds` came with a parcel that `slots` has not learnt yet."""
+    if parcel is not None:
+        assert slots is not None
+        if fds is not None:
+            slots.learn(parcel, fds)
+        try:
+            buffers = slots.buffers(parcel, buffers)
+            if not header:  # it was so large that it has a slot too
+                header = buffers.pop()
+        except (LookupError, StopIteration) as error:  # a StopIteration would end the user's loop
+            raise DamagedMessage(f"a batch names memory that nobody has: {error!r}") from error
+    return unpack(header, buffers)
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()) -> list[Any]:
+    """Any event but a result."""
+    if isinstance(event, Failed):
+        try:
+            failure = pickle.dumps(event.failure)
+        except (
+            Exception
+        ) as error:  # Failure guards against this; a hang would be worse than a guess
+            lost = Failure(ResultNotSendable(f"an exception could not be sent: {error!r}"))
+            failure = pickle.dumps(lost)
+        return [letter(FAILED, event.seq, failure, returned, position=event.position)]
+    told = b"" if event.told is None else pickle.dumps(event.told, 5)  # which is made to be sent
+    if isinstance(event, Ready):
+        return [letter(READY, 0, told, returned)]
+    return [letter(EXHAUSTED, event.seq, told, returned, position=event.position)]
+
+
+def decode_told(body: memoryview) -> Any:
+    """Load what a worker told besides its results. Raises `DamagedMessage`."""
+    return _loaded(body, (Start, Failure), "what a worker told") if len(body) else None
+
+
+def decode_failure(body: memoryview) -> Failure:
+    """Load the error of a task that a worker failed at. Raises `DamagedMessage`."""
+    return _loaded(body, Failure, "a worker's error")  # type: ignore[no-any-return]
+
+
+def decode_extras(extras: bytes | memoryview) -> dict[str, Any]:
+    """Metadata of a result. Raises `DamagedMessage`."""
+    return _loaded(extras, dict, "the metadata of a result")  # type: ignore[no-any-return]
+
+
+def encode_done(
+    seq: int,
+    packed: Packed,
+    slots: Writer | None,
+    *,
+    count: int | None = None,
+    seconds: float = 0.0,
+    returned: Sequence[int] = (),
+    refusal: str | None = None,
+    position: int = 0,
+    extras: bytes | None = None,
+) -> tuple[list[Any], Sequence[int]]:
+    """A result; what can go through slots does. Gives parts and descriptors.
+
+    Parameters
+    ----------
+    count
+        Items in the result, if it is a list.
+    seconds
+        How long it took.
+    refusal
+        What the parent shall warn of.
+    position
+        Where the worker is in its shard.
+    """
+    header, buffers = packed
+    parcel: Parcel | None = None
+    fds: Sequence[int] = ()
+    if slots is not None and (buffers or len(header) >= OWN):
+        parcel, header, buffers, fds = into_slots(header, buffers, slots)
+    if refusal is not None:
+        parcel = (parcel or Parcel((None,) * len(buffers), (), (), None))._replace(refusal=refusal)
+    items = -1 if count is None else count
+    told = letter(DONE, seq, header, returned, parcel, extras, items, seconds, position)
+    return [told, *buffers], fds
+
+
+def into_slots(
+    header: Any, buffers: list[memoryview], slots: Writer | None
+) -> tuple[Parcel | None, Any, list[memoryview], Sequence[int]]:
+    """Bring into slots what is large: the parcel, if there is one, and what goes through the stream.
+
+    A header that has gone into a slot, as the last buffer, is empty here.
+    """
+    if slots is None or not (buffers or len(header) >= OWN):
+        return None, header, buffers, ()
+    if len(header) >= OWN:
+        buffers, header = [*buffers, memoryview(header)], b""
+    parcel, fds = slots.write(buffers)
+    streamed = [b for b, span in zip(buffers, parcel.spans, strict=True) if span is None]
+    return parcel, header, streamed, fds

@@ -1,0 +1,184 @@
+"""Frames: how messages lie on a byte stream between parent and worker.
+
+A frame is some parts (buffers) and some descriptors. On the wire: a head of 16 bytes (the numbers of
+parts and of descriptors, a check, the bytes of all parts together), the sizes of the parts if they are
+several, then the parts, each beginning at a multiple of `ALIGN` so that arrays can be used where they
+lie. Descriptors travel with the first byte.
+
+The check is there because the streams lie in processes that run the user's code: a program that
+writes to a descriptor that is not its own puts bytes between ours. A head that was not written here is
+refused at once, before it is waited or asked memory for what it claims. What is in the parts is not
+looked at.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from hybridloader._support.errors import DamagedMessage
+
+ALIGN = 16
+
+MOST_BYTES = 1 << 40
+"""Of one frame. A thousand times the largest batch that makes sense; to copy it would take minutes."""
+
+MOST_FDS = 253
+"""Descriptors of one frame: what the kernel takes (SCM_MAX_FD)."""
+
+_COUNTED = 24
+"""Bits for the number of parts; the rest of the 32 are for descriptors. As what is below 32 KB does not
+become a part (`packing.IN_BAND`), so many parts would be half of `MOST_BYTES`."""
+
+_HEAD = struct.Struct("<IIQ")
+_FOLD = 1 << 32
+_SIGN = 0x9E3779B9  # anything that is neither text nor a small number, so that zeros are no head
+_SIGN_OF_ONE = _SIGN ^ 1
+_PADDING = bytes(ALIGN)
+
+Buffer = Any  # bytes, bytearray or memoryview; collections.abc.Buffer needs Python 3.12
+
+
+class Frame(NamedTuple):
+    """What arrived. The parts are views of one block of memory that is the frame's own."""
+
+    parts: list[memoryview]
+    fds: list[int]
+
+
+_new = tuple.__new__  # without the call of `Frame`'s own, which takes as long as all the rest
+
+
+def _check(counts: int, total: int) -> int:
+    """Differs for any two heads of which one is the other with one byte changed."""
+    return (total ^ total >> 32 ^ counts ^ _SIGN) & (_FOLD - 1)
+
+
+def encode(parts: Sequence[Buffer], fds: Sequence[int] = ()) -> list[Buffer]:
+    """The pieces to write, in order, without copying the parts."""
+    if len(parts) == 1 and not fds:
+        part = parts[0]
+        size = len(part) if type(part) is bytes else memoryview(part).nbytes
+        if size < _FOLD:  # the path of nearly all: the check, without the call
+            return [_HEAD.pack(1, size ^ _SIGN_OF_ONE, size), part, _PADDING[: -size % ALIGN]]
+    sizes = [memoryview(part).nbytes for part in parts]
+    total, counts = sum(sizes), len(parts) | len(fds) << _COUNTED
+    head = _HEAD.pack(counts, _check(counts, total), total)
+    pieces: list[Buffer] = [head]
+    if len(parts) > 1:
+        pieces[0] = head + struct.pack(f"<{len(parts)}Q", *sizes)
+    for part, size in zip(parts, sizes, strict=True):
+        pieces.append(part)
+        if size % ALIGN:
+            pieces.append(_PADDING[size % ALIGN :])
+    return pieces
+
+
+class Decoder:
+    """Takes bytes as they come, gives frames as they become whole.
+
+    Small frames are cut out of what was read; for a large one `room` offers its own memory, so that
+    the reader can read straight into it. Once it has raised `DamagedMessage` it does so ever after:
+    nobody can tell where the next frame would begin.
+    """
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._sizes: list[int] = []
+        self._fd_count = 0
+        self.body: bytearray | None = None
+        """Memory of the frame under way; None between two."""
+        self._filled = 0
+        self.fds: list[int] = []
+        """Descriptors that came in, not yet claimed by a frame."""
+
+    def room(self) -> memoryview | None:
+        """Where the next bytes of a frame under way belong; None if none is under way."""
+        if self.body is None or self._filled == len(self.body):
+            return None
+        return memoryview(self.body)[self._filled :]
+
+    def advance(self, count: int) -> Iterator[Frame]:
+        """`count` bytes were read into `room`."""
+        self._filled += count
+        yield from self._frames()
+
+    def feed(self, data: Buffer) -> Iterable[Frame]:
+        """`data` was read elsewhere."""
+        found: list[Frame] = []
+        if self.body is None and not self._pending:
+            whole, start, length = memoryview(data), 0, len(data)
+            # Frames of one part, which is most of them, are used where they were read.
+            while length - start >= ALIGN:
+                counts, check, size = _HEAD.unpack_from(whole, start)
+                begin = start + ALIGN  # the size of a head, too
+                end = begin + -(-size // ALIGN) * ALIGN
+                if counts != 1 or check != size ^ _SIGN_OF_ONE or end > length:
+                    break
+                found.append(_new(Frame, ([whole[begin : begin + size]], [])))
+                start = end
+            if start == length:
+                return found
+            data = whole[start:]
+        self._pending += data
+        return chain(found, self._frames())
+
+    def _frames(self) -> Iterator[Frame]:
+        while True:
+            if self.body is None and not self._begin():
+                return
+            body = self.body
+            assert body is not None
+            missing = len(body) - self._filled
+            if missing and self._pending:
+                taken = min(missing, len(self._pending))
+                body[self._filled : self._filled + taken] = self._pending[:taken]
+                del self._pending[:taken]
+                self._filled += taken
+            if self._filled < len(body):
+                return
+            yield self._finish(body)
+
+    def _begin(self) -> bool:
+        pending = self._pending
+        if len(pending) < _HEAD.size:
+            return False
+        counts, check, total = _HEAD.unpack_from(pending)
+        count, fd_count = counts & (1 << _COUNTED) - 1, counts >> _COUNTED
+        if check != _check(counts, total) or total > MOST_BYTES or fd_count > MOST_FDS:
+            raise DamagedMessage(
+                f"no message begins with {bytes(pending[: _HEAD.size]).hex(' ', 4)}: something else "
+                "wrote to this descriptor, or read from it"
+            )
+        end = _HEAD.size
+        sizes = [total] if count else []
+        if count > 1:
+            end += 8 * count
+            if len(pending) < end:
+                return False
+            sizes = list(struct.unpack_from(f"<{count}Q", pending, _HEAD.size))
+        if sum(sizes) != total:
+            raise DamagedMessage(
+                f"a message of {total:,} bytes has {count} parts of {sum(sizes):,} bytes together"
+            )
+        try:
+            self.body = bytearray(sum(-(-size // ALIGN) * ALIGN for size in sizes))
+        except MemoryError:
+            raise DamagedMessage(
+                f"there is no memory for a message of {total:,} bytes; make smaller batches, or fewer "
+                "workers"
+            ) from None
+        del pending[:end]
+        self._sizes, self._fd_count, self._filled = sizes, fd_count, 0
+        return True
+
+    def _finish(self, body: bytearray) -> Frame:
+        whole, parts, start = memoryview(body), [], 0
+        for size in self._sizes:
+            parts.append(whole[start : start + size])
+            start += -(-size // ALIGN) * ALIGN
+        fds, self.fds = self.fds[: self._fd_count], self.fds[self._fd_count :]
+        self.body = None
+        return Frame(parts, fds)

@@ -1,0 +1,267 @@
+"""Handles of worker processes in the parent: ask how they are, end them, wait for them.
+
+Where there are pidfds, a pidfd tells a worker's end and carries signals to it. A process number
+would not do: if other code waits for the children of this process, or SIGCHLD is ignored, the
+number may be that of another process by then. Nothing here knows what a worker does, or its
+connection.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from hybridloader.backends.process.descriptors import ours
+from hybridloader.backends.process.parent_watch import alive
+from hybridloader.engine.contract import WorkerHandle
+from hybridloader.engine.crews import before_each
+
+GRACE = 1.0
+"""Seconds that a worker gets to finish its sample before it is killed."""
+
+UNKNOWN = 255
+"""The exit code of a process whose own is not known, as asyncio and the fork server have it."""
+
+_LOOK = 1e-2
+"""Seconds at most between two looks at a process whose files are all closed.
+
+It is about to end, unless the user's code has closed all files, ours too, and goes on. So nobody
+blocks in `waitpid` for it.
+"""
+
+reaping = threading.RLock()
+"""Lock that is held while a process is started or asked how it ended.
+
+multiprocessing asks about all its children whenever it starts one. For a moment, another thread
+does not see the result: there the child seems to be alive, while its number is free or is that of
+another process. Stages of a pipeline run on several threads.
+"""
+
+
+_dying: set[ProcessHandle] = set()
+"""Killed processes that the kernel had not yet removed when their crew was closed."""
+
+
+class ProcessHandle(WorkerHandle):
+    """A worker process; also what tells how it ended.
+
+    Parameters
+    ----------
+    process
+        A `multiprocessing.Process`, or loky's, that was started by now.
+
+    Attributes
+    ----------
+    pidfd
+        Readable once the process has ended; None where there is none. It is open until `release`.
+    """
+
+    name = "process"
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        # All the mutable state:
+        self.pidfd: int | None = None
+        self._ended = self._terminated = False
+        self._code: int | None = None  # once it has ended; None: not known
+        try:
+            self.pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:  # SIGCHLD is ignored, and it is gone already
+            self._has_ended()
+        except (AttributeError, OSError):  # not Linux, an old kernel, a sandbox, no descriptor left
+            pass
+        else:
+            ours.add(self.pidfd)
+            self._releasing = weakref.finalize(self, _close_pidfd, self.pidfd)
+            self._releasing.atexit = False
+        popen = getattr(process, "_popen", None)
+        if popen is not None and hasattr(signal, "SIGKILL"):
+            # What multiprocessing calls at exit, and then it waits, for ever if need be.
+            popen.terminate = functools.partial(_kill, weakref.ref(popen))
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid  # type: ignore[no-any-return]
+
+    @property
+    def sentinel(self) -> int:
+        return self._process.sentinel  # type: ignore[no-any-return]
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; then its exit code, ``-N`` if signal N has ended it, or `UNKNOWN`.
+
+        After `terminate` it is ``-SIGTERM``, as multiprocessing has it on all platforms.
+        """
+        if self.is_alive():
+            return None
+        if self._code is None:
+            return UNKNOWN
+        if self._terminated and self._code == -getattr(signal, "SIGKILL", 0):
+            return -signal.SIGTERM
+        return self._code
+
+    def is_alive(self) -> bool:
+        with reaping:
+            if self._ended:
+                return False
+            if self.pidfd is not None:
+                ended = bool(multiprocessing.connection.wait([self.pidfd], 0))
+            else:  # what somebody else has waited for, multiprocessing takes to be alive for ever
+                ended = not (self._process.is_alive() and alive(self._process.pid))
+            if ended:
+                self._has_ended()
+            return not ended
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to this process, and never to another that has got its number.
+
+        Raises
+        ------
+        ProcessLookupError
+            It has ended.
+        """
+        with reaping:
+            if not self.is_alive():
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, signum)
+            else:
+                os.kill(self._process.pid, signum)
+
+    def terminate(self) -> None:
+        """End it at once: by SIGKILL, because workers leave SIGTERM to their parent."""
+        with reaping:
+            self._terminated = self._terminated or self.is_alive()
+        self.kill()
+
+    def kill(self) -> None:
+        if not hasattr(signal, "SIGKILL"):
+            self._process.terminate()
+            return
+        with suppress(ProcessLookupError):
+            self.send_signal(signal.SIGKILL)
+
+    def join(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        line = self._line()
+        if line is not None:
+            try:
+                multiprocessing.connection.wait([line], timeout)
+            finally:
+                os.close(line)
+            self.is_alive()  # else it would stay a zombie
+        elif not self._ended and multiprocessing.connection.wait([self._process.sentinel], timeout):
+            pause = _LOOK / 100
+            while self.is_alive():
+                if deadline is not None and time.monotonic() >= deadline:
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK)
+
+    def disown(self) -> None:
+        """Take it off multiprocessing's list of children, which it ends when this process exits."""
+        children: set[Any] = multiprocessing.process._children  # type: ignore[attr-defined]
+        children.discard(self._process)
+
+    def release(self) -> None:
+        """Close the pidfd once the process has ended. Nobody may wait by it any more."""
+        with reaping:
+            if self.is_alive():
+                _dying.add(self)
+                return
+            _dying.discard(self)
+            if self.pidfd is not None:
+                self._releasing()
+                self.pidfd = None
+
+    def cause(self) -> str:
+        """Describe how the worker ended, if it was not asked to end."""
+        self.join(GRACE)
+        if self.is_alive():
+            self.kill()
+            self.join(GRACE)
+            return "closed its connection while it was running, and was killed"
+        code = self.exitcode
+        if self._code is None or code is None:
+            return (
+                "ended; its exit code is not known, because SIGCHLD is ignored in this process or other "
+                "code in it has waited for the worker"
+            )
+        if code < 0:
+            try:
+                return f"was killed by signal {signal.Signals(-code).name} ({-code})"
+            except ValueError:
+                return f"was killed by signal {-code}"
+        return f"exited with code {code}"
+
+    def _line(self) -> int | None:
+        """Duplicate the pidfd, to wait by: another thread may release the original meanwhile."""
+        with reaping:
+            if self.pidfd is None or self._ended:
+                return None
+            with suppress(OSError):  # no descriptor left
+                return os.dup(self.pidfd)
+        return None
+
+    def _has_ended(self) -> None:
+        """Ask for the exit code, which also lets the kernel forget the process."""
+        self._ended = True
+        code = self._process.exitcode
+        if code is None:
+            # The fork server tells a moment later. And another thread may have asked just now, whose
+            # answer is there in a moment, unless it is somebody else's, or nobody's.
+            if getattr(self._process, "_start_method", None) == "forkserver":
+                multiprocessing.connection.wait([self._process.sentinel], GRACE)
+            else:
+                time.sleep(_LOOK)
+            code = self._process.exitcode
+        self._code = code
+        self.disown()
+
+
+def _close_pidfd(fd: int) -> None:
+    ours.discard(fd)
+    os.close(fd)
+
+
+def _kill(reference: weakref.ref[Any]) -> None:
+    """End a process as multiprocessing does, but by SIGKILL: a worker ignores SIGTERM."""
+    popen = reference()
+    if popen is not None and popen.returncode is None:
+        with suppress(OSError):
+            os.kill(popen.pid, signal.SIGKILL)
+
+
+def _forked() -> None:
+    """Forget, in a fork, the parent's dying processes, and a lock that a lost thread may hold."""
+    global reaping
+    reaping = threading.RLock()
+    _dying.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+@before_each
+def bury() -> None:
+    """Reap processes that were still dying when their crew was closed: else they stay zombies."""
+    for handle in list(_dying):
+        handle.release()
+
+
+def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:
+    """Join each, until `deadline` by `time.monotonic`."""
+    for handle in handles:
+        handle.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,137 @@
+"""Ties of a worker process to its parent: it leaves signals to it, and ends when it is gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from hybridloader.engine.fetcher import TaskContext
+
+_POLL = 0.5
+"""Seconds between two looks at the parent, where nothing tells its end."""
+
+_GRACE = 1.0
+"""Seconds that a worker has to end by itself once the parent is gone."""
+
+LEFT_TO_PARENT = frozenset({signal.SIGINT, signal.SIGTERM})
+"""Signals to all processes of a terminal (Ctrl-C) or of a job (Slurm, torchrun, Kubernetes).
+
+A job's signal lets the trainer write a checkpoint, for which it may want more batches. So a worker
+ignores them. It ends when its connection ends, or by SIGKILL.
+"""
+
+
+def _leave_to_parent(*_: object) -> None:
+    """Do nothing, as a handler: programs that the dataset starts would inherit SIG_IGN."""
+
+
+def leave_signals() -> None:
+    """Leave some signals to the parent, and do not run its handlers here."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for signum in LEFT_TO_PARENT:
+        signal.signal(signum, _leave_to_parent)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_be_terminable)
+    signal.set_wakeup_fd(-1)
+    if hasattr(signal, "pthread_sigmask"):  # the parent has held them back until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
+
+
+def _be_terminable() -> None:
+    """Let SIGTERM end a fork that the user's own code made in a worker, as it ends others."""
+    if signal.getsignal(signal.SIGTERM) is _leave_to_parent:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Life:
+    """Watches the parent and the connection from a thread.
+
+    When the iterator is closed the rest of a batch is left out; when the parent is gone the process
+    ends, whatever it is doing. `multiprocessing.parent_process().sentinel` would not do: it is None
+    under loky.
+
+    Parameters
+    ----------
+    sweep
+        Called before that end.
+    """
+
+    def __init__(self, channel: Any, parent: int, sweep: Callable[[], None]) -> None:
+        self.context = TaskContext()
+        self._sweep = sweep
+        self._changing = threading.Lock()
+        thread = threading.Thread(
+            target=self._watch, args=(channel.fileno(), parent), name="hybridloader-life"
+        )
+        thread.daemon = True
+        thread.start()
+
+    def change(self, context: TaskContext) -> None:
+        """Raise `context` from now on; raise it at once if the one before is up."""
+        with self._changing:
+            context.cancelled, self.context = self.context.cancelled, context
+
+    def _watch(self, line: int | None, parent: int) -> None:
+        if line is None or not hasattr(os, "pidfd_open"):
+            self._watch_by_looking(parent)
+            return
+        try:
+            pidfd = os.pidfd_open(parent)
+        except ProcessLookupError:
+            os._exit(1)  # gone already
+        except OSError:  # a kernel before 5.3, or a sandbox that forbids it
+            self._watch_by_looking(parent)
+            return
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.register(line, 0)  # POLLHUP is always told
+        while True:
+            for fd, _ in poll.poll():
+                if fd == pidfd:
+                    self._end()
+                with self._changing:
+                    self.context.cancelled = True
+                poll.unregister(line)
+
+    def _watch_by_looking(self, parent: int) -> None:
+        while alive(parent):
+            time.sleep(_POLL)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """The parent is gone: let the worker close what it reads, and end the process in any case."""
+        with self._changing:
+            self.context.cancelled = True
+        # The worker, which reads the end of its stream, ends the process meanwhile.
+        time.sleep(_GRACE)
+        self._sweep()
+        os._exit(1)
+
+
+def alive(pid: int) -> bool:
+    """Tell whether there is a process with that number."""
+    if sys.platform == "win32":
+        import _winapi
+
+        try:
+            handle = _winapi.OpenProcess(0x00100000, False, pid)  # SYNCHRONIZE
+        except OSError:
+            return False
+        try:
+            return _winapi.WaitForSingleObject(handle, 0) != 0
+        finally:
+            _winapi.CloseHandle(handle)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,171 @@
+"""The portable way between parent and worker: a `multiprocessing` connection and two threads each.
+
+For platforms without socket pairs that can be polled and carry descriptors (Windows). One thread per
+worker reads and watches for its end, one writes, so that sending never blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing import connection as mp_connection
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from hybridloader._support.errors import DamagedMessage
+from hybridloader.backends.process.descriptors import ours
+from hybridloader.backends.process.frames import MOST_BYTES, Buffer, Decoder, Frame, encode
+
+Arrived = tuple[int, "Frame | None"]
+
+
+def _read(
+    worker: int,
+    line: Any,
+    process: Any,
+    arrived: SimpleQueue[Arrived | None],
+    damaged: dict[int, str],
+) -> None:
+    decoder = Decoder()
+    try:
+        while True:
+            ready = mp_connection.wait([line, process.sentinel])
+            if line in ready:
+                for frame in decoder.feed(line.recv_bytes(MOST_BYTES)):
+                    arrived.put((worker, frame))
+            elif not line.poll(0):  # ended, and all that it had written was read
+                break
+    except (DamagedMessage, MemoryError) as error:  # multiprocessing's own head has no check
+        damaged[worker] = str(error) or "there is no memory for a message of its"
+    except (EOFError, OSError):
+        pass
+    finally:
+        arrived.put((worker, None))
+
+
+def _write(line: Any, outgoing: SimpleQueue[bytes | None]) -> None:
+    while (data := outgoing.get()) is not None:
+        try:
+            line.send_bytes(data)
+        except OSError:  # the worker is gone; the reader tells
+            return
+
+
+def _end(line: Any) -> None:
+    """Let the other side see the end now: a thread that waits for `line` keeps it open past `close`."""
+    if os.name == "posix":  # where a duplex connection is a pair of sockets
+        try:
+            with socket.socket(fileno=os.dup(line.fileno())) as ours:
+                ours.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other side has gone before
+            pass
+
+
+class PortablePost:
+    """All lines of one crew; the same methods as `SocketPost`."""
+
+    def __init__(self) -> None:
+        self._arrived: SimpleQueue[Arrived | None] = SimpleQueue()  # None wakes
+        self._lines: dict[int, Any] = {}
+        self._outgoing: dict[int, SimpleQueue[bytes | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self.damaged: dict[int, str] = {}
+
+    def connect(self, worker: int, connection: Any) -> None:
+        self._lines[worker] = connection
+        self.damaged.pop(worker, None)
+        ours.add(connection.fileno())
+        self._outgoing[worker] = SimpleQueue()
+
+    def watch(self, worker: int, process: Any) -> None:
+        line = self._lines[worker]
+        for target, args in (
+            (_read, (worker, line, process, self._arrived, self.damaged)),
+            (_write, (line, self._outgoing[worker])),
+        ):
+            thread = threading.Thread(
+                target=target, args=args, name=f"hybridloader-line-{worker}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def send(self, worker: int, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        if worker in self._lines:
+            self._outgoing[worker].put(b"".join(map(bytes, encode(parts))))
+
+    def flush(self) -> None:
+        return None  # `send` has handed it to a thread
+
+    def wait(self, timeout: float | None) -> list[Arrived]:
+        found: list[Arrived] = []
+        # Slices, because on Windows a wait for a lock can't be interrupted by Ctrl-C.
+        try:
+            item = self._arrived.get(timeout=0.2 if timeout is None else min(0.2, timeout))
+            while item is not None:
+                found.append(item)
+                item = self._arrived.get_nowait()
+        except Empty:
+            pass
+        for worker, frame in found:
+            if frame is None:
+                self.drop(worker)
+        return found
+
+    def wake(self) -> None:
+        self._arrived.put(None)
+
+    def drop(self, worker: int) -> None:
+        line = self._lines.pop(worker, None)
+        if line is not None:
+            self._outgoing[worker].put(None)
+            # Its own threads may be in the middle of a call on it; they end with the worker.
+            ours.discard(line.fileno())
+            _end(line)
+            line.close()
+
+    def hang_up(self) -> None:
+        for worker in list(self._lines):
+            self.drop(worker)
+
+    def close(self) -> None:
+        self.hang_up()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(1.0)
+
+
+class PortableChannel:
+    """The worker's end; the same methods as `SocketChannel`, but no descriptors."""
+
+    can_send_fds = False
+
+    def __init__(self, connection: Any) -> None:
+        self._line = connection
+        if os.name == "posix":  # it came by inheritance, which shall end here
+            os.set_inheritable(connection.fileno(), False)
+        self._decoder = Decoder()
+        self._frames: deque[Frame] = deque()
+
+    def get(self) -> Frame:
+        while not self._frames:
+            try:
+                self._frames.extend(self._decoder.feed(self._line.recv_bytes(MOST_BYTES)))
+            except OSError:
+                raise EOFError from None
+        return self._frames.popleft()
+
+    def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        try:
+            self._line.send_bytes(b"".join(map(bytes, encode(parts))))
+        except OSError:
+            raise EOFError from None
+
+    def fileno(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._line.close()

@@ -1,0 +1,368 @@
+"""What a worker process leaves behind: which sample it is at, and where, when it is stuck or dies.
+
+A board is a file without a name that parent and worker both have open. Its first bytes are numbers
+that the worker keeps up to date by plain stores into mapped memory, so they outlive it however it
+dies. After them come the Python stacks that faulthandler writes: by itself when the worker crashes,
+and when the parent asks, by a signal. Neither needs the GIL nor the worker's cooperation. The board
+never carries what work depends on: where there can be none, everything runs the same without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from hybridloader.backends.process import stack_dump
+from hybridloader.backends.process.descriptors import ours
+from hybridloader.engine.fetcher import TaskContext
+from hybridloader.memory.segments import map_descriptor
+
+_NUMBERS = struct.Struct("=5q")
+_SIGNAL, _PID, _HOME, _TASK, _AT = range(5)
+"""What the numbers are: the signal that asks for stacks (0: none yet), the process and the thread that
+do the tasks, the task that they are at, and the sample within it (both -1: none, or not known)."""
+
+_TEXT = 64
+"""Where faulthandler's text begins, in bytes."""
+
+_READ = 256 * 1024
+"""Bytes of text that are looked at: faulthandler stops after 100 threads of 100 frames each."""
+
+_LOOK = 0.005
+_SETTLED = 0.02
+"""Seconds between two looks at a dump under way, and for which it must not have grown to be whole."""
+
+_FIRST_FREE = 4
+"""Real-time signals are tried from SIGRTMIN plus this: musl and Go keep the first for themselves, and
+who else wants one takes the next."""
+
+_NEVER = {
+    "T": "it is stopped (state T: by SIGSTOP, or Ctrl-Z); SIGCONT lets it go on",
+    "t": "it is stopped by a debugger (state t)",
+    "Z": "it has ended (state Z)",
+    "X": "it has ended (state X)",
+}
+"""States in which no signal is acted on, so that there is no use in waiting."""
+
+_STATES = {
+    "D": "it is in uninterruptible sleep (state D): the kernel waits for a disk or a network file "
+    "system, and no signal reaches it until that answers",
+    "R": "it is running (state R), perhaps starved of CPU",
+    "S": "it is asleep (state S)",
+}
+
+
+def _status_of(pid: int) -> Mapping[str, str] | None:
+    """The fields of /proc/PID/status; None where there is none."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    except (OSError, ValueError):
+        return None
+
+
+def _has(status: Mapping[str, str] | None, field: str, signum: int) -> bool:
+    """True if `signum` is in one of the signal masks of `status`."""
+    try:
+        return status is not None and bool(int(status.get(field, "0"), 16) >> (signum - 1) & 1)
+    except ValueError:
+        return False
+
+
+class Board:
+    """The parent's side. One per worker process, and never used again for the next.
+
+    Parameters
+    ----------
+    fd
+        The file, its offset at its end; owned by the board from now on.
+    clock, sleep, kill, status
+        How time passes, signals are sent and /proc/PID/status is read. For tests.
+
+    Attributes
+    ----------
+    fd
+        What the worker gets: by fork, or a duplicate with its first frame. -1 once closed.
+    why_none
+        Why the last `stack` gave nothing, as the end of a sentence; "" if it did.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        kill: Callable[[int, int], None] = os.kill,
+        status: Callable[[int], Mapping[str, str] | None] = _status_of,
+    ) -> None:
+        self.fd = fd
+        self.why_none = ""
+        self._clock, self._sleep, self._kill, self._status = clock, sleep, kill, status
+        ours.add(fd)
+
+    @classmethod
+    def make(cls) -> Board | None:
+        """A new one; None where there can be none."""
+        if not hasattr(faulthandler, "register"):  # Windows
+            return None
+        try:
+            fd = _nameless_file()
+        except OSError:  # no memory, no descriptor, no room: no reason not to load data
+            return None
+        return cls(fd)
+
+    @property
+    def task(self) -> int | None:
+        """The task that the worker was at, by `Task.seq`; None: between two, or not known."""
+        return self._number(_TASK)
+
+    @property
+    def at(self) -> int | None:
+        """The sample within that task, from 0; None: not known."""
+        return self._number(_AT)
+
+    def stack(
+        self, pid: int, patience: float = 0.5, *, send: Callable[[int], None] | None = None
+    ) -> str:
+        """Ask the living worker for the Python stacks of its threads.
+
+        That interrupts one system call of the worker, as signals do: Python's own are begun anew,
+        but a `sleep` or `poll` in native code may return early. So it is for workers that are
+        overdue, not for those that do well.
+
+        Parameters
+        ----------
+        pid
+            Process number of the worker.
+        patience
+            Seconds to wait for the answer.
+        send
+            Function that sends the worker a signal; None sends it by the process number.
+
+        Returns
+        -------
+        str
+            At most `stack_dump.MOST` characters; "" if nothing came, and then `why_none` says why.
+        """
+        try:
+            return self._stack(pid, patience, send or partial(self._kill, pid))
+        except OSError:  # another thread has ended the crew meanwhile, and closed the board
+            if self.fd >= 0:
+                raise
+            self.why_none = "it was ended meanwhile"
+            return ""
+
+    def _stack(self, pid: int, patience: float, send: Callable[[int], None]) -> str:
+        numbers = self._numbers()
+        signum = numbers[_SIGNAL]
+        if not signum or numbers[_PID] != pid:
+            self.why_none = "it has not yet come so far that it could be asked for its stack"
+            return ""
+        before = os.fstat(self.fd).st_size
+        status = self._status(pid)
+        self.why_none = _NEVER.get(_state(status), "")
+        if self.why_none:
+            return ""
+        if not _has(status, "ShdPnd", signum):  # else it was asked before, and has yet to answer
+            try:
+                send(signum)
+            except ProcessLookupError:
+                self.why_none = "it has ended"
+                return ""
+            except OSError as error:
+                self.why_none = f"it could not be asked for its stack: {error}"
+                return ""
+        self._await_dump(pid, signum, before, patience)
+        text = stack_dump.of_dump(self._text(before), numbers[_HOME])
+        if not text:
+            self.why_none = self._silence(pid, signum, patience)
+        return text
+
+    def crash(self) -> str:
+        """The Python stacks that faulthandler wrote when a signal such as SIGSEGV ended the worker.
+
+        "" if it wrote none. Only meaningful once the worker is gone, and by such a signal: a fork
+        that the worker's code has made writes here as well.
+        """
+        if self.fd < 0:
+            return ""
+        size = os.fstat(self.fd).st_size
+        return stack_dump.of_crash(self._text(max(_TEXT, size - _READ)))
+
+    def close(self) -> None:
+        """Idempotent. The worker goes on without its parent's end."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            ours.discard(fd)
+            os.close(fd)
+
+    def _numbers(self) -> tuple[int, ...]:
+        if self.fd < 0:
+            return (0, 0, 0, -1, -1)
+        return _NUMBERS.unpack(os.pread(self.fd, _NUMBERS.size, 0))
+
+    def _number(self, which: int) -> int | None:
+        number = self._numbers()[which]
+        return None if number < 0 else number
+
+    def _text(self, start: int) -> str:
+        return os.pread(self.fd, _READ, start).decode("utf-8", "backslashreplace")
+
+    def _await_dump(self, pid: int, signum: int, before: int, patience: float) -> None:
+        """Wait until a dump is whole, or patience is at its end.
+
+        Nothing marks the end of a dump. It is taken for whole when it has not grown for a while and,
+        where that can be seen, the thread is out of the handler, in which the signal is blocked: on
+        a machine with more to do than cores a thread may well rest for that long in between.
+        """
+        deadline = self._clock() + patience
+        size, since = before, self._clock()
+        while (now := self._clock()) < deadline:
+            self._sleep(_LOOK)
+            grown = os.fstat(self.fd).st_size
+            if grown != size:
+                size, since = grown, now
+            elif size > before and now - since >= _SETTLED:
+                if not _has(self._status(pid), "SigBlk", signum):
+                    return
+                since = now
+
+    def _silence(self, pid: int, signum: int, patience: float) -> str:
+        status = self._status(pid)
+        state = _state(status)
+        if state in _NEVER:
+            return _NEVER[state]
+        if _has(status, "SigBlk", signum):
+            return (
+                f"its main thread has blocked signal {signum}, by which it is asked for its stack"
+            )
+        told = f": {_STATES[state]}" if state in _STATES else ""
+        return f"it did not answer within {patience:g} seconds{told}"
+
+
+def _state(status: Mapping[str, str] | None) -> str:
+    return "" if status is None else status.get("State", "")[:1]
+
+
+def _nameless_file() -> int:
+    """A descriptor of the file, its numbers written, that programs do not inherit."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("hybridloader-board", os.MFD_CLOEXEC)
+    else:  # not a POSIX segment, which macOS lets nobody write to with `write`
+        with tempfile.TemporaryFile(buffering=0) as file:
+            fd = os.dup(file.fileno())
+    try:
+        # This takes the page, so that the worker's stores can't fail for want of memory. And it leaves
+        # the offset behind the numbers: parent, worker and the forks of either share one, and what
+        # each of them writes goes where the one before has ended. Nobody seeks; reading is `pread`.
+        os.write(fd, _NUMBERS.pack(0, 0, 0, -1, -1).ljust(_TEXT, b"\0"))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class BoardContext(TaskContext):
+    """A context whose `at` outlives its process.
+
+    Parameters
+    ----------
+    cell
+        Of the mapped memory of a board: a `ctypes.c_int64`, which is set a little faster than an item
+        of an array or of a memoryview.
+    """
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: Any) -> None:
+        self._cell = cell
+        super().__init__(tracked=True)
+
+    @property
+    def at(self) -> int:
+        return self._cell.value  # type: ignore[no-any-return]
+
+    @at.setter
+    def at(self, number: int) -> None:
+        self._cell.value = number
+
+
+class WorkerSide:
+    """The worker's side; lives as long as the process.
+
+    The file stays open, at `fd`: faulthandler writes to it. What the user's own code does with
+    faulthandler later takes precedence, for instance `faulthandler.enable()` in `worker_init_fn`.
+    """
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)  # as it comes through a socket it is
+        self.fd = fd
+        self._mapping = map_descriptor(fd, _TEXT)
+        address = self._mapping.address
+        self._cells = [ctypes.c_int64.from_address(address + 8 * i) for i in range(_AT + 1)]
+        self._cells[_PID].value = os.getpid()
+        self._cells[_HOME].value = threading.get_ident()
+        # Where it is enabled already, as in a fork of pytest, it takes the new file and leaves the
+        # handlers alone, in whose places others may be since, such as torch's for its own workers.
+        faulthandler.disable()
+        faulthandler.enable(fd, all_threads=True)
+        signum = free_signal()
+        if signum is None:
+            return
+        try:
+            faulthandler.register(signum, fd, all_threads=True, chain=False)
+        except (OSError, RuntimeError):  # of a signal that the system keeps for itself
+            return
+        self._cells[_SIGNAL].value = signum  # from now on the parent may send it
+
+    @classmethod
+    def open(cls, fd: int) -> WorkerSide | None:
+        """Take over `fd`; None if it can't be used, and then the worker does without."""
+        try:
+            return cls(fd)
+        except (OSError, RuntimeError, ValueError):
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+            return None
+
+    def context(self) -> BoardContext:
+        """One that notes which sample the worker is at."""
+        return BoardContext(self._cells[_AT])
+
+    def begin(self, task: int) -> None:
+        """The worker is at `task`, and at none of its samples yet."""
+        self._cells[_AT].value = -1
+        self._cells[_TASK].value = task
+
+    def end(self) -> None:
+        """It is at no task."""
+        self._cells[_TASK].value = -1
+
+
+def free_signal() -> int | None:
+    """A signal that nobody in this process catches, ignores or waits for; None if there is none."""
+    if hasattr(signal, "SIGRTMIN"):
+        candidates = range(signal.SIGRTMIN + _FIRST_FREE, signal.SIGRTMAX + 1)
+    elif hasattr(signal, "SIGINFO"):  # macOS and the BSDs; ignored unless somebody wants it
+        candidates = range(signal.SIGINFO, signal.SIGINFO + 1)
+    else:
+        return None
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    status = _status_of(os.getpid())  # knows of handlers that native code, too, has set
+    for signum in candidates:
+        used = signum in blocked or signal.getsignal(signum) != signal.SIG_DFL
+        if not (used or _has(status, "SigCgt", signum) or _has(status, "SigIgn", signum)):
+            return signum
+    return None

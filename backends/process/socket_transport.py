@@ -1,0 +1,357 @@
+"""The POSIX way between parent and worker: a socket pair per worker, polled, never blocking.
+
+Nothing is shared between workers and no lock is held that a dying worker could take along. What does
+not fit into the socket at once waits in a queue and is written by the next `wait`. A worker is known to
+be gone when its process ends (a pidfd where there is one, else multiprocessing's sentinel), after
+everything that it had written was read.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hybridloader._support.errors import DamagedMessage
+from hybridloader.backends.process.descriptors import ours
+from hybridloader.backends.process.frames import MOST_FDS, Buffer, Decoder, Frame, encode
+
+_READ = 64 * 1024
+_ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+_CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+"""Without it a program that the user starts would inherit what has just arrived; Python sees to that for
+all descriptors but these (PEP 446). macOS has no such flag."""
+_SEND_BUFFER = 1 << 20
+_LONGEST = (1 << 31) - 1
+"""Milliseconds that `poll` can wait (an int of C), 25 days; whoever has longer asks again."""
+_PAUSE = 0.01
+"""Seconds before a worker tries again to send descriptors, where as many are under way as may be."""
+_IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
+
+
+def available() -> bool:
+    """True if this platform has sockets that can be polled and can carry descriptors."""
+    return os.name == "posix" and hasattr(select, "poll") and hasattr(socket, "SCM_RIGHTS")
+
+
+def as_socket(connection: Any) -> socket.socket:
+    """Take over the descriptor of a `multiprocessing.Connection`."""
+    taken = socket.socket(fileno=os.dup(connection.fileno()))
+    connection.close()
+    return taken
+
+
+def send_some(sock: socket.socket, pieces: deque[Buffer], fds: Sequence[int]) -> bool:
+    """Write once; take what was written off `pieces`. Whether anything was written."""
+    head = [pieces[i] for i in range(min(_IOV, len(pieces)))]
+    extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sent = sock.sendmsg(head, extra)
+    while pieces and sent >= (size := memoryview(pieces[0]).nbytes):
+        sent -= size
+        pieces.popleft()
+    if sent:
+        pieces[0] = memoryview(pieces[0]).cast("B")[sent:]
+    return True
+
+
+def read_some(sock: socket.socket, decoder: Decoder) -> Iterable[Frame]:
+    """Read once; give the frames that became whole. Raises `EOFError` at the end."""
+    room = None if decoder.body is None else decoder.room()
+    if room is not None:
+        count = sock.recv_into(room)
+        room.release()
+        if count == 0:
+            raise EOFError
+        return decoder.advance(count)
+    data, extra, _, _ = sock.recvmsg(_READ, _ROOM, _CLOSE_ON_EXEC)
+    for level, kind, body in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds = array.array("i")
+            fds.frombytes(body[: len(body) - len(body) % 4])
+            if not _CLOSE_ON_EXEC:
+                for fd in fds:
+                    os.set_inheritable(fd, False)
+            decoder.fds.extend(fds)
+    if not data:
+        raise EOFError
+    return decoder.feed(data)
+
+
+class _Line:
+    """The parent's end of one worker's connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.sentinel = -1  # a descriptor that tells the end of the worker, once it runs
+        self.decoder = Decoder()
+        self.pending: list[Buffer] = []  # to be written at the next flush
+        # What did not fit yet, with descriptors that are to be closed once they are sent.
+        self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()
+        self.damage: str | None = None
+
+    def flush(self) -> bool:
+        """Write what waits, as far as it goes; whether all of it went."""
+        while self.unsent:
+            pieces, fds = self.unsent[0]
+            try:
+                send_some(self.sock, pieces, fds)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:  # as many descriptors under way as may be
+                    return False
+                self.drop_unsent()  # the worker is gone; its sentinel tells
+                return True
+            _close_all(fds)
+            self.unsent[0] = (pieces, ())
+            if not pieces:
+                self.unsent.popleft()
+        return True
+
+    def drop_unsent(self) -> None:
+        while self.unsent:
+            _close_all(self.unsent.popleft()[1])
+
+    def read(self) -> tuple[list[Frame], bool]:
+        """What has arrived, and whether that was the end; damage is the end too."""
+        frames: list[Frame] = []
+        try:
+            while True:
+                frames.extend(read_some(self.sock, self.decoder))
+                if self.decoder.body is None:
+                    return frames, False  # poll tells if there is more
+        except BlockingIOError:
+            return frames, False
+        except DamagedMessage as error:
+            self.damage = str(error)
+            return frames, True
+        except (EOFError, OSError):
+            return frames, True
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class SocketPost:
+    """All lines of one crew, and what it takes to wait for any of them.
+
+    Attributes
+    ----------
+    damaged
+        Why nothing more was taken from a worker, by its number, although it may be alive.
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._lines: dict[int, _Line] = {}
+        self._worker_of: dict[int, int] = {}  # descriptor -> worker
+        self._alarm_r, self._alarm_w = os.pipe()
+        os.set_blocking(self._alarm_r, False)
+        os.set_blocking(self._alarm_w, False)
+        ours.update((self._alarm_r, self._alarm_w))
+        self._poll.register(self._alarm_r, select.POLLIN)
+        self._dirty: list[int] = []
+        self.damaged: dict[int, str] = {}
+        self._open = True
+        # Whoever wakes a crew that is closed must not write to whatever has its descriptor now.
+        # Reentrant, because `wake` may be called by a finalizer, at any point of another `wake`.
+        self._alarm = threading.RLock()
+
+    def connect(self, worker: int, connection: Any) -> None:
+        """Take over the parent's end, before the worker is started."""
+        sock = as_socket(connection)
+        sock.setblocking(False)
+        ours.add(sock.fileno())
+        self._lines[worker] = _Line(sock)
+        self.damaged.pop(worker, None)
+        self._worker_of[sock.fileno()] = worker
+        self._poll.register(sock, select.POLLIN)
+
+    def watch(self, worker: int, handle: Any) -> None:
+        """Watch for the end of the worker's process, by its pidfd or multiprocessing's sentinel."""
+        fd = handle.sentinel if handle.pidfd is None else handle.pidfd
+        self._lines[worker].sentinel = fd
+        self._worker_of[fd] = worker
+        self._poll.register(fd, select.POLLIN)
+
+    def send(self, worker: int, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        """Queue a frame. Takes over `fds`, and closes them."""
+        line = self._lines.get(worker)
+        if line is None:
+            _close_all(fds)
+            return
+        if not fds:
+            if not line.pending:
+                self._dirty.append(worker)
+            line.pending += encode(parts)
+            return
+        self.flush()
+        line.unsent.append((deque(encode(parts, fds)), fds))
+        if not line.flush():
+            self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
+
+    def flush(self) -> None:
+        """Write what was sent, in one go for each worker: it need not wake for every message."""
+        for worker in self._dirty:
+            line = self._lines.get(worker)
+            if line is None:
+                continue
+            data = b"".join(line.pending)
+            line.pending.clear()
+            sent = 0
+            if not line.unsent:
+                try:
+                    sent = line.sock.send(data)
+                except BlockingIOError:
+                    pass
+                except OSError:  # the worker is gone; its sentinel tells
+                    continue
+                if sent == len(data):
+                    continue
+            line.unsent.append((deque([memoryview(data)[sent:]]), ()))
+            self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
+        self._dirty.clear()
+
+    def wait(self, timeout: float | None) -> list[tuple[int, Frame | None]]:
+        """``(worker, frame)`` for what arrived, ``(worker, None)`` for a worker that is gone."""
+        if self._dirty:
+            self.flush()
+        found: list[tuple[int, Frame | None]] = []
+        gone: list[int] = []
+        most = None if timeout is None else min(max(0.0, timeout) * 1000, _LONGEST)
+        for fd, event in self._poll.poll(most):
+            if fd == self._alarm_r:
+                self._drain_alarm()
+                continue
+            worker = self._worker_of.get(fd)
+            if worker is None:
+                continue
+            line = self._lines[worker]
+            if fd != line.sock.fileno():
+                gone.append(worker)
+                continue
+            if event & select.POLLOUT and line.flush():
+                self._poll.modify(fd, select.POLLIN)
+            if event & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                frames, ended = line.read()
+                for frame in frames:
+                    found.append((worker, frame))
+                if ended:
+                    gone.append(worker)
+        for worker in dict.fromkeys(gone):
+            ended = False
+            while not ended:  # all that it had written; its end, or nothing more
+                frames, ended = self._lines[worker].read()
+                found.extend((worker, frame) for frame in frames)
+                ended = ended or not frames
+            damage = self._lines[worker].damage
+            if damage is not None:
+                self.damaged[worker] = damage
+            self.drop(worker)
+            found.append((worker, None))
+        return found
+
+    def wake(self) -> None:
+        with self._alarm:
+            if self._open:
+                try:
+                    os.write(self._alarm_w, b"!")
+                except BlockingIOError:  # full, which wakes as well
+                    pass
+
+    def drop(self, worker: int) -> None:
+        """Hang up: the worker sees the end of its input, and its writes fail."""
+        line = self._lines.pop(worker, None)
+        if line is None:
+            return
+        for fd in (line.sock.fileno(), line.sentinel):
+            if self._worker_of.pop(fd, None) is not None:
+                self._poll.unregister(fd)
+        ours.discard(line.sock.fileno())
+        line.sock.close()
+        line.drop_unsent()
+        _close_all(line.decoder.fds)
+
+    def hang_up(self) -> None:
+        """Drop all workers; they leave."""
+        for worker in list(self._lines):
+            self.drop(worker)
+
+    def close(self) -> None:
+        self.hang_up()
+        with self._alarm:
+            if self._open:
+                self._open = False
+                ours.difference_update((self._alarm_r, self._alarm_w))
+                _close_all((self._alarm_r, self._alarm_w))
+
+    def _drain_alarm(self) -> None:
+        try:
+            os.read(self._alarm_r, 4096)
+        except BlockingIOError:
+            pass
+
+
+class SocketChannel:
+    """The worker's end: reads and writes block."""
+
+    can_send_fds = True
+
+    def __init__(self, connection: Any) -> None:
+        self._sock = as_socket(connection)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._decoder = Decoder()
+        self._frames: deque[Frame] = deque()
+
+    def get(self) -> Frame:
+        """The next frame. Raises `EOFError` when the parent has hung up, `DamagedMessage` as it says."""
+        while not self._frames:
+            self._read()
+        return self._frames.popleft()
+
+    def _read(self) -> None:
+        try:
+            self._frames.extend(read_some(self._sock, self._decoder))
+        except ConnectionError:  # it hung up with results of ours unread
+            raise EOFError from None
+
+    def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
+        """Write all of it. Raises `EOFError` when the parent has hung up, or this end has."""
+        try:
+            if len(parts) == 1 and not fds:
+                self._sock.sendall(b"".join(encode(parts)))
+                return
+            pieces = deque(encode(parts, fds))
+            while pieces:
+                try:
+                    send_some(self._sock, pieces, fds)
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                    time.sleep(_PAUSE)  # until the parent, or whose they are, has taken some
+                    continue
+                fds = ()
+        except ConnectionError:
+            raise EOFError from None
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            raise EOFError from None  # the worker has ended while its writer was at work
+
+    def fileno(self) -> int:
+        """A descriptor that polls as hung up once the parent's end is closed."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+        _close_all(self._decoder.fds)
+        self._decoder.fds.clear()

@@ -1,0 +1,114 @@
+"""Checks of arguments: numbers, truths and functions, refused by name and with what to give instead.
+
+Everything wrong is found where it is given, not where it would fail. Nothing is rounded, clipped or
+guessed, and nothing is imported to look at a value.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from hybridloader._support.text import short
+
+
+def whole(
+    name: str, value: Any, least: int | None = None, most: int | None = None, instead: str = ""
+) -> int:
+    """Return `value` as an int; numpy's integers are welcome, True and False are not.
+
+    Parameters
+    ----------
+    name
+        What errors call it.
+    least, most
+        Limits; None: there is none.
+    instead
+        What to give, for errors.
+
+    Raises
+    ------
+    TypeError
+        It is no whole number.
+    ValueError
+        It is beyond a limit.
+    """
+    hint = f"; {instead}" if instead else ""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {short(value)}{hint}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}{hint}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}{hint}")
+    return number
+
+
+def is_number(value: Any) -> bool:
+    """True if it is a real number, which True and False are not meant as."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def seconds(name: str, value: Any, *, above: bool = False) -> None:
+    """Check that `value` can be waited for, or raise `ValueError`; 0 passes unless it must be above."""
+    if not is_number(value) or not (value > 0 if above else value >= 0):  # NaN is neither
+        least = "above 0" if above else "0 or more"
+        raise ValueError(f"{name} is seconds, {least}, not {short(value)}")
+    if value > threading.TIMEOUT_MAX:
+        raise ValueError(f"{name}={value!r} is more seconds than can be waited for; 0 is for ever")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return `value`, True or False of Python's or numpy's, as a bool. Raises `TypeError`."""
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"{name} must be True or False, got {short(value)}")
+    return bool(value)
+
+
+def function(name: str, value: Any, what: str) -> None:
+    """Check that `value` can be called; `what` tells with what. Raises `TypeError`."""
+    if not callable(value):
+        raise TypeError(f"{name} must be {what}, got {short(value)}")
+
+
+def one_of(name: str, value: Any, choices: Collection[str]) -> None:
+    """Check that `value` is one of `choices`. Raises `ValueError`."""
+    if not isinstance(value, str) or value not in choices:
+        *most, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
+
+
+def keywords(caller: str, given: Collection[str], known: Collection[str], before: str = "") -> None:
+    """Refuse keywords that `caller` does not have. Raises `TypeError`."""
+    if unknown := sorted({*given} - {*known}):
+        raise TypeError(
+            f"{caller} got an unexpected keyword {unknown[0]!r}; there are: {before}{', '.join(known)}"
+        )
+
+
+def policy(
+    name: str,
+    value: Any,
+    words: Mapping[str, Callable[[], Any] | None],
+    kinds: tuple[type, ...],
+    told: str,
+    hint: str = "",
+) -> Any:
+    """Return the policy that `value` is (of one of `kinds`) or names (what one of `words` makes).
+
+    Raises `ValueError`, which says what `told` does, for all else.
+    """
+    if isinstance(value, kinds):
+        return value
+    if isinstance(value, str) and value in words:
+        make = words[value]
+        return None if make is None else make()
+    if isinstance(value, type) and issubclass(value, kinds):
+        hint = f"; {value.__name__} is the class, write {value.__name__}(...)"
+    raise ValueError(f"{name} must be {told}, not {value!r}{hint}")

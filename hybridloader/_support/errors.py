@@ -1,0 +1,325 @@
+"""Every exception that hybridloader itself raises, and the way a worker's exception gets home.
+
+A user's exception keeps its type and its arguments. Where it happened is told in a note (Python
+3.11 and later show notes below the message) and, when it crossed a process border, by its
+``__cause__``, which holds the worker's traceback as text.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import traceback
+import types
+from typing import Any, NoReturn
+
+from hybridloader._support.attributes import attribute
+
+
+class HybridLoaderError(Exception):
+    """Base class of all errors of this package."""
+
+
+class BackendUnavailable(HybridLoaderError, ValueError):
+    """The backend is unknown, is not installed, or can't serve on this machine or in this process."""
+
+
+class ShippingError(HybridLoaderError, TypeError):
+    """Something that must be sent to a worker can't be pickled; the message names the attribute."""
+
+
+class CacheError(HybridLoaderError, ValueError):
+    """A cache file is damaged, or is not of this pipeline; the message says what to do."""
+
+
+class StateError(HybridLoaderError, ValueError):
+    """The state of a run can't be taken, or is not of this pipeline; the message names the field."""
+
+
+class DamagedMessage(HybridLoaderError, ValueError):
+    """What came from the other process is not what it can have written; nothing of it was used."""
+
+
+class ResultNotSendable(HybridLoaderError, TypeError):
+    """A worker made a result that can't be pickled, so that it can't be sent back."""
+
+
+class WorkerDied(HybridLoaderError, RuntimeError):
+    """A worker ended without being asked to. A `RuntimeError`, as with torch's loader."""
+
+
+class WorkerTimeout(HybridLoaderError, RuntimeError, TimeoutError):
+    """No result came within `timeout` seconds. A `RuntimeError`, as with torch's loader.
+
+    The iterator stays usable: calling ``next()`` again goes on waiting for the same batch.
+    """
+
+
+class TaskTimeout(WorkerTimeout):
+    """A worker took longer than `task_timeout` seconds for one task. The iterator is closed by it."""
+
+
+class TooManyErrors(HybridLoaderError, RuntimeError):
+    """More samples failed than the budget of `on_error` allows; the message ends with a table of them.
+
+    The iterator stays usable, and raises this again at the next sample that fails.
+    """
+
+
+class ShardLost(HybridLoaderError, RuntimeError):
+    """What reads an iterable source ended with an error: the rest of its shard can't be read."""
+
+
+class IteratorClosed(HybridLoaderError, RuntimeError):
+    """The iterator was closed while, or before, it was asked for its next item."""
+
+
+class NotReady(HybridLoaderError):
+    """Asked not to wait: there is no item yet. Ask again."""
+
+
+class IllegalTransition(HybridLoaderError, RuntimeError):
+    """A state machine was asked for a move that its table does not hold. Nothing was changed."""
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a worker in another process, as text: the ``__cause__`` of its exception."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+class Failure:
+    """An exception on its way from a worker to the consumer.
+
+    Within a process it carries the exception itself. When pickled it carries the exception's type,
+    arguments and attributes, and its traceback as text. An exception whose own pickling is broken
+    (a constructor with several arguments is the common case) is rebuilt without calling the
+    constructor, so it arrives with the same type and ``args``. The same holds for each exception
+    within it, such as the members of a group.
+    """
+
+    def __init__(self, exception: BaseException) -> None:
+        self.exception = exception
+        self.traceback: str | None = None
+
+    def to_exception(self, note: str) -> BaseException:
+        """Give back the exception, with `note` added to say where it happened.
+
+        Only once: the failure lets go of it. It is in a frame of the traceback that the exception
+        gets when it is raised, and together they would keep the whole iterator alive.
+        """
+        exception = self.exception
+        del self.exception
+        if self.traceback is not None:
+            exception.__cause__ = WorkerTraceback(f"{note}\n{self.traceback}")
+        add_note(exception, note)
+        return exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = self.traceback or "".join(
+            traceback.format_exception(
+                type(self.exception), self.exception, self.exception.__traceback__
+            )
+        )
+        frozen = _Freezer().freeze(self.exception)
+        return _rebuild_failure, (frozen, id(type(self.exception)), text)
+
+
+def add_note(exception: BaseException, note: str) -> None:
+    """``exception.add_note(note)``, also on Python 3.10, and only once for the same note."""
+    notes = attribute(exception, "__notes__")
+    if notes is None:
+        try:
+            exception.__notes__ = [note]  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):  # an exception class with __slots__ or a frozen one
+            pass
+    elif note not in notes:
+        notes.append(note)
+
+
+class Raised:
+    """An error that waits for its turn, as in a queue in the place of an item."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def throw(self) -> NoReturn:
+        """Raise it, once, and let go of it: in a frame of its own traceback it would make a cycle."""
+        error = self.error
+        del self.error
+        try:
+            raise error
+        finally:
+            del error
+
+
+def no_stop(error: Exception, what: str = "the dataset, or a function,") -> Exception:
+    """Return `error`, or in the place of a `StopIteration` the error that `what` raised one.
+
+    As in PEP 479: it would end the user's loop without a word.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    leak = RuntimeError(f"{what} raised StopIteration")
+    leak.__cause__ = error
+    return leak.with_traceback(error.__traceback__)
+
+
+def twin(exception: Exception) -> Exception:
+    """Another exception of the same type, arguments, attributes, cause and traceback.
+
+    For a worker that answers many tasks with one error: what the consumer raises collects the
+    consumer's frames in its traceback, and a worker thread must not hold on to these.
+    """
+    kind, args = type(exception), exception.args
+    try:  # OSError and its like keep more than their arguments
+        other = copy.copy(exception)
+        same = type(other) is kind and len(other.args) == len(args)
+        same = same and all(a is b for a, b in zip(other.args, args, strict=True))
+    except Exception:  # a constructor that wants other arguments than it passes on
+        same = False
+    if not same:
+        assembled = _Parts(kind, args, vars(exception)).assemble()
+        assert isinstance(assembled, Exception)
+        other = assembled
+    other.__dict__.pop("__notes__", None)
+    other.__cause__, other.__context__ = exception.__cause__, exception.__context__
+    other.__suppress_context__ = exception.__suppress_context__
+    return other.with_traceback(exception.__traceback__)
+
+
+class _Freezer:
+    """Pickles exceptions, with those within them, so that they are certain to load again.
+
+    Each exception within (a member of a group, a cause kept in an attribute) is pickled by itself.
+    So one that is broken costs none of the others its type.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[BaseException] = []
+        self._frozen: dict[int, bytes] = {}
+
+    def freeze(self, exception: BaseException) -> bytes:
+        frozen = self._frozen.get(id(exception))
+        if frozen is None:
+            self._under_way.append(exception)
+            frozen = self._frozen[id(exception)] = self._freeze(exception)
+            self._under_way.pop()
+        return frozen
+
+    def _freeze(self, exception: BaseException) -> bytes:
+        kind = type(exception)
+        try:
+            whole = self._dumps(exception)
+            thawed = pickle.loads(whole)
+            if type(thawed).__qualname__ == kind.__qualname__ and _alike(thawed, exception):
+                return whole
+        except Exception:  # what a broken __reduce__, __new__ or __init__ raises can be anything
+            pass
+        args = tuple(map(self._sendable, exception.args))
+        state = {name: self._sendable(value) for name, value in vars(exception).items()}
+        try:
+            parts = self._dumps(_Parts(kind, args, state))
+        except Exception:  # the class itself can't be pickled: tell its name
+            message = f"{kind.__module__}.{kind.__qualname__}: {exception}"
+            parts = self._dumps(_Parts(RuntimeError, (message,), {}))
+        return parts
+
+    def _sendable(self, value: Any) -> Any:
+        try:
+            pickle.loads(self._dumps(value))
+        except Exception:  # as above
+            try:
+                return repr(value)
+            except Exception:  # of something nested without end, for instance
+                return f"<{type(value).__qualname__} that can't be shown>"
+        return value
+
+    def _dumps(self, thing: Any) -> bytes:
+        """Pickle, with classes by reference if possible: an ``except`` at home must match them."""
+        try:
+            return self._dump(thing, pickle.Pickler)
+        except Exception:  # as above
+            import cloudpickle
+
+            return self._dump(thing, cloudpickle.Pickler)
+
+    def _dump(self, thing: Any, base: Any) -> bytes:
+        otherwise = getattr(base, "reducer_override", lambda pickler, obj: NotImplemented)
+
+        class Pickler(base):  # type: ignore[misc]
+            def reducer_override(pickler, obj: Any) -> Any:
+                if not isinstance(obj, BaseException) or any(obj is e for e in self._under_way):
+                    return otherwise(pickler, obj)
+                return _thaw, (self.freeze(obj), id(type(obj)))
+
+        out = io.BytesIO()
+        Pickler(out).dump(thing)
+        return out.getvalue()
+
+
+def _alike(found: BaseException, sent: BaseException) -> bool:
+    """Tell whether both have the same arguments, as far as these can be compared for sure."""
+    plain = (str, bytes, int, bool, type(None))
+    return len(found.args) == len(sent.args) and all(
+        type(a) is type(b) and (a == b or type(a) not in plain)
+        for a, b in zip(found.args, sent.args, strict=True)
+    )
+
+
+class _Parts:
+    """What an exception is made of, for those that can't be pickled whole."""
+
+    def __init__(
+        self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
+    ) -> None:
+        self.kind, self.args, self.state = kind, args, state
+
+    def assemble(self) -> BaseException:
+        # By the `__new__` of the built-in class: one in Python may want other arguments, as __init__.
+        home = next(
+            base
+            for base in self.kind.__mro__
+            if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
+        )
+        exception: BaseException = home.__new__(self.kind, *self.args)
+        exception.args = self.args
+        exception.__dict__.update(self.state)
+        return exception
+
+
+def _original(received: type[BaseException], address: int) -> type[BaseException]:
+    """The class that `received` was copied from, if this process has it.
+
+    A class made in a function is sent by value. A forked worker's is the one that lies at the same
+    address here, and that is what an ``except`` here means.
+    """
+    todo: list[type[BaseException]] = [BaseException]
+    while todo:
+        kind = todo.pop()
+        if id(kind) == address and kind.__name__ == received.__name__:
+            return kind
+        todo.extend(type.__subclasses__(kind))
+    return received
+
+
+def _thaw(frozen: bytes, address: int) -> BaseException:
+    try:
+        thawed = pickle.loads(frozen)
+        exception: BaseException = thawed.assemble() if isinstance(thawed, _Parts) else thawed
+        original = _original(type(exception), address)
+        if original is not type(exception):
+            exception.__class__ = original
+    except Exception as error:  # e.g. a class that this process can't import
+        return RuntimeError(f"a worker's exception could not be loaded here: {error!r}")
+    return exception
+
+
+def _rebuild_failure(frozen: bytes, address: int, text: str) -> Failure:
+    failure = Failure(_thaw(frozen, address))
+    failure.traceback = text
+    return failure

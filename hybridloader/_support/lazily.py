@@ -1,0 +1,32 @@
+"""Names of a package that are loaded when they are first used, so that importing it imports little."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazily(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make the ``__getattr__``, the ``__dir__`` and the ``__all__`` of a package.
+
+    Parameters
+    ----------
+    homes
+        By module, named from the package on (one more dot is the package around it): the names that it
+        has, in one text.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f".{home_of[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    names = sorted([*home_of, *({"__version__"} & vars(sys.modules[package]).keys())])
+    return load, lambda: list(names), names

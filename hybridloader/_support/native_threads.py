@@ -1,0 +1,75 @@
+"""How many threads native code may use in a worker: one, because the workers are the parallelism.
+
+torch sets this in its worker processes. In a thread it can't be set by `torch.set_num_threads`, which
+changes the whole process, so it is asked of the OpenMP runtime itself, whose answer is kept per
+thread (OpenMP 5.2, 2.4: nthreads-var is an ICV of the task). Nothing in the training code's threads
+changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hybridloader._support.import_hooks import when_imported
+
+
+def one_thread_in_this_process(fresh: bool) -> None:
+    """For a worker process: one thread for torch, OpenMP, BLAS and OpenCV.
+
+    What is set in the environment stays, and a `worker_init_fn` may set what it likes.
+
+    Parameters
+    ----------
+    fresh
+        Whether the libraries have yet to be loaded, and so will read the environment.
+    """
+    if fresh:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
+    when_imported("torch", lambda: sys.modules["torch"].set_num_threads(1))
+    # 0 is OpenCV's word for: run sequentially (docs.opencv.org, cv::setNumThreads).
+    when_imported("cv2", lambda: sys.modules["cv2"].setNumThreads(0))
+
+
+def one_thread_on_this_thread() -> None:
+    """For a worker thread: torch's operators run on it alone. Where it can't be had, nothing."""
+    torch = sys.modules.get("torch")
+    runtime = _openmp()
+    if torch is not None and runtime is not None:
+        torch.get_num_threads()  # else the first operator on this thread sets it anew
+        runtime.omp_set_num_threads(1)
+
+
+@lru_cache(maxsize=1)
+def _openmp() -> Any:
+    """The OpenMP runtime that torch uses, or None. Never loads one that is not loaded."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return None
+    for path in _candidates():
+        try:
+            runtime = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            runtime.omp_set_num_threads.argtypes = [ctypes.c_int]
+        except (OSError, AttributeError):
+            continue
+        return runtime
+    return None
+
+
+def _candidates() -> list[str]:
+    name = re.compile(r"lib(gomp|iomp5|omp)[-.\w]*$")
+    found = []
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.__file__:  # its own comes before any other that is loaded
+        folder = Path(torch.__file__).parent / "lib"
+        found = [str(path) for path in sorted(folder.glob("lib*omp*")) if name.search(path.name)]
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return found
+    return list(dict.fromkeys([*found, *(line.split()[-1] for line in lines if name.search(line))]))

@@ -1,0 +1,327 @@
+"""torch's own loaders on our engine, for code that can't be edited: put in place, and taken out again.
+
+One method of torch's `DataLoader` is replaced, `_get_iterator`, which makes the iterator of a pass.
+The class stays what it is, so every ``isinstance``, subclass and constructor does too; a subclass with
+a `_get_iterator` of its own (PyG's, ultralytics', torchdata's) is asked first, as ever. Loaders that
+are ours already are never touched, nor is anything that a batch passes through. A loader that ours
+would refuse is left to torch's own method, so that code which ran before still runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.attributes import attribute
+from hybridloader._support.caller import warn, warn_once
+from hybridloader._support.errors import BackendUnavailable, ShippingError
+from hybridloader._support.import_hooks import when_imported
+from hybridloader.engine.registry import get_backend
+from hybridloader.loader.options import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+    from typing_extensions import Unpack
+
+    from hybridloader.engine.contract import Backend
+    from hybridloader.loader.options import OptionWords
+    from hybridloader.loader.plan import LoaderPlan
+
+
+class _Place:
+    """Where it is put: one for the process.
+
+    Attributes
+    ----------
+    lock
+        Held while any of the others changes.
+    installed
+        What iterators are asked of, if anything is installed. Read without the lock.
+    torchs
+        torch's own method, once ours has been put in its place.
+    covered
+        Whether ours was left in place because somebody had put another one over it.
+    awaits
+        Whether ours is put in place as soon as torch is imported.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.installed: Installation | None = None
+        self.torchs: Any = None
+        self.covered = False
+        self.awaits = False
+
+    def forked(self) -> None:
+        """In the child of a fork: another thread of the parent may have held the lock."""
+        self.lock = threading.Lock()
+
+
+_place = _Place()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_place.forked)
+
+
+class Installation:
+    """What `install` has put in place, until it is undone; a context manager.
+
+    Attributes
+    ----------
+    backend
+        As it was given.
+    options
+        The keywords beside it.
+    where
+        The file and line that called `install`.
+    """
+
+    def __init__(self, backend: str | Backend | None, options: Options, where: str) -> None:
+        self.backend = backend
+        self.options = options
+        self.where = where
+
+    @property
+    def active(self) -> bool:
+        """True if torch's loaders are run by this one now."""
+        return _place.installed is self
+
+    def uninstall(self) -> None:
+        """Have torch's loaders run by torch again, from the next ``iter``. Any number of times.
+
+        Iterators that exist go on as they are.
+        """
+        with _place.lock:
+            if not self.active:
+                return
+            _place.installed = None
+            over = _take_out()
+        if over is not None:
+            warn(
+                f"torch's DataLoader._get_iterator was replaced by {over} after install(). That is left "
+                "as it is; where it asks for what it replaced, torch's own loader answers again",
+            )
+
+    def iterator(self, loader: Any) -> _BaseDataLoaderIter:
+        """A pass over one of torch's loaders: torch's own where ours refuses it."""
+        from hybridloader.loader.iterator import LoaderIterator
+        from hybridloader.loader.plan import LoaderPlan
+
+        plan = LoaderPlan.of(loader, self.backend, self.options)
+        try:
+            plan.check_arguments()
+            plan = replace(plan, options=self.options.for_any(plan))
+            self._check_context(plan)
+        except (TypeError, ValueError) as error:  # `BackendUnavailable` is one
+            return _torchs_own(loader, error)
+        if self.backend is None or not get_backend(self.backend).in_process:
+            loader.check_worker_number_rationality()  # as torch's own method does
+        try:
+            with _draws_taken_back(loader):
+                return LoaderIterator(loader, plan)
+        except (BackendUnavailable, ShippingError) as error:
+            return _torchs_own(loader, error)
+
+    def _check_context(self, plan: LoaderPlan) -> None:
+        """Raise `BackendUnavailable` if the loader's `multiprocessing_context` can't be heeded."""
+        in_process = plan.asked is not None and plan.asked.in_process
+        if plan.num_workers and not in_process:
+            if plan.context_is_foreign:
+                kind = type(plan.multiprocessing_context).__qualname__
+                raise BackendUnavailable(
+                    f"its multiprocessing_context, a {kind}, has processes of its own kind; leave it "
+                    "out, or install('threads'), which starts none"
+                )
+            if plan.contradiction is not None:
+                warn_once(
+                    f"a loader has multiprocessing_context={plan.start_method!r}, and its workers are "
+                    f"started as install({self.backend!r}) says; install('shared-memory') would leave "
+                    "that to the loader"
+                )
+
+    def __enter__(self) -> Installation:
+        if not self.active:
+            raise RuntimeError(
+                f"what install() put in place at {self.where} was undone; call install() again"
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        state = "active" if self.active else "undone"
+        return f"<Installation backend={self.backend!r}, {state}, from {self.where}>"
+
+
+def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]) -> Installation:
+    """Run every `torch.utils.data.DataLoader` of this process on our engine, from now on.
+
+    For code that can't be edited: loaders made inside a framework or a library, or a script (then see
+    ``hybridloader run``). What counts is when ``iter(loader)`` is called, not when the loader was made.
+    Iterators that exist go on as they are, also those of persistent workers: such a loader changes over
+    when it makes its next iterator. Holds for this process and what it forks, not for fresh processes.
+
+    Parameters
+    ----------
+    backend
+        As in `hybridloader.DataLoader`. It comes before a loader's `multiprocessing_context`, which is
+        heeded where the backend leaves the start method open (None, ``"shared-memory"``); loaders
+        without workers run in the caller, whatever the backend.
+    **options
+        The other keywords of `hybridloader.DataLoader`, for all loaders. A loader that can't have one
+        (`task_timeout` without workers, `threads_per_worker` or ``shard_remainders="join"`` with the
+        other kind of dataset) goes without.
+
+    Warns
+    -----
+    UserWarning
+        Once for each reason, when an iterator is made: `hybridloader.DataLoader` would refuse that
+        loader (a start method that is not known, something that can't be sent or copied), and so it
+        is left to torch's own.
+
+    Returns
+    -------
+    Installation
+        Undo it with its `uninstall()`, with `hybridloader.uninstall()`, or by using it as a context
+        manager.
+
+    Raises
+    ------
+    RuntimeError
+        It is installed already, or somebody else has replaced the method of torch's that this replaces.
+    BackendUnavailable, TypeError, ValueError
+        There is no such backend, or an option has a wrong value. Then nothing has changed.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from hybridloader import install
+    >>> loader = torch.utils.data.DataLoader(range(6), 3, num_workers=2)
+    >>> with install("threads"):
+    ...     [batch.tolist() for batch in loader]
+    [[0, 1, 2], [3, 4, 5]]
+    """
+    if backend is not None:
+        get_backend(backend)
+    made = Installation(backend, Options.said("install()", options), _calling_line())
+    if "torch" in sys.modules:
+        importlib.import_module("torch.utils.data")
+    with _place.lock:
+        if _place.installed is not None:
+            raise RuntimeError(
+                f"install() was called already, at {_place.installed.where}, with "
+                f"backend={_place.installed.backend!r}, and there is one for the whole process; call "
+                "hybridloader.uninstall() first, or leave the `with` block"
+            )
+        if "torch" in sys.modules:
+            _put_in()
+        _place.installed = made
+        waits, _place.awaits = _place.awaits, True
+    if not waits:
+        when_imported("torch", _torch_is_here)
+    return made
+
+
+def uninstall() -> None:
+    """Undo `install`, wherever that was called; if nothing is installed, do nothing."""
+    installed = _place.installed
+    if installed is not None:
+        installed.uninstall()
+
+
+def _torch_is_here() -> None:
+    importlib.import_module("torch.utils.data")
+    with _place.lock:
+        if _place.installed is not None:
+            _put_in()
+
+
+def _put_in() -> None:
+    """Under the lock. Raises `RuntimeError` where somebody else was before."""
+    from torch.utils.data import DataLoader
+
+    there: Any = vars(DataLoader)["_get_iterator"]
+    if there is _get_iterator:
+        return
+    code = attribute(there, "__code__")
+    if code is not None and code.co_filename == DataLoader.__init__.__code__.co_filename:
+        _place.torchs = there
+        DataLoader._get_iterator = _get_iterator  # type: ignore[method-assign]
+    elif not _place.covered:
+        raise RuntimeError(
+            f"torch's DataLoader._get_iterator was replaced by {_name(there)} already, which install() "
+            "would undo; call install() before that"
+        )
+
+
+def _take_out() -> str | None:
+    """Under the lock. The name of what was put over ours, if there is such a thing."""
+    if _place.torchs is None:
+        return None
+    from torch.utils.data import DataLoader
+
+    there: Any = vars(DataLoader)["_get_iterator"]
+    _place.covered = there is not _get_iterator and there is not _place.torchs
+    if there is _get_iterator:
+        DataLoader._get_iterator = _place.torchs  # type: ignore[method-assign]
+    return _name(there) if _place.covered else None
+
+
+def _get_iterator(self: Any) -> Any:
+    """torch's method of this name, while something is installed."""
+    from hybridloader.loader.dataloader import DataLoader
+
+    installed = _place.installed
+    if installed is None or isinstance(self, DataLoader):
+        return _place.torchs(self)
+    return installed.iterator(self)
+
+
+def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
+    """Make a pass by torch's method over a loader that ours has refused; warn once per reason."""
+    warn_once(
+        f"install() leaves a {type(loader).__name__} to torch's own loader, with torch's workers and "
+        f"without the options of install(), because: {refusal}"
+    )
+    iterator: _BaseDataLoaderIter = _place.torchs(loader)
+    return iterator
+
+
+@contextlib.contextmanager
+def _draws_taken_back(loader: Any) -> Iterator[None]:
+    """Restore the loader's generator if the loader is refused within: torch draws the same again.
+
+    By then no worker has started, and the sampler was only asked for its iterator.
+    """
+    import torch
+
+    generator = torch.default_generator if loader.generator is None else loader.generator
+    before = generator.get_state()
+    try:
+        yield
+    except (BackendUnavailable, ShippingError):
+        generator.set_state(before)
+        raise
+
+
+def _name(function: Any) -> str:
+    module = attribute(function, "__module__")
+    return f"{module}.{attribute(function, '__qualname__', function)}"
+
+
+def _calling_line() -> str:
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

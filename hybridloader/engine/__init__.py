@@ -1,0 +1,59 @@
+"""All that an author of a backend needs, in one module that imports neither torch nor numpy.
+
+`Backend`, `Crew` and `WorkerHandle` are the classes to write; `hybridloader.engine.contract` tells
+what each method owes. `thread_worker`, `process_worker` and `serve` are the worker, which is not an author's
+to write: the crew carries its messages and its events.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridloader._support.lazily import lazily
+
+if TYPE_CHECKING:
+    from hybridloader._support.errors import BackendUnavailable as BackendUnavailable
+    from hybridloader._support.errors import Failure as Failure
+    from hybridloader._support.errors import ResultNotSendable as ResultNotSendable
+    from hybridloader._support.errors import ShippingError as ShippingError
+    from hybridloader.engine.contract import Backend as Backend
+    from hybridloader.engine.contract import ByReference as ByReference
+    from hybridloader.engine.contract import Crew as Crew
+    from hybridloader.engine.contract import Payload as Payload
+    from hybridloader.engine.contract import WorkerHandle as WorkerHandle
+    from hybridloader.engine.fetcher import Fetch as Fetch
+    from hybridloader.engine.fetcher import Fetcher as Fetcher
+    from hybridloader.engine.fetcher import TaskContext as TaskContext
+    from hybridloader.engine.messages import Begin as Begin
+    from hybridloader.engine.messages import Done as Done
+    from hybridloader.engine.messages import Event as Event
+    from hybridloader.engine.messages import Exhausted as Exhausted
+    from hybridloader.engine.messages import Exited as Exited
+    from hybridloader.engine.messages import Failed as Failed
+    from hybridloader.engine.messages import First as First
+    from hybridloader.engine.messages import Message as Message
+    from hybridloader.engine.messages import Ready as Ready
+    from hybridloader.engine.messages import Stop as Stop
+    from hybridloader.engine.messages import Task as Task
+    from hybridloader.engine.messages import WorkerSpec as WorkerSpec
+    from hybridloader.engine.serving import PackedSpec as PackedSpec
+    from hybridloader.engine.serving import Pickled as Pickled
+    from hybridloader.engine.serving import dumps as dumps
+    from hybridloader.engine.serving import loads as loads
+    from hybridloader.engine.serving import process_worker as process_worker
+    from hybridloader.engine.serving import serve as serve
+    from hybridloader.engine.serving import thread_worker as thread_worker
+    from hybridloader.engine.worker import Worker as Worker
+
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "._support.errors": "BackendUnavailable Failure ResultNotSendable ShippingError",
+        "contract": "Backend ByReference Crew Payload WorkerHandle",
+        "fetcher": "Fetch Fetcher TaskContext",
+        "messages": "Begin Done Event Exhausted Exited Failed First Message Ready Stop Task "
+        "WorkerSpec",
+        "serving": "PackedSpec Pickled dumps loads process_worker serve thread_worker",
+        "worker": "Worker",
+    },
+)

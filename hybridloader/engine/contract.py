@@ -1,0 +1,361 @@
+"""The contract of a backend: what to write so that work can run somewhere new.
+
+A *backend* is what a user chooses: a small immutable object with options, safe to share, pickle
+and reuse. Opening it gives a *crew*: the workers of one stage, while that stage runs. The crew
+starts workers, carries messages to them, carries events back, and ends them. It knows nothing of
+order, batches, sampling or pinning. Six methods must be written: `Backend.open`, `Crew.start` and
+`Crew.send`, and `is_alive`, `terminate` and `join` of a `WorkerHandle`. All others have defaults,
+right for a crew that calls `Crew.place` and `Crew.report`. `hybridloader.testing.BackendContract`
+is the executable form of this page; a backend that passes it can serve. Authors import all that
+they need from `hybridloader.engine`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hybridloader.engine.messages import Done, Event, Message, Stop, WorkerSpec
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from hybridloader.memory.page_locks import PageLocks
+
+GRACE = 1.0
+"""Seconds that workers get to end by themselves when their crew is closed."""
+
+PATIENCE = 1.9
+"""Seconds after which a crew is closed, whatever its workers do."""
+
+_SLICE = 0.2 if sys.platform == "win32" else None
+"""Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
+
+
+class Payload:
+    """A result on its way. Exactly one of `open` and `discard` is called, once."""
+
+    __slots__ = ()
+
+    forwardable: ClassVar[bool] = False
+    """True if it may be sent on instead, unopened, as the index of a `Task` for another crew whose
+    backend `forwards`. The worker there is given the value. The payload may be sent again, to another
+    worker of that crew, until the task is answered."""
+
+    count: int | None = None
+    """Number of items, if the worker's value was a list and can be sent on; else None."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as far as it is known without opening it."""
+        return 0
+
+    def open(self) -> Any:
+        """Give the value. What it raises is reported as the failure of that task alone."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Free what the payload holds. Never raises."""
+
+
+class ByReference(Payload):
+    """The payload of a worker in this very process: the value itself."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def open(self) -> Any:
+        return self._value
+
+    def peek(self) -> Any:
+        """The value, without taking it."""
+        return self._value
+
+    def discard(self) -> None:
+        self._value = None
+
+
+class WorkerHandle(ABC):
+    """Handle of one worker, with the members of `multiprocessing.Process`.
+
+    A backend implements `is_alive`, `terminate` and `join`. All other members have a default, which
+    is right for workers within this process.
+    """
+
+    name: str = "worker"
+    """The kind of worker, for errors."""
+
+    daemon: bool = True
+    """Workers end with this process."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; this process's own for a worker that is a thread of it."""
+        return os.getpid()
+
+    @property
+    def ident(self) -> int | None:
+        """The identity of the process or thread; None if there is none yet."""
+        return self.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; then 0, another exit code, or ``-N`` if signal N has ended it."""
+        return None if self.is_alive() else 0
+
+    @property
+    def sentinel(self) -> int:
+        """Handle by which `multiprocessing.connection.wait` waits for the worker's end.
+
+        Raises
+        ------
+        AttributeError
+            The worker is no process of its own; use `join`.
+        """
+        raise AttributeError(f"a worker of kind {self.name!r} has no sentinel; use join(timeout)")
+
+    @abstractmethod
+    def is_alive(self) -> bool: ...
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """End the worker now if that is possible, else as soon as its current sample is done."""
+
+    def kill(self) -> None:
+        """End the worker as `terminate` does, or by stronger means if there are any."""
+        self.terminate()
+
+    @abstractmethod
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def start(self) -> None:
+        """Raise `AssertionError`: the crew has started it, and a worker starts once."""
+        raise AssertionError(
+            "a loader's worker was started by its loader; it can't be started again"
+        )
+
+    def close(self) -> None:
+        """Do nothing: what the worker needs is freed by its crew.
+
+        Raises
+        ------
+        ValueError
+            It is still running.
+        """
+        if self.is_alive():
+            raise ValueError(
+                "can't close a worker while it is still running; call terminate() and join() first, or "
+                "close its loader's iterator"
+            )
+
+
+class Crew(ABC):
+    """The running workers of one stage.
+
+    One thread at a time calls these methods; only `wake` and `report` may be called from any thread.
+
+    Attributes
+    ----------
+    upkeep
+        Called by each `wait`, on the thread of whoever pulls the stage, for instance to warn. None:
+        nothing is.
+    """
+
+    upkeep: Callable[[], None] | None = None
+
+    __handles: list[WorkerHandle]
+    __events: SimpleQueue[Event | None]
+    __left: float | None  # when the workers were told to leave
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        # Not in `__init__`, so that a subclass with one of its own need not call it.
+        self = super().__new__(cls)
+        self.__handles = []
+        self.__events = SimpleQueue()  # None wakes; safe to use in finalizers
+        self.__left = None
+        return self
+
+    # -- to be written ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def start(self, worker: int, spec: WorkerSpec) -> None:
+        """Start worker number `worker`, without waiting for it; `Ready` or `Exited` follows.
+
+        Of a number that has exited, a new worker takes the place. What was sent to the old one is not
+        known to it.
+
+        What can be known to fail is raised here.
+        """
+
+    @abstractmethod
+    def send(self, worker: int, message: Message) -> None:
+        """Queue `message`, in order. Never blocks; does nothing when the worker is gone."""
+
+    # -- for its use -----------------------------------------------------------------------------
+
+    def place(self, worker: int, handle: WorkerHandle) -> None:
+        """Note who is worker number `worker` from now on; called by `start`."""
+        self.__handles[worker : worker + 1] = [handle]
+
+    def report(self, event: Event) -> None:
+        """Have the next `wait` give `event`. From any thread."""
+        self.__events.put(event)
+
+    # -- with a default --------------------------------------------------------------------------
+
+    def settle(self) -> None:  # noqa: B027  # workers with a process of their own disturb nobody
+        """Wait until the caller may go on; called after a row of calls of `start`.
+
+        Workers that share the caller's random generators run `spec.init_fn` while the caller waits, here
+        or in `start`. When all have run it, these generators are put back as they were.
+        """
+
+    def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # memory of its own need not be
+        """Have the pages locked in which large results lie, as a device is going to read them.
+
+        Called once, before any worker starts, and only if the consumer of this stage pins. Such
+        memory is filled again when `locks` says that the device is done with it
+        (`PageLocks.after_device`), is unlocked before it is unmapped, and all of it is unlocked by the
+        end of `close`, but for what results lie in that somebody still has. Where a lock is
+        refused, results lie in ordinary memory, and `wait` tells (`PageLocks.warn`). Workers in
+        other processes have no part in this.
+        """
+
+    def flush(self) -> None:  # noqa: B027  # most crews have nothing to do
+        """Send off what `send` has queued, if it does not do so itself. `wait` does so, too."""
+
+    def wait(self, timeout: float | None) -> Sequence[Event]:
+        """Give the events that have come; wait `timeout` seconds for the first (None: for ever).
+
+        May return early and empty, and does so after `wake`. By default, events come from `report`.
+        """
+        if self.upkeep is not None:
+            self.upkeep()
+        if _SLICE is not None:
+            timeout = _SLICE if timeout is None else min(timeout, _SLICE)
+        events, found = self.__events, []
+        try:
+            event = events.get(timeout=timeout)
+            while event is not None:
+                found.append(event)
+                event = events.get_nowait()
+        except Empty:
+            pass
+        return found
+
+    def wake(self) -> None:
+        """Make a `wait` that is under way, or else the next one, return at once."""
+        self.__events.put(None)
+
+    def kill(self, worker: int) -> None:
+        """End the worker now; `Exited` follows. For threads: asked to end after this sample.
+
+        By default, `WorkerHandle.kill` does it.
+        """
+        self.handles()[worker].kill()
+
+    def stack(self, worker: int) -> str:
+        """Where the worker is now, as a Python traceback in text; or why that can't be told."""
+        return ""
+
+    def leave(self) -> None:
+        """Begin to end all workers, without waiting; `close` follows. Idempotent, never raises.
+
+        The seconds that `close` takes at most count from the first call of this. So several crews
+        that are all told to leave, and then closed, take no longer than the slowest. By default,
+        each worker is sent a `Stop`: it first does what it has been sent, as far as there is time.
+        """
+        if self.__left is None:
+            self.__left = time.monotonic()
+            for worker in range(len(self.__handles)):
+                self.send(worker, Stop())
+
+    def close(self) -> None:
+        """End all workers and free everything, within 2 seconds. Idempotent, never raises.
+
+        By default, workers that have not ended a second after `leave` are killed. Results that nobody
+        has asked for are discarded.
+        """
+        self.leave()
+        if self.__left is None:  # `leave` is the subclass's own
+            self.__left = time.monotonic()
+        for seconds in (GRACE, PATIENCE):
+            for handle in self.__handles:
+                with suppress(
+                    RuntimeError
+                ):  # of a thread that is to wait for itself, in a finalizer
+                    handle.join(max(0.0, self.__left + min(seconds, PATIENCE) - time.monotonic()))
+            for handle in self.__handles:
+                if handle.is_alive():
+                    handle.kill()
+        try:
+            while True:
+                event = self.__events.get_nowait()
+                if isinstance(event, Done):
+                    event.payload.discard()
+        except Empty:
+            pass
+
+    def handles(self) -> Sequence[WorkerHandle]:
+        """The workers started so far, in the order of their numbers."""
+        return self.__handles
+
+
+class Backend(ABC):
+    """A kind of worker, with its options. Immutable and picklable; holds no worker itself."""
+
+    name: ClassVar[str]
+    """The registered name, in lower case with dashes."""
+
+    in_process: ClassVar[bool] = False
+    """True if workers run in this process, and so share its objects and its random generators."""
+
+    in_caller: ClassVar[bool] = False
+    """True if the caller does the work itself, in `Crew.wait`: nothing runs beside it."""
+
+    children: ClassVar[bool] = False
+    """True if workers are child processes of this one. A daemonic process may not have any, so there a
+    loader takes threads instead, with a warning."""
+
+    forwards: ClassVar[bool] = False
+    """True if crews give results that are `Payload.forwardable`, and take those of others as tasks."""
+
+    memory: Memory = DEFAULT_MEMORY
+    """Limit and kind of the recycled memory for large tensors, if the backend has any."""
+
+    @property
+    def fresh(self) -> bool:
+        """True if workers start without a copy of this process, so that its threads do no harm."""
+        return False
+
+    @property
+    def copies(self) -> bool:
+        """True if each worker reads a copy of its own of a map-style dataset."""
+        return not self.in_process
+
+    def started_by(self, method: str) -> Backend | None:
+        """This backend with its processes started by a method of multiprocessing; None: it can't be.
+
+        Called for a loader that is given a `multiprocessing_context`, too.
+        """
+        return None
+
+    def check(self) -> None:
+        """Raise `BackendUnavailable`, saying why and what to use instead, if it can't serve now.
+
+        Called before any worker starts. By default every backend can serve.
+        """
+        return
+
+    @abstractmethod
+    def open(self) -> Crew:
+        """Make a crew with no worker in it."""

@@ -1,0 +1,148 @@
+"""The state of a dataset on its way: with results to the parent, and to the workers that go on from it.
+
+A dataset, or the iterator over it, that has `state_dict` and `load_state_dict` is asked for its
+state after a result, because only then does it belong to that result. Its `Cadence` says how often.
+The state is frozen at once, so that nothing that the worker does later can change it. A state that
+can't be had raises nothing here: a loader that nobody asks for its state must not fail because of
+one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hybridloader._support.cadence import ASKED, Cadence
+from hybridloader._support.state_copies import Frozen, Given, is_stateful, kept, load_into
+
+if TYPE_CHECKING:
+    from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
+
+
+class Start(NamedTuple):
+    """Where one worker goes on, or where it is: what it tells beside a result has no place yet.
+
+    Attributes
+    ----------
+    position
+        Samples of its shard that `dataset` and `iterator` are behind.
+    skip
+        Samples of its shard that it is to be behind; what lies between is read and dropped.
+    dataset, iterator
+        States; None where there is none.
+    ended
+        Whether the shard has ended.
+    again
+        For a dataset that is asked by index: tasks done since `dataset`, which are done once more.
+    since
+        Results since `dataset` and `iterator`; for a dataset that is asked by index, see `again`.
+    behind
+        Whether the states are of the end of a pass, and the worker is to begin the next pass.
+    """
+
+    position: int = 0
+    skip: int = 0
+    dataset: Given | None = None
+    iterator: Given | None = None
+    ended: bool = False
+    again: Any = ()
+    behind: bool = False
+    since: int = 0
+
+    @property
+    def stateful(self) -> bool:
+        """True if there is a state to go on from."""
+        return self.dataset is not None or self.iterator is not None
+
+    @property
+    def results_since(self) -> int:
+        """Number of the worker's results since its state was taken."""
+        return self.since or len(self.again)
+
+
+def states_of(dataset: Any, samples: Any = None, *, every: int = 0) -> DatasetStates | None:
+    """Return access to the state of `dataset` and of its iterator `samples`; None if neither has one.
+
+    States are told as often as is cheap, but at least `every` results from one to the next.
+    """
+    itself = samples is dataset  # torchdata saves it once then, as the iterator's
+    stateful = is_stateful(dataset) and not itself
+    if not (stateful or is_stateful(samples)):
+        return None
+    cadence = Cadence(every=every, free=ASKED) if every else Cadence()
+    return DatasetStates(dataset if stateful else None, samples, cadence)
+
+
+class DatasetStates:
+    """Access to the state of what one fetcher reads: of its first result, its last, and when one is due.
+
+    Parameters
+    ----------
+    dataset, samples
+        The dataset, if it has a state, and the iterator over it, which may have one.
+    cadence
+        When a state is due.
+    """
+
+    def __init__(self, dataset: Any, samples: Any, cadence: Cadence) -> None:
+        self._dataset = dataset
+        self._samples = samples if is_stateful(samples) else None
+        self._cadence = cadence
+
+    def due(self, *, ended: bool) -> Start | None:
+        """Return the state behind the result that was just made, if it is to go with it."""
+        due = self._cadence.due()
+        if not (due or ended):
+            return None
+        state = self.now(ended=ended)
+        if due:
+            self._cadence.taken()
+        return state
+
+    def go_on(self, since: int) -> None:
+        """Count the results since the state that this fetcher goes on from."""
+        self._cadence.go_on(since)
+
+    def now(self, *, ended: bool) -> Start:
+        """Return the state as it is now, without a place."""
+        dataset = iterator = None
+        if self._dataset is not None:
+            dataset = kept(self._dataset, "the dataset", Frozen)
+        if self._samples is not None:
+            iterator = kept(self._samples, "the iterator over the dataset", Frozen)
+        return Start(dataset=dataset, iterator=iterator, ended=ended)
+
+
+def resumed(fetch: Fetch, start: Start, context: TaskContext) -> Fetcher:
+    """The fetcher of a worker that goes on. The dataset gets its state first, as in torchdata."""
+    if start.dataset is not None:
+        load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
+    fetcher = fetch.open(None, context)
+    if start.behind and start.iterator is not None:
+        fetcher.resume(start)
+        fetcher = fetch.open(None, context)
+    fetcher.resume(start._replace(iterator=None, ended=False) if start.behind else start)
+    _do_again(fetcher, start.again, context)
+    if fetcher.states is not None and start.stateful and not start.behind:
+        fetcher.states.go_on(start.results_since)
+    return fetcher
+
+
+def _do_again(fetcher: Fetcher, tasks: Sequence[Any], context: TaskContext) -> None:
+    """Do again what was done since the state was taken, to bring the dataset to the same place."""
+    for task in tasks:
+        if context.cancelled:
+            return
+        with suppress(Exception):  # it was a result then, and what raises now does so when asked
+            if context.draws is None:
+                fetcher.fetch(task)
+            else:
+                context.draws.task(fetcher.key, fetcher.fetch, task)
+        context.extras = None
+
+
+def load_iterator(samples: Any, state: Given) -> None:
+    """Have the iterator over a dataset go on from `state`."""
+    load_into(samples, pickle.loads(state.kept), "the iterator over the dataset")

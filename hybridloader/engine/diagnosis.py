@@ -1,0 +1,269 @@
+"""The words of errors: which stage, which worker, which indices, what happened, what to try."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridloader._support.text import brief, table
+from hybridloader.engine.contract import WorkerHandle
+from hybridloader.engine.scheduler import Fault
+
+_DEBUG = "To find it, run with backend='inline' under a debugger."
+
+_CAUSES = {
+    "SIGKILL": (
+        "Likely the system ran out of memory, or somebody killed it. "
+        "Try fewer workers, or backend='threads', which shares one copy of the dataset."
+    ),
+    "SIGSEGV": f"Native code crashed in the worker. {_DEBUG}",
+    "SIGFPE": f"Native code divided by zero in the worker. {_DEBUG}",
+    "SIGABRT": (
+        "Native code gave up in the worker: a failed assertion, or a C++ exception that nobody "
+        f"caught. What it had to say is in the worker's stderr. {_DEBUG}"
+    ),
+    "SIGILL": (
+        "Native code used an instruction that this CPU does not have: a library built for another."
+    ),
+    "SIGBUS": (
+        "Memory that was promised could not be had: a full shared-memory mount or memory limit."
+    ),
+    "SystemExit": "The dataset or a function it uses called sys.exit().",
+}
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What one worker of a stage is doing.
+
+    Attributes
+    ----------
+    worker
+        Its number.
+    name
+        Its stage, and what it is.
+    pid
+        Its process; None before it has one.
+    state
+        In a word.
+    done
+        Tasks that were answered from its place.
+    restarts
+        How often its place was given to another.
+    index
+        Of the oldest task that it has; None if it has none.
+    seconds
+        Since it began with that; None if it has none.
+    """
+
+    worker: int
+    name: str
+    pid: int | None
+    state: str
+    done: int
+    restarts: int
+    index: Any
+    seconds: float | None
+
+
+def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
+    """``"worker 1 (process, pid 4711)"``, as far as it is known."""
+    if worker >= len(handles):
+        return f"worker {worker}"
+    handle = handles[worker]
+    return f"worker {worker} ({handle.name}, pid {handle.pid})"
+
+
+def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
+    """Word how a worker process ended, in torch's words, which people match on.
+
+    Empty if the worker is no process, or has not ended.
+
+    The words are those of ``torch/csrc/DataLoader.cpp``, with the stage's name for "DataLoader".
+    """
+    handle = handles[worker] if worker < len(handles) else None
+    if handle is None or handle.pid == os.getpid() or handle.exitcode is None:
+        return ""
+    who, code = f"{stage} worker (pid {handle.pid})", handle.exitcode
+    if code >= 0:
+        return f"{who} exited unexpectedly with exit code {code}. "
+    try:
+        return f"{who} is killed by signal: {signal.strsignal(-code)}. "
+    except ValueError:  # a number that this platform has no signal for
+        return f"{who} is killed by signal: {-code}. "
+
+
+def place(stage: str, worker: str, index: Any, doing: str) -> str:
+    """Where an exception came from, in one line."""
+    return f"In stage {stage!r}, {worker}, {doing} {brief(index)}."
+
+
+def death(
+    stage: str, worker: str, fault: Fault, indices: Mapping[int, Any], refusal: str = ""
+) -> str:
+    """What to say of a worker that ended without being asked to.
+
+    Parameters
+    ----------
+    indices
+        Of the tasks, by their numbers.
+    refusal
+        Why no other was put in its place.
+    """
+    event = fault.event
+    held = [brief(indices.get(seq)) for seq in fault.in_flight]
+    tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
+    more = f"; and {len(held) - 4} tasks more" if len(held) > 4 else ""
+    cause = next((word for word in _CAUSES if word in fault.cause), "")
+    advice = _CAUSES.get(cause, "")
+    if event.memory and cause == "SIGKILL":  # what the kernel says is more exact than our guess
+        advice = (
+            "If it is memory: try fewer workers, or backend='threads', which shares one copy of the "
+            "dataset."
+        )
+    elif event.memory and cause == "SIGBUS":
+        advice = ""
+    full = ""
+    if event.slots is not None:
+        full = "Its slots took {:,} of {:,} bytes.".format(*event.slots)
+    sample = "" if event.task is None else sample_at(indices.get(event.task), event.at)
+    said = [f"In stage {stage!r}, {worker} {fault.cause}.", f"{tasks}{more}.", sample]
+    said += [refusal, advice, full]
+    lines = [" ".join(part for part in said if part)]
+    lines += [event.memory.strip("\n"), event.evidence.strip("\n")]
+    return "\n".join(line for line in lines if line)
+
+
+def sample_at(index: Any, at: int | None) -> str:
+    """``"It was at sample 2 of [7, 3, 9], index 9."``; empty if it is not known which.
+
+    Parameters
+    ----------
+    index
+        Of the task.
+    at
+        The number of the sample in it, from 0.
+    """
+    if at is None or at < 0 or index is None:
+        return ""
+    inside = isinstance(index, (list, tuple)) and at < len(index)
+    which = f": {brief(index[at])}" if inside else ""
+    return f"It was at sample {at} of {brief(index)}{which}."
+
+
+def overrun(
+    stage: str,
+    worker: str,
+    index: Any,
+    seconds: float,
+    timeout: float,
+    *,
+    stack: str = "",
+    thread: bool = False,
+) -> str:
+    """What to say of a task that took longer than `task_timeout`, where its worker is not replaced.
+
+    Parameters
+    ----------
+    index
+        Of the task.
+    seconds
+        That it had taken.
+    stack
+        Where the worker was, or why that can't be told; on lines of its own.
+    thread
+        Whether the worker is a thread of this process.
+    """
+    if thread:
+        fate = (
+            "A thread can't be killed: it goes on until the sample is done, and its result is dropped. "
+            "Workers that are processes can be killed and replaced: backend='fork', 'spawn' or "
+            "'shared-memory' with on_worker_death='restart'."
+        )
+    else:
+        fate = "It was killed; on_worker_death='restart' would put another in its place and go on."
+    said = [
+        f"In stage {stage!r}, {worker} has been at {brief(index)} for {_seconds(seconds)}, "
+        f"longer than task_timeout={timeout:g} seconds.",
+        fate,
+        "If such a task may take that long, raise task_timeout.",
+    ]
+    text = " ".join(said)
+    return f"{text}\n{stack.strip(chr(10))}" if stack.strip() else text
+
+
+def given_up(stage: str, worker: str, deaths: int, cause: str, *, at: int | None = None) -> str:
+    """What to say in place of a sample, or of a task, that has killed its worker again and again.
+
+    Parameters
+    ----------
+    worker
+        The last one.
+    deaths
+        How many there were.
+    cause
+        What the last one died of.
+    at
+        The number of the sample in its task; None if it is not known which of them it was.
+    """
+    workers = "1 worker" if deaths == 1 else f"{deaths} workers"
+    what = "at this sample" if at is not None else "at a task with this sample in it"
+    advice = next((f" {text}" for word, text in _CAUSES.items() if word in cause), "")
+    return (
+        f"In stage {stage!r}, {workers} died {what}, so it was given up; "
+        f"the last one, {worker}, {cause}.{advice}"
+    )
+
+
+def workers_table(rows: Sequence[WorkerReport]) -> str:
+    """One line for each worker, under a heading; empty without rows."""
+    if not rows:
+        return ""
+    heading = ("worker", "where", "pid", "state", "done", "restarts", "for", "task")
+    return "\n".join(table([heading, *map(_cells, rows)], left=(0, 1, len(heading) - 1)))
+
+
+def _cells(row: WorkerReport) -> tuple[str, ...]:
+    return (
+        str(row.worker),
+        row.name,
+        "-" if row.pid is None else str(row.pid),
+        row.state,
+        f"{row.done:,}",
+        f"{row.restarts:,}",
+        "-" if row.seconds is None else _seconds(row.seconds),
+        "-" if row.seconds is None else _brief(row.index),
+    )
+
+
+_BRIEF = 40
+"""Characters of a task in a table."""
+
+
+def _brief(index: Any) -> str:
+    text = " ".join(brief(index).split())
+    return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 3]}..."
+
+
+def _seconds(seconds: float) -> str:
+    """``"0.42 s"``, ``"12.3 s"``, ``"5 min 7 s"``, ``"2 h 3 min"``: as exact as one cares for."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def late(stage: str, workers: Sequence[str], indices: Sequence[Any], timeout: float) -> str:
+    """Word the error for no result in time; it begins with torch's words, which people match on."""
+    held = "; ".join(brief(index) for index in indices[:4])
+    who = ", ".join(dict.fromkeys(workers)) or "no worker"
+    return (
+        f"{stage} timed out after {timeout} seconds: no result came from {who}, which was "
+        f"to fetch {held}. Calling next() again goes on waiting; a larger timeout= waits "
+        f"longer; backend='inline' under a debugger shows where it is stuck."
+    )

@@ -1,0 +1,180 @@
+"""What a stage of a pipeline is fed with, and who may hold it back.
+
+A feed gives several items at a time where each takes so little work that handing it to a worker
+alone would cost more than the work. How many, it learns from how long the tasks before took. It never
+waits for items, so a slow source is never waited for to fill a task up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from hybridloader._support.attributes import attribute
+from hybridloader._support.errors import NotReady
+from hybridloader.engine.contract import Payload
+from hybridloader.engine.messages import Result
+
+TASK_SECONDS = 1e-3
+"""What a task of several items is meant to take. Handing one to a process and back costs some 0.1 ms
+here, to a thread some 0.03 ms: a tenth of it at most."""
+
+MOST = 64
+"""Items in one task at most."""
+
+_MEMORY = 0.9
+"""What a task counts for what the next portion is, against the one after it."""
+
+_GATHERING = 1e-3
+"""Seconds that gathering the items of one task may take, where they are made on the way."""
+
+
+@runtime_checkable
+class Feed(Protocol):
+    """A source of indices that is never waited for, and that goes on behind an error."""
+
+    def draw(self, most: int | None) -> Any:
+        """The next index, worth at most `most` items. Raises `NotReady` if there is none yet."""
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """Call `wake` once, from any thread, as soon as `draw` may have something."""
+
+    def take_apart(self, index: Any) -> bool:
+        """`index` could not be sent: give what it holds again, each alone. False if it is one."""
+
+    @property
+    def final(self) -> tuple[type[Exception], ...]:
+        """Errors after which nothing more will come."""
+
+
+class Ledger(Protocol):
+    """Somebody who watches a stage, and may hold it back."""
+
+    def room(self) -> int | None:
+        """How many items more may be under way; None: any number."""
+
+    def sent(self, seq: int, index: Any) -> None:
+        """Task `seq` was sent."""
+
+    def came(self, event: Result) -> None:
+        """A task was done, or has failed."""
+
+    def left(self, seq: int) -> None:
+        """The result of task `seq` was handed out, or will never be."""
+
+    def listening(self, seconds: float) -> None:
+        """Whoever pulls the stage waited so long for an event."""
+
+    def idle(self, workers: int, *, starved: bool) -> None:
+        """From now on `workers` have nothing to do, because nothing came in or nothing went out."""
+
+
+def is_sealed(item: Any) -> bool:
+    """True if `item` is several items that come unopened from another process."""
+    return isinstance(item, Payload) and item.forwardable
+
+
+def items_in(index: Any) -> int:
+    """How many items a task with this index holds."""
+    if type(index) is int:  # a reader is asked for so many
+        return index
+    return len(index) if type(index) is list else (index.count or 1)
+
+
+class Portions:
+    """Several items at a time from an iterator, as lists; sealed ones as they come.
+
+    Parameters
+    ----------
+    items
+        If it has `next_nowait` and `when_ready`, as a relay has, it is not waited for. Else pulling
+        it must be quick.
+    sealed
+        Whether some of `items` are several that come unopened from another process.
+    least
+        Items that a task should have if they are there, for workers that do several at once.
+    most
+        Items that a task may have; None: `MOST`.
+    final
+        Errors of `items` after which nothing more will come.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        *,
+        sealed: bool = False,
+        least: int = 1,
+        most: int | None = None,
+        final: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._next: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+        self._when_ready = attribute(items, "when_ready")
+        self._sealed, self._least = sealed, least
+        self._most = MOST if most is None else min(MOST, most)
+        self._others: list[Portions] = []
+        self.final = final
+        # All the mutable state:
+        self.size = min(least, self._most)
+        self._items = self._seconds = 0.0  # of the tasks before, the older the less
+        self._put_back: deque[Any] = deque()  # what is to be drawn before anything else
+        self._error: Exception | None = None  # that came behind items
+
+    def learn(self, items: int, seconds: float) -> None:
+        """A task of so many items took so long."""
+        # A mean over many tasks: one may have waited for the GIL, or found its file in the cache.
+        self._items = _MEMORY * self._items + items
+        self._seconds = _MEMORY * self._seconds + seconds
+        fitting = MOST if self._seconds <= 0 else int(TASK_SECONDS * self._items / self._seconds)
+        self.size = min(self._most, max(self._least, min(fitting, 2 * self.size)))
+
+    def no_larger_than(self, other: Portions) -> None:
+        """From now on, give no more at a time than `other` would."""
+        self._others.append(other)
+
+    def draw(self, most: int | None) -> Any:
+        if self._put_back:
+            return self._put_back.popleft()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        item = self._next()
+        if self._sealed and is_sealed(item):
+            return item
+        found = [item]
+        size = min([self.size, *(other.size for other in self._others)])
+        if most is not None:
+            size = min(size, most)
+        if size > 1:
+            self._gather(found, size)
+        return found
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        if self._error is not None or self._put_back or self._when_ready is None:
+            wake()
+        else:
+            self._when_ready(wake)
+
+    def take_apart(self, index: Any) -> bool:
+        if type(index) is not list or len(index) < 2:
+            return False
+        self._put_back.extendleft([item] for item in reversed(index))
+        return True
+
+    def _gather(self, found: list[Any], size: int) -> None:
+        pull, until = self._next, time.monotonic() + _GATHERING
+        try:
+            while len(found) < size:
+                item = pull()
+                if self._sealed and is_sealed(item):
+                    self._put_back.append(item)
+                    return
+                found.append(item)
+                if time.monotonic() > until:
+                    return
+        except (NotReady, StopIteration):
+            return  # told again at the next call
+        except Exception as error:
+            self._error = error

@@ -1,0 +1,217 @@
+"""The contract between a worker and the work of a stage.
+
+A `Fetch` describes the work, and can be sent to a worker. The `Fetcher` that it opens there does the
+work of one epoch, a task at a time. Both share a `TaskContext` with the worker that drives them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from hybridloader.engine.dataset_state import DatasetStates, Start
+    from hybridloader.fetching.on_error.outcome import Outcome
+    from hybridloader.rng.sample_rng import Draws
+
+
+class EndOfShard(Exception):
+    """The iterable dataset of this worker has no more to give in this epoch."""
+
+
+class Abandoned(BaseException):
+    """The iterator was closed; nobody waits for this batch. Past every ``except Exception``."""
+
+
+class TaskContext:
+    """State of the task in hand, shared by a worker, its fetcher and its backend.
+
+    Parameters
+    ----------
+    tracked
+        Whether fetchers note which sample of a task they are at, should the worker die.
+
+    Attributes
+    ----------
+    cancelled
+        True once nobody waits any more; fetchers look at it after every sample. Set from any thread,
+        even from a finalizer: a plain attribute, no lock.
+    at
+        Number of the sample in the task, from 0, set before each sample if `tracked`; -1: none, or not
+        known.
+    task
+        Number of the task, for a worker that is a thread; -1: none.
+    draws
+        Seeds each sample, under ``seeding="sample"``; looked at when a fetcher is opened.
+    extras
+        Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker.
+    """
+
+    __slots__ = ("at", "cancelled", "draws", "extras", "task", "tracked")
+
+    def __init__(self, *, tracked: bool = False) -> None:
+        self.tracked = tracked
+        self.cancelled = False
+        self.draws: Draws | None = None
+        self.extras: dict[str, Any] | None = None
+        self.at = self.task = -1
+
+    def add(self, name: str, value: Any) -> None:
+        """Put `value` beside the value of the task in hand."""
+        if self.extras is None:
+            self.extras = {name: value}
+        else:
+            self.extras[name] = value
+
+    @property
+    def outcome(self) -> Outcome:
+        """Outcome of the samples of the task in hand, under a policy of `on_error`."""
+        assert self.extras is not None
+        outcome: Outcome = self.extras["outcome"]
+        return outcome
+
+    def take_extras(self) -> dict[str, Any] | None:
+        """Return what was put beside the value, and begin with nothing."""
+        extras, self.extras = self.extras, None
+        return extras
+
+
+class FollowingContext(TaskContext):
+    """Context of work within a task: cancelled with another, and with extras of its own.
+
+    It is not tracked: the number of a sample is that of the task outside.
+
+    Parameters
+    ----------
+    other
+        The context of the task.
+    draws
+        Seeds the work within; None: nothing does.
+    """
+
+    __slots__ = ("_other",)
+
+    def __init__(self, other: TaskContext, draws: Draws | None) -> None:
+        self._other = other
+        super().__init__()
+        self.draws = draws
+
+    @property
+    def cancelled(self) -> bool:
+        return self._other.cancelled
+
+    @cancelled.setter
+    def cancelled(self, value: bool) -> None:
+        if value:
+            self._other.cancelled = True
+
+
+class Fetcher(ABC):
+    """Makes the results of one worker in one epoch, one for each task.
+
+    Attributes
+    ----------
+    position
+        Samples of the worker's shard that were read; 0 where tasks do not follow from those before.
+    ended
+        True once the shard has ended.
+    states
+        Access to the state of the dataset that is read; None if it has none.
+    """
+
+    position: int = 0
+    ended: bool = False
+    states: DatasetStates | None = None
+
+    @abstractmethod
+    def fetch(self, index: Any) -> Any:
+        """Return the result of a task.
+
+        Raises
+        ------
+        EndOfShard
+            There is no more; no further task will be asked for.
+        Abandoned
+            The context was cancelled.
+        """
+
+    def key(self, index: Any) -> bytes:
+        """Return what the collation of the task is seeded by, under ``seeding="sample"``."""
+        return b""
+
+    def skip(self, count: int) -> None:  # noqa: B027  # without a shard there is nothing to do
+        """Go on behind `count` samples of the shard, which another worker has delivered."""
+
+    def resume(self, start: Start) -> None:  # noqa: B027  # as above
+        """Go on where another run had come to."""
+
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Return what can be sent of a value that can't, because of `error`; or raise why none can.
+
+        Parameters
+        ----------
+        check
+            Raises what is wrong with a value.
+        """
+        try:
+            raise error
+        finally:
+            del error  # a traceback whose frame holds its own exception is a cycle
+
+    def close(self) -> None:  # noqa: B027  # most have nothing open
+        """End what is read."""
+
+
+class FunctionFetcher(Fetcher):
+    """Fetcher that calls a function with each index: for work without a shard.
+
+    Parameters
+    ----------
+    function
+        Called with one index.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def fetch(self, index: Any) -> Any:
+        return self._function(index)
+
+
+class Fetch(ABC):
+    """Work of a stage: what a worker does with an index. Can be sent to a worker.
+
+    Attributes
+    ----------
+    dataset
+        Dataset that ``get_worker_info().dataset`` shows.
+    batched
+        The index of a task is a list of samples' indices, or of items.
+    in_turn
+        A sample can be had only behind those before it, and not asked for by itself.
+    threads
+        Threads of a worker, its own among them, that fetch the samples of one task.
+    """
+
+    batched: bool = True
+    in_turn: ClassVar[bool] = False
+    threads: int = 1
+
+    if TYPE_CHECKING:  # a field of some, a property of others
+
+        @property
+        def dataset(self) -> Any: ...
+
+    @property
+    def private(self) -> bool:
+        """True if every worker must have a copy of its own, also where workers share memory."""
+        return False
+
+    @abstractmethod
+    def with_dataset(self, dataset: Any) -> Fetch:
+        """Return the same work on another copy of the dataset."""
+
+    @abstractmethod
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
+        """Make the fetcher for one epoch. It may raise `EndOfShard`, once and for all."""

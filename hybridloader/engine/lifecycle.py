@@ -1,0 +1,304 @@
+"""The life of a stage: its workers start, epochs begin and end, and any thread closes it, at any time.
+
+One lock serialises the thread that pulls and whoever closes; the crew and the scheduler need none
+of their own. Who can't have the lock, or is that very thread, leaves the end to the call under way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from hybridloader._support.errors import IteratorClosed, WorkerDied
+from hybridloader.engine.contract import Backend, WorkerHandle
+from hybridloader.engine.crews import ended_with
+from hybridloader.engine.diagnosis import WorkerReport
+from hybridloader.engine.feed import Feed
+from hybridloader.engine.messages import Begin, Done, Exhausted, Ready, Result, WorkerSpec
+from hybridloader.engine.refresh import Change
+from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.scheduler import ACTIVE, Run, Scheduler, Work
+from hybridloader.engine.supervision import Supervisor
+from hybridloader.engine.worker_table import Roster
+
+if TYPE_CHECKING:
+    from hybridloader.engine.numbering import Counter
+    from hybridloader.memory.page_locks import PageLocks
+
+T = TypeVar("T")
+
+_PATIENCE = 2.0
+"""Seconds that `close` waits for the thread that pulls."""
+
+
+class Lifecycle(ABC):
+    """A scheduler and a crew, from their first epoch to their end.
+
+    A call that uses them holds `_pulling` and is counted in `_inside`. It ends all at last if they were
+    closed meanwhile: by the user's code, a signal's handler or a finalizer.
+
+    Parameters
+    ----------
+    backend, spec, persistent, on_worker_death, task_timeout, locks, counter, clock
+        As of `Stage`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        spec: WorkerSpec,
+        scheduler: Scheduler,
+        *,
+        persistent: bool,
+        on_worker_death: RestartPolicy | None,
+        task_timeout: float,
+        locks: PageLocks | None,
+        counter: Counter | None,
+        clock: Callable[[], float],
+    ) -> None:
+        backend.check()
+        self.backend = backend
+        self.spec = spec if on_worker_death is None else replace(spec, tracked=True)
+        self._scheduler, self._persistent, self._clock = scheduler, persistent, clock
+        # All the mutable state, besides the scheduler, the crew and the roster:
+        self.epoch = -1  # the number of the one that runs
+        self._broken_off = -1  # the epoch of which nobody wants more
+        self._closing = self._leaving = self._ended = self._gone = False
+        self._inside = 0  # calls under way that use the crew, on the thread that has the lock
+        self._obituary = ""
+        self._error: Exception | None = None  # of the source; raised behind all that came before it
+        self.exhausted: dict[int, Exhausted] = {}  # of this epoch, by worker
+        self._opened: dict[int, Ready] = {}  # those that told
+        self._owner = os.getpid()
+        self._pulling = threading.RLock()
+        crew = backend.open()
+        self._crew = crew if counter is None else counter.telling(crew)
+        self._finalizer = ended_with(self, self._crew)
+        if locks is not None:
+            self._crew.page_lock(locks)
+        self._roster = Roster(self.spec, scheduler, self._crew, clock)
+        self._supervisor: Supervisor | None = None
+        if on_worker_death is not None or task_timeout > 0:
+            self._supervisor = Supervisor(
+                on_worker_death,
+                task_timeout,
+                threads=backend.in_process,
+                roster=self._roster,
+                scheduler=scheduler,
+                crew=self._crew,
+            )
+        try:
+            for worker in range(len(scheduler.workers)):
+                self._crew.start(worker, self.spec)
+            self._crew.settle()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def handles(self) -> Sequence[WorkerHandle]:
+        """The workers, as objects with `pid`, `is_alive`, `terminate` and `join`."""
+        return self._crew.handles()
+
+    @property
+    def closed(self) -> bool:
+        return self._closing or self._elsewhere
+
+    @property
+    def _elsewhere(self) -> bool:
+        """True if the workers are those of the process that this one was forked from."""
+        return os.getpid() != self._owner and not self.backend.in_caller
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the next task."""
+        return self._scheduler.next_in
+
+    @property
+    def active(self) -> bool:
+        """True if a worker may still get tasks in this epoch."""
+        return any(state in ACTIVE for state in self._scheduler.workers)
+
+    def has_ended(self, worker: int) -> bool:
+        """True if the worker's shard has ended and all that came of it was handed out."""
+        scheduler = self._scheduler
+        return scheduler.workers[worker] not in ACTIVE and not scheduler.load[worker]
+
+    def report(self) -> list[WorkerReport]:
+        """Report what each worker is doing; from any thread."""
+        return self._roster.report()
+
+    def lateness(self, timeout: float) -> str:
+        """Return what to say when no result has come for `timeout` seconds; from any thread."""
+        return self._roster.lateness(timeout)
+
+    def begin(
+        self,
+        source: Iterator[Any] | Feed,
+        shared_seed: int | None = None,
+        changes: tuple[Change, ...] = (),
+    ) -> None:
+        """Begin an epoch over the indices of `source`, and fill the window with its first tasks.
+
+        What is left of the epoch before is dropped. The first epoch needs no message: the workers
+        open it when they start.
+        """
+        if os.getpid() != self._owner:
+            self._check_process()
+        self._use_crew(self._begin, source, shared_seed, changes)
+
+    def interrupt(self, epoch: int | None = None) -> None:
+        """Nobody wants more of this epoch: whoever waits for a result gets `IteratorClosed`.
+
+        From any thread. The workers stay, for `begin`. Nothing happens if another epoch than number
+        `epoch` runs.
+        """
+        running = self.epoch  # another may begin meanwhile, on another thread
+        if epoch is not None and epoch != running:
+            return
+        self._broken_off = running
+        if not self._closing:
+            self._crew.wake()
+
+    def leave(self, deadline: float) -> None:
+        """Let all workers begin to end, without waiting for them; `close` follows.
+
+        Parameters
+        ----------
+        deadline
+            Until when to wait for the thread that pulls, by `time.monotonic`.
+        """
+        if os.getpid() != self._owner or self._closing:
+            return
+        self._closing = self._leaving = True
+        self._crew.wake()
+        if self._pulling.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            try:
+                if not self._inside:
+                    self._crew.leave()
+            finally:
+                self._pulling.release()
+
+    def close(self) -> None:
+        """End all workers: from any thread, in any state, any number of times.
+
+        Takes at most about 2 seconds. Where the thread that pulls is busy in the user's own code
+        (an inline worker, a sampler), it returns without having ended it; that thread then does so
+        itself. So does it where it is that very thread: in the sampler, in a signal's handler or in a
+        finalizer, which may come at any point of `pull`.
+        """
+        self._closing = True
+        if os.getpid() != self._owner:
+            return
+        self._crew.wake()
+        if not self._pulling.acquire(timeout=_PATIENCE):
+            self._leaving = False
+            return
+        try:
+            self._leaving = False
+            self._end()
+        finally:
+            self._pulling.release()
+
+    # -- the parts -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _draw_from(self, source: Iterator[Any] | Feed) -> None:
+        """An epoch begins with `source`."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop the indices of all tasks."""
+
+    def _check_process(self) -> None:
+        if self._elsewhere:  # it would read what the workers send to the other
+            raise IteratorClosed(
+                "this iterator belongs to the process that this one was forked from; make one here"
+            )
+
+    def _refuse(self) -> NoReturn:
+        """Say why there is no next item."""
+        if self._scheduler.fault is not None:
+            raise WorkerDied(self._obituary)
+        if self._ended:
+            raise StopIteration
+        raise IteratorClosed(f"the iterator of stage {self.spec.stage!r} is closed")
+
+    def _check_wanted(self, epoch: int | None = None) -> None:
+        if self._broken_off == self.epoch or (epoch is not None and epoch != self.epoch):
+            raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
+
+    def _use_crew(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a call that uses crew and scheduler. `pull` has this written out: it is a call less."""
+        # No context manager of ours: after an interrupt in its `__enter__` it would keep the lock.
+        with self._pulling:
+            self._inside += 1
+            try:
+                return call(*arguments)
+            except Exception:
+                raise
+            except BaseException:  # an interrupt may have swallowed an event: start afresh
+                self._closing = True
+                raise
+            finally:
+                self._inside -= 1
+                if self._closing:
+                    self._end()
+
+    def _begin(
+        self, source: Iterator[Any] | Feed, shared_seed: int | None, changes: tuple[Change, ...]
+    ) -> None:
+        if self._closing:
+            self._refuse()
+        scheduler, crew = self._scheduler, self._crew
+        self._ended = False
+        absent = [i for i, w in enumerate(scheduler.workers) if w is Work.ABSENT]
+        discard(scheduler.begin())
+        self._forget()
+        self.exhausted.clear()
+        self._opened.clear()  # those who took the place of a dead one in the pass before
+        self.epoch += 1
+        self._roster.begin()
+        if self.epoch > 0:
+            message = Begin(self.epoch, shared_seed, changes)
+            for worker in range(len(scheduler.workers)):
+                if worker not in absent:
+                    crew.send(worker, message)
+        if self._supervisor is not None:
+            self._supervisor.begin(shared_seed, absent)
+        self._error = None
+        self._draw_from(source)
+        crew.flush()
+
+    def _end_epoch(self) -> NoReturn:
+        error, self._error = self._error, None
+        self._ended = True
+        if not self._persistent:
+            self.close()
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def _end(self) -> None:
+        """End all, unless a call uses the crew, which then does so; whoever had it leave closes it."""
+        if self._gone or self._inside or self._leaving:
+            return
+        if self._scheduler.run not in (Run.CLOSING, Run.CLOSED):
+            discard(self._scheduler.close())
+        self._forget()
+        self._draw_from(iter(()))
+        self._crew.close()  # not by the finalizer, which is called once: an interrupt may come here
+        self._finalizer.detach()
+        self._gone = True
+
+
+def discard(results: Sequence[Result]) -> None:
+    """Free what results hold that nobody will be given."""
+    for result in results:
+        if isinstance(result, Done):
+            result.payload.discard()

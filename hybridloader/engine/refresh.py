@@ -1,0 +1,119 @@
+"""What changed in the dataset since the last epoch, so that persistent workers see it.
+
+A persistent worker that has a copy of its own would go on with the dataset of the first epoch:
+``dataset.set_epoch(3)`` in the training script would never reach it. So before each new epoch the
+attributes that were *rebound* since are sent along: on any object, those whose new value is plain
+(a number, a string, None, or a tuple of such); on an object that has a `set_epoch` method, every
+one that can be pickled. What was changed in place, and what a worker did to its own copy, is left
+alone. Looked at are the dataset, the datasets that it holds in attributes or lists, and so on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+from hybridloader._support.attributes import attribute, has
+from hybridloader._support.caller import warn
+
+Path = tuple[Any, ...]  # names of attributes and places in lists, from the dataset inwards
+Change = tuple[Path, Any]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Watch:
+    """Remembers what the attributes of a dataset were bound to."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._seen = _bindings(dataset)
+        self._warned: set[Path] = set()
+
+    def changes(self) -> tuple[Change, ...]:
+        """What was rebound since the last call."""
+        before, self._seen = self._seen, _bindings(self._dataset)
+        found = []
+        for path, (value, by_epoch) in self._seen.items():
+            if path in before and _same(before[path][0], value):
+                continue
+            if _plain(value) or (by_epoch and self._picklable(path, value)):
+                found.append((path, value))
+        return tuple(found)
+
+    def _picklable(self, path: Path, value: Any) -> bool:
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # what a foreign __reduce__ raises can be anything
+            if path not in self._warned:
+                self._warned.add(path)
+                where = ".".join(map(str, path))
+                warn(
+                    f"attribute {where!r} of the dataset was set anew, but it can't be pickled "
+                    f"({error}), so the persistent workers keep what they have",
+                )
+            return False
+        return True
+
+
+def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
+    """Rebind in `dataset` what `changes` tells."""
+    for path, value in changes:
+        target = dataset
+        for step in path[:-1]:
+            target = target[step] if isinstance(step, int) else getattr(target, step)
+        name = path[-1]
+        assert isinstance(name, str)
+        if not _same(attribute(target, name, _MISSING), value):
+            object.__setattr__(target, name, value)
+
+
+_MISSING = object()
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and _plain(a) and bool(a == b))
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return type(value) in (tuple, frozenset) and all(map(_plain, value))
+    return type(value) in _PLAIN
+
+
+def _bindings(dataset: Any) -> dict[Path, tuple[Any, bool]]:
+    """Every attribute of the dataset and of the datasets within: path -> value, has set_epoch."""
+    found: dict[Path, tuple[Any, bool]] = {}
+    for path, node in _nodes(dataset):
+        by_epoch = has(node, "set_epoch")
+        for name, value in vars(node).items():
+            if not _is_dataset(value):
+                here = (*path, name)
+                found[here] = value, by_epoch
+    return found
+
+
+def _nodes(dataset: Any) -> Iterator[tuple[Path, Any]]:
+    seen: set[int] = set()
+    todo: list[tuple[Path, Any]] = [((), dataset)]
+    while todo:
+        path, node = todo.pop()
+        if id(node) in seen or not isinstance(attribute(node, "__dict__"), dict):
+            continue
+        seen.add(id(node))
+        yield path, node
+        for name, value in vars(node).items():
+            here = (*path, name)
+            if _is_dataset(value):
+                todo.append((here, value))
+            elif isinstance(value, (list, tuple)) and value and _is_dataset(value[0]):
+                todo.extend(((*here, i), item) for i, item in enumerate(value))
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, type) or not has(value, "__dict__"):
+        return False
+    from torch.utils.data import Dataset
+
+    return isinstance(value, Dataset) or has(value, "set_epoch")

@@ -1,0 +1,104 @@
+"""Backends by name: the five that come along, and those that other packages add.
+
+A package adds a backend through the entry-point group ``hybridloader.backends``, with a name and
+``module:attribute`` of a `Backend` class or of a callable that returns a `Backend`. Nothing is
+imported before a name is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from hybridloader._support.arguments import flag
+from hybridloader._support.errors import BackendUnavailable
+from hybridloader.engine.contract import Backend
+from hybridloader.memory.limits import Memory
+
+GROUP = "hybridloader.backends"
+
+
+class Entry(NamedTuple):
+    """Where a backend comes from, and how to get it when it is not there."""
+
+    target: str
+    install: str
+
+
+_OURS = {
+    "inline": Entry("hybridloader.backends.inline:Inline", "comes with hybridloader"),
+    "threads": Entry("hybridloader.backends.threads:Threads", "comes with hybridloader"),
+    "fork": Entry("hybridloader.backends.fork:Fork", "comes with hybridloader"),
+    "spawn": Entry("hybridloader.backends.spawn:Spawn", "pip install loky cloudpickle"),
+    "shared-memory": Entry(
+        "hybridloader.backends.shared_memory:SharedMemory", "comes with hybridloader"
+    ),
+}
+
+
+@lru_cache(maxsize=1)
+def known() -> Mapping[str, Entry]:
+    """All backends by name, as a read-only view; none of them is imported."""
+    from importlib.metadata import entry_points
+
+    entries = dict(_OURS)
+    for point in entry_points(group=GROUP):
+        package = point.dist.name if point.dist is not None else point.value.partition(":")[0]
+        entries.setdefault(normalise(point.name), Entry(point.value, f"pip install {package}"))
+    return MappingProxyType(entries)
+
+
+def backend_names() -> tuple[str, ...]:
+    """The names that `backend=` takes."""
+    return tuple(known())
+
+
+def normalise(name: str) -> str:
+    """``"Shared_Memory"`` and ``"shared-memory"`` are one name."""
+    return name.strip().lower().replace("_", "-")
+
+
+def get_backend(backend: Any) -> Backend:
+    """Give the backend that a name, a `Backend` instance or a `Backend` class stands for.
+
+    Raises
+    ------
+    BackendUnavailable
+        The name is unknown (the message lists those there are), or its package is missing.
+    TypeError
+        Neither a name nor a backend.
+    """
+    if isinstance(backend, Backend):
+        name = type(backend).__name__
+        memory: Any = backend.memory
+        if memory is not None and not isinstance(memory, Memory):
+            raise TypeError(
+                f"{name}: memory must be a Memory, got {memory!r}; say memory=Memory(...)"
+            )
+        flag(f"{name}: copy_dataset", backend.copies)
+        return backend
+    if not isinstance(backend, str):
+        hint = f"; use an instance: {backend.__name__}()" if isinstance(backend, type) else ""
+        raise TypeError(f"backend must be a name or a Backend, not {backend!r}{hint}")
+    entry = known().get(normalise(backend))
+    if entry is None:
+        listed = ", ".join(f"{name} ({known()[name].install})" for name in known())
+        raise BackendUnavailable(f"unknown backend {backend!r}; there are: {listed}")
+    made: Any = _load(backend, entry)()
+    if not isinstance(made, Backend):
+        raise TypeError(f"backend {backend!r} gave {made!r}, which is not a Backend")
+    return made
+
+
+def _load(name: str, entry: Entry) -> Callable[[], Backend]:
+    module, _, attribute = entry.target.partition(":")
+    try:
+        factory: Callable[[], Backend] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BackendUnavailable(
+            f"backend {name!r} can't be imported ({error}); to install it: {entry.install}"
+        ) from error
+    return factory

@@ -1,0 +1,417 @@
+"""The pump: drives one scheduler and one crew, on the thread of whoever asks for the next item.
+
+                  index                    Task                       index
+    source ---------------->  Stage  ---------------->  Crew  ---------------->  Worker.step
+   (sampler)                 |     ^                    |  ^                          |
+                     assign  v     |  pop               |  |         Done / Failed    |
+                          Scheduler                     |  +--------------------------+
+                             ^           events         |
+                             +--------------------------+
+
+It never reads ahead of `lookahead` tasks, and never asks the source for an index that it has no
+place for. How it begins and ends is in `lifecycle.py`.
+
+A source is an iterator, which the pump pulls and, if need be, waits for. Or it is a `Feed`, which it
+never waits for: while the feed has nothing, the pump hands out results, and sleeps until either comes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.errors import Failure, NotReady, TaskTimeout, WorkerTimeout, add_note
+from hybridloader.engine.contract import Backend, ByReference
+from hybridloader.engine.feed import Feed, Ledger, is_sealed, items_in
+from hybridloader.engine.lifecycle import Lifecycle, discard
+from hybridloader.engine.messages import (
+    Done,
+    Event,
+    Exhausted,
+    Exited,
+    Failed,
+    Ready,
+    Result,
+    Stop,
+    Task,
+    WorkerSpec,
+)
+from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.scheduler import Dispatch, Scheduler, Work, round_robin
+
+if TYPE_CHECKING:
+    from hybridloader.engine.numbering import Counter
+    from hybridloader.memory.page_locks import PageLocks
+
+
+class Last:
+    """Record of the result that was handed out last. It outlives the stage, and holds no value.
+
+    Attributes
+    ----------
+    seq, worker, position, extras
+        As of `Done`; `seq` is -1 where there was none.
+    """
+
+    __slots__ = ("extras", "position", "seq", "worker")
+
+    def __init__(self) -> None:
+        self.seq, self.worker, self.position = -1, 0, 0
+        self.extras: dict[str, Any] | None = None
+
+
+class Stage(Lifecycle, Iterator[Any]):
+    """The running form of one stage: an iterator over its results.
+
+    Parameters
+    ----------
+    backend
+        Where the work is done.
+    spec
+        What the workers are told. ``spec.workers == 0`` means one worker in the caller's context.
+    lookahead
+        How many tasks may be under way or waiting. 0: one, and only while it is asked for.
+    ordered
+        Whether results come in the order of their indices.
+    timeout
+        Seconds to wait for one result; 0 waits for ever.
+    persistent
+        Whether another epoch may come. If not, a worker is told to stop as soon as its shard has
+        ended, and all are ended with the epoch.
+    dispatch
+        Which worker gets the next task.
+    ledger
+        Is told what happens, and may hold tasks back; None: nobody watches.
+    sealed
+        Whether results that can be sent on to another process are given unopened, as payloads.
+    on_worker_death
+        When another worker takes the place of one that died; None: its death is raised.
+    task_timeout
+        Seconds that a worker may take for one task; 0: any time.
+    locks
+        Lock the pages in which results lie, because a device is going to read them; None: they are not.
+    counter
+        Numbers the items of tasks for the workers, under ``seeding="sample"``; None: nobody does.
+    clock
+        Seconds, monotonic.
+
+    Raises
+    ------
+    BackendUnavailable, ShippingError
+        Before any worker has started.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        spec: WorkerSpec,
+        *,
+        lookahead: int,
+        ordered: bool = True,
+        timeout: float = 0,
+        persistent: bool = False,
+        dispatch: Dispatch = round_robin,
+        ledger: Ledger | None = None,
+        sealed: bool = False,
+        on_worker_death: RestartPolicy | None = None,
+        task_timeout: float = 0,
+        locks: PageLocks | None = None,
+        counter: Counter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout, self._eager = timeout, lookahead > 0
+        self._ledger, self._sealed = ledger, sealed
+        # All the mutable state, besides that of `Lifecycle`:
+        self._source: Iterator[Any] = iter(())
+        self._feed: Feed | None = None  # instead of a source that is waited for
+        self._hungry = False  # the feed had nothing when it was asked last
+        self.last = Last()
+        window = max(1, lookahead)
+        super().__init__(
+            backend,
+            spec,
+            Scheduler(max(1, spec.workers), window, ordered=ordered, dispatch=dispatch),
+            persistent=persistent,
+            on_worker_death=on_worker_death,
+            task_timeout=task_timeout,
+            locks=locks,
+            counter=counter,
+            clock=clock,
+        )
+
+    @property
+    def items_failed(self) -> int:
+        """Number of items in the task whose error was raised last; 1 if it was no list of items."""
+        index = self._roster.failed
+        return items_in(index) if type(index) is list or is_sealed(index) else 1
+
+    def opened(self) -> dict[int, Ready]:
+        """Wait until every worker has begun; return what each has told, if it was to tell."""
+
+        def wait() -> dict[int, Ready]:
+            deadline = self._clock() + self._timeout if self._timeout > 0 else None
+            while Work.STARTING in self._scheduler.workers:
+                self._listen(self._remaining(deadline))
+            told, self._opened = self._opened, {}
+            return told
+
+        return self._use_crew(wait)
+
+    def pull(self, epoch: int | None = None, *, wait: bool = True) -> Any:
+        """The next result.
+
+        Parameters
+        ----------
+        epoch
+            The one whose result is wanted, by its number; None: whichever runs.
+        wait
+            Whether to wait for it.
+
+        Raises
+        ------
+        NotReady
+            It is not there yet, and is not to be waited for.
+        IteratorClosed
+            The epoch is over, because it was interrupted or another has begun.
+        """
+        if os.getpid() != self._owner:
+            self._check_process()
+        with self._pulling:
+            if self._closing:
+                self._refuse()
+            if self._broken_off == self.epoch or epoch is not None:
+                self._check_wanted(epoch)
+            self._inside += 1
+            try:
+                result = self._scheduler.pop() if self._scheduler.done else None
+                if result is None:
+                    result = self._wait(wait)
+                if self._ledger is not None:
+                    self._ledger.left(result.seq)
+                # Refill before the result is opened: the workers should not wait for the consumer.
+                if self._eager:
+                    self._fill()
+                    self._crew.flush()
+                last = self.last
+                last.worker, last.seq = result.worker, result.seq
+                last.position, last.extras = result.position, result.extras
+                return self._hand_out(result)
+            except Exception:
+                raise
+            except BaseException:  # an interrupt may have swallowed an event: start afresh
+                self._closing = True
+                raise
+            finally:
+                self._inside -= 1
+                if self._closing:
+                    self._end()
+
+    __next__ = pull
+
+    # -- from the source to the workers ------------------------------------------------------------
+
+    def _draw_from(self, source: Iterator[Any] | Feed) -> None:
+        if isinstance(source, Iterator):
+            self._source, self._feed = source, None
+        else:
+            self._source, self._feed = iter(()), source
+        if self._eager and self._scheduler.free:
+            self._fill()
+
+    def _forget(self, *, skipped: bool = False) -> None:
+        """Drop the indices of all tasks, or of those that a shard had no more for."""
+        scheduler, indices = self._scheduler, self._roster.indices
+        for seq in list(indices):
+            if not (skipped and (seq in scheduler.sent or seq in scheduler.done)):
+                del indices[seq]
+                if self._ledger is not None:
+                    self._ledger.left(seq)
+
+    def _fill(self) -> None:
+        """Send tasks while there is room and the source has indices."""
+        scheduler, ledger, feed = self._scheduler, self._ledger, self._feed
+        self._hungry = starved = False
+        while scheduler.free:
+            worker = scheduler.dispatch(scheduler)
+            if worker is None:
+                break
+            most = None if ledger is None else ledger.room()
+            if most == 0:
+                break
+            try:
+                index = next(self._source) if feed is None else feed.draw(most)
+            except StopIteration:
+                scheduler.source_ended()
+                starved = True
+                break
+            except NotReady:
+                self._hungry = starved = True
+                break
+            except Exception as error:
+                if feed is not None and not isinstance(error, feed.final):
+                    seq = scheduler.assign(worker)  # it comes out in its turn
+                    scheduler.take_in([Failed(worker, seq, Failure(error))])
+                    continue
+                self._error = error
+                scheduler.source_ended()
+                return
+            seq = scheduler.assign(worker)
+            self._roster.indices[seq] = index
+            if scheduler.busy[worker] == 1:
+                self._roster.since[worker] = self._clock()
+            if ledger is not None:
+                ledger.sent(seq, index)
+            try:
+                self._crew.send(worker, Task(seq, index))
+            except Exception as error:  # an index that can't be pickled
+                result: Result = Failed(worker, seq, Failure(error))
+                if feed is not None and feed.take_apart(index):
+                    result = Done(worker, seq, ByReference([]))
+                scheduler.take_in([result])
+                if ledger is not None:
+                    ledger.came(result)
+        if ledger is not None:
+            ledger.idle(scheduler.busy.count(0), starved=starved)
+
+    # -- from the workers to the caller ------------------------------------------------------------
+
+    def _wait(self, wait: bool) -> Result:
+        """The next result in turn; waits for it, or looks once more whether it has come."""
+        scheduler = self._scheduler
+        self._fill()
+        deadline = self._clock() + self._timeout if self._timeout > 0 else None
+        looked = False
+        while True:
+            if scheduler.done:
+                result = scheduler.pop()
+                if result is not None:
+                    return result
+            elif not scheduler.sent and scheduler.drain():
+                self._end_epoch()
+            if looked:
+                raise NotReady(f"stage {self.spec.stage!r} has no result yet")
+            if not wait:
+                self._listen(0.0)
+                looked = True
+                continue
+            waits_for_source = not scheduler.sent
+            if self._feed is not None and self._hungry:
+                self._feed.when_ready(self._crew.wake)
+            remaining = None
+            if deadline is not None or self._supervisor is not None:
+                remaining = self._remaining(None if waits_for_source else deadline)
+            self._listen(remaining)
+            if deadline is not None and waits_for_source:
+                deadline = self._clock() + self._timeout  # until now nobody else was late
+
+    def _remaining(self, deadline: float | None) -> float | None:
+        """Seconds for which to wait for the workers; None: for ever."""
+        remaining = None
+        if deadline is not None:
+            remaining = deadline - self._clock()
+            if remaining <= 0:
+                raise WorkerTimeout(self._roster.lateness(self._timeout))
+        return remaining if self._supervisor is None else self._supervisor.sooner(remaining)
+
+    def _listen(self, timeout: float | None) -> None:
+        """Take in what the workers report, and give them more to do."""
+        ledger, supervisor = self._ledger, self._supervisor
+        if ledger is None:
+            self._hear(self._crew.wait(timeout))
+        else:
+            began = self._clock()
+            events = self._crew.wait(timeout)
+            ledger.listening(self._clock() - began)
+            self._hear(events)
+        if supervisor is not None and not self._closing:
+            try:
+                supervisor.look()
+            except TaskTimeout:
+                self.close()
+                raise
+        fault = self._scheduler.fault
+        if fault is not None:
+            refusal = "" if supervisor is None else supervisor.refusal
+            self._obituary = self._roster.obituary(fault, refusal)
+            self.close()
+        if self._closing:
+            self._refuse()
+        if self._broken_off == self.epoch:
+            self._check_wanted()
+        if self._feed is not None:
+            self._fill()
+            self._crew.flush()
+
+    def _hear(self, events: Sequence[Event]) -> None:
+        """Take in events of workers in their order, results that follow each other at once."""
+        results: list[Result] = []
+        for event in events:
+            if isinstance(event, (Done, Failed)):
+                results.append(event)
+                continue
+            self._hear(results)
+            results = []
+            self._hear_of(event)
+        if not results:
+            return
+        stale = self._scheduler.take_in(results)
+        self._roster.take_in(results)
+        if self._ledger is not None:
+            for result in results:
+                if result.seq in self._scheduler.done:
+                    self._ledger.came(result)
+        if stale:
+            discard(stale)
+
+    def _hear_of(self, event: Ready | Exhausted | Exited) -> None:
+        """Take in how a worker begins or ends."""
+        if isinstance(event, Exited):
+            if self._closing:
+                return
+            if self._supervisor is not None:
+                death = self._supervisor.take_in(event)
+                if death is None:
+                    return
+                event = death
+        wanted = self._scheduler.handle(event)
+        if isinstance(event, Ready):
+            self._roster.ready(event.worker)
+            if event.told is not None:
+                self._opened[event.worker] = event
+        elif isinstance(event, Exhausted) and wanted:
+            self.exhausted[event.worker] = event
+            self._forget(skipped=True)
+            if not self._persistent and self.spec.workers > 0:
+                self._scheduler.stop(event.worker)
+                self._crew.send(event.worker, Stop())
+            if self._eager:  # its place in the window goes to the others
+                self._fill()
+
+    def _hand_out(self, result: Result) -> Any:
+        """Give the value, or raise the error, of a task that is no longer under way."""
+        roster = self._roster
+        passed_on = result.seq not in roster.indices  # an error of the feed's: it says where it was
+        index = roster.indices.pop(result.seq, None)
+        if isinstance(result, Done):
+            payload = result.payload
+            if self._sealed and payload.count is not None and result.extras is None:
+                return payload
+            try:
+                return payload.open()
+            except Exception as error:
+                add_note(error, roster.place(result.worker, index, "loading the result of"))
+                roster.failed = index
+                raise
+        roster.failed = None if passed_on else index
+        if passed_on:
+            exception = result.failure.exception
+            del result.failure.exception
+        else:
+            exception = result.failure.to_exception(roster.place(result.worker, index, "fetching"))
+        del result
+        try:
+            raise exception
+        finally:
+            del exception  # a traceback whose frame holds its own exception is a cycle

@@ -1,0 +1,209 @@
+"""Supervision of a stage's workers: who dies is replaced, who runs over is killed.
+
+A new worker has the number and the seed of the dead one, and is sent again just what that had in
+hand, so that order and count of the results are as if nothing had happened. A sample at which workers
+die again and again is given up: its place in its task is taken by what tells why, and the fetcher
+treats that as a sample that raised. Never decides what becomes of an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hybridloader._support.errors import TaskTimeout
+from hybridloader.engine.contract import Crew
+from hybridloader.engine.diagnosis import given_up
+from hybridloader.engine.feed import is_sealed
+from hybridloader.engine.messages import Exited, Task
+from hybridloader.engine.restart import Deaths, RestartPolicy
+from hybridloader.engine.scheduler import Scheduler, Work
+from hybridloader.engine.worker_table import START, Roster
+from hybridloader.fetching.fetch import GivenUp, Spared
+
+
+class Supervisor:
+    """Replaces the workers of one stage, and sees that no task takes too long.
+
+    A task's time counts from when its worker can have begun with it: when it was sent, or when the task
+    before it was answered, as far as the stage has heard. So nobody is blamed for a consumer that was
+    away for long. A worker that does not get ready runs over, too, after `START` seconds more.
+
+    Parameters
+    ----------
+    policy
+        How often workers are replaced, and when a sample is given up; None: no worker is replaced.
+    task_timeout
+        Seconds that a worker may take for one task; 0: any time.
+    threads
+        Whether the workers are threads, which can't be killed.
+    roster
+        The stage's; the indices of tasks with a sample that is given up are changed in it.
+    """
+
+    def __init__(
+        self,
+        policy: RestartPolicy | None,
+        task_timeout: float,
+        *,
+        threads: bool,
+        roster: Roster,
+        scheduler: Scheduler,
+        crew: Crew,
+    ) -> None:
+        self._deaths = None if policy is None else Deaths(policy)
+        self._timeout, self._threads = task_timeout, threads
+        self._roster, self._scheduler, self._crew = roster, scheduler, crew
+        # All the other mutable state:
+        self._spec = roster.spec
+        self._shared_seed = roster.spec.shared_seed
+        self._begun = False
+        self._killed: dict[int, tuple[str, str]] = {}
+        """Workers that were killed and have not exited yet: why, and where they were."""
+        self.refusal = ""
+        """Why the last worker that died was not replaced."""
+
+    def begin(self, shared_seed: int | None, absent: Sequence[int]) -> None:
+        """An epoch begins: workers for the places that are empty start with it."""
+        if self._begun and self._spec.starts:  # those were of the first alone
+            self._spec = replace(self._spec, starts=())
+        self._begun = True
+        self._shared_seed = shared_seed
+        if self._deaths is not None:
+            self._deaths.forget()
+        for worker in absent:
+            self._start(worker)
+
+    # -- deaths ----------------------------------------------------------------------------------
+
+    def take_in(self, death: Exited) -> Exited | None:
+        """Have another worker take the place; give the death, with its reason, if it is to be raised."""
+        why, stack = self._killed.pop(death.worker, (death.cause, death.evidence))
+        if death.cause is not None and why != death.cause:
+            death = replace(death, cause=why, evidence=stack, memory="", slots=None)
+        if death.cause is None or self._deaths is None:
+            return death
+        return None if self._replace(death, self._deaths) else death
+
+    def _start(self, worker: int) -> None:
+        """Start the new worker of a place: where the one before had got to."""
+        self._roster.replaced(worker)
+        spec = replace(
+            self._spec, shared_seed=self._shared_seed, skip=self._roster.position[worker]
+        )
+        self._crew.start(worker, spec)
+        self._crew.settle()
+
+    def _replace(self, death: Exited, deaths: Deaths) -> bool:
+        """Replace the worker; False if its death is to be raised."""
+        worker, scheduler = death.worker, self._scheduler
+        if scheduler.workers[worker] is Work.STOPPING:
+            return False
+        blamed = self._blamed(death, scheduler.held(worker))
+        count = 0 if blamed is None else deaths.count(blamed, death.at)
+        deadly = count >= deaths.policy.deaths_per_sample
+        self.refusal = self._refusal(deaths, deadly)
+        if self.refusal:
+            return False
+        again = scheduler.replace(worker)
+        if scheduler.workers[worker] is not Work.STARTING:
+            return True  # it has nothing to do before the next epoch
+        try:
+            self._start(worker)
+        except Exception as error:  # no process or thread can be had any more, for instance
+            self.refusal = f"It could not be replaced: {error}"
+            return False
+        indices = self._roster.indices
+        try:
+            for seq in again:
+                if deadly and seq == blamed:
+                    indices[seq] = self._spared(indices[seq], death, count)
+                self._crew.send(worker, Task(seq, indices[seq]))
+        except Exception as error:  # no memory for a copy of it, for instance
+            self.refusal = f"What it had in hand could not be given to another: {error}"
+            return False
+        self._crew.flush()
+        return True
+
+    def _refusal(self, deaths: Deaths, deadly: bool) -> str:
+        """Why the worker can't be replaced; empty if it can."""
+        policy = deaths.policy
+        if deadly and self._spec.fetch.in_turn:
+            return (
+                f"{policy.deaths_per_sample} workers died at this place of their shard, which can't be "
+                "read past it, so no other was put in its place."
+            )
+        if not deaths.may_restart(self._roster.clock()):
+            return (
+                f"{policy.max_restarts} workers of this stage were replaced within "
+                f"{policy.window_seconds:g} seconds, and RestartPolicy allows no more.{self._never()}"
+            )
+        return ""
+
+    def _never(self) -> str:
+        """Hint at causes other than a sample; empty if a worker got ready: it may be a sample."""
+        if self._roster.proven:
+            return ""
+        return (
+            " None of them has ever got ready: what each does first ends it (imports, loading the "
+            "dataset, worker_init_fn)."
+        )
+
+    def _blamed(self, death: Exited, held: Sequence[int]) -> int | None:
+        """The task that the worker died of, as far as one can tell."""
+        if self._scheduler.workers[death.worker] is Work.STARTING:
+            return None  # it has not come to any
+        if death.at is None:
+            return held[0] if held else None
+        return death.task if death.at >= 0 and death.task in held else None
+
+    def _spared(self, index: Any, death: Exited, deaths: int) -> Any:
+        """`index` without the sample that kills, or without all if it is not known which."""
+        if not self._spec.fetch.batched:
+            return self._given_up(index, death, deaths)
+        items = list(index.peek() if is_sealed(index) else index)
+        chosen = range(len(items)) if death.at is None else (death.at,)
+        for number in chosen:
+            if number < len(items) and type(items[number]) is not GivenUp:
+                items[number] = self._given_up(items[number], death, deaths)
+        return Spared(items)
+
+    def _given_up(self, item: Any, death: Exited, deaths: int) -> GivenUp:
+        worker = self._roster.name(death.worker)
+        at = death.at
+        return GivenUp(item, given_up(self._spec.stage, worker, deaths, death.cause or "", at=at))
+
+    # -- tasks that run over ---------------------------------------------------------------------
+
+    def sooner(self, remaining: float | None) -> float | None:
+        """`remaining` seconds, or less if a task runs over before."""
+        longest = self._roster.longest() if self._timeout > 0 else None
+        if longest is None:
+            return remaining
+        left = max(0.0, self._timeout - longest[0])
+        return left if remaining is None else min(remaining, left)
+
+    def look(self) -> None:
+        """Kill a worker whose task has run over.
+
+        Raises
+        ------
+        TaskTimeout
+            It can't be replaced.
+        """
+        longest = self._roster.longest() if self._timeout > 0 else None
+        if longest is None or longest[0] < self._timeout:
+            return
+        seconds, worker = longest
+        stack = self._crew.stack(worker)
+        if self._threads or self._deaths is None:
+            told = self._roster.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
+            raise TaskTimeout(told)
+        what = "its task ran over"
+        if self._scheduler.workers[worker] is not Work.READY:
+            what = f"it was not ready after {START:g} seconds more than"
+        why = f"was killed because {what} task_timeout={self._timeout:g} seconds"
+        self._killed[worker] = why, stack
+        self._roster.since[worker] = self._roster.clock()  # it is not killed again for it
+        self._crew.kill(worker)

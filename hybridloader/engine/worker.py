@@ -1,0 +1,268 @@
+"""The one worker: what every worker of every backend does, step by step.
+
+A backend gives it messages and takes its events. It seeds itself, runs the user's `init_fn`, opens
+a fetcher for each epoch and answers tasks. It does not know whether it lives in a thread, in a
+process or in the caller, nor how its messages travel.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from hybridloader._support.datapipes import seed_datapipe
+from hybridloader._support.errors import Failure, ResultNotSendable, no_stop, twin
+from hybridloader.engine.contract import Payload
+from hybridloader.engine.dataset_state import Start, resumed
+from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
+from hybridloader.engine.messages import (
+    Begin,
+    Done,
+    Event,
+    Exhausted,
+    Failed,
+    First,
+    Message,
+    Ready,
+    Stop,
+    Task,
+    WorkerSpec,
+)
+from hybridloader.engine.refresh import apply
+from hybridloader.engine.worker_info import describe
+from hybridloader.rng.sample_rng import Draws
+from hybridloader.rng.worker_seeds import ProcessSeeds, Seeds, ThreadSeeds, seeds_by_sample
+
+
+class Worker:
+    """One worker, driven from outside by `step`.
+
+    Whatever the user's code raises as an `Exception` becomes the answer to a task: an error in a
+    sample answers that task, an error in `init_fn` or in opening the dataset answers every task of
+    the epoch. If the worker reads its own shard, the error answers the first task, and then the
+    shard has ended. Anything else (`SystemExit`, `KeyboardInterrupt`) ends the worker.
+
+    Parameters
+    ----------
+    worker
+        Its number, from 0.
+    spec
+        What all workers of the stage are told; its dataset is the copy that this worker reads.
+    seeds
+        How it comes to its random numbers.
+    wrap
+        Makes the payload of a result.
+    context
+        Of its tasks; cancelled once the iterator was closed, so that the rest of a batch is left out.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        spec: WorkerSpec,
+        seeds: Seeds,
+        wrap: Callable[[Any], Payload],
+        context: TaskContext,
+    ) -> None:
+        self.worker = worker
+        self._spec = spec
+        self._seeds = seeds
+        self._wrap = wrap
+        self.context = context
+        self._draws = _draws_of(spec, worker, seeds)
+        if self._draws is not None and spec.seeding is not None:
+            self._seeds = seeds_by_sample(seeds, any_thread=spec.seeding.any_thread)
+        self.info = self._describe()
+        self._fetcher: Fetcher | None = None
+        self._initialised = False
+        self._broken: Exception | None = None
+        self._told = False  # in this epoch, why it is broken
+        self._exhausted = False
+
+    def open(self) -> Ready:
+        """Seed, run `init_fn`, open the first fetcher."""
+        spec = self._spec
+        self.context.draws = self._draws
+        with self._seeds.initialising(spec.base_seed, self.worker):
+            if self._draws is not None:
+                self._draws.prepare()
+            try:
+                if spec.shared_seed is not None:
+                    # As torch, before init_fn: the seeds that init_fn sets are the ones used.
+                    seed_datapipe(spec.fetch.dataset, spec.shared_seed)
+                if spec.init_fn is not None and spec.workers > 0:
+                    spec.init_fn(self.worker)
+                self._initialised = True
+                if spec.starts:
+                    self._fetcher = resumed(spec.fetch, spec.starts[self.worker], self.context)
+                else:
+                    self._fetcher = spec.fetch.open(None, self.context)
+                if spec.skip:
+                    self._fetcher.skip(spec.skip)
+            except Exception as error:
+                if spec.workers == 0:
+                    raise
+                self._broken = no_stop(error)
+            return Ready(self.worker, self._first_state() if spec.tells else None)
+
+    def _first_state(self) -> Start | Failure | None:
+        if self._broken is not None:
+            return Failure(twin(self._broken))
+        starts = self._spec.starts
+        # Behind results that came since a state, the next one is told when it is due.
+        return None if starts and starts[self.worker].results_since else self._state_now()
+
+    def _state_now(self) -> Start | None:
+        """Return the state of the dataset, if it has one."""
+        fetcher = self._fetcher
+        if fetcher is None or fetcher.states is None:
+            return None
+        return fetcher.states.now(ended=fetcher.ended)
+
+    def close(self) -> None:
+        """End the work and close what the worker was reading."""
+        self._let_go()
+        if self._draws is not None:
+            self._draws.release()
+
+    def step(self, message: Task | Begin | First) -> Event | None:
+        """Do what `message` says; give what there is to report, or None."""
+        working = self._seeds.working
+        if isinstance(message, Task):
+            if working is None:
+                return self._answer(message)
+            with working():
+                return self._answer(message)
+        if isinstance(message, Begin):
+            with nullcontext() if working is None else working():
+                self._begin(message)
+        elif self._draws is not None:
+            self._draws.begin_at(message.item, message.epoch)
+        return None
+
+    def _begin(self, message: Begin) -> None:
+        self._exhausted = self._told = False
+        before = self._fetcher  # kept until there is another, which takes over its threads
+        self._let_go()
+        if self._draws is not None and self._spec.seeding is not None:
+            self._draws.begin(replace(self._spec.seeding, epoch=message.epoch))
+            self.context.draws = self._draws
+        if not self._initialised:
+            return  # init_fn failed, and that stays the answer to every task
+        self._broken = None
+        try:
+            apply(self._spec.fetch.dataset, message.changes)
+            self._fetcher = self._spec.fetch.open(message.shared_seed, self.context)
+        except Exception as error:
+            self._broken = no_stop(error)
+        del before
+
+    def _let_go(self) -> None:
+        """Close what the fetcher reads."""
+        fetcher, self._fetcher = self._fetcher, None
+        if fetcher is None:
+            return
+        try:
+            fetcher.close()
+        except Exception:  # of a generator's `finally`: as Python, which ignores and shows it
+            traceback.print_exc()
+
+    def _answer(self, task: Task) -> Event | None:
+        if self._exhausted:
+            return None
+        context, fetcher = self.context, self._fetcher
+        try:
+            if self._broken is not None:
+                if self._told and self._spec.fetch.in_turn:
+                    raise EndOfShard  # it will never have anything to give, and the others have
+                self._told = True
+                return Failed(self.worker, task.seq, Failure(twin(self._broken)), self._position)
+            assert fetcher is not None
+            began = perf_counter()
+            try:
+                if self._draws is None:
+                    value = fetcher.fetch(task.index)
+                else:
+                    value = self._draws.task(fetcher.key, fetcher.fetch, task.index)
+            finally:
+                if context.tracked:
+                    context.at = -1
+            if fetcher.states is not None:
+                state = fetcher.states.due(ended=fetcher.ended)
+                if state is not None:
+                    context.add("state", state)
+            try:
+                payload = self._wrap(value)
+            except ResultNotSendable as error:
+                payload = self._wrap(fetcher.mend(value, error, self._wrap))
+            seconds = perf_counter() - began
+            extras = None if context.extras is None else context.take_extras()
+            return Done(self.worker, task.seq, payload, seconds, fetcher.position, extras)
+        except EndOfShard:
+            self._exhausted = True
+            return Exhausted(self.worker, task.seq, self._position, self._state_now())
+        except Abandoned:
+            return None
+        except Exception as error:
+            context.extras = None
+            # torch lets a StopIteration through, and a map-style dataset that leaks one ends the
+            # user's loop early, without a word.
+            return Failed(self.worker, task.seq, Failure(no_stop(error)), self._position)
+
+    @property
+    def _position(self) -> int:
+        """Number of samples of its shard that it is behind."""
+        return 0 if self._fetcher is None else self._fetcher.position
+
+    def _describe(self) -> Any:
+        """This worker's `WorkerInfo`; None when the caller does the work itself."""
+        spec = self._spec
+        if spec.workers == 0:
+            return None
+        rng = self._seeds.generators(spec.base_seed, self.worker)
+        if self._draws is not None:
+            rng = self._draws.rng(rng)
+        return describe(
+            id=self.worker,
+            num_workers=spec.workers,
+            seed=spec.base_seed + self.worker,
+            dataset=spec.fetch.dataset,
+            rng=rng,
+            worker_method=self._seeds.method,
+        )
+
+
+def _draws_of(spec: WorkerSpec, worker: int, seeds: Seeds) -> Draws | None:
+    """What seeds the samples of this worker, if each is to be seeded."""
+    origin = spec.seeding
+    if origin is None:
+        return None
+    shared = isinstance(seeds, ThreadSeeds) or (
+        origin.any_thread and not isinstance(seeds, ProcessSeeds)
+    )
+    if not (shared or spec.fetch.threads > 1):
+        return Draws(origin, worker)
+    from hybridloader.rng.thread_sample_rng import ThreadDraws
+
+    return ThreadDraws(origin, worker, stage=spec.stage)
+
+
+def run(worker: Worker, get: Callable[[], Message], report: Callable[[Event], None]) -> None:
+    """Answer messages until `Stop`, or until nobody waits: the loop of a worker with its own thread."""
+    try:
+        report(worker.open())
+        while True:
+            message = get()
+            if isinstance(message, Stop) or worker.context.cancelled:
+                return
+            event = worker.step(message)
+            del message  # slots of what it held go back with the event
+            if event is not None:
+                report(event)
+            del event  # a batch must not outlive its sending
+    finally:
+        worker.close()

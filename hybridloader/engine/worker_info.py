@@ -1,0 +1,136 @@
+"""Who am I: `get_worker_info` for workers of every kind.
+
+torch keeps the answer in one global of the process, which is right for a worker process and wrong
+for a worker thread. Ours is kept per thread. Code all over the field calls torch's function, often
+through a reference that it took at import (``from torch.utils.data import get_worker_info``), so
+replacing the attribute would not reach it. The body of the function is replaced instead: the same
+function object, wherever it is held, looks at the thread first and then does what it always did.
+
+There is one caller that must not see a worker: torch's `collate_tensor_fn` asks in order to put
+the batch into shared memory of its own. Our batches travel another way, so that would be a copy
+too many (and a thread's batch would come out ``is_shared()``). That one caller is told None.
+
+Where that ends:
+
+- In a worker that is a thread the answer belongs to that thread and to those of `threads_per_worker`.
+  A thread or an executor that a dataset starts by itself is told None, as in the training script; hand
+  it the `WorkerInfo`. In a worker process every thread has the answer, as with torch.
+- Code that reads ``torch.utils.data._utils.worker._worker_info`` finds torch's global, which stays None
+  in threads. So does a function that was made out of torch's code before the first worker started.
+- The first worker of a process changes torch's function, and it stays so; without a worker it answers
+  what it always did, a look at a thread-local later.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.import_hooks import when_imported
+
+if TYPE_CHECKING:
+    from torch.utils.data._utils.worker import WorkerInfo
+
+
+class _Current(threading.local):
+    info: WorkerInfo | None = None
+
+
+_current = _Current()
+
+
+def get_worker_info() -> WorkerInfo | None:
+    """Tell about the worker that runs this code; None outside of any worker.
+
+    Returns
+    -------
+    WorkerInfo or None
+        torch's own class (or, in a process that has not imported torch, one with the same
+        attributes): `id`, `num_workers`, `seed` (``base_seed + id``), `dataset` (the copy
+        that this worker reads), `rng` (generators of this worker's own, for threads) and
+        `worker_method` (``"thread"``, ``"multiprocessing"`` or ``"inline"``).
+    """
+    return _current.info
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a `WorkerInfo` says; stands in for one in a process that has not imported torch."""
+
+    id: int
+    num_workers: int
+    seed: int
+    dataset: Any
+    rng: Any
+    worker_method: str
+
+    def in_torchs_words(self) -> WorkerInfo:
+        from torch.utils.data._utils.worker import WorkerInfo
+
+        return WorkerInfo(**vars(self))
+
+
+def describe(**facts: Any) -> Any:
+    """A `WorkerInfo`, as long as that needs no import of torch."""
+    description = Description(**facts)
+    return description.in_torchs_words() if "torch" in sys.modules else description
+
+
+def set_process_info(info: Any) -> None:
+    """Make `info` the answer on every thread of this process: it belongs to one worker."""
+    vars(_current).pop("info", None)
+    _Current.info = info
+    when_imported("torch", _teach_process)
+
+
+def _teach_process() -> None:
+    _teach_torch()
+    info: Any = _Current.info
+    if isinstance(info, Description):
+        _Current.info = info.in_torchs_words()
+
+
+def set_worker_info(info: WorkerInfo | None) -> None:
+    """Make `info` the answer on this thread, for our function and for torch's."""
+    if info is not None:
+        _teach_torch()
+    _current.info = info
+
+
+@contextmanager
+def worker_info_set(info: WorkerInfo | None) -> Iterator[None]:
+    """Make `info` the answer on this thread within the block."""
+    before = _current.info
+    set_worker_info(info)
+    try:
+        yield
+    finally:
+        _current.info = before
+
+
+def _teach_torch() -> None:
+    """Give torch's function a body that looks at the thread first. Once per process."""
+    from torch.utils.data._utils import collate, worker
+
+    original: Any = worker.get_worker_info
+    if original.__globals__.get("_hybridloader_current") is _current:
+        return
+
+    def body() -> Any:
+        info = _hybridloader_current.info  # type: ignore[name-defined]  # noqa: F821
+        if info is None:
+            return _worker_info  # type: ignore[name-defined]  # noqa: F821
+        if _hybridloader_caller(1).f_code.co_filename == _hybridloader_collate:  # type: ignore[name-defined]  # noqa: F821
+            return None
+        return info
+
+    original.__globals__.update(
+        _hybridloader_current=_current,
+        _hybridloader_caller=sys._getframe,
+        _hybridloader_collate=collate.default_collate.__code__.co_filename,
+    )
+    original.__code__ = body.__code__

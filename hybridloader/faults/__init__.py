@@ -1,1 +1,0 @@
-"""What fails, and what becomes of it: samples, workers, tasks that take too long."""

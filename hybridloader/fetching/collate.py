@@ -1,0 +1,287 @@
+"""Collation: torch's own, made to write large batches into slots; and one for workers without torch.
+
+torch's `default_collate` stacks tensors by `collate_tensor_fn`. That function gets another body. It
+stacks into a slot of the worker that runs it; on a thread without slots it does what it did before.
+So a user's own collate function gains too, if it calls one of these two functions or passes
+`default_collate_fn_map` on. `collate_int_fn` and `collate_float_fn` get one that takes half the time.
+
+A worker process that has not imported torch collates what is plainly a number or an array with numpy,
+to arrive as the tensor that torch would have made. Anything else makes it import torch after all, so
+that odd cases, and errors, are torch's by construction.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any, Protocol
+
+from hybridloader.engine.worker_info import get_worker_info
+from hybridloader.memory.packing import AsTensor
+from hybridloader.memory.slots import OWN
+from hybridloader.memory.tensors import tensor_over
+
+
+class Slots(Protocol):
+    """Where a worker gets memory for its batches."""
+
+    def empty(self, size: int) -> Any | None:
+        """A buffer of `size` bytes, with anything in it; None if there can be none."""
+
+
+class _OnThisThread(threading.local):
+    slots: Slots | None = None
+    """Where batches are collated into; None: into memory of their own."""
+
+
+on_this_thread = _OnThisThread()
+
+
+def set_slots(slots: Slots | None) -> Slots | None:
+    """Collate into `slots` on this thread from now on; gives those that were set before."""
+    before, on_this_thread.slots = on_this_thread.slots, slots
+    return before
+
+
+def slot_for(shape: tuple[int, ...], dtype: Any) -> Any | None:
+    """A tensor over a slot of this thread, with anything in it; None if it is not worth one."""
+    slots = on_this_thread.slots
+    if slots is None:
+        return None
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    if size < OWN:
+        return None
+    buffer = slots.empty(size)
+    return None if buffer is None else tensor_over(buffer, dtype, shape)
+
+
+def teach_torch() -> None:
+    """Give torch's functions that collate tensors and numbers a body of ours. Once per process.
+
+    An entry of ours in `default_collate_fn_map` would not reach whoever calls such a function itself, as
+    MONAI's collation does.
+    """
+    from torch.utils.data._utils import collate
+
+    functions: Any = collate
+
+    def body(batch: Any, *, collate_fn_map: Any = None, _ours: Any = None) -> Any:
+        return _ours(batch, collate_fn_map=collate_fn_map)
+
+    for function, ours in (
+        (functions.collate_tensor_fn, _stack),
+        (functions.collate_int_fn, partial(_line_up, "int64")),
+        (functions.collate_float_fn, partial(_line_up, "float64")),
+    ):
+        if "_ours" not in (function.__kwdefaults__ or ()):
+            before = FunctionType(function.__code__, function.__globals__, function.__name__)
+            before.__kwdefaults__ = function.__kwdefaults__
+            # First this: another thread may be about to call it.
+            function.__kwdefaults__ = {"collate_fn_map": None, "_ours": partial(ours, before)}
+            function.__code__ = body.__code__
+
+
+def _line_up(
+    dtype: str, torchs: Callable[..., Any], batch: Any, *, collate_fn_map: Any = None
+) -> Any:
+    """Make the tensor that `torchs` makes of numbers, by way of an array, which takes half the time."""
+    import torch
+
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        try:
+            array = numpy.array(batch)
+            if array.dtype == dtype and array.ndim == 1:
+                return torch.tensor(array)
+        except Exception:
+            pass  # whatever it is, torch says it
+    return torchs(batch, collate_fn_map=collate_fn_map)
+
+
+def _stack(torchs: Callable[..., Any], batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """Stack as `torchs` does, but into a slot if there is one."""
+    import torch
+
+    if on_this_thread.slots is not None:
+        elem = batch[0]
+        kind = type(elem)
+        if (
+            (kind is torch.Tensor or _is_subclass(kind))
+            and not elem.is_nested
+            and elem.layout is torch.strided
+            and elem.nbytes * len(batch) >= OWN
+            and elem.device.type == "cpu"
+            and not elem.is_quantized
+            and {*map(type, batch)} == {kind}
+            and {t.dtype for t in batch} == {elem.dtype}
+        ):
+            out = slot_for((len(batch), *elem.shape), elem.dtype)
+            if out is not None:
+                try:
+                    return torch.stack(
+                        batch, 0, out=out if kind is torch.Tensor else _as(elem, out)
+                    )
+                except Exception:
+                    pass  # of different shapes, say, or one requires grad: as torch has it
+    return torchs(batch, collate_fn_map=collate_fn_map)
+
+
+def _is_subclass(kind: type) -> bool:
+    """Tell whether torch's workers stack tensors of this class into memory that they give."""
+    import torch
+
+    return (
+        issubclass(kind, torch.Tensor)
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and get_worker_info() is not None  # with num_workers=0 they don't, and the class may care
+    )
+
+
+def _as(elem: Any, plain: Any) -> Any:
+    """Have a subclass make a tensor over new memory, in the way of torch's worker processes."""
+    import torch
+
+    whole = plain.untyped_storage()
+    typed: Any = torch.TypedStorage
+    storage = typed(wrap_storage=whole, dtype=elem.dtype, _internal=True)
+    return elem.new(storage).resize_(plain.shape)
+
+
+# -- without torch -------------------------------------------------------------------------------
+
+
+class WithoutTorch:
+    """Stands in for `default_collate` or `default_convert` on the way to a worker process.
+
+    Parameters
+    ----------
+    name
+        Of torch's function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._function: Callable[[Any], Any] | None = None
+
+    def __call__(self, data: Any) -> Any:
+        if self._function is None and "torch" not in sys.modules:
+            try:
+                return _collate(data) if self.name == "default_collate" else _convert(data)
+            except _NeedsTorch:
+                pass
+        if self._function is None:
+            import torch.utils.data
+
+            self._function = getattr(torch.utils.data, self.name)
+        return self._function(data)
+
+    def __reduce__(self) -> Any:
+        return WithoutTorch, (self.name,)
+
+
+def without_torch(function: Any) -> Any:
+    """What to send to a worker process instead of `function`."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        for name in ("default_collate", "default_convert"):
+            if function is getattr(torch.utils.data, name):
+                return WithoutTorch(name)
+    return function
+
+
+def is_default_collate(function: Any) -> bool:
+    """True if `function` is torch's `default_collate`, or what stands in for it."""
+    if isinstance(function, WithoutTorch):
+        return function.name == "default_collate"
+    torch = sys.modules.get("torch")
+    return torch is not None and function is torch.utils.data.default_collate
+
+
+class _NeedsTorch(Exception):
+    pass
+
+
+_DTYPES = frozenset(
+    ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+)
+
+
+def _collate(batch: Any) -> Any:
+    """`default_collate` of samples that are all of one plain kind."""
+    kind = type(batch[0])
+    if kind is dict:
+        keys = batch[0].keys()
+        if all(type(sample) is dict for sample in batch):
+            return {key: _collate([sample[key] for sample in batch]) for key in keys}
+        raise _NeedsTorch
+    if any(type(sample) is not kind for sample in batch):
+        raise _NeedsTorch
+    if kind in (str, bytes):
+        return batch
+    if kind in (list, tuple):
+        if any(len(sample) != len(batch[0]) for sample in batch):
+            raise _NeedsTorch
+        columns = zip(*batch, strict=True)
+        return [_collate(column) for column in columns]
+    return _numbers(batch, kind)
+
+
+def _numbers(batch: Sequence[Any], kind: type) -> Any:
+    """Numbers and arrays of one type as one array that arrives as a tensor."""
+    if kind.__module__ not in ("builtins", "numpy"):
+        raise _NeedsTorch
+    import numpy as np
+
+    if kind is float:
+        return AsTensor(np.array(batch, np.float64))
+    if kind is bool:
+        return AsTensor(np.array(batch, np.bool_))
+    if kind is int:
+        try:
+            return AsTensor(np.array(batch, np.int64))
+        except OverflowError:
+            raise _NeedsTorch from None
+    if kind is np.ndarray:
+        first = batch[0]
+        if any(a.dtype != first.dtype or a.shape != first.shape for a in batch):
+            raise _NeedsTorch
+        if first.dtype.name not in _DTYPES or not first.dtype.isnative:
+            raise _NeedsTorch
+        if any(min(a.strides, default=0) < 0 for a in batch):
+            raise _NeedsTorch
+        return AsTensor(np.stack(batch, out=_array(np, (len(batch), *first.shape), first.dtype)))
+    if issubclass(kind, (np.bool_, np.number)) and np.dtype(kind).name in _DTYPES:
+        return AsTensor(np.array(batch))
+    raise _NeedsTorch
+
+
+def _array(np: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array over a slot of this thread, or in memory of its own."""
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    buffer = None
+    if on_this_thread.slots is not None and size >= OWN:
+        buffer = on_this_thread.slots.empty(size)
+    return np.empty(shape, dtype) if buffer is None else np.frombuffer(buffer, dtype).reshape(shape)
+
+
+def _convert(data: Any) -> Any:
+    """`default_convert` of one plain sample."""
+    kind = type(data)
+    if kind in (str, bytes, int, float, bool, type(None)):
+        return data
+    if kind is dict:
+        return {key: _convert(value) for key, value in data.items()}
+    if kind in (list, tuple):
+        return [_convert(value) for value in data]
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        plain = data.dtype.name in _DTYPES and data.dtype.isnative
+        if plain and data.flags.c_contiguous and data.flags.writeable:
+            return AsTensor(data)
+    raise _NeedsTorch

@@ -1,0 +1,334 @@
+"""Threads inside one worker, to share out the items of one call: the samples of a batch, say.
+
+The calling thread does its part of the work, so a `Fanout` of n threads starts n - 1, when it is first
+used. They hold neither the `Fanout` nor, between two calls, anything of the user's, and they end when
+the `Fanout` is closed or let go. They are daemons, unlike those of `concurrent.futures`, which
+Python joins at exit, so an item that is stuck would hold up the exit.
+
+What is kept per thread must look, for an item, as it does to the calling thread: `get_worker_info`, the
+slots that collation writes into, context variables, torch's gradient modes and its number of native
+threads. Nothing else that the caller has set for its own thread alone is seen there (a default device of
+torch's, say). Random generators are shared: with several threads drawing from them, which item gets
+which number depends on timing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from contextvars import copy_context
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from hybridloader._support.caller import warn
+from hybridloader._support.errors import add_note
+from hybridloader._support.native_threads import one_thread_on_this_thread
+from hybridloader._support.text import brief
+from hybridloader.engine.fetcher import Abandoned, TaskContext
+from hybridloader.engine.worker_info import get_worker_info, set_worker_info
+from hybridloader.fetching.collate import Slots, set_slots
+
+_SLICE = 0.05
+"""Seconds between two looks at the flag while the caller waits for others: a flag wakes nobody."""
+
+_PATIENCE = 1.5
+"""Seconds that a cancelled call waits for the items that are running: less than the 1.9 that a crew of
+threads waits for its workers, more than the second after which a worker process is terminated. So an
+item ends undisturbed where it would with one thread, and one that is stuck holds up nobody."""
+
+
+class Fanout:
+    """Does a function for each of several items on `threads` threads, the caller's among them.
+
+    It may be used by several threads at once, and by the items themselves. In a process that was forked
+    while it had threads it starts others.
+
+    Parameters
+    ----------
+    threads
+        At least 1.
+
+    Examples
+    --------
+    >>> Fanout(4).map(str.upper, ["a", "b", "c"])
+    ['A', 'B', 'C']
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._start_afresh()
+
+    def map(
+        self,
+        function: Callable[[Any], Any],
+        items: Iterable[Any],
+        context: TaskContext | None = None,
+        what: str = "item",
+    ) -> list[Any]:
+        """``[function(item) for item in items]``.
+
+        Items are begun in their order. After one has raised no other is begun, and those that are
+        running are waited for; so what is raised here is what a loop would have raised.
+
+        Parameters
+        ----------
+        context
+            Looked at after every item.
+        what
+            What an item is called in the note that its exception gets.
+
+        Raises
+        ------
+        Abandoned
+            The flag is up. The items that were running have ended, unless that took longer than
+            1.5 seconds.
+        """
+        job = _Job(function, items, context)
+        helpers = min(self.threads, job.count) - 1
+        slots = before = set_slots(None)
+        if helpers > 0 and before is not None and not isinstance(before, _OneAtATime):
+            slots = _OneAtATime(before)
+        set_slots(slots)
+        try:
+            if helpers > 0:
+                self._call(helpers, job, slots)
+            job.work(helping=False)
+            job.wait()
+            if job.errors:
+                place = min(job.errors)
+                error = job.errors[place]
+                add_note(error, f"{what} {brief(job.items[place])}")
+                try:
+                    raise error
+                finally:
+                    del error  # it has this frame in its traceback
+            return job.results
+        finally:
+            set_slots(before)
+            job.forget()
+
+    def close(self) -> None:
+        """End the threads, each after the item that it has. Using it again starts others."""
+        self._finalizer()
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._owner = os.getpid()
+        self._starting = threading.Lock()
+        # All the mutable state: how many threads there are, and may be; what they are to do.
+        self._started, self._most = 0, self.threads - 1
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # None ends them all
+        self._finalizer = weakref.finalize(self, self._jobs.put, None)
+        self._finalizer.atexit = False
+
+    def _call(self, helpers: int, job: _Job, slots: Slots | None) -> None:
+        """Let `helpers` threads work at `job` too."""
+        if self._owner != os.getpid():
+            self._finalizer.detach()  # its queue may have been in any state when we were forked
+            self._start_afresh()
+        job.surroundings = _Surroundings(slots)
+        if self._started < min(helpers, self._most):
+            with self._starting:
+                self._start(helpers, job.surroundings.alone)
+        for _ in range(min(helpers, self._started)):
+            self._jobs.put(job)
+
+    def _start(self, helpers: int, alone: bool) -> None:
+        while self._started < min(helpers, self._most):
+            thread = threading.Thread(
+                target=_help,
+                args=(self._jobs, alone),
+                name=f"hybridloader-fanout-{self._started + 1}",
+                daemon=True,
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads, or Python is ending
+                self._most = self._started
+                warn(
+                    f"of {self.threads} threads in one worker only {self._started + 1} could be "
+                    f"had ({error}); these do the work of all",
+                )
+                return
+            self._started += 1
+
+
+class _Known(threading.local):
+    def __init__(self) -> None:
+        self.by_threads: weakref.WeakValueDictionary[int, Fanout] = weakref.WeakValueDictionary()
+
+
+_known = _Known()
+
+
+def fanout_of_this_thread(threads: int) -> Fanout:
+    """A `Fanout` for the calling thread: the same one for as long as somebody holds it.
+
+    So a worker that opens a fetcher for every epoch keeps its threads, and a dataset finds again
+    what it keeps in a `threading.local`: open files, connections.
+    """
+    found = _known.by_threads.get(threads)
+    if found is None:
+        found = _known.by_threads[threads] = Fanout(threads)
+    return found
+
+
+def spread_over(
+    threads: int, context: TaskContext, what: str = "item"
+) -> Callable[[Callable[[Any], Any], Any], list[Any]]:
+    """Return what does a function to each of several items on threads; see `Fanout.map`."""
+    fanout = fanout_of_this_thread(threads)
+    return lambda function, items: fanout.map(function, items, context, what)
+
+
+class _Job:
+    """One call's items on their way; threads hold this and never the `Fanout`.
+
+    There is no lock: items are handed out by `deque.popleft` and counted by `list.append`, which are
+    atomic on every build of CPython. That takes 0.2 us for each item; a queue entry and a future each,
+    as `concurrent.futures` has them, 10.
+    """
+
+    def __init__(
+        self, function: Callable[[Any], Any], items: Iterable[Any], context: TaskContext | None
+    ) -> None:
+        self.function: Callable[[Any], Any] | None = function
+        self.items = items if isinstance(items, (list, tuple, range)) else list(items)
+        self.count = len(self.items)
+        self.context = context
+        self.surroundings: _Surroundings | None = None
+        # All the mutable state:
+        self.todo = deque(enumerate(self.items))
+        self.results: list[Any] = [None] * self.count
+        self.errors: dict[int, BaseException] = {}
+        self.finished: list[None] = []  # one for each item that is done or will not be begun
+        self.bell: SimpleQueue[None] = SimpleQueue()  # rung when that is all of them
+
+    def work(self, helping: bool) -> None:
+        """Do items until there are no more. The caller's interrupts come through at once."""
+        function, todo, results, context = self.function, self.todo, self.results, self.context
+        if function is None:
+            return
+        while True:
+            try:
+                place, item = todo.popleft()
+            except IndexError:
+                return
+            try:
+                results[place] = function(item)
+            except BaseException as error:
+                if not helping and not isinstance(error, Exception):
+                    raise
+                self.errors[place] = error
+                self.stop()
+            self._finish()
+            if context is not None and context.cancelled:
+                self.stop()
+
+    def stop(self) -> None:
+        """No more items are begun."""
+        try:
+            while True:
+                self.todo.popleft()
+                self._finish()
+        except IndexError:
+            pass
+
+    def _finish(self) -> None:
+        self.finished.append(None)
+        if len(self.finished) == self.count:
+            self.bell.put(None)
+
+    def wait(self) -> None:
+        """Until what the others have begun is done."""
+        context, deadline = self.context, None
+        while len(self.finished) < self.count:
+            try:
+                self.bell.get(timeout=_SLICE)  # in slices, so also Ctrl-C gets through on Windows
+            except Empty:
+                pass
+            if context is not None and context.cancelled:
+                self.stop()
+                if deadline is None:
+                    deadline = time.monotonic() + _PATIENCE
+                elif time.monotonic() > deadline:
+                    raise Abandoned
+        if context is not None and context.cancelled:
+            raise Abandoned
+
+    def forget(self) -> None:
+        """Let go of everything of the user's: a thread that comes late still finds this job."""
+        self.todo.clear()
+        self.function = self.surroundings = self.context = None
+        self.items = self.results = []
+        self.errors = {}
+
+
+def _help(jobs: SimpleQueue[_Job | None], alone: bool) -> None:
+    """What a thread of a `Fanout` does, until there is None to do."""
+    if alone:
+        one_thread_on_this_thread()
+    while (job := jobs.get()) is not None:
+        surroundings = job.surroundings
+        if surroundings is not None and job.todo:
+            surroundings.around(job)
+        del job, surroundings
+    jobs.put(None)  # for the next thread
+
+
+class _Surroundings:
+    """What is kept per thread and the caller's helpers take over for one job."""
+
+    def __init__(self, slots: Slots | None) -> None:
+        self._slots = slots
+        self._info = get_worker_info()
+        self._context = copy_context()
+        self._mode: Callable[[], Any] = nullcontext
+        self.alone = False
+        torch: Any = sys.modules.get("torch")
+        if torch is not None:
+            self.alone = torch.get_num_threads() == 1
+            if torch.is_inference_mode_enabled():
+                self._mode = torch.inference_mode
+            elif not torch.is_grad_enabled():
+                self._mode = torch.no_grad
+
+    def around(self, job: _Job) -> None:
+        """Work at `job` on this thread."""
+        # In a process of its own a worker is known on every thread.
+        strange = self._info is not None and get_worker_info() is None
+        if strange:
+            set_worker_info(self._info)
+        set_slots(self._slots)
+        try:
+            self._context.copy().run(self._work, job)
+        finally:
+            set_slots(None)
+            if strange:
+                set_worker_info(None)
+
+    def _work(self, job: _Job) -> None:
+        with self._mode():
+            job.work(helping=True)
+
+
+class _OneAtATime:
+    """A worker's slots, for several threads of it: the pool of a worker process has no lock.
+
+    A sample that collates by itself, or a batch that is one item of a pipeline, wants them too. Nobody
+    else takes slots while the threads are at work: the worker sends what it has made later.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._taking = threading.Lock()
+
+    def empty(self, size: int) -> Any | None:
+        with self._taking:
+            return self._slots.empty(size)

@@ -1,0 +1,173 @@
+"""What a worker of a pipeline's stage does to the items of one task: the user's functions in turn.
+
+Several functions in a row are one piece of work, so an item crosses to a worker once for all of them.
+An item whose function raises spoils neither its task nor its neighbours: its exception takes its place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from hybridloader._support.attributes import attribute
+from hybridloader.engine.fetcher import Fetch, Fetcher, FollowingContext, TaskContext
+from hybridloader.fetching.fanout import spread_over
+from hybridloader.fetching.fetch import MapFetch, Spared
+from hybridloader.fetching.on_error.attempts import Guard
+from hybridloader.fetching.on_error.item_loop import Loop, Opened
+from hybridloader.fetching.on_error.policies import Policy
+from hybridloader.fetching.on_error.tally import ItemsFetcher
+from hybridloader.rng.sample_rng import Draws
+
+
+@dataclass(frozen=True)
+class Step:
+    """One function of a piece of work.
+
+    Attributes
+    ----------
+    kind
+        ``"map"``: one result for each item. ``"flat_map"``: an iterable of results.
+        ``"filter"``: whether to keep the item.
+    function
+        What the user gave, or a `MapFetch` that is opened in the worker.
+    """
+
+    kind: str
+    function: Any
+
+    def open(
+        self, context: TaskContext, on_error: Policy | None = None, number: int = 0
+    ) -> tuple[str, Callable[[Any], Any]]:
+        """The kind, and the function as this worker calls it: number `number` of its stage.
+
+        An object with a method `setup` is copied (not deeply) and set up, so that every worker has its
+        own, threads too.
+        """
+        function = self.function
+        draws = None if context.draws is None else context.draws.of(number)
+        if isinstance(function, MapFetch):
+            return self._open_fetch(function, context, draws, on_error)
+        setup = attribute(function, "setup")
+        if callable(setup) and not isinstance(function, type):
+            function = copy.copy(function)
+            function.setup()
+        if draws is not None:
+            from hybridloader.rng.seeded_items import seeded_by_item
+
+            function = seeded_by_item(draws, self.kind, function)
+        return self.kind, function
+
+    def _open_fetch(
+        self, fetch: MapFetch, context: TaskContext, draws: Draws | None, on_error: Policy | None
+    ) -> tuple[str, Callable[[Any], Any]]:
+        if context.tracked or draws is not None:
+            context = FollowingContext(context, draws)  # what is noted is the number of the item
+        kind = self.kind
+        if fetch.batched and on_error is not None:  # what fails is one sample of an item
+            fetch = replace(fetch, on_error=on_error, fill=False)
+            fetcher: Any = fetch.open(None, context)
+            kind, function = "batch", fetcher.attempt
+        else:
+            fetcher = fetch.open(None, context)
+            function = fetcher.fetch
+        if draws is None:
+            return kind, function
+        return kind, lambda item: draws.task(fetcher.key, function, item)
+
+
+@dataclass(frozen=True)
+class WorkFetch(Fetch):
+    """The work of a stage: items in, results out, as lists.
+
+    Attributes
+    ----------
+    steps
+        At least one.
+    threads
+        Threads that share the items of one task, inside the worker.
+    on_error
+        Repeats and replaces here; what is to be skipped is told, as without a policy.
+    batched
+        The index of a task is a list of items.
+    """
+
+    steps: tuple[Step, ...]
+    threads: int = 1
+    on_error: Policy | None = None
+
+    @property
+    def dataset(self) -> Any:
+        found = [
+            step.function.dataset for step in self.steps if isinstance(step.function, MapFetch)
+        ]
+        return found[0] if found else None
+
+    @property
+    def private(self) -> bool:
+        return any(isinstance(s.function, MapFetch) and s.function.private for s in self.steps)
+
+    def with_dataset(self, dataset: Any) -> WorkFetch:
+        steps = tuple(
+            replace(step, function=step.function.with_dataset(dataset))
+            if isinstance(step.function, MapFetch)
+            else step
+            for step in self.steps
+        )
+        return replace(self, steps=steps)
+
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
+        opened = [
+            step.open(context, self.on_error, number) for number, step in enumerate(self.steps)
+        ]
+        policy, draws = self.on_error, context.draws
+        if draws is not None:
+            from hybridloader.rng.seeded_items import of_item
+
+            policy = draws.policy(policy, of_item)
+        return ItemsLoop(opened, Guard(policy, context), context, self.threads)
+
+
+class ItemsLoop(ItemsFetcher):
+    """The fetcher of a `WorkFetch`.
+
+    Under ``seeding="sample"`` each item is known by its number in the stage's input, and the steps are
+    seeded by that; see `seeded_by_item`.
+
+    Parameters
+    ----------
+    opened
+        The steps.
+    guard
+        Of each item.
+    context
+        Looked at after every item.
+    threads
+        That share the items of a task.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        guard: Guard,
+        context: TaskContext,
+        threads: int,
+    ) -> None:
+        super().__init__(guard, context)
+        self._draws, enter = context.draws, None
+        if self._draws is not None:
+            from hybridloader.rng.seeded_items import numbered_item
+
+            enter = numbered_item
+        spread = spread_over(threads, context) if threads > 1 else None
+        self._loop = Loop(opened, guard, context, spread, enter=enter)
+
+    def fetch(self, items: list[Any]) -> Any:
+        spared, draws = type(items) is Spared, self._draws
+        if draws is not None:
+            items = list(zip(items, count(draws.take(len(items))), strict=False))
+        tally = self._loop.run(items, spared=spared)
+        return tally.told(self._context) if tally.notes else tally.results

@@ -1,0 +1,103 @@
+"""Second chances of a call that failed, under a policy of `on_error`, in the worker.
+
+Only what is an `Exception` is caught. Nothing is counted here, because a worker sees only its own part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hybridloader._support.errors import add_note, no_stop
+from hybridloader.engine.fetcher import Abandoned, TaskContext
+from hybridloader.fetching.fetch import GivenUp
+from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, final
+
+_SLICE = 0.02
+"""Seconds between two looks at the flag while waiting to try again."""
+
+
+class Guard:
+    """Calls functions for single samples again, or takes something else.
+
+    Parameters
+    ----------
+    policy
+        None does nothing but raise.
+    context
+        Ends a wait.
+    sleep
+        Seconds.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None,
+        context: TaskContext,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._retry = policy if isinstance(policy, Retry) else None
+        last = final(policy)
+        self._replace = last if isinstance(last, Replace) else None
+        self.skips = isinstance(last, Skip)
+        self.acts = self._retry is not None or self._replace is not None
+        self._context, self._sleep = context, sleep
+
+    def rescue(
+        self, function: Callable[[Any], Any], argument: Any, index: Any, error: Exception
+    ) -> tuple[Any, Exception | None]:
+        """Return what comes of ``function(argument)``, which has raised `error`, after all.
+
+        What was `GivenUp` is not tried again.
+
+        Returns
+        -------
+        tuple
+            The value; and if it is another that was put in its place, the error that was the reason.
+
+        Raises
+        ------
+        Exception
+            What can't be helped.
+        """
+        try:
+            if self._retry is not None and type(argument) is not GivenUp:
+                wait = min(self._retry.backoff, self._retry.longest)
+                for _ in range(self._retry.times):
+                    if not isinstance(error, self._retry.on):
+                        break
+                    self._pause(wait)
+                    wait = min(2 * wait, self._retry.longest)
+                    try:
+                        return function(argument), None
+                    except Exception as raised:
+                        error = no_stop(raised)
+            if self._replace is None:
+                raise error
+            return self._replacement(index, error), error
+        finally:
+            del error  # its traceback has this frame
+
+    def _replacement(self, index: Any, error: Exception) -> Any:
+        assert self._replace is not None
+        try:
+            return self._replace.fn(index, error)
+        except Exception as raised:
+            failed = no_stop(raised)
+            add_note(failed, "Raised by the function of Replace, for a sample that had failed.")
+            if failed.__cause__ is None and failed is not error:  # it may raise the same again
+                failed.__cause__ = error
+            try:
+                raise failed
+            finally:
+                del failed
+        finally:
+            del error
+
+    def _pause(self, seconds: float) -> None:
+        while seconds > 0 and not self._context.cancelled:
+            self._sleep(min(seconds, _SLICE))
+            seconds -= _SLICE
+        if self._context.cancelled:
+            raise Abandoned

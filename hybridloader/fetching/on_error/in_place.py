@@ -1,0 +1,97 @@
+"""Results of a pipeline's stage as they are handed out, each error in the place of its result."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hybridloader._support.errors import Raised
+from hybridloader.fetching.on_error.error_budget import Losses
+from hybridloader.fetching.on_error.outcome import Note
+
+
+class InPlace(Iterator[Any]):
+    """Results of tasks, and what is to be told between them.
+
+    It goes on behind an error, and ends whenever there is nothing more at the moment.
+
+    Parameters
+    ----------
+    losses
+        Is told what is handed out and what was left out; None: nothing is.
+    where
+        Says where an item failed, for the error: called with the item, in short, and the worker.
+
+    Attributes
+    ----------
+    results
+        Those that wait. Where nothing is in `between`, they may be taken from here.
+    between
+        Notes and errors that wait, each with its place among all results so far and the worker.
+    """
+
+    def __init__(self, losses: Losses | None, where: Callable[[str, int | None], str]) -> None:
+        self._losses, self._where = losses, where
+        # All the mutable state:
+        self.results: deque[Any] = deque()
+        self.between: deque[tuple[int, Note | Raised, int | None]] = deque()
+        self._added = 0  # results until now
+
+    def add(self, results: Sequence[Any], notes: Sequence[Note], worker: int | None = None) -> int:
+        """Take in what `worker` made; return how many come out, as results or as errors."""
+        added = self._added
+        self.between.extend((added + note.position, note, worker) for note in notes)
+        self.results.extend(results)
+        self._added = added + len(results)
+        return len(results) + sum(
+            note.item is not None and not self._forgives(note) for note in notes
+        )
+
+    def fail(self, error: Exception) -> None:
+        """Take in what is to be raised in the place of one result, behind all others."""
+        self.between.append((self._added, Raised(error), None))
+
+    @property
+    def gone(self) -> bool:
+        """True if what comes next takes no place: it is counted, or left out with its place."""
+        if not (self.between and self._due):
+            return False
+        note = self.between[0][1]
+        if isinstance(note, Raised):
+            return False
+        kept = self._losses is not None and self._losses.gaps
+        return note.item is None or (self._forgives(note) and not kept)
+
+    @property
+    def _due(self) -> bool:
+        return self.between[0][0] <= self._added - len(self.results)
+
+    def __bool__(self) -> bool:
+        return bool(self.results or self.between)
+
+    def __next__(self) -> Any:
+        while self.between and self._due:
+            self.settle()
+        if not self.results:
+            raise StopIteration
+        if self._losses is not None:
+            self._losses.take(1, (), None)
+        return self.results.popleft()
+
+    def settle(self) -> None:
+        """Count what comes next, which is no result, or raise it."""
+        _, note, worker = self.between.popleft()
+        if isinstance(note, Raised):
+            note.throw()
+        if note.item is None:
+            if self._losses is not None:
+                self._losses.take(note.tried, note.misses, worker)
+        elif self._losses is not None and self._forgives(note):
+            self._losses.leave_out(note.misses[0], worker)
+        else:
+            where = self._where(note.item, worker)
+            Raised(note.misses[0].failure.to_exception(where)).throw()
+
+    def _forgives(self, note: Note) -> bool:
+        return self._losses is not None and self._losses.forgives(note.misses[0].failure)

@@ -1,0 +1,82 @@
+"""Place of an error in a stream of items: in the place of one item, beside the items, or unknown.
+
+An error is raised where its item would have been returned, so whoever counts items counts it too.
+The functions here tell such errors from others. The mark is on the exception itself, because
+nothing else goes with it through threads and the steps of users.
+"""
+
+from __future__ import annotations
+
+from hybridloader._support.errors import (
+    HybridLoaderError,
+    IteratorClosed,
+    NotReady,
+    ShardLost,
+    StateError,
+    WorkerDied,
+    WorkerTimeout,
+    twin,
+)
+
+
+class LeftOut(HybridLoaderError):
+    """Stands for an item that `on_error` left out, on its way to the `zip` that drops its row.
+
+    The loss has been recorded. No user ever gets this error.
+    """
+
+
+_MARK = "_hybridloader_place"
+
+_NOWHERE = (NotReady, WorkerTimeout, IteratorClosed, WorkerDied, StateError)
+"""Errors that are raised instead of an answer: the same item may still come, or none at all."""
+
+
+def takes_a_place(error: Exception) -> bool:
+    """Tell whether `error` was raised where an item would have been returned."""
+    return not isinstance(error, _NOWHERE) and error.__dict__.get(_MARK) != "beside"
+
+
+def goes_astray(error: Exception) -> bool:
+    """Return True if nobody can tell how many items `error` stands for."""
+    return isinstance(error, ShardLost) or error.__dict__.get(_MARK) == "astray"
+
+
+def beside(error: Exception) -> Exception:
+    """Return another exception like `error` that takes no item's place."""
+    return _marked(error, "beside")
+
+
+def astray(error: Exception) -> Exception:
+    """Return another exception like `error`, after which items can't be numbered any more."""
+    return _marked(error, "astray")
+
+
+def rest_is_lost(which: str, error: Exception) -> ShardLost:
+    """Make the error that follows `error`, raised by `which`, where a generator is read."""
+    return ShardLost(
+        f"{which} raised {type(error).__name__}: {error}. The iterator is a generator, which is over "
+        "after an error, so the rest of the shard is lost. Catch the error inside the generator, or "
+        "write an iterator class with __next__, which can go on"
+    )
+
+
+def alike(error: Exception) -> Exception:
+    """Return another exception like `error`, notes included, to be raised elsewhere.
+
+    Its traceback lacks the last frame, that of the function that caught `error` and keeps the copy.
+    """
+    notes = error.__dict__.get("__notes__")
+    try:
+        other = twin(error)
+    except Exception:  # its class wants arguments that nobody knows
+        return error
+    if notes is not None:
+        other.__dict__["__notes__"] = list(notes)
+    return other.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+
+def _marked(error: Exception, mark: str) -> Exception:
+    other = alike(error)  # the same object may be raised again elsewhere, and mean something else
+    other.__dict__[_MARK] = mark
+    return other

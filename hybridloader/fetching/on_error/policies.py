@@ -1,0 +1,151 @@
+"""What is to be done with samples that fail: the policies that `on_error` takes.
+
+They are descriptions, compared by value and sent to workers by pickle. They do nothing by themselves:
+`guard` repeats and replaces in the worker, `losses` counts and records where results are handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hybridloader._support.arguments import function, policy, seconds, whole
+
+LEAST = 1000
+"""Samples that a share is at least taken of: else the first bad sample of a run would be 100 %."""
+
+Budget = int | float | None
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Leave samples out that fail.
+
+    Parameters
+    ----------
+    budget
+        How many may be left out in one pass: an int is a number of samples, a float above 0 and up to 1
+        a share of the samples tried so far in this pass (of at least 1000), None no limit. One more
+        raises `TooManyErrors`.
+    """
+
+    budget: Budget = 0.01
+
+    def __post_init__(self) -> None:
+        _check_budget("Skip", self.budget)
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Put another sample in the place of one that fails.
+
+    Parameters
+    ----------
+    fn
+        Called as ``fn(index, error)`` where the sample failed: in the worker. What it returns is the
+        sample, what it raises is raised. In a pipeline `index` is the item.
+    budget
+        How many may be replaced; see `Skip`.
+    """
+
+    fn: Callable[[Any, Exception], Any]
+    budget: Budget = 0.01
+
+    def __post_init__(self) -> None:
+        function("Replace: fn", self.fn, "callable as fn(index, error)")
+        _check_budget("Replace", self.budget)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Try a sample that fails again, for errors that pass: those of a network, say.
+
+    Parameters
+    ----------
+    times
+        How many times more, at least 1.
+    backoff
+        Seconds before the first of these; before each further one twice as many as before the last.
+    on
+        The exceptions that are worth it, as a class or a tuple of classes. Any other goes straight to
+        `then`.
+    then
+        What to do when all was in vain: ``"raise"``, ``"skip"``, a `Skip` or a `Replace`.
+    longest
+        Seconds that a single wait lasts at most.
+    """
+
+    times: int
+    backoff: float = 0.1
+    on: type[Exception] | tuple[type[Exception], ...] = (Exception,)
+    then: str | Skip | Replace = "raise"
+    longest: float = 60.0
+
+    def __post_init__(self) -> None:
+        whole("Retry: times", self.times, 1)
+        seconds("Retry: backoff", self.backoff)
+        seconds("Retry: longest", self.longest)
+        kinds: Any = self.on if isinstance(self.on, tuple) else (self.on,)
+        for kind in kinds:
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                raise TypeError(
+                    f"Retry: on takes classes of exceptions that are an Exception, not {kind!r}"
+                )
+        if not kinds:
+            raise ValueError(
+                "Retry: on=() would repeat nothing; leave it out to repeat every error"
+            )
+        if isinstance(self.then, Retry):
+            raise ValueError("Retry: then can't be another Retry; raise `times` instead")
+        try:
+            parse(self.then)
+        except ValueError:
+            raise ValueError(
+                f'Retry: then must be "raise", "skip", a Skip or a Replace, not {self.then!r}'
+            ) from None
+
+
+Policy = Skip | Retry | Replace
+
+
+def parse(value: Any, name: str = "on_error") -> Policy | None:
+    """The policy that `value` of the parameter `name` stands for; None raises, as if there were none.
+
+    Raises
+    ------
+    ValueError
+        It stands for none.
+    """
+    if value is None:
+        return None
+    told = '"raise", "skip", a Skip, a Retry or a Replace'
+    kinds = (Skip, Retry, Replace)
+    found: Policy | None = policy(name, value, {"raise": None, "skip": Skip}, kinds, told)
+    return found
+
+
+def final(policy: Policy | None) -> Skip | Replace | None:
+    """What `policy` does when it is of no use to try again; None raises."""
+    if isinstance(policy, Retry):
+        last = parse(policy.then)
+        assert not isinstance(last, Retry)
+        return last
+    return policy
+
+
+def _check_budget(policy: str, budget: Any) -> None:
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(
+            f"{policy}: budget is an int (samples), a float (a share of them) or None, not {budget!r}"
+        )
+    if isinstance(budget, int):
+        if budget < 0:
+            raise ValueError(f"{policy}: budget={budget} samples; it must not be negative")
+    elif not 0 < budget <= 1:  # NaN is neither
+        raise ValueError(
+            f"{policy}: budget={budget} is no share: a float is above 0 and at most 1, and a number "
+            "of samples is an int"
+        )

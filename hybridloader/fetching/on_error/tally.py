@@ -1,0 +1,136 @@
+"""Good results of one task in a list, and beside it a note on each sample that has failed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hybridloader._support.errors import Failure, no_stop
+from hybridloader._support.text import brief
+from hybridloader.engine.fetcher import Fetcher, TaskContext
+from hybridloader.fetching.fetch import GivenUp
+from hybridloader.fetching.on_error.attempts import Guard
+from hybridloader.fetching.on_error.outcome import Miss, Note
+
+
+class Tally:
+    """Results of one task as they come, and notes on what does not.
+
+    Parameters
+    ----------
+    guard
+        Tries again, or replaces.
+    batch
+        Whether the results make one batch: what can't be helped is raised, unless it is to be left out.
+        Else it is noted, to be raised or left out in its place when the others are handed out.
+    what
+        What every item is called; None: by itself.
+
+    Attributes
+    ----------
+    results, notes
+        Until now.
+    """
+
+    __slots__ = ("_batch", "_guard", "_what", "notes", "results")
+
+    def __init__(self, guard: Guard, *, batch: bool = False, what: str | None = None) -> None:
+        self._guard, self._batch, self._what = guard, batch, what
+        self.results: list[Any] = []
+        self.notes: list[Note] = []
+
+    @property
+    def misses(self) -> list[Miss]:
+        """Failures, in order."""
+        return [miss for note in self.notes for miss in note.misses]
+
+    def rescue(
+        self,
+        function: Callable[[Any], Iterable[Any]],
+        argument: Any,
+        index: Any,
+        error: Exception,
+    ) -> Iterable[Any]:
+        """Return what ``function(argument)``, which has raised `error`, gives after all.
+
+        Parameters
+        ----------
+        function
+            Gives several values.
+        index
+            What `argument` is known by.
+        """
+        if not self._batch:
+            error = no_stop(error, "a function of a pipeline")
+        try:
+            found, replaced = self._guard.rescue(function, argument, index, no_stop(error))
+        except Exception as last:
+            if self._batch and not self._guard.skips:
+                raise
+            self.lose(index, last)
+            return ()
+        finally:
+            del error
+        if replaced is None:
+            several: Iterable[Any] = found
+            return several
+        self.lose(index, replaced, replaced=True)
+        return (found,)
+
+    def lose(self, index: Any, error: Exception, *, replaced: bool = False) -> None:
+        """Note that the result of `index` can't be had, or that another was put in its place."""
+        place, item = len(self.results), None
+        if type(index) is GivenUp:
+            index = index.index
+        if not self._batch:
+            error = no_stop(error, "a function of a pipeline")
+            shown = brief(index if self._what is None else self._what)
+            index = index if type(index) in (int, str) else shown
+            item = None if replaced else shown
+        miss = Miss(index, place, Failure(error), replaced)
+        self.notes.append(Note(place, 0 if replaced else 1, [miss], item))
+
+    def extend(self, results: Iterable[Any], notes: Iterable[Note]) -> None:
+        """Take in results that follow, and the notes on them."""
+        before = len(self.results)
+        self.results.extend(results)
+        for note in notes:
+            misses = [miss._replace(position=before + miss.position) for miss in note.misses]
+            self.notes.append(note._replace(position=before + note.position, misses=misses))
+
+    def told(self, context: TaskContext) -> list[Any]:
+        """Return the value of the task; the notes go beside it."""
+        if self.notes:
+            context.add("notes", self.notes)
+        return self.results
+
+
+class ItemsFetcher(Fetcher):
+    """A fetcher whose values are lists of items.
+
+    Parameters
+    ----------
+    guard
+        Of each item.
+    context
+        Takes the notes.
+    """
+
+    def __init__(self, guard: Guard, context: TaskContext) -> None:
+        self._guard, self._context = guard, context
+
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the items that can't be sent; see `Fetcher.mend`."""
+        tally, context = Tally(self._guard), self._context
+        notes = deque((context.take_extras() or {}).get("notes", ()))
+        for place, item in enumerate(value):
+            while notes and notes[0].position <= place:
+                tally.notes.append(notes.popleft()._replace(position=len(tally.results)))
+            try:
+                check(item)
+                tally.results.append(item)
+            except Exception as last:
+                tally.lose(item, last)
+        tally.notes.extend(note._replace(position=len(tally.results)) for note in notes)
+        return tally.told(context)

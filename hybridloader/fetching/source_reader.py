@@ -1,0 +1,135 @@
+"""What a worker does that reads an iterable source of a pipeline: the next items of its own iterator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import GeneratorType
+from typing import Any, ClassVar
+
+from hybridloader._support.errors import ShardLost
+from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetch, Fetcher, TaskContext
+from hybridloader.fetching.fetch import end, skip
+from hybridloader.fetching.on_error.attempts import Guard
+from hybridloader.fetching.on_error.places import rest_is_lost
+from hybridloader.fetching.on_error.policies import Policy
+from hybridloader.fetching.on_error.tally import ItemsFetcher, Tally
+from hybridloader.fetching.on_error.tolerant_shard import GuardedIterator
+from hybridloader.rng.sample_rng import innermost
+
+_READING = 0.01
+"""Seconds after which a reader gives what it has, if that is less than it was asked for."""
+
+
+class ReadersFetch(Fetch):
+    """The work of a reader: the next items of its own iterator, as many as it is asked for.
+
+    Parameters
+    ----------
+    source
+        An iterable, of which every worker has a copy of its own; or a function that makes one, called in
+        the worker.
+    on_error
+        Repeats and replaces here; what is to be skipped is told, as without a policy.
+    """
+
+    in_turn: ClassVar[bool] = True
+    batched = False
+
+    def __init__(self, source: Any, on_error: Policy | None = None) -> None:
+        self._source, self._on_error = source, on_error
+
+    @property
+    def dataset(self) -> Any:
+        return self._source
+
+    @property
+    def private(self) -> bool:
+        return hasattr(type(self._source), "__iter__")  # a class has it too, and is called
+
+    def with_dataset(self, dataset: Any) -> ReadersFetch:
+        return ReadersFetch(dataset, self._on_error)
+
+    def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
+        def make() -> Iterator[Any]:
+            return iter(self._source if self.private else self._source())
+
+        if context.draws is None:
+            return Reader(make(), self._on_error, context)
+        policy = context.draws.policy(self._on_error)
+        return Reader(context.draws.shard(make, later=True), policy, context)
+
+
+class Reader(ItemsFetcher):
+    """One pass of one reader over its part.
+
+    Attributes
+    ----------
+    position
+        How often the iterator was asked for an item and had not ended; also where it has raised.
+    """
+
+    def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
+        super().__init__(Guard(None, context), context)
+        self._items = items
+        self._guarded: GuardedIterator | None = None  # with a policy, it counts
+        if on_error is not None:
+            self._guarded = GuardedIterator(items, on_error, context, self)
+            self._guard = self._guarded.guard
+        # All the mutable state:
+        self.position = 0
+        self._ended = False
+        self._lost: ShardLost | None = (
+            None  # to be raised where the rest of the items would have been
+        )
+
+    def fetch(self, most: int) -> Any:
+        tally = Tally(self._guard, what="the next item")
+        if self._lost is not None:
+            lost, self._lost, self._ended = self._lost, None, True
+            tally.lose(self.position, lost)
+            return tally.told(self._context)
+        if self._ended:
+            raise EndOfShard
+        try:
+            self._read(most, tally)
+        finally:
+            if self._guarded is None:
+                self.position += len(tally.results) + len(tally.notes)
+        if not (tally.results or tally.notes):
+            raise EndOfShard
+        return tally.told(self._context)
+
+    def _read(self, most: int, tally: Tally) -> None:
+        """Add items to `tally`, up to one that is lost."""
+        results, notes, draw = tally.results, tally.notes, self._items.__next__
+        until = time.monotonic() + _READING
+        while len(results) < most and not (results and time.monotonic() > until):
+            try:
+                if self._guarded is None:
+                    results.append(draw())
+                else:
+                    self._guarded.draw(tally)
+            except StopIteration:
+                self._ended = True
+                return
+            except Exception as error:
+                number = self.position + (len(results) if self._guarded is None else -1)
+                if self._guarded is None and isinstance(innermost(self._items), GeneratorType):
+                    self._lost = rest_is_lost(f"item {number} of this reader", error)
+                tally.lose(number, error)
+            if notes and notes[-1].item is not None:
+                return
+            if self._context.cancelled:
+                raise Abandoned
+
+    def close(self) -> None:
+        """End the iterator: nothing more will be read."""
+        items, self._items, self._ended = self._items, iter(()), True
+        if self._guarded is not None:
+            self._guarded.close()
+        end(innermost(items))
+
+    def skip(self, count: int) -> None:
+        """Go on behind `count` items, which another worker has delivered. What they raise is known."""
+        self.position, self._ended = skip(self._items, count, self._context)

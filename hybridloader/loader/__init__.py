@@ -1,0 +1,1 @@
+"""`DataLoader`: the drop-in for torch's, on the engine."""

@@ -1,0 +1,378 @@
+"""One pass over a `DataLoader`: torch's iterator in all that it promises, on one `Stage` of ours.
+
+Seeds, the sampler's iterator and the order of what is drawn from the generators come from torch's base
+class; which worker makes which batch, from torch's rule for dispatch.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _sharding_worker_init_fn,
+)
+
+from hybridloader._support.caller import warn_once
+from hybridloader._support.errors import Failure, IteratorClosed, StateError, add_note
+from hybridloader._support.state_copies import is_stateful
+from hybridloader.devices.pinning import pinner_for
+from hybridloader.engine.contract import WorkerHandle
+from hybridloader.engine.crews import closed_with, park_at_exit
+from hybridloader.engine.diagnosis import workers_table
+from hybridloader.engine.fetcher import Abandoned, Fetch
+from hybridloader.engine.messages import WorkerSpec
+from hybridloader.engine.refresh import Change, Watch
+from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.scheduler import Dispatch, round_robin, round_robin_with_room
+from hybridloader.engine.stage import Stage
+from hybridloader.fetching.collate import without_torch
+from hybridloader.fetching.fetch import IterableFetch, MapFetch
+from hybridloader.fetching.on_error.error_budget import Losses, Skipped
+from hybridloader.fetching.on_error.outcome import Outcome
+from hybridloader.fetching.on_error.policies import Policy, parse
+from hybridloader.loader.pass_seeds import PassSeeds
+from hybridloader.loader.pass_start import FirstOf, Opening
+from hybridloader.loader.pin_thread import PinThread
+from hybridloader.loader.plan import LoaderPlan
+from hybridloader.loader.progress import Progress, Results
+from hybridloader.loader.refill import FullBatches
+from hybridloader.records.large import hint_at_large_container
+
+_TORCHS_NEXT = _BaseDataLoaderIter.__next__
+_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+class _Weakly:
+    """A method of the loader, without holding the loader.
+
+    A worker thread that held it would keep the loader, and with persistent workers the iterator,
+    alive for ever. As long as the iterator lives, it holds the method itself.
+    """
+
+    def __init__(self, method: types.MethodType) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, argument: Any) -> Any:
+        method = self._method()
+        if method is None:
+            raise Abandoned
+        return method(argument)
+
+
+class LoaderIterator(_BaseDataLoaderIter):
+    """One pass over a loader of torch's, or, with persistent workers, one after the other.
+
+    A context manager; leaving it closes the iterator. Closing it, letting it go or exhausting it (if
+    the workers are not persistent) ends the workers.
+
+    Parameters
+    ----------
+    loader
+        One of torch's. Its base class asks it; nothing here does but by `plan`.
+    plan
+        What it says.
+    """
+
+    def __init__(self, loader: torch.utils.data.DataLoader[Any], plan: LoaderPlan) -> None:
+        self._opening = Opening(plan, again=False)
+        with self._opening.drawing():
+            super().__init__(loader)
+            self._opening.move(self)
+        self._plan, self._backend, options = plan, plan.backend, plan.options
+        # torch's base class leaves numbers of numpy's as they are.
+        self._num_workers = int(plan.num_workers)
+        self._prefetch_factor = int(plan.prefetch_factor or 2)
+        self._on_error = parse(options.on_error)
+        self._joins = options.shard_remainders == "join"
+        self._worker_init_fn = plan.worker_init_fn
+        plan.record.iterator = weakref.ref(self)
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            self._shard_datapipe()
+            self._watch = None
+        else:
+            self._watch = Watch(self._dataset) if self._persistent_workers else None
+        self._seeds = self._new_seeds()
+        self._pinner = pinner_for(options.device, pin_memory=bool(plan.pin_memory))
+        self._pin_thread: PinThread | None = None
+        if self._pinner is not None and self._num_workers and not self._backend.in_caller:
+            self._pin_thread = PinThread(self._pinner, self._timeout)
+            closed_with(self, self._pin_thread)
+        self._carries = False  # whether workers send the state of the dataset with their results
+        self._stage = self._start()
+        self._next_batch: Callable[[], Any] = self._stage.pull
+        self._losses: Losses | None = None
+        if self._num_workers == 0:
+            self._begin()
+        else:
+            # As torch: the sampler's iter() is called a second time here.
+            self._reset(loader, first_iter=True)
+
+    def _shard_datapipe(self) -> None:
+        """Each rank and each worker reads its own part of a data pipe; the rules are torch's."""
+        if self._num_workers == 0:
+            pipe: Any = self._dataset
+            torch.utils.data.graph_settings.apply_sharding(pipe, self._world_size, self._rank)
+        else:
+            self._worker_init_fn = functools.partial(
+                _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
+            )
+
+    def _start(self) -> Stage:
+        if not self._backend.in_process:
+            hint_at_large_container(self._dataset)
+        self._dispatch: Dispatch = round_robin if self._plan.in_order else round_robin_with_room
+        if self._opening.resume is not None:
+            self._dispatch = FirstOf(self._dispatch)
+        spec = WorkerSpec(
+            stage="DataLoader",
+            workers=self._num_workers,
+            fetch=self._fetch(),
+            base_seed=int(self._base_seed),
+            init_fn=self._for_workers(self._worker_init_fn),
+            shared_seed=self._shared_seed,
+            seeding=self._seeds.origin,
+            starts=self._opening.starts,
+            tells=self._plan.told_every > 0,
+        )
+        # With a pinning thread, whoever waits for that counts; an inline worker is the caller itself.
+        waits = self._pin_thread is None and not self._backend.in_caller
+        return Stage(
+            self._backend,
+            spec,
+            lookahead=self._prefetch_factor * self._num_workers,
+            ordered=self._plan.in_order,
+            timeout=self._timeout if waits else 0,
+            persistent=self._persistent_workers,
+            dispatch=self._dispatch,
+            on_worker_death=RestartPolicy.of(self._plan.options.on_worker_death),
+            task_timeout=self._plan.options.task_timeout,
+            locks=None if self._pinner is None else self._pinner.locks,
+            counter=self._seeds.counter,
+        )
+
+    def _for_workers(self, function: Any) -> Any:
+        """What workers get for `function`."""
+        if not self._backend.in_process:
+            return without_torch(function)
+        method = isinstance(function, types.MethodType)
+        of_a_loader = method and isinstance(function.__self__, torch.utils.data.DataLoader)
+        return _Weakly(function) if of_a_loader else function
+
+    def _fetch(self) -> Fetch:
+        dataset, batched = self._dataset, self._auto_collation
+        collate_fn = self._for_workers(self._collate_fn)
+        if self._dataset_kind == _DatasetKind.Iterable:
+            datapipe = isinstance(dataset, IterDataPipe)
+            return IterableFetch(
+                dataset,
+                collate_fn,
+                batched,
+                self._drop_last,
+                datapipe,
+                self._on_error,
+                join=self._joins,
+                told_every=self._plan.told_every,
+            )
+        private = isinstance(dataset, MapDataPipe)
+        threads = self._plan.options.threads_per_worker
+        fetch = MapFetch(dataset, collate_fn, batched, private, threads, self._on_error)
+        if fetch.idle_threads:
+            warn_once(
+                f"threads_per_worker has no effect for {type(dataset).__name__}: its __getitems__ is "
+                "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__."
+            )
+        if self._num_workers and self._backend.copies:
+            self._carries = is_stateful(dataset)
+            return replace(fetch, carries=self._carries, told_every=self._plan.told_every)
+        return fetch
+
+    def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
+        if first_iter:
+            if self._opening.resume is None:
+                super()._reset(loader, first_iter)
+        else:
+            self._reopen(loader)
+        if self._stage.closed:  # a worker had died, or somebody closed it: start again
+            self._stage = self._start()
+        changes = () if first_iter or self._watch is None else self._watch.changes()
+        self._begin(changes)
+
+    def _reopen(self, loader: Any) -> None:
+        """Another pass; from a state that was loaded it goes on with other workers."""
+        if self._pin_thread is not None:
+            self._pin_thread.break_off()
+        plan = LoaderPlan.of(loader, self._plan.chosen, self._plan.options)
+        self._opening = Opening(plan, again=True)
+        with self._opening.drawing():
+            super()._reset(loader)
+            self._opening.move(self)
+        if self._opening.resume is None:
+            self._seeds.begin(self._opening.epoch)
+        else:
+            self._stage.close()
+            self._seeds = self._new_seeds()
+
+    def _new_seeds(self) -> PassSeeds:
+        return PassSeeds(self._plan.options.seeding, int(self._base_seed), self._opening.epoch)
+
+    def _begin(self, changes: tuple[Change, ...] = ()) -> None:
+        """A pass begins: nothing is lost, and nothing waits to fill up a batch."""
+        opening, stage = self._opening, self._stage
+        del self._opening
+        progress = self._progress = opening.progress(self)
+        progress.exhausted = stage.exhausted
+        if isinstance(self._dispatch, FirstOf):
+            opening.direct(self._dispatch)
+        # Where nothing comes out of turn or with a state, the place follows from what was given last.
+        plain = self._plan.in_order and self._on_error is None and not self._carries
+        ahead = self._prefetch_factor * self._num_workers if plain else None
+        source = opening.source(self, progress, stage.next_seq, ahead)
+        results = self._results(source, progress, changes)
+        batches = progress.watch(results)
+        if self._on_error is not None or self._joins:
+            batches = self._filled(batches, results, progress)
+        self._next_batch = batches.__next__
+        if self._plan.told_every:
+            self._wait_for_workers(progress)
+        if opening.resume is not None:
+            self._num_yielded = progress.yielded
+            self._discard(opening.resume.discard)
+
+    def _wait_for_workers(self, progress: Progress) -> None:
+        for worker, event in self._stage.opened().items():
+            told = event.told
+            if isinstance(told, Failure):
+                self.close()
+                raise told.to_exception(
+                    f"In worker {worker} of stage 'DataLoader', at its beginning."
+                )
+            if told is not None:
+                progress.opened(worker, told)
+
+    def _results(
+        self, source: Iterator[Any], progress: Progress, changes: tuple[Change, ...]
+    ) -> Results:
+        """Begin the pass of the stage; what its results come from, on this thread."""
+        stage, thread = self._stage, self._pin_thread
+        if thread is None:
+            stage.begin(source, self._shared_seed, changes)
+            return stage
+        # As many as torch draws before the first batch; of an iterable dataset, indices mean nothing.
+        window = 0 if progress.iterable else self._prefetch_factor * self._num_workers
+        seed, first = self._shared_seed, progress.yielded
+        return thread.begin(stage, source, seed, changes, window=window, first=first)
+
+    def _discard(self, count: int) -> None:
+        for done in range(count):
+            try:
+                next(self)
+            except StopIteration:
+                raise StateError(
+                    f"_num_yielded is {count} in the state, and the dataset gave only {done} batches"
+                ) from None
+
+    def _filled(self, batches: Iterator[Any], results: Results, progress: Progress) -> FullBatches:
+        if self._on_error is not None:
+            self._losses = self._new_losses(self._on_error)
+        collate_fn = self._seeds.collating(self._collate_fn, lambda: progress.yielded)
+        if self._pinner is not None and self._pin_thread is not None:
+            collate_fn = _then(collate_fn, self._pinner.here)  # that thread does not see these
+        return FullBatches(
+            batches,
+            functools.partial(_last, results, workers=bool(self._num_workers or self._joins)),
+            self._losses,
+            collate_fn,
+            drop_last=self._drop_last,
+            copies=not self._backend.in_process,
+            waiting=progress.waiting,
+        )
+
+    def _new_losses(self, policy: Policy) -> Losses:
+        record = self._plan.record
+        epoch = 0 if record.losses is None else record.losses.epoch + 1
+        record.losses = Losses(policy, "DataLoader", epoch)
+        return record.losses
+
+    def __next__(self) -> Any:
+        # torch's enters a profiler range for every batch, which costs 15-30 us; only a running
+        # profiler sees it. It also warns of more batches than a length that was asked for. Whoever
+        # replaces torch's method (as monitors do) finds it called.
+        if (
+            _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
+            or self._IterableDataset_len_called is not None
+            or _profiling()
+        ):
+            return super().__next__()
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
+
+    def _next_data(self) -> Any:
+        try:
+            data = self._next_batch()
+        except Exception as error:
+            if isinstance(error, StopIteration):
+                self._progress.finished = True
+            park_at_exit()
+            raise
+        if self._pinner is not None and self._pin_thread is None:
+            try:
+                data = self._pinner.here(data)
+            except Exception as error:
+                place = f"at batch {self._progress.yielded} of this pass"
+                add_note(error, f"In stage {self._pinner.stage!r} of the loader, {place}.")
+                raise
+        self._progress.yielded += 1
+        return data
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The samples of this pass that were left out or replaced, in the order of the batches."""
+        return () if self._losses is None else tuple(self._losses.records)
+
+    def report(self) -> str:
+        """A table of the workers: what each is doing, and has done. From any thread."""
+        return workers_table(self._stage.report())
+
+    @property
+    def _workers(self) -> Sequence[WorkerHandle]:
+        return self._stage.handles
+
+    def _shutdown_workers(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers now. Any number of times, from any thread; at most some 2 seconds."""
+        if self._pin_thread is not None:
+            self._pin_thread.close()
+        self._stage.close()
+
+    def __enter__(self) -> LoaderIterator:
+        if self._stage.closed:
+            raise IteratorClosed("this iterator is closed")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | None]:
+    """Return who made the last of `results`, and what became of its samples."""
+    # Taken away: an inline worker's error has a traceback, and its frames hold the caller's own.
+    last = results.last
+    extras, last.extras = last.extras, None
+    outcome = None if extras is None else extras.get("outcome")
+    return last.worker if workers else None, outcome
+
+
+def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda samples: second(first(samples))

@@ -1,0 +1,258 @@
+"""Plan of a pass over a loader: what its attributes say when an iterator is made, read once.
+
+Nothing is cached from one iterator to the next, because frameworks change attributes in between. All
+that stands behind an iterator gets the plan, never the loader; what can't be had is refused here.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hybridloader._support.arguments import flag, function, seconds, whole
+from hybridloader._support.attributes import attribute
+from hybridloader._support.caller import warn_once
+from hybridloader.backends.fallback import usable
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.registry import get_backend
+from hybridloader.loader.options import Options
+from hybridloader.loader.record import LoaderRecord, record_of, upcoming
+from hybridloader.loader.samplers import Samplers
+from hybridloader.memory.limits import DEFAULT_MEMORY
+
+
+@dataclass(frozen=True)
+class LoaderPlan:
+    """Attributes of a loader, torch's or ours, as they are now, by the names that torch gives them.
+
+    Attributes
+    ----------
+    iterable
+        Whether the dataset is.
+    batched
+        Whether indices come from a sampler of batches.
+    samplers
+        What indices are drawn from.
+    sampler
+        That of samples.
+    chosen
+        The backend, or its name, as somebody has chosen it; None: what torch would take.
+    told_every
+        Least number of a worker's results from one with the dataset's state to the next; 0: as cheap.
+    epoch
+        The number of the next pass.
+    record
+        The loader's.
+    """
+
+    dataset: Any
+    batch_size: int | None
+    drop_last: bool
+    sampler: Any
+    batch_sampler: Any
+    num_workers: int
+    prefetch_factor: int | None
+    persistent_workers: bool
+    in_order: bool
+    timeout: float
+    pin_memory: bool
+    collate_fn: Any
+    worker_init_fn: Any
+    multiprocessing_context: Any
+    iterable: bool
+    batched: bool
+    samplers: Samplers
+    length_called: int | None
+    chosen: str | Backend | None
+    options: Options
+    told_every: int
+    epoch: int
+    record: LoaderRecord
+
+    @classmethod
+    def of(cls, loader: Any, backend: str | Backend | None, options: Options) -> LoaderPlan:
+        """Read `loader`, of any class that is torch's; nothing but attributes that torch's have."""
+        from torch.utils.data.dataloader import _DatasetKind
+
+        plan, record = cls.__new__(cls), record_of(loader)
+        # By `__init__`, a frozen one takes 8 us, and one is made for each `state_dict()`, too.
+        vars(plan).update(
+            {name: getattr(loader, name) for name in _OF_THE_LOADER},
+            iterable=loader._dataset_kind == _DatasetKind.Iterable,
+            batched=loader._auto_collation,
+            samplers=Samplers.of(loader),
+            length_called=loader._IterableDataset_len_called,
+            chosen=backend,
+            options=options,
+            told_every=attribute(loader, "_told_every", 0),
+            epoch=upcoming(loader, record),
+            record=record,
+        )
+        return plan
+
+    @property
+    def readers(self) -> int:
+        """How many read the dataset, the caller itself counted as one."""
+        return max(1, int(self.num_workers))
+
+    @property
+    def index_sampler_name(self) -> str:
+        return type(self.samplers.outer).__name__
+
+    # -- what can't be had ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse what contradicts itself. Raises `TypeError` or `ValueError`."""
+        self.check_arguments()
+        self.options.check()
+        for problem in (*self.options.problems(self).values(), self.contradiction):
+            if problem is not None:
+                raise ValueError(problem)
+
+    def check_arguments(self) -> None:
+        """Refuse what torch's constructor lets through, or what was set after it.
+
+        It would fail in a worker, at the first batch, or never. Raises `TypeError` or `ValueError`.
+        """
+        # To torch, True is 1.
+        if not isinstance(self.num_workers, bool):
+            whole("num_workers", self.num_workers, instead="give an int, or 0 for no workers")
+        if not (self.prefetch_factor is None or isinstance(self.prefetch_factor, bool)):
+            instead = "give how many batches each worker is asked for ahead, or None for 2"
+            whole("prefetch_factor", self.prefetch_factor, 1, instead=instead)
+        if not isinstance(self.timeout, bool):
+            seconds("timeout", self.timeout)
+        function("collate_fn", self.collate_fn, "a function of a list of samples")
+        if self.worker_init_fn is not None:
+            function("worker_init_fn", self.worker_init_fn, "a function of the worker's number")
+        for name in ("pin_memory", "persistent_workers", "in_order", "drop_last"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, int)):  # as torch; but a text is always true
+                flag(name, value)
+        _check_generator(self.samplers.generator)
+        _check_dataset(self.dataset)
+        for name in ("sampler", "batch_sampler"):
+            given = getattr(self, name)
+            if not (
+                given is None or isinstance(given, Iterable) or hasattr(type(given), "__getitem__")
+            ):
+                raise TypeError(f"{name} must be an iterable of indices, got {given!r}")
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers must not be negative, got {self.num_workers}")
+        if self.num_workers == 0 and self.timeout > 0:
+            raise ValueError(
+                f"timeout={self.timeout} needs num_workers > 0: with 0 the caller itself makes the "
+                "batch and can't stop waiting for it"
+            )
+
+    # -- which backend -------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def asked(self) -> Backend | None:
+        """The backend that was chosen."""
+        return None if self.chosen is None else get_backend(self.chosen)
+
+    @functools.cached_property
+    def backend(self) -> Backend:
+        """The backend to use. Starts nothing."""
+        from hybridloader.backends.inline import Inline
+        from hybridloader.backends.shared_memory import AsTorch
+
+        backend, method = self.asked, self.start_method
+        if self.num_workers == 0:
+            if backend is not None and backend.in_caller:
+                return backend
+            return Inline(memory=(backend and backend.memory) or DEFAULT_MEMORY)
+        if backend is None:
+            backend = AsTorch(method)
+        elif method is not None:
+            backend = backend.started_by(method) or backend
+        return usable(backend)
+
+    @property
+    def start_method(self) -> str | None:
+        """That of the loader's `multiprocessing_context`, if it has one."""
+        context = self.multiprocessing_context
+        return None if context is None else context.get_start_method()
+
+    @property
+    def contradiction(self) -> str | None:
+        """Why `multiprocessing_context` and the backend can't both be had, if they can't."""
+        method, chosen = self.start_method, self.asked
+        if method is None or chosen is None:
+            return None
+        if chosen.in_process:
+            return (
+                f"backend={chosen.name!r} starts no process, so it contradicts "
+                f"multiprocessing_context={method!r}; leave one of them out"
+            )
+        if chosen.started_by(method) is not None:
+            return None
+        known = method in ("loky", *multiprocessing.get_all_start_methods())
+        hint = f", or say SharedMemory(start_method={method!r})" if known else ""
+        return (
+            f"backend {chosen!r} contradicts multiprocessing_context={method!r}; "
+            f"leave one of them out{hint}"
+        )
+
+    @property
+    def context_is_foreign(self) -> bool:
+        """True if `multiprocessing_context` starts processes in a way that is not known here.
+
+        MONAI's, for one, starts threads. Naming its start method would not do the same.
+        """
+        method = self.start_method
+        if method in (None, "loky"):
+            return False
+        if method not in multiprocessing.get_all_start_methods():
+            return True
+        context: Any = multiprocessing.get_context(method)
+        ordinary = multiprocessing.Process, context.Process
+        kind: Any = self.multiprocessing_context.Process
+        return kind not in ordinary
+
+    def warn_if_idle(self) -> None:
+        """Warn once of a backend that has no workers."""
+        if self.asked is not None and not (self.num_workers or self.asked.in_caller):
+            warn_once(
+                f"backend={self.asked.name!r} has no workers with num_workers=0: the caller does the "
+                "work. Give num_workers to use it."
+            )
+
+
+_OF_THE_LOADER = tuple(LoaderPlan.__dataclass_fields__)[:14]
+"""Fields that are attributes of the loader, under the same names."""
+
+
+def _check_generator(value: Any) -> None:
+    import torch
+
+    if value is not None and not isinstance(value, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator, got {value!r}; "
+            "say torch.Generator().manual_seed(...), or None"
+        )
+
+
+def _check_dataset(dataset: Any) -> None:
+    from torch.utils.data import IterableDataset
+
+    kind = type(dataset)
+    if isinstance(dataset, IterableDataset) or hasattr(kind, "__getitem__"):
+        return
+    if hasattr(kind, "__getitems__"):
+        return
+    if isinstance(dataset, type):
+        raise TypeError(
+            f"dataset must be a dataset, got the class {dataset.__name__}; "
+            f"make one: {dataset.__name__}(...)"
+        )
+    more = ""
+    if hasattr(kind, "__iter__"):
+        more = "; to read an iterable, use Pipeline.from_iterable, or a subclass of IterableDataset"
+    raise TypeError(
+        f"dataset must have __getitem__ and __len__, or be an IterableDataset, got {dataset!r}{more}"
+    )

@@ -1,0 +1,189 @@
+"""A replacement for torchdata's `StatefulDataLoader`: its order and its states on our engine.
+
+The class is a `DataLoader` but for two things: ``shuffle=True`` draws as torchdata's sampler does,
+and states are written and read in torchdata's form. The code here does not know what a state holds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, IterableDataset
+
+from hybridloader._support.arguments import whole
+from hybridloader.loader import torchdata_form
+from hybridloader.loader.dataloader import DataLoader
+from hybridloader.loader.pass_start import state_of
+from hybridloader.loader.record import record_of
+from hybridloader.loader.torchdata_order import BatchOrder, RandomOrder
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+    import torch
+    from torch.utils.data import Dataset, Sampler
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    from hybridloader.devices.accelerator import Accelerator
+    from hybridloader.devices.pinning import Transfer
+    from hybridloader.engine.contract import Backend
+    from hybridloader.engine.restart import RestartPolicy
+    from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
+    from hybridloader.rng.sample_seeds import SampleSeeding
+
+_OURS = inspect.signature(DataLoader).parameters
+
+
+class StatefulDataLoader(DataLoader):
+    """A `DataLoader` that replaces torchdata's `StatefulDataLoader`.
+
+    Its `state_dict` has the keys and shapes of torchdata's, and `load_state_dict` takes states that
+    torchdata saved. See docs/frameworks/torchdata.md for where it differs.
+
+    Parameters
+    ----------
+    dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, \
+drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor, \
+persistent_workers, pin_memory_device, in_order
+        As torchdata's, which are torch's. ``shuffle=True`` draws the order that torchdata's sampler
+        draws, which is not that of torch's.
+    snapshot_every_n_steps
+        Each worker sends the state of a stateful dataset with every so many of its batches. It
+        sends it less often where that would take more than 2 % of the time. When a state is loaded,
+        later batches are made again. 0 or None: only at the beginning, and at the end of the
+        worker's part. torchdata can load states that were taken with 1, if the dataset's
+        `state_dict` takes less than 2 ms and a sampler's less than 50 us.
+    backend, threads_per_worker, on_error, on_worker_death, task_timeout, seeding, shard_remainders, \
+device
+        As `DataLoader`'s.
+
+    Raises
+    ------
+    BackendUnavailable, ShippingError, ValueError
+        As `DataLoader`'s.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from hybridloader import StatefulDataLoader
+    >>> data = torch.utils.data.TensorDataset(torch.arange(6))
+    >>> loader = StatefulDataLoader(data, 2, num_workers=2, backend="threads")
+    >>> first = next(iter(loader))
+    >>> state = loader.state_dict()
+    >>> state["_snapshot"]["_snapshot_step"]
+    1
+    >>> resumed = StatefulDataLoader(data, 2, num_workers=2, backend="threads")
+    >>> resumed.load_state_dict(state)
+    >>> [batch.tolist() for (batch,) in resumed]
+    [[2, 3], [4, 5]]
+    """
+
+    _begun = False
+    """Flag: `_iterator` was made to take a state, and nobody has asked for it yet."""
+
+    @property
+    def _told_every(self) -> int:  # type: ignore[override]
+        return self.snapshot_every_n_steps or sys.maxsize
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        snapshot_every_n_steps: int | None = 1,
+        backend: str | Backend | None = None,
+        threads_per_worker: int = 1,
+        on_error: str | Skip | Retry | Replace = "raise",
+        on_worker_death: str | RestartPolicy = "raise",
+        task_timeout: float = 0,
+        seeding: str | SampleSeeding = "worker",
+        shard_remainders: str = "keep",
+        device: str | torch.device | Accelerator | Transfer | None = None,
+    ) -> None:
+        given = dict(locals())
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        if snapshot_every_n_steps is not None:
+            whole("snapshot_every_n_steps", snapshot_every_n_steps, 0)
+        ordered = sampler is not None or batch_sampler is not None
+        if shuffle and not ordered and not isinstance(dataset, IterableDataset):
+            given["sampler"], given["shuffle"] = RandomOrder(dataset, generator), None  # type: ignore[arg-type]
+        super().__init__(**{name: given[name] for name in given.keys() & _OURS.keys()})
+        if batch_sampler is None and type(self.batch_sampler) is BatchSampler:
+            made = self.batch_sampler
+            # torch's loader refuses another one once it is made, and a `batch_sampler` that is given
+            # takes its `batch_size` from it.
+            vars(self)["batch_sampler"] = BatchOrder(made.sampler, made.batch_size, made.drop_last)
+
+    def __iter__(self) -> _BaseDataLoaderIter:
+        begun = self._drop_begun()
+        if begun is None:
+            return super().__iter__()
+        if self.persistent_workers:
+            self._iterator = begun
+        return begun
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        given = record_of(self).given
+        if isinstance(given, torchdata_form.WorkersDiffer):
+            raise given
+        return super()._get_iterator()
+
+    def _drop_begun(self) -> _BaseDataLoaderIter | None:
+        if not self._begun:
+            return None
+        self._begun = False
+        begun, self._iterator = self._iterator, None
+        return begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the latest pass, in torchdata's form.
+
+        If there was no pass, this begins the first one, as torchdata does. ``iter`` uses it.
+
+        Raises
+        ------
+        StateError
+            The dataset's `state_dict` raised, or its state can't be pickled.
+        """
+        record = record_of(self)
+        if record.progress is None and record.loaded is None:
+            self._iterator = self._get_iterator()
+            self._begun = True
+        plan = self._plan()
+        return torchdata_form.state_of(plan, state_of(plan, stays=self._iterator is not None))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Have the next pass go on where `state_dict` was taken.
+
+        Parameters
+        ----------
+        state_dict
+            The result of `state_dict`, of this class or of torchdata's. ``{}`` means no state.
+
+        Raises
+        ------
+        StateError
+            A `ValueError`: the state is of another kind of loader, or was cut off; the message
+            names the field. If it is of another number of workers, ``iter`` raises the error; that
+            is an `AssertionError` too, as with torchdata.
+        """
+        self._drop_begun()
+        torchdata_form.load(self._plan(), state_dict, super().load_state_dict)

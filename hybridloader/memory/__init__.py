@@ -1,0 +1,1 @@
+"""Memory that batches are made in and sent through, and what is packed into it."""

@@ -1,0 +1,176 @@
+"""How much memory batches may take: the policy a user sets, and what this process really has."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridloader._support.caller import warn
+
+KINDS = ("nameless", "named", "stream")
+
+SHARE = 0.5
+"""The part of this process's memory that slots may take when nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a stage may take for the large tensors and arrays of its batches.
+
+    Large results live in *slots* that are filled again and again, because fresh pages, not bytes,
+    are what a loader spends its time on. Batches that the training code keeps hold on to their
+    slots; past the limit batches are copied to ordinary memory instead, with one warning. Nothing
+    ever waits for a slot.
+
+    Parameters
+    ----------
+    limit
+        Bytes that all slots of one iterator may take together (an int), or a share of the memory
+        that this process has (a float above 0 and up to 1). None takes half of it. The memory
+        that a process has is the least of the machine's and of the limits of its cgroups (v1 and
+        v2), as in containers.
+    kind
+        How slots are shared with processes: ``"nameless"`` (Linux, macOS), ``"named"``
+        (`multiprocessing.shared_memory`, everywhere, limited by the size of /dev/shm),
+        ``"stream"`` (not at all: batches go through the socket or pipe). None takes the first that
+        the platform has. No matter for threads.
+
+    Raises
+    ------
+    ValueError
+        A limit of 0 or below, a share above 1, an unknown kind.
+    """
+
+    limit: int | float | None = None
+    kind: str | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.limit
+        if limit is not None:
+            if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+                raise TypeError(
+                    f"limit is bytes (an int) or a share (a float up to 1), not {limit!r}"
+                )
+            if not limit > 0:
+                raise ValueError(
+                    f"limit={limit!r} leaves no memory for a batch; give bytes or a share above 0, "
+                    "or kind='stream' to do without slots"
+                )
+            if isinstance(limit, float) and limit > 1:
+                raise ValueError(
+                    f"limit={limit!r}: a float is a share of this process's memory, up to 1.0; "
+                    "give bytes as an int"
+                )
+        if self.kind is not None and self.kind not in KINDS:
+            raise ValueError(f"unknown kind {self.kind!r}; there are: {', '.join(KINDS)}")
+
+    def bytes(self) -> int:
+        """The limit in bytes; what this process has is read once."""
+        if isinstance(self.limit, int):
+            return self.limit
+        return max(1, int(_own_limit() * (self.limit or SHARE)))
+
+
+DEFAULT_MEMORY = Memory()
+
+
+@cache
+def _own_limit() -> int:
+    return process_limit()  # reading it takes 0.4 ms, more than all the rest of an `iter()`
+
+
+def warn_of_overflow(reason: str) -> None:
+    """Tell that batches come in ordinary memory from now on."""
+    warn(
+        f"batches are made in, or copied to, ordinary memory, which is slower: {reason}. Keep fewer "
+        "batches, or allow more: Memory(limit=...) of the backend",
+    )
+
+
+def process_limit(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process has: the machine's, or less where cgroups say so.
+
+    Parameters
+    ----------
+    root
+        Where /proc and /sys are looked for.
+    """
+    limits = (number_in(group / names.limit) for group, names in cgroups(root))
+    return min([_machine(), *filter(None, limits)])
+
+
+class Names(NamedTuple):
+    """Names of the files of a memory cgroup."""
+
+    limit: str  # v1 says "none" by a huge number, v2 by "max"
+    used: str
+    events: str
+
+
+_V2 = Names("memory.max", "memory.current", "memory.events")
+_V1 = Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
+
+
+def cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
+    """The memory cgroups of this process, the innermost first, with the names of their files.
+
+    In a container the path that /proc tells may not exist, and what is mounted is the container's own.
+    """
+    for line in text_of(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            mount, names = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        inner = Path(path.strip("/"))
+        for place in (inner, *inner.parents):
+            yield mount / place, names
+
+
+def text_of(path: Path) -> str:
+    """Read a small file of the kernel's; empty if it can't be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:  # the layers above take longer than the reading
+            return file.readall().decode("ascii", "replace")
+    except (OSError, ValueError):  # ValueError: a path with a NUL
+        return ""
+
+
+def number_in(path: Path) -> int | None:
+    """The number that is all of such a file."""
+    return whole_number(text_of(path).strip())
+
+
+def whole_number(word: str) -> int | None:
+    # No count of the kernel's has more digits, and `int` refuses a word of thousands.
+    return int(word) if word.isdigit() and len(word) <= 20 else None
+
+
+def _machine() -> int:
+    if sys.platform == "win32":
+        return _windows()
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 1 << 40
+
+
+def _windows() -> int:
+    import ctypes
+
+    # MEMORYSTATUSEX: two 32-bit words (its own length, load), then seven of 64 bits, the first of
+    # which is the physical memory (learn.microsoft.com, sysinfoapi.h).
+    status = (ctypes.c_uint64 * 8)()
+    status[0] = ctypes.sizeof(status)
+    kernel = ctypes.windll.kernel32  # type: ignore[attr-defined,unused-ignore]
+    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return 1 << 40
+    return int(status[1])

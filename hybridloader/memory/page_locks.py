@@ -1,0 +1,248 @@
+"""Slots whose pages are locked for a device, and are used again only after the device has read them.
+
+A batch is collated into such a slot, or mapped as a worker process has filled it, and the device reads
+it right there: the host never copies it again. `PageLocks` is what one consumer that pins tells a
+crew of that (`Crew.page_lock`), and the account of it. Nothing here waits for the device, and nothing
+here knows of slots or batches.
+
+How it is asked for, once for each iterator that pins::
+
+    locks = PageLocks(accelerator)  # only if accelerator.locks_pages
+    stage = Stage(backend, spec, ..., locks=locks)  # before any worker starts
+
+and then, on the thread of whoever uses the batches, each time before it is handed one::
+
+    locks.wait_for(accelerator.current_stream())
+
+A stage that collates in the thread that pulls it does the same by `PrivateSlots.page_lock(locks)`.
+
+What memory waits for
+---------------------
+When the last view of a batch's memory dies, a mark is put behind all that is queued by then on
+
+* the current stream of the thread on which it dies,
+* every stream that `wait_for` was told of.
+
+The memory is filled again, or given back, when all these marks have passed; until then it counts as in
+use. So what is safe is what is safe with torch's loader, but for one thing:
+
+* A copy with ``non_blocking=True`` on the current stream; the batch may be dropped at any time after.
+* A copy within ``with torch.cuda.stream(side):``, if the batch is dropped within that block, or after
+  ``torch.cuda.current_stream().wait_stream(side)``, which has to come before the copy is used anyway.
+* Our own device stage, and whatever has waited for the device.
+
+Who drops the last view, and whether that is a garbage collection on another thread, is no matter.
+
+Not covered is a copy on a stream of the user's own, if its batch is dropped outside of that stream's
+block and before any of the streams above was made to wait for it; and a copy to another device than the
+one that the loader pins for. No call tells which streams have read memory that torch has not
+allocated. Keep the batch until the copy is done then: record an event behind it, and keep the batch
+beside the event until ``event.query()``.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.caller import warn
+
+if TYPE_CHECKING:
+    from hybridloader.devices.accelerator import Accelerator, Mark
+    from hybridloader.memory.segments import Mapping
+
+_LOOKS = 64
+"""Memory that one `collect` looks at: each is a call to the driver, and `collect` is called for each
+message to a worker. What it has not come to has its turn with the next."""
+
+_UNKNOWN = object()
+"""The stream of a device that can't tell its current one any more: nothing ever passes on it."""
+
+
+class _Waiting:
+    """Memory that the device may still read, and what is to be done once it does not.
+
+    `points` are the streams that it waits for, each with its mark. The mark is None as long as none can
+    be made, or asked, on that stream: one that is being captured in a graph takes none.
+    """
+
+    __slots__ = ("locks", "points", "then")
+
+    def __init__(
+        self,
+        locks: PageLocks,
+        streams: Iterable[Any],
+        then: Callable[[], object],
+    ) -> None:
+        self.locks, self.then = locks, then
+        self.points: list[tuple[Any, Mark | None]] = [(stream, None) for stream in streams]
+
+    def over(self) -> bool:
+        """True if the device is done with it. Never waits; what can't be told is not over."""
+        left = []
+        for stream, mark in self.points:
+            try:
+                if mark is None:
+                    mark = self.locks.accelerator.mark(stream)
+                elif mark.query():
+                    continue
+            except Exception:
+                mark = None
+            left.append((stream, mark))
+        self.points = left
+        return not left
+
+
+# Of the whole process, because it outlives the crews: a crew may be closed before the device is done.
+_waiting: deque[_Waiting] = deque()  # filled from any thread
+_inherited: list[_Waiting] = []  # of the process that this one is a fork of; never looked at
+_made: weakref.WeakSet[PageLocks] = weakref.WeakSet()
+
+
+def locked_bytes() -> int:
+    """Bytes of slots that are page-locked in this process now, for whatever consumer."""
+    return sum(locks.size for locks in list(_made) if locks.here)
+
+
+class PageLocks:
+    """Locks pages of slots for one device, counts them, and tells when the device is done with one.
+
+    Its methods may be called from any thread; `after_device` and what it arranges also from finalizers.
+    In a fork it does nothing: the device is the parent's.
+
+    Parameters
+    ----------
+    accelerator
+        The device that reads the batches.
+
+    Attributes
+    ----------
+    accelerator
+        The same.
+    refusal
+        Why the last pages that were to be locked are not; None as long as all were.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._owner = os.getpid()
+        # All the mutable state; only by operations that are atomic:
+        self.refusal: str | None = None
+        self._locked: dict[int, int] = {}  # bytes, by address
+        self._streams: dict[Any, None] = {}  # what `wait_for` was told, in that order
+        self._warned = False
+        _made.add(self)
+
+    def __repr__(self) -> str:
+        return f"PageLocks({self.accelerator.name!r}, {self.size:,} bytes)"
+
+    @property
+    def size(self) -> int:
+        """Bytes that are page-locked now, what the device has yet to read included."""
+        return sum(list(self._locked.values()))
+
+    @property
+    def here(self) -> bool:
+        """True if this is the process that it was made in."""
+        return os.getpid() == self._owner
+
+    def enter(self) -> None:
+        """Make the device the current one of this thread, for good; for threads of ours alone.
+
+        Else what they ask the driver for would open a context on device 0.
+        """
+        try:
+            self.accelerator.enter()
+        except Exception as error:
+            self.refusal = f"{self.accelerator.name} can't be used from a worker's thread: {error}"
+
+    def lock(self, mapping: Mapping) -> bool:
+        """Lock the pages of `mapping` until it goes. Whether they are; if not, `refusal` says why."""
+        if not self.here:
+            return False
+        try:
+            self.accelerator.page_lock(mapping.address, mapping.size)
+        except (OSError, RuntimeError) as error:
+            self.refusal = str(error)
+            return False
+        self._locked[mapping.address] = mapping.size
+        mapping.at_end(self._unlock, mapping.address)
+        return True
+
+    def unlock(self, mapping: Mapping) -> None:
+        """Unlock them before that. Nobody may be looking at them."""
+        self._unlock(mapping.address)
+
+    def _unlock(self, address: int) -> None:
+        if not self.here or self._locked.pop(address, None) is None:
+            return
+        try:
+            self.accelerator.page_unlock(address)
+        except Exception:  # in a finalizer there is nobody to tell
+            pass
+
+    def wait_for(self, stream: Any) -> None:
+        """Memory that dies from now on waits for what is queued on `stream` too."""
+        self._streams[stream] = None
+
+    def after_device(self, then: Callable[[], object]) -> None:
+        """Call `then` from some `collect`, once the device has read what is queued by now.
+
+        For finalizers: it never raises and never waits. `then` must hold the memory.
+        """
+        if not self.here:
+            return
+        try:
+            streams = dict.fromkeys((self.accelerator.current_stream(), *list(self._streams)))
+        except Exception:
+            streams = {_UNKNOWN: None}
+        waiting = _Waiting(self, streams, then)
+        waiting.over()
+        _waiting.append(waiting)
+
+    def collect(self) -> None:
+        """See what the device is done with; of all there are in this process, a few at a time."""
+        for _ in range(min(len(_waiting), _LOOKS)):
+            try:
+                waiting = _waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if not waiting.locks.here:
+                _inherited.append(waiting)
+                continue
+            try:
+                over = waiting.over()
+            except BaseException:  # Ctrl-C: the device may be reading all the same
+                _waiting.append(waiting)
+                raise
+            if over:
+                waiting.then()
+            else:
+                _waiting.append(waiting)
+
+    def warn(self) -> None:
+        """Tell, once, that pages could not be locked. On the thread of whoever pulls."""
+        if self.refusal is None or self._warned:
+            return
+        self._warned = True
+        warn(
+            f"a slot of memory for batches is not page-locked: {self.refusal} ({self.size:,} bytes "
+            f"are locked already{_limit()}). Batches in it are copied once more where they are "
+            "pinned. Raise the limit, keep fewer batches, or let slots take less: "
+            "Memory(limit=...) of the backend",
+        )
+
+
+def _limit() -> str:
+    """What this process may lock, in words; empty where that is not known."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return ""
+    if not hasattr(resource, "RLIMIT_MEMLOCK"):
+        return ""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "" if soft == resource.RLIM_INFINITY else f"; ulimit -l allows {soft:,} bytes"

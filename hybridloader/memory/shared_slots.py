@@ -1,0 +1,399 @@
+"""Slots between two processes: the writer fills its own, the reader maps them as it hears of them.
+
+What a batch brings into slots travels as a `Parcel`, which tells numbers and places; the memory itself
+never moves. The reader returns a number when the last array over that slot has died there. Nothing
+here waits: a buffer without a slot goes through the stream, and a reader that holds too much copies
+out. Results go from a worker to its parent, large tasks the other way. What else a third process needs
+in order to map a slot is in `Seen` (`memory/mapped_segment.py`); who tells it is no matter here.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from hybridloader.memory import segments
+from hybridloader.memory.mapped_segment import Keeper, Seen
+from hybridloader.memory.segments import Mapping, Ticket
+from hybridloader.memory.slots import IDLE, OWN, Made, Pool, place_of
+
+if TYPE_CHECKING:
+    from hybridloader.memory.page_locks import PageLocks
+
+ALIGN = 64
+"""Bytes at which every buffer in a slot begins: a cache line, and what AVX-512 loads like best."""
+
+MOST_NEW = 48
+"""Segments that one batch may announce: their descriptors go in one message, and 253 is the kernel's
+limit (SCM_MAX_FD)."""
+
+
+def both_ways(share: int) -> tuple[int, int]:
+    """What slots may take where they go both ways, each way; and what each reader may hold of it."""
+    return max(1, share // 2), share // 4
+
+
+def task_names(names: str) -> str:
+    """How the names of a worker's slots for tasks begin, given how those of its results do."""
+    return f"{names}t"
+
+
+class Span(NamedTuple):
+    """Where one buffer of a batch lies."""
+
+    slot: int  # its number
+    start: int  # within the slot
+    size: int
+
+
+class Notice(NamedTuple):
+    """A segment that is new to the other side, with what it needs in order to map it."""
+
+    segment: int
+    capacity: int  # bytes of each of its slots
+    ticket: Ticket
+
+
+class Parcel(NamedTuple):
+    """A batch's buffers, as the other side is told of them.
+
+    Attributes
+    ----------
+    spans
+        One for each buffer; None for one that goes through the stream.
+    new
+        Segments that the other side does not know yet.
+    retired
+        Segments that no longer exist.
+    refusal
+        Why a slot could not be had, if that was so.
+    """
+
+    spans: tuple[Span | None, ...]
+    new: tuple[Notice, ...]
+    retired: tuple[int, ...]
+    refusal: str | None
+
+
+class Writer:
+    """Slots that this process fills, and that the reader maps as it hears of them.
+
+    Parameters
+    ----------
+    limit
+        Bytes of all slots together.
+    names
+        How the names of named segments begin; their numbers follow. None: they have no names.
+    """
+
+    def __init__(self, limit: int, names: str | None = None) -> None:
+        def make(size: int, number: int) -> Made:
+            if names is None:
+                return segments.make(size, None)
+            with self._naming:
+                if self._swept:
+                    raise OSError(errno.ECANCELED, "the reader is gone")
+                return segments.make(size, f"{names}{number}")
+
+        self._names = names
+        self._naming = threading.Lock()
+        self._swept = False
+        self._pool = Pool(make, limit)
+        self.empty = self._pool.empty
+
+    def write(self, buffers: Sequence[memoryview]) -> tuple[Parcel, list[int]]:
+        """Bring `buffers` into slots, those that do not lie in one already.
+
+        Returns
+        -------
+        parcel
+            To be sent to the reader, which holds every slot that it names until it returns it.
+        fds
+            To be sent along, and then closed.
+        """
+        where = [self._find(buffer) for buffer in buffers]
+        missing = [i for i, span in enumerate(where) if span is None]
+        alone = [i for i in missing if buffers[i].nbytes >= OWN]
+        if len(alone) > MOST_NEW // 2:
+            alone = []
+        taken: set[int] = set()
+        try:
+            for i in alone:
+                self._copy(buffers, [i], where, taken)
+            self._copy(buffers, [i for i in missing if i not in alone], where, taken)
+            return self._announce(where, taken)
+        finally:
+            for number in taken:  # of which the reader is not told
+                self._pool.release(number)
+
+    def release(self, numbers: Sequence[int]) -> None:
+        """The reader is done with these."""
+        for number in numbers:
+            self._pool.drop(number)
+
+    def lower(self, limit: int) -> None:
+        """Make do with `limit` bytes; what is in use above that goes as it becomes free."""
+        self._pool.lower(limit)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def sweep(self) -> None:
+        """Take the names off what a reader, which is gone, has never opened. From any thread.
+
+        No more are given.
+        """
+        if self._names is None:
+            return
+        with self._naming:
+            self._swept = True
+        for number in range(self._pool.made + 1):  # one may have its name and not be counted yet
+            segments.unlink(f"{self._names}{number}")
+
+    def _find(self, buffer: memoryview) -> Span | None:
+        """Where `buffer` lies, if that is in a slot."""
+        address = segments.address_of(buffer)
+        if address is None:
+            return None
+        found = self._pool.find(address, buffer.nbytes)
+        return None if found is None else Span(*found, buffer.nbytes)
+
+    def _copy(
+        self,
+        buffers: Sequence[memoryview],
+        those: list[int],
+        where: list[Span | None],
+        taken: set[int],
+    ) -> None:
+        starts, end = [], 0
+        for i in those:
+            starts.append(-(-end // ALIGN) * ALIGN)
+            end = starts[-1] + buffers[i].nbytes
+        number = self._pool.take(end) if end else None
+        if number is None:
+            return
+        taken.add(number)
+        # All of it: ctypes makes a type for every other size, in 26 us, and slots are of few sizes.
+        target = memoryview(self._pool.view(number)).cast("B")
+        for i, start in zip(those, starts, strict=True):
+            size = buffers[i].nbytes
+            target[start : start + size] = buffers[i]
+            where[i] = Span(number, start, size)
+
+    def _announce(self, where: list[Span | None], taken: set[int]) -> tuple[Parcel, list[int]]:
+        pool = self._pool
+        new: list[Notice] = []
+        fds: list[int] = []
+        used: set[int] = set()
+        for i, span in enumerate(where):
+            if span is None or span.slot in used:
+                continue
+            segment = pool.segment_of(span.slot)
+            if segment.ticket is not None:
+                if len(new) == MOST_NEW:
+                    where[i] = None
+                    continue
+                new.append(Notice(segment.number, segment.capacity, segment.ticket))
+                if segment.fd is not None:
+                    fds.append(segment.fd)
+                segment.ticket = segment.fd = None
+            used.add(span.slot)
+        for number in used - taken:
+            pool.hold(number)  # for the reader, to which our hold of the others passes
+        taken -= used
+        retired, pool.retired = tuple(pool.retired), []
+        refusal, pool.refusal = pool.refusal, None
+        return Parcel(tuple(where), tuple(new), retired, refusal), fds
+
+
+class Reader:
+    """One process's view of the slots of another.
+
+    Parameters
+    ----------
+    limit
+        Bytes that the consumer may hold in slots before batches are copied out instead. Below
+        the writer's limit, so that the writer always finds a free one.
+    names
+        As the writer's.
+    keep
+        Takes over the descriptor of a new segment, or declines it. The descriptor is closed when
+        the first batch over that segment is opened, unless `forwards` was set.
+    locks
+        Locks the pages of a segment when the first batch over it is opened here; None: nobody does.
+
+    Attributes
+    ----------
+    overflow
+        Why the last batch was copied out; None as long as none was.
+    forwards
+        Whether batches are sent on to other processes, so that these will need descriptors.
+    highest
+        The highest number of a segment of the writer's; -1 if there was none.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        names: str | None = None,
+        keep: Callable[[int], Keeper | None] | None = None,
+        locks: PageLocks | None = None,
+    ) -> None:
+        self.limit = limit
+        self._names = names
+        self._keep = keep
+        self._locks = locks
+        # All the mutable state:
+        self.seen: dict[int, Seen] = {}  # by the number of the segment
+        self.overflow: str | None = None
+        self.forwards = False
+        self.highest = -1
+        self._lent = 0
+        self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
+        self._free: list[int] = []  # returned, and not yet told
+
+    @property
+    def size(self) -> int:
+        """Bytes of all segments that are known."""
+        mapped = [seen.mapping for seen in list(self.seen.values())]
+        return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
+
+    def learn(self, parcel: Parcel, fds: list[int]) -> None:
+        """Map what is new in `parcel`, forget what is gone. Takes over `fds`."""
+        for number in parcel.retired:
+            gone = self.seen.pop(number, None)
+            if gone is not None:
+                gone.end()
+        for number, capacity, ticket in parcel.new:
+            self.highest = max(self.highest, number)
+            self.seen[number] = Seen(*self._map(ticket, fds), capacity)
+
+    def _map(self, ticket: Ticket, fds: list[int]) -> tuple[Mapping | OSError, Keeper | None]:
+        kept: Keeper | None = None
+        try:
+            if ticket.name is not None:
+                return segments.open_ticket(ticket, None), None
+            if not fds:  # the kernel leaves out those for which this process has no room
+                raise OSError(errno.EMFILE, "its descriptor has not arrived (ulimit -n)")
+            fd = fds.pop(0)
+            if self._keep is None or (kept := self._keep(fd)) is None:
+                return segments.open_ticket(ticket, fd), None
+            return segments.map_descriptor(fd, ticket.size), kept
+        except OSError as error:  # told when a batch is opened, and with those over it alone
+            if kept is not None:
+                kept.close()
+            return error, None
+
+    def buffers(self, parcel: Parcel, streamed: Sequence[memoryview]) -> list[memoryview]:
+        """The batch's buffers; each slot is returned when the last array over it dies."""
+        stream = iter(streamed)
+        by_slot: dict[int, memoryview] = {}
+        found = []
+        numbers = slots_of(parcel)
+        try:
+            for number in numbers:
+                by_slot[number] = self._lend(number)
+        except MemoryError:
+            self._returned.extend((number, 0) for number in numbers if number not in by_slot)
+            raise
+        for span in parcel.spans:
+            if span is None:
+                found.append(next(stream))
+            else:
+                found.append(by_slot[span.slot][span.start : span.start + span.size])
+        return found
+
+    def give_back(self, parcel: Parcel) -> None:
+        """Nobody wants what is in `parcel`."""
+        for number in slots_of(parcel):
+            if not self.forwards:
+                self.seen[place_of(number)[0]].unkeep()
+            self.hand_back(number)
+
+    def view(self, span: Span) -> memoryview:
+        """Return a buffer without a copy. The caller must hold the slot in another way."""
+        segment, place = place_of(span.slot)
+        return self.seen[segment].view(place, span.start, span.size)
+
+    def hand_back(self, number: int) -> None:
+        """One batch less over a slot, from any thread."""
+        self._returned.append((number, 0))
+
+    def returned(self) -> list[int]:
+        """Slots whose last array has died since the last call, and that the device does not read."""
+        if self._locks is not None:
+            self._locks.collect()
+        if self._returned:
+            self._collect()
+        found, self._free = self._free, []
+        return found
+
+    def close(self) -> None:
+        """The writer is gone. What was not opened yet can be opened still.
+
+        Pages that nobody looks at are unlocked now, others with the last view of them.
+        """
+        if self._locks is not None:
+            self._locks.collect()
+        for seen in list(self.seen.values()):
+            seen.end()
+            seen.unlock_soon()
+
+    def sweep(self) -> None:
+        """Take the names off what the writer, which is gone, had made and we have never opened."""
+        if self._names is None:
+            return
+        number = misses = 0
+        while number <= self.highest or misses < 2 * IDLE:
+            misses = 0 if segments.unlink(f"{self._names}{number}") else misses + 1
+            number += 1
+
+    def _collect(self) -> None:
+        returned = self._returned
+        while returned:
+            slot, size = returned.popleft()
+            self._lent -= size
+            self._free.append(slot)
+
+    def _lend(self, number: int) -> memoryview:
+        segment, place = place_of(number)
+        seen = self.seen[segment]
+        size = seen.capacity
+        holder = seen.slot(place)
+        if not self.forwards:
+            seen.unkeep()
+        self._collect()
+        if self._lent + size > self.limit:
+            self.overflow = (
+                f"the batches that are kept hold {self._lent:,} bytes of slots, of "
+                f"{self.limit:,} for each worker"
+            )
+            copied = memoryview(bytearray(holder))
+            self._returned.append((number, 0))
+            return copied
+        self._lent += size
+        if self._locks is not None:
+            seen.lock(self._locks)
+        # It also keeps the mapping alive for as long as there is a view of it.
+        back = partial(_hand_in, self._returned, number, seen, seen.lend())
+        if seen.locks is None:
+            done = weakref.finalize(holder, back)
+        else:
+            done = weakref.finalize(holder, seen.locks.after_device, back)
+        done.atexit = False
+        return memoryview(holder).cast("B")
+
+
+def slots_of(parcel: Parcel) -> list[int]:
+    """The slots that it names, each once."""
+    return list(dict.fromkeys(span.slot for span in parcel.spans if span is not None))
+
+
+def _hand_in(returned: deque[tuple[int, int]], number: int, seen: Seen, lent: int) -> None:
+    seen.give_back(lent)
+    returned.append((number, seen.capacity))

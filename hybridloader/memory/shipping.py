@@ -1,0 +1,386 @@
+"""Sending a stage's work to processes that share no memory: what, how, and why it can't be done.
+
+cloudpickle does the work, so that lambdas, classes defined in a function and whatever lives in
+``__main__`` arrive, without a ``__main__`` guard. Tensors that are in shared memory stay shared: a
+dataset that keeps its epoch in such a tensor sees in every worker what the parent writes to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import IO, Any, NamedTuple
+
+from hybridloader._support.errors import DamagedMessage, ShippingError
+from hybridloader._support.inheritance import (
+    Inherited,
+    Shared,
+    as_if_starting,
+    reduce_structure,
+    reducer,
+)
+from hybridloader.memory.culprit import culprit
+from hybridloader.memory.packing import keep_small
+from hybridloader.memory.segments import anonymous_file, map_descriptor
+from hybridloader.memory.shared_slots import ALIGN
+from hybridloader.memory.sparse import reduce_sparse
+from hybridloader.memory.tensors import Tensors, check_leaf
+
+_local = threading.local()
+
+MOST_FDS = 250
+"""Descriptors that go along in one message; the kernel's limit is 253 (SCM_MAX_FD). More tensors in
+shared memory than that are copied."""
+
+
+class _Contents(NamedTuple):
+    """Where the pickle and its buffers lie in the file that goes along, and how many descriptors do."""
+
+    places: list[tuple[int, int]]  # where each begins, and its bytes; the pickle first
+    descriptors: int
+
+
+class Shipment:
+    """Pickled once, sent to any number of workers.
+
+    Attributes
+    ----------
+    parts
+        What goes through the line: a table of contents where the pickle and its buffers lie in a
+        file, else these themselves.
+    fds
+        Descriptors that must go along, owned by the shipment; the first is that of the file.
+    inherited
+        Objects that must be handed to each process as it is started; None if there are none.
+    """
+
+    def __init__(self, parts: list[Any], fds: list[int]) -> None:
+        self.parts, self.fds = parts, fds
+        self.inherited: Inherited | None = None
+
+    def close(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def ship(thing: Any, what: str, *, share: bool) -> Shipment:
+    """Pickle `thing`.
+
+    Parameters
+    ----------
+    what
+        What it is, for the error.
+    share
+        Whether descriptors can be sent along. Then the pickle goes once into a file without a name,
+        which all workers map: its large arrays and tensors are not copied, until one is written to.
+        And tensors in shared memory stay shared. Else each worker gets a copy of everything.
+
+    Raises
+    ------
+    ShippingError
+        It can't be pickled; names the attribute that is to blame.
+    """
+
+    def blame(error: Exception, *, starting: bool) -> ShippingError:
+        def attempt(part: Any) -> None:
+            with open(os.devnull, "wb") as nowhere:
+                _write(part, nowhere, None, Inherited(at_once=starting))
+
+        return ShippingError(
+            f"{culprit(thing, what, attempt)} can't be pickled, so it can't be sent to a worker "
+            f"process: {error}. Open it in worker_init_fn or in __getitem__ instead of __init__, or use "
+            "backend='threads' (nothing is sent) or, where there is fork, backend='fork'."
+        )
+
+    shipment = Shipment([], [])
+    inherited = Inherited(functools.partial(blame, starting=True))
+    try:
+        if share:
+            shipment.fds.append(anonymous_file(0))
+            with open(shipment.fds[0], "wb", closefd=False) as file:
+                places = _write(thing, file, shipment.fds, inherited)
+            shipment.parts = [pickle.dumps(_Contents(places, len(shipment.fds)))]
+        else:
+            whole = io.BytesIO()
+            ((_, size), *buffers) = _write(thing, whole, None, inherited)
+            view = whole.getbuffer()
+            shipment.parts = [view[:size], *(view[at : at + n] for at, n in buffers)]
+    except Exception as error:  # pickle's own errors are of many types
+        shipment.close()
+        raise blame(error, starting=False) from error
+    shipment.inherited = inherited if inherited.objects else None
+    return shipment
+
+
+def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None = None) -> Any:
+    """The inverse of `ship`, in the worker; closes `fds`.
+
+    Raises
+    ------
+    ShippingError
+        Not all of it has arrived, or something in it can't be loaded in this process; the cause says
+        what.
+    """
+    _local.fds = fds
+    try:
+        if inherited is not None:
+            if inherited.error is not None:
+                raise inherited.error
+            _local.inherited = inherited.objects
+        found = pickle.loads(parts[0], buffers=parts[1:])
+        if not isinstance(found, _Contents):
+            return found
+        if len(fds) != found.descriptors:  # the kernel leaves out those for which there is no room
+            raise DamagedMessage(
+                f"{len(fds)} of {found.descriptors} descriptors have arrived; raise the limit for this "
+                "process (ulimit -n)"
+            )
+        whole = _mapped(fds[0])
+        if any(min(at, size) < 0 or at + size > len(whole) for at, size in found.places):
+            raise DamagedMessage(f"it is cut off, at {len(whole):,} bytes")
+        pickled, *buffers = (whole[at : at + size] for at, size in found.places)
+        return pickle.loads(pickled, buffers=buffers)
+    except Exception as error:  # also EOFError, which to a worker would mean that it may go
+        raise ShippingError(
+            f"what the parent has sent can't be loaded in this worker process: {error!r}. The worker "
+            "imports it anew: is its module, and all that it needs, there and the same?"
+        ) from error
+    finally:
+        _local.fds, _local.inherited = [], []
+        for fd in fds:
+            os.close(fd)
+
+
+def _take_main_along() -> None:
+    """Have cloudpickle send what is in the main module also where that has another name.
+
+    In a process that multiprocessing spawned it is ``__mp_main__``, which no worker can import.
+    """
+    import cloudpickle
+
+    if "__mp_main__" in sys.modules:
+        cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
+
+
+def _write(
+    thing: Any, file: IO[bytes], fds: list[int] | None, inherited: Inherited
+) -> list[tuple[int, int]]:
+    """Write the pickle, then the buffers; give where each begins and how long it is."""
+    tensors = Tensors()
+    while True:
+        buffers: list[memoryview] = []
+        file.seek(0)
+        with as_if_starting():
+            _pickler(file, buffers, tensors, fds, inherited).dump(thing)
+        if not tensors.several_over_one_storage():
+            break
+        inherited.objects.clear()
+        if fds is not None:
+            while len(fds) > 1:
+                os.close(fds.pop())
+    contents = [(0, file.tell())]
+    for buffer in buffers:
+        start = -(-file.tell() // ALIGN) * ALIGN
+        file.seek(start)
+        file.write(buffer)
+        contents.append((start, buffer.nbytes))
+    return contents
+
+
+def _mapped(fd: int) -> memoryview:
+    """The whole file: what is written to it stays with this process."""
+    size = os.fstat(fd).st_size
+    mapping = map_descriptor(fd, size, private=True)
+    holder = mapping.view()
+    weakref.finalize(
+        holder, id, mapping
+    ).atexit = False  # keeps the mapping as long as a view of it
+    return memoryview(holder).cast("B")
+
+
+def replicate(thing: Any, what: str) -> Any:
+    """A private copy of `thing` within this process, as if it had been sent to another.
+
+    Functions, classes and modules are not copied, and neither is what processes would share: tensors in
+    shared memory, multiprocessing's locks, values, queues and proxies.
+
+    Raises
+    ------
+    ShippingError
+        It can't be copied; names the attribute that is to blame.
+    """
+    import cloudpickle
+
+    _take_main_along()
+
+    shared = Shared()
+    kept: list[Any] = []
+
+    def keep(obj: Any) -> Any:
+        kept.append(obj)
+        return _kept, (len(kept) - 1,)
+
+    class Copier(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if obj is _kept:  # which the unpickler itself needs, by its name
+                return super().reducer_override(obj)
+            if isinstance(obj, _NEVER_COPIED) or obj in shared or _is_shared(obj):
+                return keep(obj)
+            found = _reduce_storage(obj, lambda storage: keep(storage.clone()))
+            if found is None and _is_tensor(obj):
+                found = reduce_sparse(obj)
+            return super().reducer_override(obj) if found is None else found
+
+    def copy(part: Any) -> Any:
+        out = io.BytesIO()
+        before, _local.kept = getattr(_local, "kept", None), kept
+        try:
+            Copier(out, protocol=5).dump(part)
+            return pickle.loads(out.getbuffer())
+        finally:
+            kept.clear()  # a class, as Copier, is garbage that holds on to it until it is collected
+            _local.kept = before
+
+    try:
+        return copy(thing)
+    except Exception as error:
+        raise ShippingError(
+            f"{culprit(thing, what, copy)} can't be copied, and each worker needs a copy of its "
+            f"own: {error}"
+        ) from error
+
+
+_NEVER_COPIED = (types.FunctionType, types.ModuleType, type)
+
+
+def _kept(number: int) -> Any:
+    return _local.kept[number]
+
+
+def _inherited(number: int) -> Any:
+    return _local.inherited[number]
+
+
+def _is_tensor(obj: Any) -> bool:
+    """Tell whether `obj` is a tensor, and of no subclass."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(obj) is torch.Tensor
+
+
+def _is_shared(obj: Any) -> bool:
+    """Tell whether `obj` is a tensor, or the storage of one, in shared memory."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if _is_tensor(obj):  # a sparse one is made of others, each of which may be shared
+        return obj.device.type == "cpu" and obj.layout is torch.strided and bool(obj.is_shared())
+    return type(obj) is torch.UntypedStorage and obj.device.type == "cpu" and bool(obj.is_shared())
+
+
+def _reduce_storage(obj: Any, untyped: Callable[[Any], Any]) -> Any:
+    """Reduce `obj` by `untyped` if it is an untyped storage; a typed one holds an untyped one.
+
+    Tensors of a subclass are pickled by their storage. torch can't load an untyped storage that it
+    has pickled, and it pickles the storage once for each tensor over it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if type(obj) is torch.UntypedStorage:
+        return untyped(obj) if obj.device.type == "cpu" else None
+    if type(obj) is torch.TypedStorage and obj._untyped_storage.device.type == "cpu":
+        return _typed, (obj._untyped_storage, obj.dtype)
+    return None
+
+
+def _typed(untyped: Any, dtype: Any) -> Any:
+    import torch
+
+    cls: Any = torch.TypedStorage
+    return cls(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _as_bytes(untyped: Any) -> Any:
+    """Return a tensor over the storage: tensors can be pickled already."""
+    import torch
+
+    return _storage_of, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped),)
+
+
+def _storage_of(tensor: Any) -> Any:
+    return tensor.untyped_storage()
+
+
+def _pickler(
+    file: IO[bytes],
+    buffers: list[memoryview],
+    tensors: Tensors,
+    fds: list[int] | None,
+    inherited: Inherited,
+) -> Any:
+    import cloudpickle
+
+    _take_main_along()
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if _is_tensor(obj):
+                if fds is not None and len(fds) < MOST_FDS and _is_shared(obj):
+                    return _reduce_shared(obj, fds)
+                return tensors.reduce(obj)
+            found = _reduce_storage(obj, _as_bytes)
+            if found is not None:
+                return found
+            number = inherited.take(obj)
+            if number is not None:
+                return _inherited, (number,)
+            reduce = reducer(obj) or tensors.way_of(type(obj))
+            if reduce is not None:
+                return reduce(obj)
+            found = reduce_structure(obj) if isinstance(obj, type) else None
+            return super().reducer_override(obj) if found is None else found
+
+    return Pickler(file, protocol=5, buffer_callback=keep_small(buffers))
+
+
+def _reduce_shared(tensor: Any, fds: list[int]) -> Any:
+    # torch.multiprocessing.reductions does the same over a socket of its own
+    # (_share_fd_cpu_ / _new_shared_fd_cpu; torch 2.13).
+    check_leaf(tensor)
+    fd, size = tensor.untyped_storage()._share_fd_cpu_()[:2]
+    fds.append(os.dup(fd))
+    where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    flags = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
+    return _rebuild_shared, (
+        len(fds) - 1, size, str(tensor.dtype).removeprefix("torch."), *where, flags
+    )  # fmt: skip
+
+
+def _rebuild_shared(
+    number: int,
+    size: int,
+    dtype: str,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    flags: tuple[bool, bool, bool],
+) -> Any:
+    import torch
+
+    cls: Any = torch.UntypedStorage
+    storage = cls._new_shared_fd_cpu(os.dup(_local.fds[number]), size)
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
+    tensor = empty.set_(storage, offset, shape, stride)
+    conjugate, negative, grad = flags
+    if conjugate:
+        tensor = tensor.conj()
+    if negative:
+        tensor = torch._neg_view(tensor)
+    return tensor.requires_grad_() if grad else tensor

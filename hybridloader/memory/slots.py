@@ -1,0 +1,396 @@
+"""Recycled slots: memory that large tensors and arrays are made in, again and again.
+
+Fresh pages, not bytes, are what a loader spends its time on: filling 38 MB of fresh memory takes
+some 17 ms, of recycled memory 1 ms. So a slot is mapped once and used again when the last array over
+it has died.
+
+Who holds a slot is a count: one for every buffer of this process over it, and, between processes,
+one for every batch in which the other side has it. The count goes down only by way of a queue that
+finalizers may write to from any thread. At zero the slot is free; nobody ever writes to one that
+is not. So a collated tensor that a user's function keeps is safe, in the worker as in the parent.
+
+Where a device reads the batches, the pages of a slot may be locked for it; the end of a holder counts
+once the device has read them, then (`memory/page_locks.py`).
+
+No call here waits. Without a free slot, without room below the limit, or without memory, the answer
+is None, and the batch is made in ordinary memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_left, bisect_right
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hybridloader.memory import segments
+from hybridloader.memory.limits import warn_of_overflow
+from hybridloader.memory.segments import Mapping, Ticket
+
+if TYPE_CHECKING:
+    from hybridloader.memory.page_locks import PageLocks
+
+OWN = 256 * 1024
+"""Bytes from which a buffer gets a slot of its own. Smaller ones of a batch share one: copying them
+takes less than 25 microseconds each, and a slot each would cost more."""
+
+IDLE = 64
+"""Number of takes after which a segment is given back, if no slot of it was in use meanwhile."""
+
+GROWTH = 512
+"""Divisor of the limit: a segment of several slots takes at most 1/512 of it.
+
+So a full pool has at most 1,024 mappings, besides the first small ones of each size. Linux allows a
+process 65,530 mappings (vm.max_map_count). One mapping for each batch of 36 KB would use these up
+at 2.4 GB.
+"""
+
+_PLACE_BITS = 24
+
+
+def number_of(segment: int, place: int) -> int:
+    """Return the number of a slot: one int, which stands for the slot in messages."""
+    return segment << _PLACE_BITS | place
+
+
+def place_of(number: int) -> tuple[int, int]:
+    """Return the number of the segment that a slot is in, and the slot's place in the segment."""
+    return number >> _PLACE_BITS, number & (1 << _PLACE_BITS) - 1
+
+
+class Segment:
+    """One mapping, cut into slots of `capacity` bytes; what its pages are locked by, if they are."""
+
+    __slots__ = (
+        "capacity", "fd", "free", "holders", "last", "locks", "mapping", "number", "ticket"
+    )  # fmt: skip
+
+    def __init__(self, number: int, capacity: int, slots: int, made: Made) -> None:
+        self.number, self.capacity = number, capacity
+        self.mapping, self.ticket, self.fd = made
+        self.holders = [0] * slots  # of each slot
+        self.free = list(range(slots - 1, -1, -1))  # the one that was freed last at the end
+        self.last = 0
+        self.locks: PageLocks | None = None
+
+    @property
+    def unused(self) -> bool:
+        """True if nobody holds any of its slots."""
+        return len(self.free) == len(self.holders)
+
+    def close(self) -> None:
+        """Nobody will be told of it any more."""
+        if self.fd is not None:
+            os.close(self.fd)
+        if self.ticket is not None and self.ticket.name is not None:
+            segments.unlink(self.ticket.name)
+        self.ticket = self.fd = None
+
+
+def capacity_for(size: int) -> int:
+    """Round up to an eighth of a power of two (at least a page), so that slots fit again."""
+    step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
+
+
+Made = tuple[Mapping, "Ticket | None", "int | None"]
+
+_ByNumber = OrderedDict[int, Segment]  # a plain dict takes ever longer to find its first entry
+
+
+class Pool:
+    """Slots of one process, up to `limit` bytes together.
+
+    Slots of one size lie together in segments. Each new segment is as large as all earlier ones of
+    that size together, up to a part of the limit. So a worker that fills a few slots again and
+    again has no more than it needs, and a worker whose batches are kept has few mappings. The
+    number of slots makes no call slower.
+
+    Parameters
+    ----------
+    make
+        Makes the memory of a new segment, given its size and number, or raises `OSError`.
+    limit
+        In bytes.
+    locks
+        Locks the pages of new segments; None: nobody does.
+
+    Attributes
+    ----------
+    refusal
+        Why the last slot that was wanted could not be had; None as long as all could.
+    """
+
+    def __init__(
+        self, make: Callable[[int, int], Made], limit: int, locks: PageLocks | None = None
+    ) -> None:
+        self._make = make
+        self._limit = limit
+        self.locks = locks
+        # All the mutable state:
+        self.segments: dict[int, Segment] = {}
+        self.size = 0  # bytes of all segments
+        self.retired: list[int] = []
+        self.refusal: str | None = None
+        self._starts: list[int] = []  # addresses of the segments, in order
+        self._by_start: list[Segment] = []  # in that order
+        self._slots: Counter[int] = Counter()  # how many there are, by their size
+        self._roomy: dict[int, _ByNumber] = {}  # segments with a free slot, by the size of that
+        self._unused: _ByNumber = OrderedDict()  # those without another, unused for longest first
+        self._left: deque[int] = deque()  # slots whose holder went; filled from any thread
+        self.made = 0  # segments, ever
+        self._takes = 0
+
+    def empty(self, size: int) -> Any | None:
+        """A buffer of `size` bytes over a slot of its own, with anything in it; or None.
+
+        The slot is held until the last view of the buffer dies.
+        """
+        number = self.take(size)
+        if number is None:
+            return None
+        segment, buffer = self.segment_of(number), self.view(number, size)
+        # It also keeps the mapping alive for as long as there is a view of it.
+        gone = partial(_leave, self._left, number, segment.mapping)
+        if segment.locks is None:
+            done = weakref.finalize(buffer, gone)
+        else:
+            done = weakref.finalize(buffer, segment.locks.after_device, gone)
+        done.atexit = False
+        return buffer
+
+    def take(self, size: int) -> int | None:
+        """A slot of at least `size` bytes, held once, by the caller; None if there can be none."""
+        if self.locks is not None and not self.locks.here:
+            self._abandon()
+        self._collect()
+        self._takes += 1
+        number = None
+        segment = self._with_room(size) or self._new(capacity_for(size))
+        if segment is not None:
+            self._unused.pop(segment.number, None)
+            segment.last = self._takes
+            place = segment.free.pop()
+            segment.holders[place] = 1
+            number = number_of(segment.number, place)
+            if not segment.free:
+                del self._roomy[segment.capacity][segment.number]
+        if self._unused and self._takes - self._oldest().last > IDLE:
+            self._retire(self._oldest())
+        return number
+
+    def hold(self, number: int) -> None:
+        """Add a holder to the slot with that number."""
+        segment, place = place_of(number)
+        self.segments[segment].holders[place] += 1
+
+    def release(self, number: int) -> None:
+        """One holder less."""
+        found, place = place_of(number)
+        segment = self.segments.get(found)
+        if segment is None:  # the pool was closed meanwhile
+            return
+        segment.holders[place] -= 1
+        if segment.holders[place] == 0:
+            if not segment.free:
+                self._roomy.setdefault(segment.capacity, OrderedDict())[found] = segment
+            segment.free.append(place)
+            if segment.unused:
+                self._unused[found] = segment
+
+    def drop(self, number: int) -> None:
+        """Take a holder off at the next look at the slots. May be called from any thread."""
+        self._left.append(number)
+
+    def segment_of(self, number: int) -> Segment:
+        """The segment that the slot with that number is in."""
+        return self.segments[place_of(number)[0]]
+
+    def view(self, number: int, size: int | None = None) -> Any:
+        """Return the first `size` bytes of a slot, or all. The caller must hold the slot."""
+        segment, place = place_of(number)
+        found = self.segments[segment]
+        capacity = found.capacity
+        return found.mapping.view(place * capacity, capacity if size is None else size)
+
+    def find(self, address: int, size: int) -> tuple[int, int] | None:
+        """Find the slot that has all these bytes, and their place in it; None if there is none."""
+        before = bisect_right(self._starts, address)
+        if not before:
+            return None
+        segment = self._by_start[before - 1]
+        place, start = divmod(address - segment.mapping.address, segment.capacity)
+        if place >= len(segment.holders) or start + size > segment.capacity:
+            return None
+        return number_of(segment.number, place), start
+
+    def lower(self, limit: int) -> None:
+        """Make do with `limit` bytes; what is in use above that goes as it becomes free."""
+        self._limit = min(self._limit, limit)
+
+    def close(self) -> None:
+        """Forget all slots; their memory goes with the last view of each. There are no more then."""
+        self._limit = 0
+        self._collect()
+        for segment in self.segments.values():
+            segment.close()
+        self._forget()
+
+    def _abandon(self) -> None:
+        """In a fork: these slots are the parent's, which would see what is written to them."""
+        self.locks = None
+        self._left.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        for kept in (self.segments, self._starts, self._by_start, self._slots, self._roomy):
+            kept.clear()
+        self._unused.clear()
+        self.size = 0
+
+    def _collect(self) -> None:
+        if self.locks is not None:
+            self.locks.collect()
+        left = self._left
+        while left:
+            self.release(left.popleft())
+        while self.size > self._limit and self._unused:  # the limit was lowered
+            self._retire(self._oldest())
+
+    def _with_room(self, size: int) -> Segment | None:
+        """A segment with a free slot for `size` bytes, none more than twice as large as needed."""
+        capacity = capacity_for(size)
+        most = 2 * capacity
+        while capacity <= most:
+            if roomy := self._roomy.get(capacity):
+                return next(reversed(roomy.values()))
+            capacity = capacity_for(capacity + 1)
+        return None
+
+    def _new(self, capacity: int) -> Segment | None:
+        in_use = self.size - sum(unused.mapping.size for unused in self._unused.values())
+        room = self._limit - in_use
+        if capacity > room:
+            self.refusal = (
+                f"slots of {in_use:,} bytes are in use and {capacity:,} more would pass the "
+                f"limit of {self._limit:,} bytes"
+            )
+            return None
+        count = max(1, min(self._slots[capacity], min(room, self._limit // GROWTH) // capacity))
+        while self.size + count * capacity > self._limit:
+            self._retire(self._oldest())
+        try:
+            segment = self._make_segment(capacity, count)
+        except OSError as error:
+            self.refusal = f"there is no memory for a slot of {capacity:,} bytes ({error})"
+            return None
+        if self.locks is not None and self.locks.lock(segment.mapping):
+            segment.locks = self.locks
+        self.made += 1
+        self.size += segment.mapping.size
+        self.segments[segment.number] = segment
+        at = bisect_right(self._starts, segment.mapping.address)
+        self._starts.insert(at, segment.mapping.address)
+        self._by_start.insert(at, segment)
+        self._slots[capacity] += len(segment.holders)
+        self._roomy.setdefault(capacity, OrderedDict())[segment.number] = segment
+        return segment
+
+    def _make_segment(self, capacity: int, count: int) -> Segment:
+        try:
+            return Segment(self.made, capacity, count, self._make(count * capacity, self.made))
+        except OSError:
+            if count == 1:
+                raise
+        return self._make_segment(capacity, 1)  # a full /dev/shm may have room for one more
+
+    def _oldest(self) -> Segment:
+        return self._unused[next(iter(self._unused))]
+
+    def _retire(self, segment: Segment) -> None:
+        del self._unused[segment.number], self._roomy[segment.capacity][segment.number]
+        del self.segments[segment.number]
+        at = bisect_left(self._starts, segment.mapping.address)
+        del self._starts[at], self._by_start[at]
+        self._slots[segment.capacity] -= len(segment.holders)
+        self.size -= segment.mapping.size
+        if segment.ticket is None:  # else nobody has heard of it
+            self.retired.append(segment.number)
+        segment.close()
+
+
+def _leave(left: deque[int], number: int, mapping: Mapping) -> None:
+    left.append(number)
+
+
+class PrivateSlots:
+    """Slots for workers of this very process; any of its threads may take one.
+
+    Attributes
+    ----------
+    refusal
+        Why there was no slot for a batch; None if nothing is to be told.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pool = Pool(_make_private, limit)
+        self._taking = threading.Lock()
+        self._warned = False
+        self.refusal: str | None = None
+
+    def page_lock(self, locks: PageLocks) -> None:
+        """Lock the pages of all slots, for a consumer that pins. Before the first is taken."""
+        self._pool = Pool(_make_lockable, self._limit, locks)
+
+    def empty(self, size: int) -> Any | None:
+        """A buffer of `size` bytes, with anything in it; None if there can be none."""
+        with self._taking:
+            found = self._pool.empty(size)
+        if found is None and not self._warned:
+            self.refusal = self._pool.refusal
+        return found
+
+    def warn(self) -> None:
+        """Warn, once, that there was no slot for a batch, and that pages could not be locked."""
+        reason, self.refusal = self.refusal, None
+        if self._pool.locks is not None:
+            self._pool.locks.warn()
+        if reason is not None and not self._warned:
+            self._warned = True
+            warn_of_overflow(reason)
+
+    def close(self) -> None:
+        """There are no more; those that are free are given back now, others with their last view.
+
+        Never waits: a finalizer may come here on a thread that is taking one. Then all go with their
+        last view.
+        """
+        if self._taking.acquire(blocking=False):
+            try:
+                self._pool.close()
+            finally:
+                self._taking.release()
+
+    @property
+    def locks(self) -> PageLocks | None:
+        """What locks their pages; None: nothing."""
+        return self._pool.locks
+
+    @property
+    def size(self) -> int:
+        """Bytes of all slots."""
+        return self._pool.size
+
+
+def _make_private(size: int, number: int) -> Made:
+    return segments.make_private(size), None, None
+
+
+def _make_lockable(size: int, number: int) -> Made:
+    return segments.make_private(size, forks_share=True), None, None

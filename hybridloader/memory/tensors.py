@@ -1,0 +1,308 @@
+"""Tensors and arrays on their way into a pickle: their memory as flat buffers, and back from these.
+
+Special tensors (another device, quantized, a class that pickles in its own way) are left to their
+own pickling. Packing never imports torch or numpy: it uses them only if they are imported already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import sys
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from hybridloader.memory.sparse import reduce_sparse
+
+if TYPE_CHECKING:
+    import torch
+
+
+@lru_cache(maxsize=1)
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+@lru_cache(maxsize=1)
+def _usual_reduction() -> tuple[Any, tuple[Any, ...]]:
+    """Return torch's functions that restore a subclass, and the data within it."""
+    torch: Any = _torch()
+    inners = torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3
+    return torch._tensor._rebuild_from_type_v2, inners
+
+
+class Tensors:
+    """Reduces the tensors of one pickle: dense CPU ones to one flat buffer each.
+
+    Tensors over one storage would arrive with a storage each. So if a first pass finds such
+    tensors, a second pass sends the used part of their storage once.
+
+    Attributes
+    ----------
+    met
+        Those that were reduced since the last call of `forget`.
+    """
+
+    def __init__(self) -> None:
+        # All the mutable state:
+        self.met: list[Any] = []
+        self._bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
+
+    def way_of(self, kind: type) -> Callable[[Any], Any] | None:
+        """Return the function that reduces objects of this class; None leaves them to the pickler.
+
+        A process that has imported neither torch nor numpy has nothing of theirs to send.
+        """
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and issubclass(kind, torch.Tensor):
+            return self.reduce if kind is torch.Tensor else self.reduce_subclass
+        numpy: Any = sys.modules.get("numpy")
+        return reduce_array if numpy is not None and kind is numpy.ndarray else None
+
+    def reduce_subclass(self, tensor: torch.Tensor) -> Any:
+        """Reduce `tensor` as its class does, but send its memory as that of a plain tensor."""
+        reduced: Any = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        usual, inners = _usual_reduction()
+        if type(reduced) is tuple and reduced[0] is usual and len(reduced) == 2:
+            inner, kind, how, state = reduced[1]
+            if inner in inners and tensor.device.type == "cpu":
+                return usual, (_itself, kind, (inner(*how),), state)
+        return reduced
+
+    def reduce(self, tensor: torch.Tensor) -> Any:
+        if not (tensor.requires_grad or self._bases):
+            array: Any
+            try:
+                array = tensor.numpy()
+            except (TypeError, RuntimeError):  # on a device, sparse, of a dtype that numpy has not
+                array = None
+            if array is not None and array.size and array.flags.c_contiguous:  # as nearly all
+                self.met.append(tensor)
+                dtype = tensor.dtype
+                name = _NAMES.get(dtype) or _name(dtype)
+                return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
+        return self._reduce(tensor)
+
+    def _reduce(self, tensor: torch.Tensor) -> Any:
+        torch = _torch()
+        check_leaf(tensor)
+        odd = tensor.is_quantized or tensor.is_nested or tensor.device.type != "cpu"
+        if odd or tensor.layout is not torch.strided:
+            return reduce_sparse(tensor) or tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        if tensor.requires_grad:
+            plain, grad = tensor.detach(), True
+        else:
+            plain, grad = tensor, False
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
+        if plain is tensor:
+            self.met.append(plain)
+            base = self._base_of(plain) if self._bases else None
+            if base is not None:
+                return _rebuild_view, (base, *base.place(plain))
+        order = None if plain.is_contiguous() else _dense_order(plain)
+        # In the order of its strides a dense tensor is contiguous memory: no copy, and the other
+        # side gets the same strides back (channels_last stays channels_last).
+        flat = plain.contiguous() if order is None else plain.permute(order).contiguous()
+        name = _NAMES.get(plain.dtype) or _name(plain.dtype)
+        return rebuild_tensor, (_bytes_of(flat, name), name, tuple(flat.shape), order, grad)
+
+    def _base_of(self, tensor: torch.Tensor) -> _Base | None:
+        """Find the storage part that is sent once and covers `tensor`; None if there is none."""
+        bases = self._bases.get(tensor.untyped_storage().data_ptr())
+        if bases is None or not tensor.numel():
+            return None
+        start, end = _extent(tensor)
+        place = bisect_right(bases, start, key=lambda base: base.start)
+        return bases[place - 1] if place and end <= bases[place - 1].end else None
+
+    def several_over_one_storage(self) -> bool:
+        """Tell whether a second pass is needed, and prepare it."""
+        met = self.met
+        if len(met) < 2 or self._bases:
+            return False
+        groups: dict[int, list[Any]] = {}
+        for tensor in met:
+            if tensor.numel():
+                groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        for key, group in groups.items():
+            if len(group) > 1 and (parts := _shared_parts(group)):
+                storage = group[0].untyped_storage()
+                self._bases[key] = [_Base(storage, *part) for part in parts]
+        return bool(self._bases)
+
+    def forget(self) -> None:
+        """Begin with another pickle."""
+        self.met.clear()
+        self._bases.clear()
+
+
+def check_leaf(tensor: torch.Tensor) -> None:
+    """Refuse a tensor with autograd history, which can't be sent, as torch does."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise pickle.PicklingError(
+            "a tensor that requires grad and is not a leaf can't be sent to another process "
+            "(autograd does not cross processes); detach() it first"
+        )
+
+
+def reduce_array(array: Any) -> Any:
+    """Reduce an array as numpy does; a read-only array arrives writable, as a copy is."""
+    reduced = array.__reduce_ex__(5)
+    if array.flags.writeable or type(reduced[1][0]) is not pickle.PickleBuffer:
+        return reduced
+    rebuild, (_, *how) = reduced
+    memory: Any = bytearray()
+    if array.nbytes:
+        # Contiguous memory, which the pickle may not take for read-only. Nobody writes to it here.
+        memory = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
+        memory.kept = array
+    return rebuild, (pickle.PickleBuffer(memory), *how)
+
+
+_NAMES: dict[Any, str] = {}
+
+
+def _name(dtype: Any) -> str:
+    return _NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+_NUMPY_HAS = frozenset(
+    [
+        "float64",
+        "float32",
+        "float16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint64",
+        "uint32",
+        "uint16",
+        "uint8",
+        "bool",
+        "complex128",
+        "complex64",
+    ]
+)
+
+
+def _bytes_of(flat: torch.Tensor, dtype: str) -> Any:
+    """The memory of a contiguous tensor, as something that pickles by protocol 5."""
+    if flat.numel() == 0:
+        return b""
+    if dtype not in _NUMPY_HAS:
+        # as_strided, because a single element may have any stride and still be contiguous
+        flat = flat.as_strided((flat.numel(),), (1,)).view(_torch().uint8)
+    array: Any = flat.numpy()
+    return pickle.PickleBuffer(array)
+
+
+class _Base:
+    """A part of one storage that several tensors cover; pickled once, by the pickle's memo."""
+
+    def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        self._start = start // 16 * 16  # as aligned as any dtype needs
+        self._bytes = (
+            _torch()
+            .empty(0, dtype=_torch().uint8, device="cpu")
+            .set_(storage, self._start, (end - self._start,), (1,))
+        )
+
+    def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        offset = tensor.storage_offset() - self._start // tensor.element_size()
+        return _name(tensor.dtype), offset, tuple(tensor.shape), tensor.stride()
+
+    def __reduce__(self) -> Any:
+        return _rebuild_base, (pickle.PickleBuffer(self._bytes.numpy()),)
+
+
+def _shared_parts(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return start and end of each part of the storage where several overlap or touch, in order."""
+    parts: list[tuple[int, int, int]] = []
+    for start, end in sorted(map(_extent, tensors)):
+        if parts and start <= parts[-1][1]:
+            first, reached, count = parts[-1]
+            parts[-1] = first, max(reached, end), count + 1
+        else:
+            parts.append((start, end, 1))
+    return [(start, end) for start, end, count in parts if count > 1]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of its storage that `tensor` covers, and the one after the last."""
+    last: int = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return start * size, (start + last + 1) * size
+
+
+def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions by falling stride, if that is another order and leaves no gap."""
+    stride = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def tensor_over(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor over the memory of `buffer`; not a view of another tensor."""
+    flat: torch.Tensor = _torch().frombuffer(buffer, dtype=dtype)
+    return flat if len(shape) == 1 else _over(flat, shape, _steps(shape))
+
+
+def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    step, steps = 1, []
+    for size in reversed(shape):
+        steps.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(steps))
+
+
+def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    empty = _torch().empty(0, dtype=flat.dtype, device="cpu")
+    return empty.set_(flat.untyped_storage(), 0, shape, stride)  # type: ignore[no-any-return]
+
+
+def rebuild_tensor(
+    data: Any, dtype: str, shape: tuple[int, ...], order: tuple[int, ...] | None, grad: bool
+) -> torch.Tensor:
+    kind = _KINDS.get(dtype) or _kind(dtype)
+    tensor: torch.Tensor
+    if not len(data):
+        tensor = _torch().empty(shape, dtype=kind, device="cpu")
+    elif order is None:
+        tensor = tensor_over(data, kind, shape)
+    else:  # `shape` is in the order of the memory: back to that of the dimensions
+        steps = _steps(shape)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        where = tuple(shape[i] for i in back), tuple(steps[i] for i in back)
+        tensor = _over(_torch().frombuffer(data, dtype=kind), *where)
+    return tensor.requires_grad_() if grad else tensor
+
+
+_KINDS: dict[str, Any] = {}
+
+
+def _kind(name: str) -> Any:
+    return _KINDS.setdefault(name, getattr(_torch(), name))
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _rebuild_base(data: Any) -> torch.Tensor:
+    return _torch().frombuffer(data, dtype=_torch().uint8)  # type: ignore[no-any-return]
+
+
+def _rebuild_view(
+    base: torch.Tensor, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    torch = _torch()
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
+    return empty.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]

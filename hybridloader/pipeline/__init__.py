@@ -1,0 +1,1 @@
+"""`Pipeline`: stages composed by hand, on the engine."""

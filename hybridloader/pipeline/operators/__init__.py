@@ -1,0 +1,1 @@
+"""Operators of pipelines, each a small class of its own."""

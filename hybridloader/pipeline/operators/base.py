@@ -1,0 +1,229 @@
+"""What a step of a pipeline is: a frozen description, and how its running form is made.
+
+A description holds no thread, file or position, so it can be pickled, compared and used any number of
+times. `Operator.open` makes an iterator out of the iterator before it; that iterator holds all the
+state. One thread pulls it. What the iterator before it raises passes through, and pulling again
+goes on behind the item that failed: so an iterator is a class with `__next__` rather than a
+generator, which would be over after an exception.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from hybridloader._support.attributes import attribute
+
+if TYPE_CHECKING:
+    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.pipeline.pipeline import Pipeline
+
+Length = int | float | None
+"""How many items: a number, `INFINITE`, or None if it can't be known before they have come."""
+
+INFINITE = math.inf
+
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
+"""Of an object, in its repr: it would make a description another one in every run."""
+
+Upstream = Callable[..., Iterator[Any]]
+"""Begins a new pass over what comes before an operator.
+
+With ``number=`` that pass of several, with ``start=`` behind the first items of it, with ``epoch=`` that
+of another epoch.
+"""
+
+
+class Mark(NamedTuple):
+    """What an operator said of itself: behind its first `at` items, `value` tells how to go on.
+
+    It is what JSON has, if it is to be saved as JSON.
+    """
+
+    at: int
+    value: Any
+
+
+class Part(NamedTuple):
+    """What comes before an operator, at the place where it goes on.
+
+    Attributes
+    ----------
+    branch
+        The number of a branch; None: what comes before in the same line.
+    start
+        Items of it that are not wanted any more.
+    epoch
+        The number of its pass.
+    """
+
+    branch: int | None
+    start: int
+    epoch: int
+
+
+class Context(Protocol):
+    """What an operator is told when it is opened."""
+
+    @property
+    def epoch(self) -> int:
+        """Which pass over the whole pipeline this is, from 0; a repetition counts as a pass."""
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that the user gave to the run; None if it was drawn."""
+
+    @property
+    def shared(self) -> dict[Any, Any]:
+        """What the operators of one pass share, by a key of their own."""
+
+    @property
+    def start(self) -> int:
+        """How many of its items are had already: the first that it gives is that number.
+
+        Above 0 only where `Operator.seek` has said that this can be done.
+        """
+
+    @property
+    def saved(self) -> Mark | None:
+        """What this operator marked in the run that this one goes on from."""
+
+    @property
+    def locks(self) -> PageLocks | None:
+        """For memory that this operator makes, if a device is going to read it there; else None."""
+
+    @property
+    def run_seed(self) -> int:
+        """The seed of the run, whether given or drawn."""
+
+    def random(self, seed: int | None) -> random.Random:
+        """A generator for this operator and this pass: from `seed`, else from the run's own seed."""
+
+    def draw(self) -> int:
+        """A seed for this pass, from torch's default generator; the same again after resuming."""
+
+    def open(self, pipeline: Pipeline, start: int = 0, number: int | None = None) -> Iterator[Any]:
+        """Open another pipeline as a part of this one, behind its first `start` items.
+
+        It is closed with this one. `number` says which branch it is, if not the next.
+        """
+
+    def mark(self, at: int, value: Any) -> None:
+        """Behind its first `at` items, this operator could go on if it were told `value`."""
+
+    def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
+        """`items`, which are those from number `at` on, from number `start` on."""
+
+
+class Operator(ABC):
+    """One step of a pipeline; to write one of your own, make a frozen dataclass with an `open`.
+
+    Examples
+    --------
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Pairs(Operator):
+    ...     \"\"\"Each item with the one after it.\"\"\"
+    ...
+    ...     def open(self, items, context):
+    ...         return PairsIterator(items)
+    """
+
+    @property
+    def name(self) -> str:
+        """What tables and errors call it."""
+        return _words(type(self).__name__)
+
+    @abstractmethod
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        """The running form, over `items`."""
+
+    def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
+        """The running form; overridden by operators that pass over what is before them not once."""
+        return self.open(upstream(), context)
+
+    def length(self, upstream: Length) -> Length:
+        """How many items come out when `upstream` go in."""
+        return None
+
+    def seek(self, n: int) -> int | None:
+        """How many items of what is before it make the first `n` of its own, n above 0.
+
+        Known from the parameters alone, for items none of which raised. None, if it depends on the items
+        or on chance. Who gives a number is opened with that `Context.start` when a run is resumed, over
+        what comes behind these items.
+        """
+        return None
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        """Where what is before it goes on when this goes on behind its first `n` items.
+
+        None: that can't be told, so all of it is to come again. `mark` is the last one up to there.
+        """
+        if n == 0:
+            return [Part(None, 0, epoch), *(Part(k, 0, epoch) for k in range(len(self.branches())))]
+        k = self.seek(n)
+        return None if k is None else [Part(None, k, epoch)]
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        """Other pipelines that run as a part of this operator."""
+        return ()
+
+    def describe(self, longest: int | None = 40) -> str:
+        """Its name and those parameters that differ from their defaults.
+
+        Parameters
+        ----------
+        longest
+            Letters of a value that are shown; None: all.
+        """
+        told = []
+        own: Any = self  # of a user's, which need not be a dataclass
+        for field in fields(own) if is_dataclass(own) else ():
+            value = getattr(self, field.name)
+            required = field.default is MISSING and field.default_factory is MISSING
+            if not field.repr or (not required and value == field.default):
+                continue
+            if longest is not None and type(value) in (list, tuple):
+                value = value[:longest]  # the rest would be cut off, and may be a million numbers
+            shown = attribute(value, "__qualname__") or _ADDRESS.sub("", repr(value))
+            if " at 0x" in shown:  # of no use to a reader, and another one in every run
+                shown = type(value).__qualname__
+            cut = longest is not None and len(shown) > longest
+            short = shown[: (longest or 0) - 3] + "..." if cut else shown
+            told.append(short if required else f"{field.name}={short}")
+        return f"{self.name}({', '.join(told)})"
+
+
+class OneForOne(Operator):
+    """One output for each input, in its place."""
+
+    def seek(self, n: int) -> int | None:
+        return n
+
+    def length(self, upstream: Length) -> Length:
+        return upstream
+
+
+class Source(Operator):
+    """The first step of a pipeline: there is nothing before it."""
+
+    @abstractmethod
+    def start(self, context: Context) -> Iterator[Any]:
+        """The items of one pass."""
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        raise TypeError(f"{self.name} is a source; nothing can come before it")
+
+    def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
+        return self.start(context)
+
+
+def _words(name: str) -> str:
+    """``PaddedBatch`` -> ``padded_batch``."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

@@ -1,0 +1,259 @@
+"""A cache: the items of one whole pass are kept, in memory or in a file, for later passes.
+
+A pass counts as whole when its end was reached and no item of it raised; what is kept of any
+other is thrown away. Once there is a whole one, what comes before the cache is not even opened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridloader._support.caller import warn
+from hybridloader._support.errors import ResultNotSendable, StateError
+from hybridloader._support.text import short
+from hybridloader.pipeline.operators.base import Context, Length, Mark, Operator, Part, Upstream
+from hybridloader.pipeline.operators.cache_file import Reader, Writer
+from hybridloader.pipeline.operators.iterators import Over
+from hybridloader.pipeline.operators.parameters import settle
+
+_Kept = tuple[list[Any], list[int]]
+"""The items of a whole pass, and its seed and epoch."""
+
+
+@dataclass(frozen=True)
+class Cache(Operator):
+    """Keeps what comes through the first whole pass, and gives it in every later one.
+
+    What comes before is frozen with it: random choices made there are made once.
+
+    Parameters
+    ----------
+    path
+        Of a file, which only this user can read. It is used again by later runs, and must be
+        deleted when what it was made of has changed. None keeps the items in memory, with this
+        very object: every pass gives the same objects, so change none of them in place. A copy of
+        the object, and one that was pickled, begins with nothing.
+    fingerprint
+        What comes before, as a text. A file that was written with another one is refused.
+
+    Raises
+    ------
+    CacheError
+        When a pass begins, or at an item: the file is damaged, or was written by another pipeline.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    fingerprint: str = field(default="", repr=False)
+    # Not a part of the description: empty until a whole pass is kept in memory. The first one counts.
+    _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            path = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path
+            if not isinstance(path, str):
+                raise TypeError(f"{self.name}: path must be that of a file, not {short(self.path)}")
+            if not os.path.basename(path) or "\0" in path:
+                raise ValueError(f"{self.name}: path={path!r} names no file")
+            settle(self, path=path)
+        if not isinstance(self.fingerprint, str):
+            raise TypeError(
+                f"{self.name}: fingerprint must be a text, not {short(self.fingerprint)}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "fingerprint": self.fingerprint}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        settle(self, **state, _kept=[])
+
+    def ready(self) -> bool:
+        """True if a whole pass is kept, so that what comes before is not needed."""
+        return bool(self._kept) if self.path is None else os.path.exists(self.path)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return self.begin(lambda: items, context)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if self.ready() or (mark is not None and mark.value is not None):
+            return []
+        # A pass that is to be kept must be whole, so it is made again from its beginning.
+        return None if n else [Part(None, 0, epoch)]
+
+    def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
+        if self.path is None:
+            return self._begin_in_memory(upstream, context)
+        path = str(self.path)
+        try:
+            reader = Reader(path, self.fingerprint)
+        except FileNotFoundError:
+            if context.saved is not None and context.saved.value is not None:
+                raise StateError(
+                    f"{self.name}: when the state was taken, items came from the cache file {path!r}, "
+                    "and it is gone; put it back, or begin the epoch anew"
+                ) from None
+        else:
+            context.mark(0, "file")
+            start = min(context.start, len(reader))
+            kept = map(reader.read, range(start, len(reader)))
+            return context.drop(KeptIterator(kept, reader.close), start)
+        context.mark(0, None)
+        folder = os.path.dirname(path) or os.curdir
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(
+                f"{self.name}: there is no folder {folder!r} for the file {path!r}; make it first"
+            )
+        before = upstream()
+        writer = None
+        try:
+            writer = Writer(path, self.fingerprint)
+        except OSError as error:
+            _warn_of(path, error)
+        return KeepingIterator(before, writer, path)
+
+    def _begin_in_memory(self, upstream: Upstream, context: Context) -> Iterator[Any]:
+        origin = [context.run_seed, context.epoch]
+        kept = None if context.saved is None else context.saved.value  # else it was being filled
+        meant = kept or origin
+        if self._kept:
+            items, of = self._kept[0]
+            if context.saved is not None and of != meant:
+                raise StateError(
+                    f"{self.name}: {self._of_state(meant)}, and this cache holds that of seed {of[0]}, "
+                    f"epoch {of[1]}; make the pipeline anew"
+                )
+            context.mark(0, of)
+            start = min(context.start, len(items))
+            rest = map(items.__getitem__, range(start, len(items)))
+            return context.drop(KeptIterator(rest), start)
+        if kept is None:
+            context.mark(0, None)
+            return KeepingIterator(upstream(), _Shelf(self._kept, origin))
+        if meant[0] != context.run_seed:
+            raise StateError(
+                f"{self.name}: {self._of_state(meant)}, which another run had made: the seed of this "
+                f"one is {context.run_seed}. Cache in a file to go on from such states"
+            )
+        context.mark(0, meant)
+        again = KeepingIterator(upstream(epoch=meant[1]), _Shelf(self._kept, meant))
+        return context.drop(again, 0)
+
+    @staticmethod
+    def _of_state(meant: list[int]) -> str:
+        return f"when the state was taken, it held the pass of seed {meant[0]}, epoch {meant[1]}"
+
+    def length(self, upstream: Length) -> Length:
+        return len(self._kept[0][0]) if self._kept else upstream
+
+
+class _Shelf:
+    """The items of a pass on their way to what is `kept`."""
+
+    def __init__(self, kept: list[_Kept], origin: list[int]) -> None:
+        self._kept, self._origin = kept, origin
+        self._items: list[Any] = []
+        self.add, self.discard = self._items.append, self._items.clear
+
+    def commit(self) -> None:
+        if not self._kept:  # of two passes at a time, the first stays the first
+            self._kept.append((self._items, self._origin))
+
+
+class KeptIterator(Over):
+    """A pass over what is kept. A damaged record raises; the one behind it comes next."""
+
+    def __init__(self, items: Iterator[Any], let_go: Callable[[], object] = bool) -> None:
+        super().__init__(items)
+        self._let_go = let_go
+
+    def __next__(self) -> Any:
+        try:
+            return self._pull()
+        except StopIteration:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give up what is left, and let go of the file. Idempotent."""
+        self._end()
+        self._let_go()
+
+
+class KeepingIterator(Over):
+    """A pass that is kept, in memory or in the file `path`, if it comes to its end."""
+
+    def __init__(
+        self, items: Iterator[Any], writer: Writer | _Shelf | None, path: str | None = None
+    ) -> None:
+        super().__init__(items)
+        self._path = path
+        # All the mutable state:
+        self._writer = writer  # None: not kept
+        self._raised = 0  # items
+
+    def __next__(self) -> Any:
+        try:
+            item = self._pull()
+        except StopIteration:
+            self._end()
+            self._finish()
+            raise
+        except Exception:
+            self._raised += 1
+            self._discard()
+            raise
+        if self._writer is not None:
+            self._add(self._writer, item)
+        return item
+
+    def _add(self, writer: Writer | _Shelf, item: Any) -> None:
+        try:
+            writer.add(item)
+        except BaseException as error:  # half a record may have been written
+            self._discard()
+            if isinstance(error, OSError):
+                _warn_of(self._path, error)
+                return
+            if not isinstance(error, ResultNotSendable):
+                raise
+            self._raised += 1
+            raise ResultNotSendable(
+                f"an item can't be written to the cache file {self._path!r}: {short(item)}: "
+                f"{error.__cause__}. Cache in memory, without a path, or before the step that makes it"
+            ) from error
+
+    def _finish(self) -> None:
+        writer, self._writer = self._writer, None
+        raised, self._raised = self._raised, 0
+        if raised:
+            warn(
+                f"a pass in which items raised errors ({raised} here) is not whole, so the cache does "
+                "not keep it; skip such items in a step before the cache",
+            )
+        if writer is not None:
+            try:
+                writer.commit()
+            except BaseException as error:
+                writer.discard()
+                if not isinstance(error, OSError):
+                    raise
+                _warn_of(self._path, error)
+
+    def _discard(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.discard()
+
+    def close(self) -> None:
+        self._discard()
+        self._raised = 0
+        super().close()
+
+
+def _warn_of(path: str | None, error: OSError) -> None:
+    warn(
+        f"the cache file {path!r} can't be written ({error}); what was written of it is removed, and "
+        "this pass goes on without a cache",
+    )

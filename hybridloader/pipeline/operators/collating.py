@@ -1,0 +1,83 @@
+"""Collation in the thread that pulls: samples become a batch, large ones in recycled slots.
+
+The same collation and the same slots as in workers; see `hybridloader.fetching.collate` and
+`hybridloader.memory.slots`. torch is imported only if its `default_collate` is what collates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.arguments import function
+from hybridloader._support.errors import no_stop
+from hybridloader._support.text import short
+from hybridloader.fetching.collate import is_default_collate, set_slots, teach_torch
+from hybridloader.memory.limits import Memory
+from hybridloader.memory.slots import PrivateSlots
+from hybridloader.pipeline.operators.base import Operator
+
+if TYPE_CHECKING:
+    from hybridloader.memory.page_locks import PageLocks
+
+CollateFn = Callable[[list[Any]], Any]
+
+SIZE = "give the number of samples in a batch"
+"""What errors about a size ask for."""
+
+
+class Collating:
+    """A collate function with slots of its own.
+
+    Parameters
+    ----------
+    collate_fn
+        None for torch's `default_collate`.
+    memory
+        What the slots may take.
+    locks
+        Lock their pages, because a device is going to read them; None: they are not.
+    """
+
+    def __init__(
+        self, collate_fn: CollateFn | None, memory: Memory, locks: PageLocks | None = None
+    ) -> None:
+        if collate_fn is None:
+            from torch.utils.data import default_collate
+
+            collate_fn = default_collate
+        if is_default_collate(collate_fn):
+            teach_torch()
+        self._function = collate_fn
+        self._slots = PrivateSlots(memory.bytes())
+        if locks is not None:
+            self._slots.page_lock(locks)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        before = set_slots(self._slots)
+        try:
+            batch = self._function(samples)
+        except StopIteration as error:
+            raise no_stop(error, "a collate_fn") from error
+        finally:
+            set_slots(before)
+        if self._slots.refusal is not None:
+            self._slots.warn()
+        return batch
+
+
+def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:
+    """Refuse what can't be a collate function, or a limit of memory."""
+    if collate_fn is not None:
+        what = "a function from a list of samples to a batch (list keeps them as they are)"
+        function(f"{operator.name}: collate_fn", collate_fn, what)
+    check_memory(operator, memory)
+
+
+def check_memory(operator: Operator, memory: Any) -> None:
+    """Refuse what is not a limit of memory."""
+    if not isinstance(memory, Memory):
+        raise TypeError(
+            f"{operator.name}: memory must be a hybridloader.Memory, not {short(memory)}; "
+            "for a limit in bytes give Memory(limit=...)"
+        )

@@ -1,0 +1,91 @@
+"""Check that items of a pipeline keep their numbers when one of them fails, as a `zip` needs.
+
+A step that gives one item, or one error, for each item that it takes keeps count. A step that makes
+several items of one, or one of several, loses count at the first failure: that is not one item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hybridloader.fetching.on_error.policies import Skip as SkipPolicy
+from hybridloader.fetching.on_error.policies import final
+from hybridloader.pipeline.operators.base import Operator
+from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.pipeline.operators.order import Repeat, Shard, Skip, Take
+from hybridloader.pipeline.operators.work import Lookup, Map, Readers, Work
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.pipeline import Pipeline
+
+
+def loses_count(pipeline: Pipeline) -> str | None:
+    """Name a step after which the number of a failed item is unknown; None if there is none."""
+    return next((operator.name for operator in _steps(pipeline) if not _counts(operator)), None)
+
+
+def leaves_out(pipelines: Sequence[Pipeline]) -> bool:
+    """Tell whether a step in one of `pipelines` leaves out items that fail."""
+    return any(_skips(operator) for pipeline in pipelines for operator in _steps(pipeline))
+
+
+def check(name: str, number: int, pipeline: Pipeline) -> None:
+    """Refuse a pipeline that leaves items out by policy and loses count of them.
+
+    Raises
+    ------
+    ValueError
+        After such an item, rows could not be matched with those of other pipelines.
+    """
+    skipping: str | None = None
+    for operator in _steps(pipeline):
+        culprit = None
+        if _skips(operator):
+            skipping = operator.name
+            if not _leaves_a_gap(operator):
+                culprit = f"{skipping} makes no one item of one"
+        elif skipping is not None and (isinstance(operator, Cache) or not _counts(operator)):
+            culprit = f"behind {operator.name} nobody knows which item that was"
+        if culprit is not None:
+            raise ValueError(
+                f"{name}: in pipeline {number}, {skipping} leaves out items that fail, and {culprit}: "
+                "all rows behind it would be joined wrongly. Put the step with on_error, or those "
+                "behind it, behind the zip; or give on_error=Replace(...), which keeps every place"
+            )
+
+
+def _steps(pipeline: Pipeline) -> Iterator[Operator]:
+    """Yield all steps that items of `pipeline` may come through, earlier steps first."""
+    seen: set[int] = set()
+
+    def walk(line: Pipeline) -> Iterator[Operator]:
+        for operator in getattr(line, "operators", ()):
+            for inner in operator.branches():
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    yield from walk(inner)
+            yield operator
+
+    return walk(pipeline)
+
+
+def _skips(operator: Operator) -> bool:
+    if not isinstance(operator, (Work, Readers)):
+        return False
+    return isinstance(final(operator.placement.on_error), SkipPolicy)
+
+
+def _leaves_a_gap(operator: Operator) -> bool:
+    if isinstance(operator, Lookup):
+        return not operator.function.batched  # of a batch, one sample fails and the rest stays
+    return isinstance(operator, (Map, Readers))
+
+
+def _counts(operator: Operator) -> bool:
+    """Tell whether it gives one item or error for each it takes, or knows how many it omits."""
+    if isinstance(operator, (Map, Readers, Take, Skip, Shard, Repeat, Cache)):
+        return True
+    if operator.branches():  # they are looked at themselves
+        return True
+    return operator.seek(1) == 1 and operator.seek(2) == 2

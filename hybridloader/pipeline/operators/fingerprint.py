@@ -1,0 +1,239 @@
+"""Fingerprints: a few letters for the values that a step was given.
+
+They tell a step from another of the same name. They follow from values and not from addresses, so
+they are the same in every run of a script. The work is bounded: only a sample of a large value is
+read. No code of the user's is called: only the attributes of an object are read. So a dataset that
+loads samples on demand loads none.
+
+The bodies of functions, and the contents of files, are not read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import hashlib
+import mmap
+import pathlib
+import random
+import re
+import sys
+import types
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from hybridloader._support.attributes import own_attributes
+
+_MOST_VALUES = 20_000
+"""Greatest number of values that are read in all: some 50 ms."""
+
+_ALL = 64
+"""Items of a container, or kilobytes of a text, up to which all are read; of more, as many."""
+
+_ELEMENTS = 1024
+"""Greatest number of elements of an array that are read."""
+
+_DEEPEST = 12
+"""Greatest depth of objects within one another."""
+
+_PLAIN = {
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    decimal.Decimal,
+    fractions.Fraction,
+    range,
+    slice,
+    uuid.UUID,
+    type(None),
+    type(...),
+}
+"""Types whose repr tells the whole value."""
+
+_TOLD_BY_KIND = (types.ModuleType, types.GeneratorType, types.CoroutineType)
+
+
+def fingerprint(value: Any) -> str:
+    """Ten letters that follow from `value`."""
+    digest = hashlib.blake2b(digest_size=5)
+    for piece in _Look().at(value, 0):
+        digest.update(f"{len(piece)}:".encode())
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def drawn(count: int) -> Sequence[int]:
+    """Return the places that are read in a container of `count` items: a function of `count`."""
+    return range(count) if count <= _ALL else _places(count, _ALL)
+
+
+def _places(count: int, most: int) -> list[int]:
+    """Places at the ends, and drawn from between."""
+    between = random.Random(count).sample(range(8, count - 8), most - 16)
+    return [*range(8), *sorted(between), *range(count - 8, count)]
+
+
+class _Look:
+    """One look at a value and all within it."""
+
+    def __init__(self) -> None:
+        # All the mutable state:
+        self._met: dict[int, int] = {}  # by identity, which came when
+        self._kept: list[Any] = []  # so that no identity is given twice
+        self._left = _MOST_VALUES
+
+    def at(self, value: Any, depth: int) -> Iterator[bytes]:
+        """Yield the bytes that stand for `value`."""
+        self._left -= 1
+        if self._left < 0 or depth > _DEEPEST:
+            yield b"..."
+            return
+        kind = type(value)
+        yield f"{kind.__module__}.{kind.__qualname__}".encode()
+        if kind in _PLAIN:
+            yield repr(value).encode()
+        elif isinstance(value, enum.Enum):
+            yield str(value._name_).encode(errors="surrogatepass")
+        elif isinstance(value, int):
+            yield int.__format__(value, "x").encode()  # of any length
+        elif isinstance(value, (float, complex)):
+            base: Any = float if isinstance(value, float) else complex
+            yield base.__repr__(value).encode()
+        elif isinstance(value, str):
+            yield from _text(str.encode(value, errors="surrogatepass"))
+        elif isinstance(value, (bytes, bytearray, memoryview, mmap.mmap)):
+            yield from _bytes(value)
+        elif isinstance(value, pathlib.PurePath):
+            yield str(value).encode(errors="surrogatepass")
+        elif isinstance(value, type):
+            yield f"{value.__module__}.{value.__qualname__}".encode()
+        elif id(value) in self._met:
+            yield b"again %d" % self._met[id(value)]
+        else:
+            self._met[id(value)] = len(self._met)
+            self._kept.append(value)
+            yield from self._inside(value, depth + 1)
+
+    def _inside(self, value: Any, depth: int) -> Iterator[bytes]:
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if isinstance(value, (list, tuple, deque, dict, set, frozenset)):
+            yield from self._container(value, depth)
+        elif isinstance(value, re.Pattern):
+            yield from self._several(2, (value.pattern, value.flags), depth)
+        elif isinstance(value, functools.partial):
+            yield from self._several(3, (value.func, value.args, value.keywords), depth)
+        elif isinstance(value, types.MethodType):
+            yield from self._several(2, (value.__func__, value.__self__), depth)
+        elif isinstance(value, types.FunctionType):
+            yield f"{value.__module__}.{value.__qualname__}".encode()
+            cells = [*map(_of_cell, value.__closure__ or ())]
+            yield from self._several(3, (value.__defaults__, value.__kwdefaults__, cells), depth)
+        elif isinstance(value, types.BuiltinFunctionType):
+            yield str(value.__qualname__).encode()
+        elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+            yield from self._array(numpy.asarray(value), depth)
+        elif torch is not None and isinstance(value, torch.Tensor):
+            yield from _tensor(torch, value)
+        elif type(value).__module__.startswith("hybridloader.records"):
+            yield from self._several(len(value), _of_records(value), depth)
+        elif not isinstance(value, _TOLD_BY_KIND):
+            yield from self._attributes(value, depth)
+
+    def _several(self, count: int, values: Iterable[Any], depth: int) -> Iterator[bytes]:
+        yield b"%d" % count
+        for value in values:
+            yield from self.at(value, depth)
+
+    def _container(self, value: Any, depth: int) -> Iterator[bytes]:
+        """Read a container by the methods of its base class: those of a subclass may load data."""
+        if isinstance(value, (set, frozenset)):
+            yield b"%d" % len(value)
+            if len(value) <= _ALL * _ALL:  # no order is the same in every run
+                yield from sorted(b"|".join(_Look().at(item, depth)) for item in value)
+            return
+        if isinstance(value, dict):
+            keys = [*islice(dict.__iter__(value), _ALL), *islice(dict.__reversed__(value), _ALL)]
+            pairs = (part for key in keys for part in (key, dict.get(value, key)))
+            yield from self._several(dict.__len__(value), pairs, depth)
+        else:
+            base: Any = next(b for b in (list, tuple, deque) if isinstance(value, b))
+            count = base.__len__(value)
+            items = (base.__getitem__(value, place) for place in drawn(count))
+            yield from self._several(count, items, depth)
+        yield from self._attributes(value, depth)
+
+    def _attributes(self, value: Any, depth: int) -> Iterator[bytes]:
+        """Yield the bytes for the attributes of the object itself, its slots too."""
+        found = own_attributes(value)
+        known = found.get("_fingerprint")
+        if isinstance(known, str):  # of Hugging Face's datasets, which know what they were made of
+            found = {"_fingerprint": known}
+        for name in sorted(filter(lambda name: isinstance(name, str), found)):
+            yield name.encode(errors="surrogatepass")
+            yield from self.at(found[name], depth)
+
+    def _array(self, array: Any, depth: int) -> Iterator[bytes]:
+        yield f"{array.dtype} {array.shape}".encode()
+        if array.dtype.hasobject:
+            items = (array.flat[place] for place in drawn(array.size))
+            yield from self._several(array.size, items, depth)
+        elif array.size <= _ELEMENTS:
+            yield array.tobytes()
+        else:
+            yield array.flat[_places(array.size, _ELEMENTS)].tobytes()
+
+
+def _tensor(torch: Any, tensor: Any) -> Iterator[bytes]:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(tensor.shape)
+        told = f"{tensor.dtype} {shape} {tensor.layout}"
+        # What is on a device would have to be waited for.
+        if tensor.layout is torch.strided and tensor.device.type == "cpu":
+            try:
+                tensor = tensor.detach()
+                if tensor.numel() > _ELEMENTS:
+                    places = torch.tensor(_places(tensor.numel(), _ELEMENTS), device="cpu")
+                    tensor = tensor[torch.unravel_index(places, shape)]
+                told += repr(tensor.tolist())
+            except Exception:  # a kind of tensor that has no elements to show
+                pass
+    yield told.encode()
+
+
+def _text(text: bytes, size: int | None = None) -> Iterator[bytes]:
+    yield b"%d" % (len(text) if size is None else size)
+    most = _ALL * 1024
+    yield text if len(text) <= 2 * most else text[:most] + text[-most:]
+
+
+def _bytes(buffer: Any) -> Iterator[bytes]:
+    try:
+        with memoryview(buffer) as view, view.cast("B") as flat:
+            most = _ALL * 1024
+            yield from _text(bytes(flat[:most]) + bytes(flat[most:][-most:]), len(flat))
+    except (BufferError, TypeError, ValueError):  # closed, or not in one piece
+        return
+
+
+def _of_records(records: Any) -> Iterator[Any]:
+    """Yield some items of a `SharedList` or `SharedDict`: its attributes are names of memory."""
+    if hasattr(type(records), "keys"):
+        for key in islice(records, _ALL):
+            yield key
+            yield records[key]
+    else:
+        yield from (records[place] for place in drawn(len(records)))
+
+
+def _of_cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None

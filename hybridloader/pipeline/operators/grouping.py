@@ -1,0 +1,224 @@
+"""Operators that make batches of items, and items of batches.
+
+They group in the order in which items come and never look further ahead than the batch they are
+about to give. Collation is done in the thread that pulls; for collation in workers, map the
+collate function over batches made with ``collate_fn=list``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from hybridloader._support import arguments
+from hybridloader._support.errors import no_stop
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
+from hybridloader.pipeline.operators.base import INFINITE, Context, Length, Operator
+from hybridloader.pipeline.operators.buckets import BucketBy
+from hybridloader.pipeline.operators.budgets import BatchBy
+from hybridloader.pipeline.operators.collating import (
+    SIZE,
+    CollateFn,
+    Collating,
+    check_collation,
+    check_memory,
+)
+from hybridloader.pipeline.operators.fields import samples_of
+from hybridloader.pipeline.operators.iterators import Over
+from hybridloader.pipeline.operators.padding import Pad
+from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
+
+__all__ = ["Batch", "BatchBy", "BucketBy", "PaddedBatch", "Unbatch"]
+
+
+class _OfSize(Operator):
+    """Batches of one size."""
+
+    batch_size: int
+    drop_last: bool
+
+    def seek(self, n: int) -> int:
+        return n * self.batch_size
+
+    def length(self, upstream: Length) -> Length:
+        if upstream is None or upstream == INFINITE:
+            return upstream
+        full, rest = divmod(int(upstream), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+
+@dataclass(frozen=True)
+class Batch(_OfSize):
+    """Every `batch_size` items as one batch.
+
+    Parameters
+    ----------
+    batch_size
+        Items in a batch.
+    drop_last
+        Whether to drop the last batch if it is not full.
+    collate_fn
+        From a list of samples to a batch; None is torch's `default_collate`. With ``list`` a batch
+        is the plain list.
+    memory
+        What the recycled slots may take in which large tensors are collated.
+    """
+
+    batch_size: int
+    drop_last: bool = False
+    collate_fn: CollateFn | None = None
+    memory: Memory = DEFAULT_MEMORY
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "batch_size", 1, SIZE)
+        check_flags(self, "drop_last")
+        check_collation(self, self.collate_fn, self.memory)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        collate = Collating(self.collate_fn, self.memory, context.locks)
+        return BatchIterator(items, self.batch_size, self.drop_last, collate)
+
+
+@dataclass(frozen=True)
+class PaddedBatch(_OfSize):
+    """Every `batch_size` items as one batch, padded where their lengths differ. See `Pad` for the rules.
+
+    Parameters
+    ----------
+    batch_size
+        Items in a batch.
+    padding_value
+        What to fill up with.
+    drop_last
+        Whether to drop the last batch if it is not full.
+    lengths
+        Whether to give ``(batch, lengths)``.
+    memory
+        What the recycled slots may take in which large tensors are made.
+    """
+
+    batch_size: int
+    padding_value: float = 0
+    drop_last: bool = False
+    lengths: bool = False
+    memory: Memory = DEFAULT_MEMORY
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "batch_size", 1, SIZE)
+        check_flags(self, "drop_last", "lengths")
+        check_memory(self, self.memory)
+        try:
+            Pad(self.padding_value)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        collate = Collating(Pad(self.padding_value, self.lengths), self.memory, context.locks)
+        return BatchIterator(items, self.batch_size, self.drop_last, collate)
+
+
+class BatchIterator(Over):
+    """The running form of `Batch` and `PaddedBatch`."""
+
+    def __init__(
+        self, items: Iterator[Any], size: int, drop_last: bool, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        super().__init__(items)
+        self._size, self._drop_last, self._collate = size, drop_last, collate
+        # All the mutable state:
+        self._batch: list[Any] = []
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        batch = self._batch
+        # What came before an exception stays in the list: `extend` takes items one by one.
+        batch.extend(islice(self._items, self._size - len(batch)))
+        self._batch = []
+        if len(batch) < self._size:
+            self._ended = True
+            if not batch or self._drop_last:
+                raise StopIteration
+        return self._collate(batch)
+
+    def close(self) -> None:
+        self._ended = True
+        self._batch = []
+        super().close()
+
+
+@dataclass(frozen=True)
+class Unbatch(Operator):
+    """The samples of every batch, one by one.
+
+    Tensors and arrays are split along their first dimension; mappings, namedtuples and dataclasses
+    field by field, and made again around every sample's part. A list or tuple of batched columns, as
+    `default_collate` makes of tuples, gives tuples; any other gives what is in it. What numbers
+    were before they were collated can't be known: they come as tensors of no dimension.
+
+    Parameters
+    ----------
+    columns
+        What lists and tuples hold, also those in fields: True, columns; False, one thing for each
+        sample. None goes by what is in them: without an array they hold samples; with arrays that
+        differ in dtype or number of dimensions, or with arrays and other things, columns; with arrays of
+        one kind it could be either, and is an error.
+    split
+        From a batch to an iterable of its samples, instead of these rules.
+    """
+
+    columns: bool | None = None
+    split: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.columns is not None:
+            check_flags(self, "columns")
+        if self.split is not None:
+            what = "a function from a batch to an iterable of samples"
+            arguments.function(f"{self.name}: split", self.split, what)
+            if self.columns is not None:
+                raise ValueError(
+                    f"{self.name}: columns={self.columns} is a rule for splitting, and split= takes "
+                    "the place of all rules; leave one of them out"
+                )
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return UnbatchIterator(items, self.columns, self.split)
+
+    def length(self, upstream: Length) -> Length:
+        return 0 if upstream == 0 else None
+
+
+class UnbatchIterator(Over):
+    """The running form of `Unbatch`."""
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        columns: bool | None,
+        split: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__(items)
+        self._columns, self._split = columns, split
+        # All the mutable state:
+        self._samples: Iterator[Any] = iter(())  # what is left of the batch
+
+    def __next__(self) -> Any:
+        while True:
+            for sample in self._samples:
+                return sample
+            batch = super().__next__()
+            if self._split is None:
+                self._samples = iter(samples_of(batch, self._columns))
+            else:
+                try:
+                    self._samples = iter(self._split(batch))
+                except StopIteration as error:
+                    raise no_stop(error, "unbatch: split") from error
+
+    def close(self) -> None:
+        self._samples = iter(())
+        super().close()

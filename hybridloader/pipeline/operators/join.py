@@ -1,0 +1,294 @@
+"""Operators that make one pipeline out of several, without regard to which item belongs to which.
+
+Each pulls the pipelines in one thread, in an order that its parameters alone decide, whichever of
+them has something first. An error of one of them is raised where its item would have been returned.
+The operators that join items by their numbers are in `rows`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.arguments import is_number, one_of
+from hybridloader._support.attributes import close
+from hybridloader._support.errors import Raised
+from hybridloader._support.text import short
+from hybridloader.fetching.on_error.places import astray, takes_a_place
+from hybridloader.pipeline.operators.base import INFINITE, Context, Length, Mark, Part, Source
+from hybridloader.pipeline.operators.iterators import Among, nothing, opened
+from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, several, sum_of
+from hybridloader.pipeline.operators.rows import Zip
+from hybridloader.pipeline.operators.split import Branch, Fork, reaches_out
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.pipeline import Pipeline
+
+__all__ = ["Branch", "Concat", "Fork", "Interleave", "Mix", "Zip"]
+
+
+@dataclass(frozen=True)
+class Concat(Source):
+    """All items of the first pipeline, then all of the second, and so on; each begins in its turn."""
+
+    pipelines: tuple[Pipeline, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        settle(self, pipelines=several(self, self.pipelines))
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        return self.pipelines
+
+    def start(self, context: Context) -> Iterator[Any]:
+        return ConcatIterator(self.pipelines, context)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if mark is None:
+            return None if n else [Part(0, 0, epoch)]
+        # Of a fork, other branches may be in pipelines that are over, and would pile up.
+        if n and any(map(reaches_out, self.pipelines)):
+            return None
+        return [Part(mark.value, n - mark.at, epoch)]
+
+    def length(self, upstream: Length) -> Length:
+        return sum_of(pipeline.length for pipeline in self.pipelines)
+
+
+class ConcatIterator(Iterator[Any]):
+    """The running form of `Concat`. A pipeline that can't be opened raises once and is passed over."""
+
+    def __init__(self, pipelines: tuple[Pipeline, ...], context: Context) -> None:
+        self._pipelines, self._context = pipelines, context
+        # All the mutable state:
+        self._given = context.start  # items, and errors in their places
+        since, number = context.saved or Mark(0, 0)
+        self._begun: int = number  # pipelines
+        self._start = self._given - since  # items of the next one that are not wanted
+        context.mark(since, self._begun)
+        self._items: Iterator[Any] | None = None  # of the one whose turn it is
+        self._pull: Any = nothing
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                item = self._pull()
+            except StopIteration:
+                self._items, self._pull = None, nothing
+                if self._begun == len(self._pipelines):
+                    raise
+            except Exception as error:
+                self._given += takes_a_place(error)
+                raise
+            else:
+                self._given += 1
+                return item
+            number, start = self._begun, self._start
+            self._begun, self._start = number + 1, 0
+            if not start:
+                self._context.mark(self._given, number)
+            try:
+                items = self._context.open(self._pipelines[number], start, number)
+            except Exception as error:
+                failed = Raised(astray(error))  # nobody knows how many items it would have had
+            else:
+                self._items, self._pull = items, items.__next__
+                continue
+            self._given += 1
+            failed.throw()
+
+    def close(self) -> None:
+        """Give up what is left, and close what is open. Idempotent."""
+        items, self._items, self._pull = self._items, None, nothing
+        self._begun = len(self._pipelines)
+        close(items)
+
+
+@dataclass(frozen=True)
+class Mix(Source):
+    """Items of several pipelines, each drawn at random from one of them, errors in their places.
+
+    The order is a function of the seed, the pass and the lengths of the pipelines.
+
+    Parameters
+    ----------
+    pipelines
+        At least one.
+    weights
+        How often each is drawn, in proportion to the others; None draws all alike.
+    seed
+        None takes the seed of the run.
+    stop
+        ``"all"`` goes on with the others, in the same proportions, when one has ended. ``"first"``
+        ends when one that was drawn has ended.
+    """
+
+    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    weights: tuple[float, ...] | None = None
+    seed: int | None = None
+    stop: str = "all"
+
+    def __post_init__(self) -> None:
+        settle(self, pipelines=several(self, self.pipelines))
+        settle_whole(self, "seed", 0, SEED, optional=True)
+        one_of(f"{self.name}: stop", self.stop, ("all", "first"))
+        if self.weights is not None:
+            settle(self, weights=self._checked(self.weights))
+
+    def _checked(self, weights: Any) -> tuple[float, ...]:
+        try:
+            found = tuple(weights)
+        except TypeError:
+            found = ()
+        if len(found) != len(self.pipelines):
+            raise ValueError(
+                f"{self.name}: weights must be one number for each of {len(self.pipelines)} pipelines, "
+                f"not {short(weights)}"
+            )
+        for number, weight in enumerate(found):
+            if not is_number(weight):
+                raise TypeError(
+                    f"{self.name}: weights[{number}] must be a number, not {short(weight)}"
+                )
+            if not 0 < weight < math.inf:
+                raise ValueError(
+                    f"{self.name}: weights[{number}] must be above 0 and finite, not {weight}; leave "
+                    "out a pipeline that is never to be drawn"
+                )
+        return tuple(map(float, found))
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        return self.pipelines
+
+    def start(self, context: Context) -> Iterator[Any]:
+        weights = self.weights or (1.0,) * len(self.pipelines)
+        generator = context.random(self.seed)
+        branches = opened(self.pipelines, context)
+        return MixIterator(branches, weights, generator, self.stop == "first")
+
+    def length(self, upstream: Length) -> Length:
+        lengths = [pipeline.length for pipeline in self.pipelines]
+        if self.stop == "all" or len(lengths) == 1:
+            return sum_of(lengths)
+        return INFINITE if set(lengths) == {INFINITE} else None
+
+
+class MixIterator(Among):
+    """The running form of `Mix`."""
+
+    def __init__(
+        self,
+        branches: list[Iterator[Any]],
+        weights: tuple[float, ...],
+        generator: random.Random,
+        first: bool,
+    ) -> None:
+        super().__init__(branches)
+        self._first = first
+        self._draw = generator.random  # see `ShuffleIterator`
+        # All the mutable state:
+        self._random = generator
+        self._left = [(b.__next__, w) for b, w in zip(branches, weights, strict=True)]
+        self._edges = self._edges_now()
+        self._place: int | None = None  # of the one that was drawn, and has given nothing yet
+
+    def __next__(self) -> Any:
+        while self._left:
+            place = self._place
+            if place is None:
+                edges = self._edges
+                place = bisect_right(edges, self._draw() * edges[-1], hi=len(edges) - 1)
+            try:
+                item = self._left[place][0]()
+            except StopIteration:
+                self._place = None
+                if self._first:
+                    self._left = []
+                else:
+                    del self._left[place]
+                    self._edges = self._edges_now()
+            except Exception as error:
+                self._place = None if takes_a_place(error) else place
+                raise
+            else:
+                self._place = None
+                return item
+        raise StopIteration
+
+    def _edges_now(self) -> list[float]:
+        """Where the part of each of those that are left ends, from 0 to the sum of the weights."""
+        return list(accumulate(weight for _, weight in self._left))
+
+    def close(self) -> None:
+        self._left = []
+        super().close()
+
+
+@dataclass(frozen=True)
+class Interleave(Source):
+    """`block` items of each pipeline in turn, until all have ended.
+
+    Parameters
+    ----------
+    pipelines
+        At least one.
+    block
+        Items in a row from one of them.
+    """
+
+    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        instead = "give how many items in a row come from one pipeline"
+        settle_whole(self, "block", 1, instead)
+        settle(self, pipelines=several(self, self.pipelines))
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        return self.pipelines
+
+    def start(self, context: Context) -> Iterator[Any]:
+        return InterleaveIterator(opened(self.pipelines, context), self.block)
+
+    def length(self, upstream: Length) -> Length:
+        return sum_of(pipeline.length for pipeline in self.pipelines)
+
+
+class InterleaveIterator(Among):
+    """The running form of `Interleave`."""
+
+    def __init__(self, branches: list[Iterator[Any]], block: int) -> None:
+        super().__init__(branches)
+        self._block = block
+        # All the mutable state:
+        self._left = [branch.__next__ for branch in branches]
+        self._turn = 0  # whose it is
+        self._given = 0  # items, in this turn
+
+    def __next__(self) -> Any:
+        while self._left:
+            if self._given == self._block:
+                self._given = 0
+                self._turn += 1
+            if self._turn >= len(self._left):
+                self._turn = 0
+            try:
+                item = self._left[self._turn]()
+            except StopIteration:
+                del self._left[self._turn]
+                self._given = 0
+                continue
+            except Exception as error:
+                self._given += takes_a_place(error)
+                raise
+            self._given += 1
+            return item
+        raise StopIteration
+
+    def close(self) -> None:
+        self._left = []
+        super().close()

@@ -1,0 +1,396 @@
+"""Operators that choose which items come, when, and how often, and never change an item."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridloader._support.attributes import close
+from hybridloader._support.errors import Raised
+from hybridloader.fetching.on_error.places import LeftOut, beside, takes_a_place
+from hybridloader.pipeline.operators.base import (
+    INFINITE,
+    Context,
+    Length,
+    Mark,
+    OneForOne,
+    Operator,
+    Part,
+    Upstream,
+)
+from hybridloader.pipeline.operators.iterators import Over, nothing
+from hybridloader.pipeline.operators.parameters import SEED, settle_whole
+
+
+@dataclass(frozen=True)
+class Shuffle(Operator):
+    """The items in a random order, as random as a buffer makes it.
+
+    The buffer is filled with the first `buffer_size` items. Then one of those in it, each with the same
+    chance, is given, and the next item comes into the buffer; at the end the rest is given in the same
+    way. So all of what fits into the buffer is shuffled uniformly, and no item comes more than
+    `buffer_size` - 1 places earlier than it would have. The order is a function of the seed, the pass
+    and the number of items.
+
+    Parameters
+    ----------
+    buffer_size
+        How many items are held, at least 1.
+    seed
+        None takes the seed of the run.
+    """
+
+    buffer_size: int
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        instead = "give how many items may be held; the more, the better they are shuffled"
+        settle_whole(self, "buffer_size", 1, instead)
+        settle_whole(self, "seed", 0, SEED, optional=True)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return ShuffleIterator(items, self.buffer_size, context.random(self.seed))
+
+    def length(self, upstream: Length) -> Length:
+        return upstream
+
+
+class ShuffleIterator(Over):
+    """The running form of `Shuffle`."""
+
+    def __init__(self, items: Iterator[Any], size: int, generator: random.Random) -> None:
+        super().__init__(items)
+        self._size = size
+        # `random()` alone is promised to give the same numbers in every version of Python.
+        self._draw = generator.random
+        # All the mutable state:
+        self._random = generator
+        self._buffer: list[Any] = []
+        self._ended = False
+
+    def __next__(self) -> Any:
+        buffer = self._buffer
+        if not self._ended:
+            try:
+                while len(buffer) < self._size:
+                    buffer.append(self._pull())
+            except StopIteration:
+                self._ended = True
+        if not buffer:
+            raise StopIteration
+        place = int(self._draw() * len(buffer))
+        last = buffer.pop()
+        if place == len(buffer):
+            return last
+        item, buffer[place] = buffer[place], last
+        return item
+
+    def close(self) -> None:
+        self._ended = True
+        self._buffer = []
+        super().close()
+
+
+@dataclass(frozen=True)
+class Take(Operator):
+    """The first `count` items; one that raises counts.
+
+    No later item is asked for, and the steps before are closed.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "count", 0, "give a number of items")
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return TakeIterator(items, self.count - context.start)
+
+    def seek(self, n: int) -> int | None:
+        return n if n <= self.count else None
+
+    def length(self, upstream: Length) -> Length:
+        if upstream is None:
+            return None if self.count else 0
+        return min(self.count, upstream)
+
+
+class TakeIterator(Over):
+    """The running form of `Take`."""
+
+    def __init__(self, items: Iterator[Any], count: int) -> None:
+        super().__init__(items)
+        # All the mutable state:
+        self._left = count
+
+    def __next__(self) -> Any:
+        if self._left <= 0:
+            if self._left == 0:
+                self.close()
+            raise StopIteration
+        try:
+            item = self._pull()
+        except StopIteration:
+            self.close()
+            raise
+        except Exception as error:
+            self._left -= takes_a_place(error)
+            raise
+        self._left -= 1
+        return item
+
+    def close(self) -> None:
+        self._left = -1
+        self._end()
+        close(self._items)
+
+
+@dataclass(frozen=True)
+class Skip(Operator):
+    """All but the first `count` items. Errors of skipped items are raised all the same."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "count", 0, "give a number of items")
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return EveryIterator(items, 0 if context.start else self.count, 1)
+
+    def seek(self, n: int) -> int:
+        return self.count + n
+
+    def length(self, upstream: Length) -> Length:
+        return _from(upstream, self.count, 1)
+
+
+class EveryIterator(Over):
+    """Skips some items, gives one, skips some, gives one, ...
+
+    Parameters
+    ----------
+    first
+        Items before the first one that is given.
+    step
+        From one that is given to the next one.
+    """
+
+    def __init__(self, items: Iterator[Any], first: int, step: int) -> None:
+        super().__init__(items)
+        self._between = step - 1
+        # All the mutable state:
+        self._skip = first  # items before the next one that is given
+
+    def __next__(self) -> Any:
+        while self._skip:
+            try:
+                self._pull()
+            except Exception as error:
+                if not self._failed(error):
+                    raise
+                raised = None if type(error) is LeftOut else Raised(beside(error))
+            else:
+                self._skip -= 1
+                continue
+            self._skip -= 1
+            if raised is not None:
+                raised.throw()
+        try:
+            item = self._pull()
+        except Exception as error:
+            if self._failed(error):
+                self._skip = self._between
+            raise
+        self._skip = self._between
+        return item
+
+
+def _from(upstream: Length, first: int, step: int) -> Length:
+    """How many items an `EveryIterator` gives."""
+    if upstream is None or upstream == INFINITE:
+        return upstream
+    return max(0, -(-(int(upstream) - first) // step))
+
+
+@dataclass(frozen=True)
+class Enumerate(OneForOne):
+    """Pairs of a number, counted from `start`, and an item. An error takes a number, too."""
+
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "start", -sys.maxsize, "give the first number")
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        return EnumerateIterator(items, self.start + context.start)
+
+
+class EnumerateIterator(Over):
+    """The running form of `Enumerate`."""
+
+    def __init__(self, items: Iterator[Any], start: int) -> None:
+        super().__init__(items)
+        # All the mutable state:
+        self._number = start
+
+    def __next__(self) -> Any:
+        try:
+            item = self._pull()
+        except Exception as error:
+            self._number += self._failed(error)
+            raise
+        number = self._number
+        self._number = number + 1
+        return number, item
+
+
+@dataclass(frozen=True)
+class Repeat(Operator):
+    """All items again and again: every time a new pass over what comes before, shuffled anew.
+
+    Parameters
+    ----------
+    times
+        How many passes; None goes on until a pass gives nothing.
+    """
+
+    times: int | None = None
+
+    def __post_init__(self) -> None:
+        instead = "give how many passes, or None for passes without end"
+        settle_whole(self, "times", 0, instead, optional=True)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        raise TypeError(f"{self.name} makes passes of its own; open it by `begin`")
+
+    def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
+        return RepeatIterator(upstream, self.times, context)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if mark is None:
+            return None if n else [Part(None, 0, epoch * (self.times or 1))]
+        return [Part(None, n - mark.at, epoch * (self.times or 1) + mark.value)]
+
+    def length(self, upstream: Length) -> Length:
+        if upstream == 0 or self.times == 0:
+            return 0
+        if upstream is None:
+            return None  # without end only if a pass gives anything
+        return INFINITE if self.times is None else upstream * self.times
+
+
+class RepeatIterator(Iterator[Any]):
+    """The running form of `Repeat`. The first pass begins with it, another when its turn comes."""
+
+    def __init__(self, upstream: Upstream, times: int | None, context: Context) -> None:
+        self._upstream, self._times, self._mark = upstream, times, context.mark
+        # All the mutable state:
+        self._given = context.start  # items, and errors in their places
+        self._begun = 0  # passes
+        self._gave = True  # whether this pass gave anything
+        self._items: Iterator[Any] | None = None
+        self._pull: Any = nothing
+        if context.saved is None:
+            self._begin()
+        else:
+            at, self._begun = context.saved
+            self._begin(at)
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                item = self._pull()
+            except StopIteration:
+                if self._items is None:
+                    raise
+                self._begin()
+                continue
+            except Exception as error:
+                self._given += takes_a_place(error)
+                raise
+            self._gave = True
+            self._given += 1
+            return item
+
+    def _begin(self, since: int | None = None) -> None:
+        """Begin another pass, if there is to be one; or go on in the one that began at item `since`."""
+        # Whether it is over, or the pass can't be begun: both are the end.
+        self._items, self._pull = None, nothing
+        over = not self._gave if self._times is None else self._begun >= self._times
+        if over:
+            return
+        number = self._begun
+        self._begun += 1
+        if since is None:
+            self._gave = False
+            self._mark(self._given, number)
+            items = self._upstream()
+        else:
+            self._gave = self._given > since
+            self._mark(since, number)
+            items = self._upstream(number, start=self._given - since)
+        self._items, self._pull = items, items.__next__
+
+    def close(self) -> None:
+        """Give up what is left, and close this pass. Idempotent."""
+        items, self._items, self._pull = self._items, None, nothing
+        close(items)
+
+
+@dataclass(frozen=True)
+class Shard(Operator):
+    """The items of one of several processes: every `num_replicas`-th, from number `rank` on.
+
+    When the number of items is no multiple of `num_replicas`, the first shards have one more than the
+    others.
+
+    Parameters
+    ----------
+    num_replicas, rank
+        How many shards there are, and the number of this one, from 0. None takes those of
+        `torch.distributed` if it is initialised when the pass begins, else shard 0 of 1.
+    """
+
+    num_replicas: int | None = None
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_replicas is None and self.rank is None:
+            return
+        if self.num_replicas is None or self.rank is None:
+            raise ValueError(
+                f"{self.name}: num_replicas={self.num_replicas} and rank={self.rank}: give both, or "
+                "neither, to take those of torch.distributed"
+            )
+        settle_whole(self, "num_replicas", 1, "give the number of shards")
+        settle_whole(self, "rank", 0, "give the number of the shard, from 0")
+        if self.rank >= self.num_replicas:
+            raise ValueError(
+                f"{self.name}: rank={self.rank} of num_replicas={self.num_replicas}: ranks go "
+                f"from 0 to {self.num_replicas - 1}"
+            )
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        num_replicas, rank = self.resolved()
+        return EveryIterator(items, num_replicas - 1 if context.start else rank, num_replicas)
+
+    def seek(self, n: int) -> int:
+        num_replicas, rank = self.resolved()
+        return rank + (n - 1) * num_replicas + 1
+
+    def length(self, upstream: Length) -> Length:
+        num_replicas, rank = self.resolved()
+        return _from(upstream, rank, num_replicas)
+
+    def resolved(self) -> tuple[int, int]:
+        """The number of shards and the number of this one, as they are now, in this process."""
+        if self.num_replicas is not None and self.rank is not None:
+            return self.num_replicas, self.rank
+        torch = sys.modules.get("torch")
+        distributed: Any = getattr(torch, "distributed", None)
+        if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+            return 1, 0
+        return distributed.get_world_size(), distributed.get_rank()

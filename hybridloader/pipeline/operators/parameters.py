@@ -1,0 +1,98 @@
+"""Checks of what users give: operators refuse bad parameters when they are described, not when they run.
+
+Every error says which operator and parameter, what was given, and what to give instead. Nothing here
+knows what an operator does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hybridloader._support.arguments import flag, whole
+from hybridloader._support.text import short
+from hybridloader.pipeline.operators.base import INFINITE, Length
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.pipeline import Pipeline
+
+
+class Named(Protocol):
+    """An operator, or what else errors are to name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def settle(described: Named, **values: Any) -> None:
+    """Set fields of a frozen description, from its ``__post_init__``."""
+    for name, value in values.items():
+        object.__setattr__(described, name, value)
+
+
+def settle_whole(
+    described: Named, parameter: str, least: int, instead: str, *, optional: bool = False
+) -> None:
+    """Make the field `parameter` an int that is at least `least`; or None, where it is optional."""
+    value = getattr(described, parameter)
+    if not (optional and value is None):
+        name = f"{described.name}: {parameter}"
+        settle(described, **{parameter: whole(name, value, least, instead=instead)})
+
+
+def check_flags(described: Named, *parameters: str) -> None:
+    """Refuse fields that are neither True nor False."""
+    for parameter in parameters:
+        flag(f"{described.name}: {parameter}", getattr(described, parameter))
+
+
+SEED = "give an int from 0 up, or None for the seed of the run"
+"""Request in errors about a seed."""
+
+
+def check_source(name: str, source: Any, hint: str = "") -> None:
+    """Refuse what is no iterable, nor a function that gives one. Raises `TypeError`."""
+    if isinstance(source, (str, bytes)):
+        raise TypeError(
+            f"{name}: a {type(source).__qualname__} would be read letter by letter: {short(source)}; "
+            "give an iterable of items, such as an open file or a list of paths"
+        )
+    if not hasattr(type(source), "__iter__") and not callable(source):
+        raise TypeError(
+            f"{name}: source must be an iterable, or a function that gives one, not {short(source)}"
+            f"{hint}"
+        )
+
+
+def several(described: Named, pipelines: Any) -> tuple[Pipeline, ...]:
+    """`pipelines` as a tuple of at least one."""
+    if not isinstance(pipelines, Iterable) or isinstance(pipelines, str):
+        raise TypeError(
+            f"{described.name}: pipelines must be several pipelines, not {short(pipelines)}; "
+            "give a tuple or list of them"
+        )
+    found = tuple(pipelines)
+    if not found:
+        raise ValueError(f"{described.name}: there are no pipelines; give at least one")
+    for number, pipeline in enumerate(found):
+        one(described, f"pipelines[{number}]", pipeline)
+    return found
+
+
+def one(described: Named, parameter: str, pipeline: Any) -> None:
+    """`pipeline` is one, as far as can be told without importing the class."""
+    if not hasattr(type(pipeline), "length"):
+        raise TypeError(
+            f"{described.name}: {parameter} must be a pipeline, not {short(pipeline)}; make one of "
+            "an iterable or a dataset first"
+        )
+
+
+def sum_of(lengths: Iterable[Length]) -> Length:
+    """Of all together; None if one of them is not known and none is infinite."""
+    total: Length = 0
+    for length in lengths:
+        if length == INFINITE:
+            return length
+        total = None if total is None or length is None else total + length
+    return total

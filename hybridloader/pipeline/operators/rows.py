@@ -1,0 +1,222 @@
+"""Rows: items of several pipelines that belong together by their numbers.
+
+Row `i` is made of item `i` of each pipeline. An error in the place of an item counts as one. So a
+failure drops its whole row. If it dropped the item of one pipeline alone, all later rows would be
+shifted. After a failure whose number is unknown, no row comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hybridloader._support.errors import IteratorClosed, Raised, add_note
+from hybridloader.fetching.on_error.places import LeftOut, goes_astray, takes_a_place
+from hybridloader.pipeline.operators.base import Context, Length, Mark, Part, Source
+from hybridloader.pipeline.operators.counting import check, leaves_out, loses_count
+from hybridloader.pipeline.operators.iterators import Among, Over, opened
+from hybridloader.pipeline.operators.parameters import check_flags, settle, several
+from hybridloader.pipeline.operators.split import may_begin_at
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Zip(Source):
+    """Tuples of one item from each pipeline.
+
+    Items belong together by their numbers. One that raises, or is left out by `on_error`, drops its
+    whole row. After a failure whose number is unknown, no row comes.
+
+    Parameters
+    ----------
+    pipelines
+        At least one.
+    strict
+        Whether pipelines of different lengths are an error: here, if the lengths are known, else
+        when the first of them has ended. If not, it ends with the shortest.
+    """
+
+    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        pipelines = several(self, self.pipelines)
+        settle(self, pipelines=pipelines)
+        check_flags(self, "strict")
+        if len(pipelines) > 1:
+            for number, pipeline in enumerate(pipelines):
+                check(self.name, number, pipeline)
+        lengths = [pipeline.length for pipeline in pipelines]
+        if self.strict and len({length for length in lengths if length is not None}) > 1:
+            raise ValueError(
+                f"{self.name}: the pipelines are of different lengths: {lengths}; shorten them by "
+                "take(), or give strict=False to end with the shortest"
+            )
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        return self.pipelines
+
+    def start(self, context: Context) -> Iterator[Any]:
+        several = len(self.pipelines) > 1
+        lost = [loses_count(pipeline) if several else None for pipeline in self.pipelines]
+        return ZipIterator(opened(self.pipelines, context), self.strict, context.start, lost)
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if n and (leaves_out(self.pipelines) or not may_begin_at(self.pipelines, n)):
+            return None
+        return [Part(number, n, epoch) for number in range(len(self.pipelines))]
+
+    def length(self, upstream: Length) -> Length:
+        lengths = [pipeline.length for pipeline in self.pipelines]
+        known = [length for length in lengths if length is not None]
+        if self.strict and known:
+            return known[0]
+        if 0 in known:
+            return 0
+        return None if len(known) < len(lengths) else min(known)
+
+
+class ZipIterator(Among):
+    """The running form of `Zip`.
+
+    Parameters
+    ----------
+    start
+        Rows that were given before.
+    lost
+        For each branch, the step that makes the number of a failure unknown; None if there is none.
+    """
+
+    def __init__(
+        self,
+        branches: list[Iterator[Any]],
+        strict: bool,
+        start: int,
+        lost: Sequence[str | None] = (),
+    ) -> None:
+        super().__init__(branches)
+        self._strict, self._lost = strict, [*lost, *[None] * (len(branches) - len(lost))]
+        self._pulls = [branch.__next__ for branch in branches]
+        # All the mutable state:
+        self._count = start  # rows given, or raised
+        self._row: list[Any] = []  # the items of the next one, as far as they have come
+        self._failed: Exception | None = None  # what that row raises, once all of it has come
+        self._checked = 0  # after the end of the first branch: how many have ended, it included
+        self._ended = False
+        self._last: Exception | None = None  # what is to be raised yet, after the end
+
+    def __next__(self) -> Any:
+        if self._ended:
+            self._raise_last()
+        if self._checked:
+            self._check()
+        row, pulls = self._row, self._pulls
+        while len(row) < len(pulls):
+            try:
+                row.append(pulls[len(row)]())
+            except StopIteration:
+                self._end()
+            except Exception as error:
+                if not takes_a_place(error):
+                    raise
+                self._spoil(error)
+        self._count += 1
+        self._row = []
+        if self._failed is not None:
+            self._raise_failed()
+        return tuple(row)
+
+    def _spoil(self, error: Exception) -> None:
+        """Note that an item of this row failed: the row fails after all branches gave theirs."""
+        number, first = len(self._row), self._failed
+        culprit = self._lost[number]
+        if goes_astray(error) or culprit is not None:
+            why = f"behind {culprit}" if culprit is not None else "after such an error"
+            text = (
+                f"zip: {why}, nobody knows to which row of the others the items of pipeline {number} "
+                "belong, so the error ends it. "
+                + ("Put that step behind the zip" if culprit is not None else "Mend the source")
+                + ", or keep items from failing before it, with on_error=Replace(...)"
+            )
+            add_note(error, text)
+            self._ended, self._last = True, IteratorClosed(text)
+            try:
+                raise error
+            finally:
+                del error, first  # a traceback whose frame holds its own exception is a cycle
+        self._row.append(None)
+        if first is None or (type(first) is LeftOut and type(error) is not LeftOut):
+            self._failed = error
+        elif type(error) is not LeftOut and repr(error) != repr(first):
+            add_note(first, f"In the same row of zip, pipeline {number} raised {error!r}.")
+
+    def _raise_failed(self) -> NoReturn:
+        assert self._failed is not None
+        failed, self._failed = Raised(self._failed), None
+        failed.throw()
+
+    def _raise_last(self) -> NoReturn:
+        if self._last is None:
+            raise StopIteration
+        last = Raised(self._last)
+        if not isinstance(self._last, IteratorClosed):
+            self._last = None
+        last.throw()
+
+    def _end(self) -> NoReturn:
+        """Handle the end of a branch, when those before it in the row have not ended."""
+        ended = len(self._row)
+        if not ended and self._strict:
+            self._checked = 1
+            self._check()
+        self._ended = True
+        if ended and self._strict:
+            self._last = self._uneven(ended, 0)
+        if self._failed is not None and type(self._failed) is not LeftOut:
+            self._raise_failed()
+        self._raise_last()
+
+    def _check(self) -> NoReturn:
+        """Check, after the end of the first branch, that the others have ended too."""
+        while self._checked < len(self._pulls):
+            try:
+                self._pulls[self._checked]()
+            except StopIteration:
+                self._checked += 1
+                continue
+            except Exception as error:
+                if not takes_a_place(error):
+                    raise
+                if type(error) is not LeftOut:
+                    self._failed = error
+            self._ended, self._last = True, self._uneven(0, self._checked)
+            if self._failed is not None:
+                self._raise_failed()
+            self._raise_last()
+        self._ended = True
+        raise StopIteration
+
+    def _uneven(self, ended: int, other: int) -> ValueError:
+        return ValueError(
+            f"zip: pipeline {ended} ended after {self._count} items and pipeline {other} goes on; give "
+            "strict=False to end with the shortest"
+        )
+
+    def close(self) -> None:
+        self._ended, self._row = True, []
+        self._failed = self._last = None
+        super().close()
+
+
+class GapsClosed(Over):
+    """Items without the places of left-out ones, for steps that join no rows."""
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                return self._pull()
+            except LeftOut:
+                continue

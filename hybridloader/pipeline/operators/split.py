@@ -1,0 +1,237 @@
+"""A fork: several pipelines share one pass over what comes before them.
+
+Every branch gets every item, the same object as the others. What one branch has had and another
+has not yet waits in a queue without bound, as with `itertools.tee`: a branch that is never pulled
+holds all that the others have had. No thread is started here; whichever branch comes first pulls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.attributes import close
+from hybridloader._support.errors import Raised, twin
+from hybridloader._support.text import short
+from hybridloader.pipeline.operators.base import Context, Length, Mark, Part, Source
+from hybridloader.pipeline.operators.counting import leaves_out
+from hybridloader.pipeline.operators.parameters import one, settle_whole
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.pipeline import Pipeline
+
+
+@dataclass(frozen=True, eq=False)
+class Fork:
+    """A place where a pipeline goes on in several ways. Every fork is another, even with the same parts.
+
+    Parameters
+    ----------
+    pipeline
+        What comes before it.
+    count
+        How many branches there are. All are to be pulled, or closed: see the module.
+    """
+
+    pipeline: Pipeline
+    count: int
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return "fork"
+
+    def __post_init__(self) -> None:
+        one(self, "pipeline", self.pipeline)
+        settle_whole(self, "count", 1, "give the number of branches")
+
+
+@dataclass(frozen=True)
+class Branch(Source):
+    """One of the pipelines that a fork makes; it can be opened once in a pass.
+
+    Parameters
+    ----------
+    fork
+        Where it comes from.
+    number
+        Which of its branches it is, from 0.
+    """
+
+    fork: Fork = field(repr=False)
+    number: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fork, Fork):
+            raise TypeError(f"{self.name}: fork must be a Fork, not {short(self.fork)}")
+        instead = f"a fork of {self.fork.count} has branches 0 to {self.fork.count - 1}"
+        settle_whole(self, "number", 0, instead)
+        if self.number >= self.fork.count:
+            raise ValueError(f"{self.name}: there is no branch {self.number}: {instead}")
+
+    def branches(self) -> tuple[Pipeline, ...]:
+        return (self.fork.pipeline,)
+
+    def start(self, context: Context) -> Iterator[Any]:
+        trunk = context.shared.setdefault(self.fork, _Trunk(self.fork.count))
+        return trunk.branch(self, context)  # type: ignore[no-any-return]
+
+    def seek(self, n: int) -> int:
+        return n  # of all branches of a fork, which `may_begin_at` sees to
+
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+        if n and leaves_out([self.fork.pipeline]):  # in a zip, what is left out has a number
+            return None
+        return [Part(0, n, epoch)]
+
+    def length(self, upstream: Length) -> Length:
+        return self.fork.pipeline.length
+
+
+class _Trunk:
+    """What the branches of one fork share in one pass."""
+
+    def __init__(self, count: int) -> None:
+        self._pulling = threading.Lock()
+        self._opened: set[int] = set()
+        self._items: Iterator[Any] | None = None
+        # All the mutable state; a branch takes from its queue without the lock, all else is under it:
+        self.queues: list[deque[Any] | None] = [deque() for _ in range(count)]  # None: closed
+        self._ended = False
+
+    def branch(self, branch: Branch, context: Context) -> BranchIterator:
+        number = branch.number
+        with self._pulling:
+            if number in self._opened:
+                raise ValueError(
+                    f"branch {number} of a fork was opened twice in one pass; repeat what comes before "
+                    "the fork, or fork into more branches"
+                )
+            if self._items is None:
+                self._items = context.open(branch.fork.pipeline, context.start)
+            self._opened.add(number)
+        queue = self.queues[number]
+        assert queue is not None  # only its iterator closes it
+        return BranchIterator(self, number, queue)
+
+    def pull(self, number: int, queue: deque[Any]) -> Any:
+        """The next item for a branch whose queue was empty; what is pulled goes to the others too."""
+        with self._pulling:
+            if queue:  # another branch has pulled meanwhile
+                return queue.popleft()
+            if self._ended or self._items is None:
+                raise StopIteration
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._ended = True
+                raise
+            except Exception as error:
+                for other, waiting in enumerate(self.queues):
+                    if other != number and waiting is not None:
+                        # Without this frame, which holds the queues, in its traceback.
+                        double = twin(error)
+                        behind = error.__traceback__ and error.__traceback__.tb_next
+                        waiting.append(Raised(double.with_traceback(behind)))
+                raise
+            for other, waiting in enumerate(self.queues):
+                if other != number and waiting is not None:
+                    waiting.append(item)
+            return item
+
+    def forget(self, number: int) -> None:
+        """One branch is not pulled any more. Takes no lock: a finalizer may be what calls it."""
+        self.queues[number] = None
+
+    def close(self, number: int) -> None:
+        """Forget one branch, and close what comes before all once none is left."""
+        self.forget(number)
+        if self._items is not None and not any(q is not None for q in self.queues):
+            self._ended = True
+            close(self._items)
+
+
+class BranchIterator(Iterator[Any]):
+    """The running form of `Branch`; each may be pulled by a thread of its own."""
+
+    def __init__(self, trunk: _Trunk, number: int, queue: deque[Any]) -> None:
+        self._trunk, self._number = trunk, number
+        # All the mutable state, besides the trunk:
+        self._queue = queue
+        self._closed = False
+
+    def __next__(self) -> Any:
+        if self._closed:
+            raise StopIteration
+        queue = self._queue
+        # Only this branch takes from it, so what is there now stays there.
+        item = queue.popleft() if queue else self._trunk.pull(self._number, queue)
+        if type(item) is Raised:
+            item.throw()
+        return item
+
+    def close(self) -> None:
+        """Let the others go on alone; the last one closes what comes before. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._trunk.close(self._number)
+            self._queue.clear()
+
+    def __del__(self) -> None:
+        self._trunk.forget(self._number)
+
+
+# -- resuming ----------------------------------------------------------------------------------------
+
+
+def may_begin_at(pipelines: Sequence[Pipeline], n: int) -> bool:
+    """True if pipelines that are pulled in step can each begin behind `n` items.
+
+    Branches of a fork can if all of them are here and want the same items next: else one of them
+    would have to be given items that the others are not to see again.
+    """
+    wanted: dict[int, tuple[Fork, dict[int, int | None]]] = {}
+    for pipeline in pipelines:
+        source = pipeline.operators[0]
+        if isinstance(source, Branch):
+            found = wanted.setdefault(id(source.fork), (source.fork, {}))
+            found[1][source.number] = _begins_at(pipeline, n)
+        elif reaches_out(pipeline):
+            return False
+    for fork, places in wanted.values():
+        if len(places) < fork.count or len({*places.values()}) > 1 or None in places.values():
+            return False
+        if reaches_out(fork.pipeline):
+            return False
+    return True
+
+
+def _begins_at(pipeline: Pipeline, n: int) -> int | None:
+    """How many items of its source make its first `n`, if every step can say."""
+    for operator in reversed(pipeline.operators[1:]):
+        found = operator.seek(n)
+        if found is None:
+            return None
+        n = found
+    return n
+
+
+def reaches_out(pipeline: Pipeline) -> bool:
+    """True if it holds some branches of a fork, and not all of them."""
+    met: dict[int, tuple[Fork, set[int]]] = {}
+
+    def look(line: Pipeline) -> None:
+        source = line.operators[0]
+        if isinstance(source, Branch):
+            known = id(source.fork) in met
+            met.setdefault(id(source.fork), (source.fork, set()))[1].add(source.number)
+            if known:
+                return
+        for inner in source.branches():
+            look(inner)
+
+    look(pipeline)
+    return any(len(numbers) < fork.count for fork, numbers in met.values())

@@ -1,0 +1,234 @@
+"""Sources that can tell where they are: samplers and iterables with a state of their own.
+
+They have torchdata's protocol, `state_dict` and `load_state_dict`, on the object or on its iterator.
+Their state is taken now and then, before it is known whether anybody will want it: a pipeline reads
+ahead, so when its state is asked for, the source is far beyond. Nothing is read here for its state.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import sys
+from collections.abc import Iterator
+from types import GeneratorType
+from typing import Any
+
+from hybridloader._support.attributes import attribute, has
+from hybridloader._support.cadence import Cadence
+from hybridloader._support.errors import ShardLost, StateError
+from hybridloader._support.state_copies import copied, is_stateful
+from hybridloader.fetching.on_error.places import rest_is_lost
+from hybridloader.pipeline.operators.base import Context, Mark
+from hybridloader.pipeline.operators.iterators import Over
+
+INDICES = 1024
+"""From one mark of a sampler to the next: an index is drawn in 0.1 us, a state taken in 10."""
+
+ITEMS = 64
+"""From one mark of an iterable to the next: up to as many items are read again for nothing."""
+
+
+class Opened:
+    """A pass over an iterable, begun where the run that this one goes on from had come to.
+
+    Parameters
+    ----------
+    iterable
+        It has been told the number of the pass.
+    context
+        Of the source.
+    name
+        Of the source, for errors.
+    drawn
+        Whether a generator in it was made for this pass.
+
+    Attributes
+    ----------
+    at
+        Items of the pass that are behind it.
+    """
+
+    def __init__(self, iterable: Any, context: Context, name: str, *, drawn: bool = False) -> None:
+        mark = context.saved
+        self._generator = None if drawn else _generator_of(iterable)
+        self.at = 0
+        if self._generator is not None and mark is not None:
+            self._set(self._generator, mark.value, name)
+        self.iterator: Iterator[Any] = iter(iterable)
+        self._told: Any = None
+        if is_stateful(self.iterator):  # as in torchdata, this comes first
+            self._told = self.iterator
+            if mark is not None:
+                self._load(mark, name)
+        elif is_stateful(iterable):
+            self._told = iterable
+            if mark is not None:
+                self._load(mark, name)
+                self.iterator = iter(iterable)
+
+    def _load(self, mark: Mark, name: str) -> None:
+        try:
+            self._told.load_state_dict(copied(mark.value))
+        except Exception as error:
+            raise StateError(
+                f"{name}: {type(self._told).__qualname__}.load_state_dict() refused the state that was "
+                f"saved behind item {mark.at}: {error}"
+            ) from error
+        self.at = mark.at
+
+    @staticmethod
+    def _set(generator: Any, value: Any, name: str) -> None:
+        import torch
+
+        try:
+            state = torch.frombuffer(bytearray(base64.b64decode(value)), dtype=torch.uint8)
+            generator.set_state(state)
+        except Exception as error:
+            raise StateError(f"{name}: the state of the generator is damaged: {error}") from error
+
+    def items(self, context: Context, every: int, *, ours: bool) -> Iterator[Any]:
+        """What is left of the pass, marked every so many items."""
+        if self._told is not None:
+            return MarkedIterator(self.iterator, self.at, self._told, context, every, ours=ours)
+        if self._generator is not None:  # all of the order follows from how it is now
+            state = self._generator.get_state().numpy().tobytes()
+            context.mark(0, base64.b64encode(state).decode())
+        if isinstance(self.iterator, GeneratorType):
+            return GeneratorIterator(self.iterator, ours=ours)
+        return ReadIterator(self.iterator, ours=ours)
+
+
+def _generator_of(order: Any) -> Any:
+    """torch's generator of random numbers in one of its samplers, also in its `BatchSampler`."""
+    for sampler in (order, attribute(order, "sampler")):
+        generator = attribute(sampler, "generator")
+        if has(generator, "get_state") and has(generator, "initial_seed"):
+            return generator
+    return None
+
+
+def draws_a_seed(order: Any) -> bool:
+    """True if it is torch's `RandomSampler` without a generator, maybe in torch's `BatchSampler`.
+
+    Others that use torch's default generator can't be told from those that use nothing.
+    """
+    if "torch" not in sys.modules:
+        return False
+    from torch.utils.data import BatchSampler, RandomSampler
+
+    sampler = order.sampler if type(order) is BatchSampler else order
+    return type(sampler) is RandomSampler and sampler.generator is None
+
+
+def with_drawn_seed(order: Any, context: Context) -> Any:
+    """`order`; or what has the seed that it would draw, if it is to draw one."""
+    if not draws_a_seed(order):
+        return order
+    from torch import Generator
+
+    order = copy.copy(order)
+    if has(order, "sampler"):
+        order.sampler = copy.copy(order.sampler)
+    sampler = attribute(order, "sampler", order)
+    sampler.generator = Generator().manual_seed(context.draw())
+    return order
+
+
+class ReadIterator(Over):
+    """The running form of sources that are one iterator.
+
+    Parameters
+    ----------
+    ours
+        Whether it was made for this pass, so that nobody else wants it when this is closed.
+    """
+
+    def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
+        super().__init__(items)
+        self._ours = ours
+
+    def close(self) -> None:
+        self._end()
+        if self._ours:
+            super().close()
+
+
+class GeneratorIterator(ReadIterator):
+    """Reads a generator. An error ends it, which must not look like the end of the source."""
+
+    def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
+        super().__init__(items, ours=ours)
+        # All the mutable state:
+        self._lost: ShardLost | None = None
+
+    def __next__(self) -> Any:
+        if self._lost is not None:
+            lost, self._lost = self._lost, None
+            raise lost
+        try:
+            return self._pull()
+        except Exception as error:
+            self._failed(error)
+            if not isinstance(error, StopIteration):
+                self._lost = rest_is_lost("an item of a source", error)
+            raise
+
+
+class MarkedIterator(ReadIterator):
+    """Reads an iterator and takes its state every `every` items, or less often if that takes long.
+
+    A state from behind the last item is never used: it may mean the beginning of the next epoch.
+
+    Parameters
+    ----------
+    at
+        Number of items that the iterator has given before.
+    told
+        Object that has the state.
+    every
+        Number of items from one state to the next.
+    """
+
+    def __init__(
+        self, items: Iterator[Any], at: int, told: Any, context: Context, every: int, *, ours: bool
+    ) -> None:
+        super().__init__(items, ours=ours)
+        self._told, self._mark, self._every = told, context.mark, every
+        self._cadence = Cadence()
+        # All the other mutable state:
+        self._given = at  # items, also those that raised
+        self._cadence.due()
+        self._mark(at, self._state())
+        self._due = at + every
+
+    def __next__(self) -> Any:
+        if self._given < self._due or not self._cadence.due():
+            item = self._draw()
+        else:
+            self._due = self._given + self._every
+            at, state = self._given, self._state()
+            item = self._draw()
+            self._mark(at, state)
+        return item
+
+    def _draw(self) -> Any:
+        try:
+            item = self._pull()
+        except StopIteration:
+            self._end()
+            raise
+        except Exception:
+            self._given += 1
+            raise
+        self._given += 1
+        return item
+
+    def _state(self) -> Any:
+        """Or the error, for whoever wants the state: nobody else is to be troubled with it."""
+        try:
+            return copied(self._told.state_dict())
+        except Exception as error:
+            return error.with_traceback(None)
+        finally:
+            self._cadence.taken()

@@ -1,0 +1,321 @@
+"""The operators whose functions run on workers, and where they run."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from hybridloader._support.arguments import flag, function, keywords, seconds, whole
+from hybridloader._support.attributes import attribute
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.registry import get_backend
+from hybridloader.engine.restart import RestartPolicy
+from hybridloader.fetching.fetch import MapFetch
+from hybridloader.fetching.item_steps import Step
+from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, parse
+from hybridloader.pipeline.operators.base import (
+    INFINITE,
+    Context,
+    Length,
+    OneForOne,
+    Operator,
+    Source,
+)
+from hybridloader.pipeline.operators.parameters import check_source
+from hybridloader.rng.sample_seeds import SampleSeeding
+from hybridloader.rng.sample_seeds import parse as parse_seeding
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Where(TypedDict, total=False):
+    """The keywords of a stage; see `Placement`."""
+
+    backend: str | Backend | None
+    num_workers: int | None
+    in_order: bool
+    prefetch: int | None
+    buffer_bytes: int | None
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    threads_per_worker: int
+    fuse: bool
+    on_error: str | Skip | Retry | Replace
+    on_worker_death: str | RestartPolicy
+    task_timeout: float
+    seeding: str | SampleSeeding
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a stage's work is done, and how.
+
+    Parameters
+    ----------
+    backend
+        A name or a `Backend`. None and ``"inline"``: in the thread that asks for the result.
+    num_workers
+        At least 1. None: as many as this process may use CPUs. No matter inline.
+    in_order
+        Whether results come in the order of the items, or as they are done.
+    prefetch
+        Items that may be under way, or done and not yet taken, in this stage. None: two tasks for
+        each worker.
+    buffer_bytes
+        The same in bytes of results; an item is let in if the largest result so far would still fit.
+    timeout
+        Seconds to wait for the next result while there is work under way; 0 waits for ever.
+    worker_init_fn
+        Called in each worker with its number before anything else; inline, with 0.
+    threads_per_worker
+        Threads inside each worker, which share the items of one task.
+    fuse
+        Whether this work may be done in one go with the stages beside it that have the same workers.
+        They then share the budget of `on_error`, and are one stage in what it records.
+    on_error
+        What becomes of items that fail: None, which ``"raise"`` says, raises in their place; ``"skip"``,
+        or a `Skip`, leaves them out; a `Retry` tries again first; a `Replace` puts others in their
+        places. It needs no backend.
+    on_worker_death
+        None, which ``"raise"`` says, raises `WorkerDied`; ``"restart"``, or a `RestartPolicy`, puts
+        another worker in the place of one that dies.
+    task_timeout
+        Seconds that a worker may take for what it is given at a time; 0 is for ever.
+    seeding
+        None, which ``"worker"`` says, seeds each worker; ``"sample"``, or a `SampleSeeding`, every item,
+        by its number in the stage's input (a sample of a dataset by its index). It needs no backend.
+    """
+
+    backend: Backend | None = None
+    num_workers: int = 1
+    in_order: bool = True
+    prefetch: int | None = None
+    buffer_bytes: int | None = None
+    timeout: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+    threads_per_worker: int = 1
+    fuse: bool = True
+    on_error: Policy | None = None
+    on_worker_death: RestartPolicy | None = None
+    task_timeout: float = 0
+    seeding: SampleSeeding | None = None
+
+    @classmethod
+    def of(cls, stage: str, where: Where) -> Placement:
+        """Check what a user said about `stage`.
+
+        Raises
+        ------
+        BackendUnavailable
+            There is no such backend.
+        TypeError, ValueError
+            A number is none, or too small, or there are workers but no backend.
+        """
+        keywords(f"stage {stage!r}", where, Where.__annotations__)
+        given: dict[str, Any] = {key: value for key, value in where.items() if value is not None}
+        faults = {
+            key: of(given.pop(key), f"stage {stage!r}: {key}")
+            for key, of in _POLICIES.items()
+            if key in given
+        }
+        backend, workers = given.pop("backend", None), given.pop("num_workers", None)
+        if backend is None and (given or workers is not None or faults.get("on_worker_death")):
+            told = ", ".join(key for key in where if key not in ("backend", "on_error", "seeding"))
+            raise ValueError(
+                f"stage {stage!r} has {told} but no backend, so its work would be done where the "
+                "result is asked for; say where, for instance backend='threads'"
+            )
+        for name in given.keys() & {"prefetch", "buffer_bytes", "threads_per_worker"}:
+            given[name] = whole(f"stage {stage!r}: {name}", given[name], 1)
+        if backend is None:
+            return cls(**given, **faults)
+        try:
+            chosen = get_backend(backend)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"stage {stage!r}: {error}") from error
+        workers = whole(f"stage {stage!r}: num_workers", _cpus() if workers is None else workers, 1)
+        for name in given.keys() & {"timeout", "task_timeout"}:
+            seconds(f"stage {stage!r}: {name}", given[name])
+        for name in given.keys() & {"in_order", "fuse"}:
+            given[name] = flag(f"stage {stage!r}: {name}", given[name])
+        if "worker_init_fn" in given:
+            function(f"stage {stage!r}: worker_init_fn", given["worker_init_fn"], "callable")
+        return cls(backend=chosen, num_workers=workers, **given, **faults)
+
+    @property
+    def inline(self) -> bool:
+        return self.backend is None or self.backend.in_caller
+
+
+_POLICIES: dict[str, Callable[[Any, str], Any]] = {
+    "on_error": parse,
+    "on_worker_death": RestartPolicy.of,
+    "seeding": parse_seeding,
+}
+
+
+def _cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Work(Operator):
+    """A function for each item; the kinds differ in what they make of what it returns.
+
+    Parameters
+    ----------
+    function
+        Takes an item.
+    placement
+        Where it runs.
+    label
+        What errors and tables call it; None: the operator and the function.
+    """
+
+    function: Any
+    placement: Placement = field(default_factory=Placement)
+    label: str | None = None
+
+    kind = "map"
+
+    @classmethod
+    def placed(cls, function: Any, label: str | None, where: Where) -> Self:
+        """With what the user has said of where it runs."""
+        return cls(function, Placement.of(cls(function, label=label).name, where), label)
+
+    def __post_init__(self) -> None:
+        check_label(self.label)
+        check_function(self.name, self.function)
+
+    @property
+    def name(self) -> str:
+        return self.label or f"{self.kind}({name_of_function(self.function)})"
+
+    def step(self) -> Step:
+        return Step(self.kind, self.function)
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        raise TypeError(f"{self.name} is opened by the engine, on its backend")
+
+    def describe(self, longest: int | None = None) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Map(Work, OneForOne):
+    """One result for each item."""
+
+    def seek(self, n: int) -> int | None:
+        return n if self.placement.on_error is None else None
+
+
+@dataclass(frozen=True)
+class FlatMap(Work):
+    """An iterable of results for each item, one after the other."""
+
+    kind = "flat_map"
+
+
+@dataclass(frozen=True)
+class Filter(Work):
+    """The items for which the function is true."""
+
+    kind = "filter"
+
+
+@dataclass(frozen=True)
+class Lookup(Map):
+    """The samples of a map-style dataset by index, or its batches by lists of indices."""
+
+    function: MapFetch
+
+    def __post_init__(self) -> None:
+        check_label(self.label)
+
+    @property
+    def name(self) -> str:
+        return self.label or f"{type(self.function.dataset).__name__}[...]"
+
+
+@dataclass(frozen=True)
+class Readers(Source):
+    """Several readers of an iterable source, each a worker with its own iterator.
+
+    They are read in turn: the first item of each, the second of each, and so on.
+
+    Parameters
+    ----------
+    source
+        An iterable, of which every worker gets a copy, or a function that returns one.
+        `get_worker_info()` tells it which part to read.
+    """
+
+    source: Any
+    placement: Placement = field(default_factory=Placement)
+    label: str | None = None
+
+    def __post_init__(self) -> None:
+        check_label(self.label)
+        check_source(self.name, self.source)
+        if hasattr(type(self.source), "__next__"):
+            raise TypeError(
+                f"{self.name} got {self.source!r}, which can be read only once and by one reader; "
+                "give a function that makes it, as in from_iterable(lambda: read(shard), num_workers=4)"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.label or f"read({name_of_function(self.source)})"
+
+    def start(self, context: Context) -> Iterator[Any]:
+        raise TypeError(f"{self.name} is opened by the engine, on its backend")
+
+    def describe(self, longest: int | None = None) -> str:
+        return self.name
+
+
+def name_of_function(function: Any) -> str:
+    """A short name for tables: ``decode``, ``Decoder``, ``lambda``."""
+    name = attribute(function, "__qualname__") or type(function).__qualname__
+    return str(name).rpartition(".")[2].strip("<>")
+
+
+def check_label(label: Any) -> None:
+    """Raise `TypeError` unless `label` can be the name of a stage."""
+    if label is not None and not isinstance(label, str):
+        raise TypeError(f"the name of a stage is a text, not {label!r}")
+
+
+def check_function(stage: str, function: Any) -> None:
+    """Raise `TypeError` unless `function` can be called with one item."""
+    if not callable(function):
+        raise TypeError(f"stage {stage!r} needs a function of one item, not {function!r}")
+    if isinstance(function, type) and callable(attribute(function, "setup")):
+        raise TypeError(
+            f"stage {stage!r} got the class {function.__name__}, which has a setup(); give an object "
+            f"of it, as in map({function.__name__}()): every worker gets its own"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-ins tell nothing
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"stage {stage!r} calls its function with one item, but {name_of_function(function)}"
+            f"{signature} can't be: {error}"
+        ) from None
+
+
+def of_length(value: Length) -> str:
+    """A length in words."""
+    if value is None:
+        return "unknown"
+    return "endless" if value == INFINITE else f"{int(value):,}"

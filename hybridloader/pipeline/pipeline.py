@@ -1,0 +1,366 @@
+"""Pipelines: steps composed by hand, each run where it runs best.
+
+A `Pipeline` is a description. It holds no thread, no process and no position; it can be pickled,
+extended in several ways and iterated any number of times, also at the same time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.arguments import whole
+from hybridloader.fetching.collate import WithoutTorch
+from hybridloader.fetching.fetch import MapFetch
+from hybridloader.pipeline.operators.base import INFINITE, Length, Operator, Source
+from hybridloader.pipeline.operators.fingerprint import fingerprint
+from hybridloader.pipeline.operators.order import Repeat
+from hybridloader.pipeline.operators.sources import Indices, Items
+from hybridloader.pipeline.operators.split import Branch
+from hybridloader.pipeline.operators.work import Lookup, Placement, Readers, Work
+from hybridloader.pipeline.steps import Steps
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from hybridloader.pipeline.operators.work import Where
+    from hybridloader.pipeline.running.run import Epochs, Run
+
+
+class Pipeline(Steps):
+    """Steps from a source to your loop, each with its own backend.
+
+    Made by `from_dataset` or `from_iterable`; every method gives a new pipeline and leaves this one as
+    it is. Iterating runs it.
+
+    Parameters
+    ----------
+    operators
+        The steps, a `Source` first.
+
+    Examples
+    --------
+    >>> from hybridloader import Pipeline
+    >>> pipe = Pipeline.from_dataset(range(6)).map(lambda x: x * x, backend="threads", num_workers=2)
+    >>> list(pipe.batch(3, collate_fn=list))
+    [[0, 1, 4], [9, 16, 25]]
+    """
+
+    __slots__ = ("_calls", "_epoch", "operators")
+
+    operators: tuple[Operator, ...]
+    _calls: int
+    _epoch: Iterator[int]
+
+    def __init__(self, operators: Sequence[Operator]) -> None:
+        if not operators or not isinstance(operators[0], Source):
+            raise TypeError("a pipeline begins with a source; see Pipeline.from_dataset")
+        for operator in operators[1:]:
+            if not isinstance(operator, Operator) or isinstance(operator, Source):
+                raise TypeError(f"{operator!r} can't be a step of a pipeline: it is no Operator")
+        calls = _calls(operators)
+        if calls > _MOST_CALLS:
+            raise ValueError(
+                f"{operators[-1].name}: too many steps within one another: up to {calls} calls deep, "
+                f"and Python allows {sys.getrecursionlimit()} in all. Make one function of several, and "
+                "give all pipelines to one concat(a, b, c, ...), zip or mix, not two by two"
+            )
+        object.__setattr__(self, "operators", tuple(operators))
+        object.__setattr__(self, "_calls", calls)
+        object.__setattr__(self, "_epoch", itertools.count())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Pipeline can't be changed; its methods make new ones ({name!r})")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Pipeline can't be changed; its methods make new ones ({name!r})")
+
+    def __reduce__(self) -> Any:
+        return Pipeline, (self.operators,)
+
+    # -- sources -------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Any,
+        *,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        shuffle: bool = False,
+        seed: int | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        name: str | None = None,
+        **where: Unpack[Where],
+    ) -> Pipeline:
+        """The samples of a map-style dataset: anything with ``len()`` and ``[]``.
+
+        Parameters
+        ----------
+        dataset
+            Its samples are fetched by index, on the stage's backend if one is given.
+        sampler
+            An iterable of indices, such as torch's samplers.
+        batch_sampler
+            An iterable of lists of indices; each gives one batch, as in torch's DataLoader.
+        shuffle
+            Draw the order as torch's `RandomSampler` does.
+        seed
+            Of the order, with the epoch added to it, as torch's `DistributedSampler` has it. None: from
+            torch's default generator.
+        collate_fn
+            With `batch_sampler`: makes a batch of a list of samples; None takes torch's
+            `default_collate`.
+        name
+            What errors and tables call this stage.
+        **where
+            See `Placement`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Parameters contradict each other.
+        """
+        indices = Indices(dataset, sampler, batch_sampler, shuffle, seed)
+        if collate_fn is not None and batch_sampler is None:
+            raise ValueError(
+                "collate_fn makes batches of what a batch_sampler asks for; without one use "
+                ".batch(size, collate_fn=...)"
+            )
+        if batch_sampler is None:
+            fetch = MapFetch(dataset, _as_it_is, batched=False)
+        else:
+            fetch = MapFetch(dataset, collate_fn or WithoutTorch("default_collate"), batched=True)
+        return cls([indices, Lookup.placed(fetch, name, where)])
+
+    @classmethod
+    def from_iterable(
+        cls, items: Any, *, name: str | None = None, **where: Unpack[Where]
+    ) -> Pipeline:
+        """The items of an iterable, each once.
+
+        Parameters
+        ----------
+        items
+            An iterable, or a function that returns one, which is called for each pass. One reader reads
+            it, whatever stages come after. With `num_workers`, there are several readers, each with its
+            own copy of the iterable or its own call of the function; what `get_worker_info()` says there
+            tells them which part is theirs.
+        name
+            What errors and tables call this stage.
+        **where
+            See `Placement`.
+        """
+        if any(value is not None for value in where.values()):
+            readers = Readers(items, label=name)
+            given = {key for key, value in where.items() if value is not None}
+            if given <= {"on_error", "seeding"}:
+                # A reader tells an item that fails from the end of all.
+                where["backend"], where["num_workers"] = "inline", 1
+            return cls([Readers(items, Placement.of(readers.name, where), name)])
+        return cls([Items(items)])
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Run:
+        """Run it. The first iteration of this object is epoch 0, the next is epoch 1."""
+        return self.run(epoch=next(self._epoch))
+
+    def run(
+        self,
+        *,
+        epoch: int | None = None,
+        seed: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Run one epoch.
+
+        Parameters
+        ----------
+        epoch
+            Which one, for everything that is random. None: the one of `state`, else 0.
+        seed
+            Of everything random that has no seed of its own, and of the workers. None: drawn from
+            torch's default generator, so that ``torch.manual_seed`` decides it (or, while torch is
+            not imported, from `random`).
+        state
+            Of a run of such a pipeline, from `Run.state_dict`: go on behind what it had given.
+            Backends and whatever else says where and how fast may differ.
+
+        Returns
+        -------
+        Run
+            An iterator, and a context manager that ends it.
+
+        Raises
+        ------
+        BackendUnavailable, ShippingError, ValueError
+            It can't be run; no worker was started, or none is left.
+        StateError
+            It can't go on from `state`.
+        """
+        from hybridloader.pipeline.running.machine import Machine
+        from hybridloader.pipeline.running.run import Run
+        from hybridloader.pipeline.running.state import checked
+
+        epoch = None if epoch is None else whole("epoch", epoch, 0)
+        seed = None if seed is None else whole("seed", seed)
+        if state is None:
+            return Run(Machine(self, seed, first=epoch or 0), epoch or 0)
+        resumed = checked(state, self, epoch=epoch, seed=seed)
+        return Run(
+            Machine(self, None, resumed, idle=resumed.finished), resumed.epoch, None, resumed
+        )
+
+    def epochs(
+        self,
+        count: int | None = None,
+        *,
+        first: int = 0,
+        seed: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Epochs:
+        """Run several epochs on the same workers: ``for epoch in pipe.epochs(3): for batch in epoch:``.
+
+        Parameters
+        ----------
+        count
+            How many; None: without end.
+        first
+            The number of the first.
+        seed
+            As for `run`; one for all of them.
+        state
+            As for `run`: begin in its epoch, or with the next if it is at the end of one. Those before
+            count among `count`.
+        """
+        from hybridloader.pipeline.running.run import Epochs
+        from hybridloader.pipeline.running.state import checked
+
+        count = None if count is None else whole("count", count, 0)
+        first = whole("first", first, 0)
+        seed = None if seed is None else whole("seed", seed)
+        resumed = None if state is None else checked(state, self, seed=seed)
+        return Epochs(self, count, seed, first, resumed)
+
+    # -- what it is ----------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> Length:
+        """How many items there will be: a number, ``math.inf``, or None if it can't be known."""
+        length: Length = None
+        for operator in self.operators:
+            length = operator.length(length)
+        return length
+
+    def __len__(self) -> int:
+        length = self.length
+        if length is None or length == INFINITE:
+            culprit = self._without_length(length)
+            unknown = "gives a number of items that nobody knows before it has run"
+            why = "never ends" if length == INFINITE else unknown
+            raise TypeError(f"this pipeline has no len(): {culprit!r} {why}")
+        return math.floor(length)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _without_length(self, length: Length) -> str:
+        known: Length = None
+        for operator in self.operators:
+            known = operator.length(known)
+            if known == length:
+                return operator.name
+        return self.operators[-1].name
+
+    @property
+    def repeats(self) -> bool:
+        """True if a part of it is passed over several times in one run."""
+        return any(
+            isinstance(operator, Repeat) or any(inner.repeats for inner in operator.branches())
+            for operator in self.operators
+        )
+
+    def __repr__(self) -> str:
+        return f"<Pipeline {' -> '.join(operator.describe() for operator in self.operators)}>"
+
+    def __str__(self) -> str:
+        from hybridloader.pipeline.running.drawing import as_table
+
+        return as_table(self)
+
+    def to_mermaid(self) -> str:
+        """A picture of it, in the language of https://mermaid.js.org (which GitHub draws)."""
+        from hybridloader.pipeline.running.drawing import as_mermaid
+
+        return as_mermaid(self)
+
+    def _fingerprint(self) -> str:
+        """Describe its steps, with a digest of their values: a cache is valid for these only."""
+        told = []
+        for operator in self.operators:
+            branches = "".join(f"[{branch._fingerprint()}]" for branch in operator.branches())
+            told.append(f"{operator.describe(None)} #{fingerprint(_values(operator))}{branches}")
+        return " -> ".join(told)
+
+    def _then(self, operator: Operator) -> Pipeline:
+        return Pipeline((*self.operators, operator))
+
+    def _made(self, operators: Sequence[Operator]) -> Pipeline:
+        return Pipeline(operators)
+
+
+_NOT_OF_ITEMS = ("fork", "memory", "pipelines", "placement")
+"""Fields of operators that do not decide what comes out, or that are described in another way."""
+
+
+def _values(operator: Operator) -> dict[str, Any]:
+    """Return the values that decide which items come out of `operator`, not where or how fast."""
+    own: Any = operator
+    names = [field.name for field in fields(own)] if is_dataclass(own) else []
+    if not names:
+        return dict(getattr(operator, "__dict__", {}))
+    found = {
+        name: getattr(operator, name)
+        for name in names
+        if name not in _NOT_OF_ITEMS and not name.startswith("_")
+    }
+    placement = getattr(operator, "placement", None)
+    if placement is not None:
+        found["on_error"], found["seeding"] = placement.on_error, placement.seeding
+    return found
+
+
+_MOST_CALLS = 600
+"""Greatest depth of nested calls for running a pipeline. The loop around it needs some of the 1,000
+that Python allows, too."""
+
+
+def _calls(operators: Sequence[Operator]) -> int:
+    """Estimate the greatest depth of nested calls while these are opened, pulled or closed.
+
+    The numbers were measured with a row of each operator. A step that itself opens the step before
+    it takes most. A fork is planned anew for every branch, so the time doubles with each level of
+    forks.
+    """
+    deep = 0
+    for operator in operators:
+        branches = operator.branches()
+        if isinstance(operator, Branch) and operator.fork.count > 1:
+            deep += 60
+        elif branches or type(operator).begin not in (Operator.begin, Source.begin):
+            deep += 10
+        else:
+            deep += 1 if isinstance(operator, Work) else 2
+    inner = (
+        getattr(branch, "_calls", 0) for operator in operators for branch in operator.branches()
+    )
+    return deep + max(inner, default=0)
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample

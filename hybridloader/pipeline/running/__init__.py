@@ -1,0 +1,1 @@
+"""A pipeline that runs: its plan, its lines and stages, its metrics."""

@@ -1,0 +1,151 @@
+"""A pipeline to look at: as a table, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hybridloader._support.text import table
+from hybridloader.pipeline.operators.base import Length, Operator
+from hybridloader.pipeline.operators.split import Branch
+from hybridloader.pipeline.operators.work import of_length
+from hybridloader.pipeline.running.plan import Handover, Inline, Node, Single, Workers, lay_out
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.pipeline import Pipeline
+
+
+def as_table(pipeline: Pipeline) -> str:
+    """One line for each step as it will run: functions that share a task are on one line."""
+    rows = [("step", "runs on", "with", "items"), *_rows(pipeline, "", {}, "your loop")]
+    return "\n".join(table(rows))
+
+
+Row = tuple[str, str, str, str]
+
+
+def _rows(pipeline: Pipeline, indent: str, forks: dict[int, int], taker: str) -> Iterator[Row]:
+    nodes = lay_out(pipeline)
+    length: Length = None
+    for at, node in enumerate(nodes):
+        if isinstance(node, Handover):
+            if node.depth is not None:
+                yield f"{indent}{node.name}", "a thread of its own", "", of_length(length)
+            continue
+        where = _puller(nodes, at, taker)
+        if isinstance(node, Single):
+            yield from _branches(node.operator, indent, forks, where)
+            length = node.operator.length(length)
+            name = node.operator.describe()
+            if isinstance(node.operator, Branch):
+                number = forks[id(node.operator.fork)]
+                name = f"branch {node.operator.number} of fork {number}"
+            yield f"{indent}{name}", where, "", of_length(length)
+            continue
+        for work in node.works:
+            length = work.length(length)
+        if isinstance(node, Inline):
+            yield f"{indent}{node.name}", where, "", of_length(length)
+        else:
+            where = f"{_backend(node)} x {node.placement.num_workers}"
+            yield f"{indent}{node.name}", where, ", ".join(_options(node)), of_length(length)
+
+
+def _branches(operator: Operator, indent: str, forks: dict[int, int], taker: str) -> Iterator[Row]:
+    """What runs as a part of `operator`; the trunk of a fork is shown where it is met first."""
+    if isinstance(operator, Branch):
+        if id(operator.fork) not in forks:
+            number = forks[id(operator.fork)] = len(forks)
+            yield f"{indent}fork {number}:", "", "", ""
+            yield from _rows(operator.fork.pipeline, indent + "  ", forks, taker)
+        return
+    for number, branch in enumerate(operator.branches()):
+        yield f"{indent}{operator.name} {number}:", "", "", ""
+        yield from _rows(branch, indent + "  ", forks, taker)
+
+
+def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
+    """Who runs a step that has no workers."""
+    for node in nodes[at + 1 :]:
+        if isinstance(node, Handover):
+            return "a thread of its own"
+        if isinstance(node, Workers):
+            return "with the next step"
+    return taker
+
+
+def _backend(node: Workers) -> str:
+    assert node.placement.backend is not None
+    return node.placement.backend.name
+
+
+def _options(node: Workers) -> Iterator[str]:
+    placement = node.placement
+    if placement.threads_per_worker > 1:
+        yield f"{placement.threads_per_worker} threads in each"
+    if not placement.in_order:
+        yield "as they come"
+    if placement.prefetch is not None:
+        yield f"{placement.prefetch} items ahead"
+    if placement.buffer_bytes is not None:
+        yield f"{placement.buffer_bytes:,} bytes ahead"
+    if placement.timeout:
+        yield f"timeout {placement.timeout:g} s"
+    if node.sealed:
+        yield "passed on by slot"
+
+
+def as_mermaid(pipeline: Pipeline) -> str:
+    """A flowchart: boxes for what runs on workers, round ones for what does not."""
+    picture = _Picture()
+    last, arrow = picture.draw(pipeline)
+    picture.arrows.append(f"    {last} {arrow} loop([your loop])")
+    return "\n".join(["flowchart LR", *picture.boxes, *picture.arrows])
+
+
+class _Picture:
+    """Boxes, the arrows between them, and what was drawn already."""
+
+    def __init__(self) -> None:
+        self.boxes: list[str] = []
+        self.arrows: list[str] = []
+        self._forks: dict[int, tuple[str, str]] = {}
+
+    def draw(self, pipeline: Pipeline) -> tuple[str, str]:
+        """Draw one line; its last box, and the arrow that leaves it."""
+        before, arrow = "", "-->"
+        for node in lay_out(pipeline):
+            if isinstance(node, Handover) and node.depth is None:
+                arrow = "-. relay .->"
+                continue
+            if isinstance(node, Single) and isinstance(node.operator, Branch):
+                before, arrow = self._trunk(node.operator)
+                continue
+            sources = [(before, arrow)] if before else []
+            if isinstance(node, Single):
+                sources += [self.draw(branch) for branch in node.operator.branches()]
+            name = f"n{len(self.boxes)}"
+            self.boxes.append(f"    {name}{_box(node)}")
+            self.arrows += [f"    {source} {leaving} {name}" for source, leaving in sources]
+            before, arrow = name, "-->"
+        return before, arrow
+
+    def _trunk(self, branch: Branch) -> tuple[str, str]:
+        """The pipeline of a fork is drawn once."""
+        key = id(branch.fork)
+        if key not in self._forks:
+            self._forks[key] = self.draw(branch.fork.pipeline)
+        return self._forks[key]
+
+
+def _box(node: Node) -> str:
+    if isinstance(node, Workers):
+        where = f"{_backend(node)} x {node.placement.num_workers}"
+        return f'["{_safe(node.name)}<br/>{where}"]'
+    if isinstance(node, Single):
+        return f'("{_safe(node.operator.describe())}")'
+    return f'("{_safe(node.name)}")'
+
+
+def _safe(text: str) -> str:
+    return text.replace('"', "#quot;").replace("<", "#lt;").replace(">", "#gt;")

@@ -1,0 +1,110 @@
+"""Items that come a second time when a run is resumed: they are pulled, by whoever pulls, and dropped.
+
+What raised counts as an item, since it came out in the place of one. Nothing is dropped without being
+counted: if there is less to drop than was said, that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hybridloader._support.attributes import attribute, close
+from hybridloader._support.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
+from hybridloader.engine.feed import is_sealed
+from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.relay import FINAL
+
+NO_ITEM = (NotReady, WorkerTimeout)
+"""What an iterator raises that is not in the place of an item."""
+
+
+class Dropping(Iterator[Any]):
+    """An iterator without its first items.
+
+    Parameters
+    ----------
+    items
+        What to pull. It is closed with this.
+    count
+        Items to drop.
+    slack
+        How many of these need not be there: of a batch that was the last, none knows its size.
+    left
+        Up when nobody wants items any more.
+    name
+        What errors call the iterator.
+
+    Attributes
+    ----------
+    items
+        The same.
+    done
+        Items dropped.
+    """
+
+    def __init__(
+        self, items: Iterator[Any], count: int, slack: int, left: TaskContext, name: str
+    ) -> None:
+        self.items, self.count, self._slack = items, count, slack
+        self._left, self._name = left, name
+        self._pull: Callable[[], Any] = items.__next__
+        self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
+        # All the mutable state:
+        self.done = 0
+        self._opened: Iterator[Any] = iter(())  # what is left of several that came unopened
+        self._whole = True  # whether `_opened` is used up
+
+    def __next__(self) -> Any:
+        return self._next(self._pull)
+
+    def next_nowait(self) -> Any:
+        """The next item if it is there. Raises `NotReady` if it is not."""
+        return self._next(self._pull_now)
+
+    def _next(self, pull: Callable[[], Any]) -> Any:
+        if self.done < self.count:
+            self._drop(pull)
+        if not self._whole:
+            for item in self._opened:
+                return item
+            self._whole = True
+        return pull()
+
+    def _drop(self, pull: Callable[[], Any]) -> None:
+        while self.done < self.count:
+            if self._left.cancelled:
+                raise IteratorClosed("this pass was left")
+            try:
+                item = pull()
+            except StopIteration:
+                missing, self.count = self.count - self.done, self.done
+                if missing <= self._slack:
+                    raise
+                raise StateError(
+                    f"the state is behind item {self.done + missing} of {self._name!r}, which ended "
+                    f"behind item {self.done}: it gives other items than when the state was taken"
+                ) from None
+            except (*FINAL, *NO_ITEM, StateError):
+                raise
+            except Exception:  # was raised before, in the same place
+                self.done += 1
+                continue
+            if is_sealed(item):
+                self._drop_of(item)
+            else:
+                self.done += 1
+
+    def _drop_of(self, several: Any) -> None:
+        left = self.count - self.done
+        if several.count <= left:
+            self.done += several.count
+            several.discard()
+            return
+        self._opened, self._whole = iter(several.open()[left:]), False
+        self.done = self.count
+
+    def close(self) -> None:
+        """Close what it pulls."""
+        self._opened = iter(())
+        close(self.items)

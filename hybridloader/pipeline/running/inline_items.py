@@ -1,0 +1,144 @@
+"""The functions of a pipeline that are called where their results are asked for.
+
+No worker takes part, so what a function raises is raised here and now, or left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from hybridloader._support.attributes import attribute
+from hybridloader._support.errors import IteratorClosed
+from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
+from hybridloader.fetching.item_steps import Step
+from hybridloader.fetching.on_error.attempts import Guard
+from hybridloader.fetching.on_error.error_budget import Losses
+from hybridloader.fetching.on_error.in_place import InPlace
+from hybridloader.fetching.on_error.item_loop import Loop
+from hybridloader.fetching.on_error.policies import Policy
+from hybridloader.fetching.on_error.tally import Tally
+from hybridloader.rng.sample_rng import Draws
+
+
+class InlineItems(Iterator[Any]):
+    """The results of a function that is called where they are asked for.
+
+    Parameters
+    ----------
+    items
+        What it is called with.
+    step
+        The function, and what is made of what it returns.
+    stage
+        What errors call it.
+    left
+        Up when nobody wants items any more, so that a filter that keeps nothing ends.
+    draws
+        What seeds each item, if it is to be seeded.
+    policy
+        What to do with items that fail; None: raise.
+    losses
+        Of this pass, if there is a policy.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        step: Step,
+        stage: str,
+        left: TaskContext,
+        draws: Draws | None = None,
+        policy: Policy | None = None,
+        losses: Losses | None = None,
+    ) -> None:
+        self._items, self._stage, self._left, self._losses = items, stage, left, losses
+        self._pull = items.__next__
+        self._draws = draws  # held: letting them go ends the seeding
+        context = left
+        if draws is not None:
+            from hybridloader.rng.seeded_items import numbered_item, of_item
+
+            # The item first: where there is none, no number is used up.
+            pairs = zip(items, count(draws.take(0)), strict=False)
+            self._pull = map(numbered_item, pairs).__next__
+            policy = draws.policy(policy, of_item)
+            context = FollowingContext(left, draws)
+        guard = Guard(policy, left)
+        opened = step.open(context, policy)
+        self._loop = Loop([opened], guard, left)
+        self._kind, self._function = opened
+        # An iterable of a function may be long, or endless, so it is not read before it is asked for.
+        if self._kind == "batch" or (self._kind == "flat_map" and guard.acts):
+            self._kind, self._function = "tally", self._loop.alone
+        self._plain = self._kind == "map" and losses is None
+        # All the mutable state: what there is more of the last item.
+        self._several: Iterator[Any] | None = None
+        self._item: Any = None  # that these are made of
+        self._told = False
+        self._in_place = InPlace(
+            losses, lambda item, _: f"In stage {stage!r}, the thread that asked, working on {item}."
+        )
+
+    def __next__(self) -> Any:
+        while True:
+            if self._several is not None:
+                try:
+                    found = next(self._several)
+                    if self._losses is not None:
+                        self._losses.take(1, (), None)
+                    return found
+                except StopIteration:
+                    self._several = None
+                except Exception as raised:
+                    self._several, tally = None, self._loop.tally()
+                    tally.lose(self._item, raised)
+                    self._hand_out(tally)
+            if self._told:
+                for found in self._in_place:
+                    return found
+                self._told = False
+            if self._left.cancelled:
+                raise IteratorClosed(f"the iterator of stage {self._stage!r} is closed")
+            item = self._pull()
+            error: Exception | None = None
+            try:
+                found = self._function(item)
+                if self._plain:
+                    return found
+                if self._kind == "tally":
+                    self._hand_out(found)
+                    continue
+                if self._kind == "flat_map":
+                    self._several, self._item = iter(found), item
+                    continue
+                if self._kind == "filter":
+                    if not found:
+                        continue
+                    found = item
+            except Abandoned:
+                continue  # and so `left` is up
+            except Exception as raised:
+                error = raised
+            if error is None:
+                if self._losses is not None:
+                    self._losses.take(1, (), None)
+                return found
+            try:
+                tally = self._loop.tally()
+                self._loop.failed(item, error, tally)
+                self._hand_out(tally)
+            except Abandoned:
+                pass  # as above
+            finally:
+                del error
+
+    def _hand_out(self, tally: Tally) -> None:
+        self._in_place.add(tally.results, tally.notes)
+        self._told = True
+
+    def close(self) -> None:
+        close = attribute(self._items, "close")
+        if close is not None:
+            close()

@@ -1,0 +1,380 @@
+"""From a description to what will run: which functions share a stage, where a thread stands between.
+
+    sampler -> [ stage ] -> relay -> [ stage ] -> relay -> batch -> relay -> your loop
+
+A stage is pulled by one thread. What has to be waited for (a stage, a stream, a user's own operator) is
+pulled by a relay's thread, so that neither the stage behind it nor your loop waits while it could do
+something else. What only counts and reorders is pulled by whoever needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from hybridloader.backends.fallback import usable
+from hybridloader.engine.scheduler import AT_HAND
+from hybridloader.pipeline.operators.base import OneForOne, Operator
+from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.pipeline.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.pipeline.operators.parameters import settle_whole
+from hybridloader.pipeline.operators.pin import PinMemory
+from hybridloader.pipeline.operators.sources import Indices
+from hybridloader.pipeline.operators.work import Lookup, Map, Placement, Readers, Work
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.pipeline import Pipeline
+
+AHEAD = 2
+"""Items that a relay keeps at hand if nothing else is said: one to take, one to replace it."""
+
+
+@dataclass(frozen=True)
+class Single:
+    """An operator that is run by whoever pulls it."""
+
+    operator: Operator
+
+    @property
+    def name(self) -> str:
+        return self.operator.name
+
+
+@dataclass(frozen=True)
+class Inline:
+    """Functions that are called by whoever pulls them."""
+
+    works: tuple[Work, ...]
+    placement: Placement
+
+    @property
+    def name(self) -> str:
+        return " + ".join(work.name for work in self.works)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Functions, or readers, that run on workers of their own.
+
+    Attributes
+    ----------
+    sealed
+        Whether its results go straight to another stage of processes.
+    """
+
+    works: tuple[Work | Readers, ...]
+    placement: Placement
+    sealed: bool = False
+
+    @property
+    def name(self) -> str:
+        return " + ".join(work.name for work in self.works)
+
+    @property
+    def reads(self) -> bool:
+        return isinstance(self.works[0], Readers)
+
+    @property
+    def forwards(self) -> bool:
+        assert self.placement.backend is not None
+        return self.placement.backend.forwards
+
+    @property
+    def window(self) -> int:
+        """Tasks that may be under way or wait to be handed out."""
+        placement = self.placement
+        return placement.prefetch or AT_HAND * placement.num_workers
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A relay: what is before it runs on a thread of its own.
+
+    Attributes
+    ----------
+    depth
+        Items that may wait; None: `least`, or more where items come several at a time.
+    least
+        As many as the stage before may have ready, so that it is driven until it has them.
+    operator
+        What its thread does with each item.
+    """
+
+    what: str
+    depth: int | None = None
+    least: int = AHEAD
+    operator: PinMemory | None = None
+
+    @property
+    def name(self) -> str:
+        if self.operator is not None:
+            return self.operator.describe()
+        return f"prefetch({self.depth})" if self.depth else "relay"
+
+    @property
+    def moves(self) -> bool:
+        """True if it gives what is for the thread alone that takes it, and for its stream."""
+        return self.operator is not None and self.operator.moves
+
+
+Node = Single | Inline | Workers | Handover
+
+
+@dataclass(frozen=True)
+class Prefetch(OneForOne):
+    """Keep `count` items at hand, made by a thread of their own.
+
+    Parameters
+    ----------
+    count
+        At least 1.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "count", 1, "give how many items may wait")
+
+    def open(self, items: Iterator[object], context: object) -> Iterator[object]:
+        raise TypeError("prefetch is opened by the engine, as a relay")
+
+
+_CHEAP = (Indices, Shard, Take, Skip, Enumerate, Shuffle, Repeat, Cache)
+_PLAIN = (list, tuple, range, str, bytes)
+
+
+class _Laid(NamedTuple):
+    """One pipeline as it is laid out.
+
+    Attributes
+    ----------
+    nodes
+        In order, the source first.
+    quick
+        Whether it need not be waited for.
+    live
+        Whether something besides the puller runs, in its branches too.
+    """
+
+    nodes: tuple[Node, ...]
+    quick: bool
+    live: bool
+
+
+class _Known(threading.local):
+    """Layouts made since the outermost call on this thread, by the identity of the pipeline.
+
+    Every line asks several times for the layout of the lines within it. Without this cache, each
+    level of joins would take several times as long as the level below it.
+    """
+
+    laid: dict[int, _Laid] | None = None
+
+
+_known = _Known()
+
+
+def lay_out(pipeline: Pipeline) -> tuple[Node, ...]:
+    """The nodes of one pipeline, in order, its source first; branches have a layout of their own."""
+    if _known.laid is not None:
+        return _laid(pipeline).nodes
+    _known.laid = {}
+    try:
+        return _laid(pipeline).nodes
+    finally:
+        _known.laid = None
+
+
+def _laid(pipeline: Pipeline) -> _Laid:
+    known = _known.laid
+    assert known is not None
+    found = known.get(id(pipeline))
+    if found is None:
+        nodes = _nodes_of(pipeline)
+        live = any(
+            isinstance(node, (Workers, Handover)) or _has_live_branch(node) for node in nodes
+        )
+        found = known[id(pipeline)] = _Laid(nodes, _state(list(nodes)) == "quick", live)
+    return found
+
+
+def _nodes_of(pipeline: Pipeline) -> tuple[Node, ...]:
+    nodes: list[Node] = []
+    for node in _grouped(_with_shards_first(pipeline.operators)):
+        state = _state(nodes)
+        if isinstance(node, Workers) and not node.reads and state in ("slow", "stage"):
+            nodes.append(_relay_behind(nodes[-1]))
+        if isinstance(node, Handover):
+            if node.operator is not None and state == "stage" and _runs_ahead(nodes[-1]):
+                nodes.append(_relay_behind(nodes[-1]))
+            before = nodes[-1]
+            if node.operator is None and isinstance(before, Handover) and before.operator is None:
+                nodes.pop()
+        nodes.append(_usable(node) if isinstance(node, Workers) else node)
+    if _needs_relay_at_end(nodes):
+        nodes.append(_relay_behind(nodes[-1]))
+    return tuple(_sealed(nodes))
+
+
+def _usable(node: Workers) -> Workers:
+    assert node.placement.backend is not None
+    return replace(node, placement=replace(node.placement, backend=usable(node.placement.backend)))
+
+
+def _relay_behind(node: Node) -> Handover:
+    ready = None
+    if isinstance(node, Workers) and not node.placement.buffer_bytes:  # the relay counts no bytes
+        ready = node.placement.prefetch
+    return Handover(node.name, least=max(AHEAD, ready or 0))
+
+
+def _with_shards_first(operators: tuple[Operator, ...]) -> list[Operator]:
+    """A shard before the work that would be thrown away: past everything that is one to one."""
+    ordered: list[Operator] = []
+    for operator in operators:
+        at = len(ordered)
+        if isinstance(operator, Shard):
+            while isinstance(ordered[at - 1], (Map, Prefetch, PinMemory)):
+                at -= 1
+        ordered.insert(at, operator)
+    return ordered
+
+
+def _grouped(operators: list[Operator]) -> Iterator[Node]:
+    """Neighbours that may share workers do."""
+    group: list[Work | Readers] = []
+    shared = Placement()
+    for operator in operators:
+        if isinstance(operator, (Work, Readers)):
+            placement = operator.placement
+            if (
+                group
+                and isinstance(operator, Work)
+                and _fusible(shared, placement)
+                and _counts(group)
+            ):
+                group.append(operator)
+                if not placement.in_order or not shared.in_order:
+                    shared = replace(shared, in_order=False)
+                continue
+            if group:
+                yield _group(group, shared)
+            group, shared = [operator], placement
+            if isinstance(operator, Readers):
+                yield _group(group, shared)
+                group = []
+            continue
+        if group:
+            yield _group(group, shared)
+            group = []
+        if isinstance(operator, PinMemory):
+            yield Handover(operator.name, operator.prefetch, operator=operator)
+        elif isinstance(operator, Prefetch):
+            yield Handover("", operator.count)
+        else:
+            yield Single(operator)
+    if group:
+        yield _group(group, shared)
+
+
+def _counts(group: list[Work | Readers]) -> bool:
+    """True if what comes behind `group` would know the numbers of its items, if seeded by them."""
+    placement = group[-1].placement
+    if placement.seeding is None:
+        return True
+    one_to_one = isinstance(group[-1], Map)
+    return one_to_one and placement.on_error is None
+
+
+def _group(works: list[Work | Readers], placement: Placement) -> Node:
+    if placement.inline and not isinstance(works[0], Readers):
+        return Inline(tuple(work for work in works if isinstance(work, Work)), placement)
+    return Workers(tuple(works), placement)
+
+
+def _fusible(one: Placement, other: Placement) -> bool:
+    """True if work for these two may be one task: everything that a worker can tell must agree."""
+    return (
+        one.fuse
+        and other.fuse
+        and replace(one, in_order=True) == replace(other, in_order=True)
+        and (one.in_order or not other.in_order)
+    )
+
+
+def _state(nodes: list[Node]) -> str:
+    """What it means to pull the last of `nodes`: quick, a relay, slow, or a stage."""
+    state = "quick"
+    for node in nodes:
+        if isinstance(node, Handover):
+            state = "relay"
+        elif isinstance(node, Workers):
+            state = "stage"
+        elif state != "quick" or not _is_quick(node):
+            state = "slow"
+    return state
+
+
+def passes_on(node: Node) -> bool:
+    """True if items come out of a node in the very memory that they had before it."""
+    return isinstance(node, Handover) or (
+        isinstance(node, Single) and isinstance(node.operator, _CHEAP)
+    )
+
+
+def _is_quick(node: Node) -> bool:
+    if isinstance(node, Inline):
+        first = node.works[0]
+        plain = isinstance(first, Lookup) and isinstance(first.function.dataset, _PLAIN)
+        return len(node.works) == 1 and plain and not first.function.batched
+    assert isinstance(node, Single)
+    branches = node.operator.branches()
+    if branches:
+        return all(_laid(branch).quick for branch in branches)
+    return isinstance(node.operator, _CHEAP)
+
+
+def _needs_relay_at_end(nodes: list[Node]) -> bool:
+    """True if work would rest while your loop is busy with an item.
+
+    A stage alone has its window to work off; what comes behind a stage has not. Not behind what has
+    moved items to a device: they are for the thread that takes them.
+    """
+    state = _state(nodes)
+    if any(isinstance(node, Handover) and node.moves for node in nodes):
+        return False
+    if state == "slow":
+        return any(isinstance(node, (Workers, Handover)) for node in nodes) or _has_live_branch(
+            nodes[0]
+        )
+    if state != "stage":
+        return False
+    return _state(nodes[:-1]) == "relay" or _runs_ahead(nodes[-1])
+
+
+def _runs_ahead(stage: Node) -> bool:
+    """True if a stage was told to keep more at hand than its workers need."""
+    assert isinstance(stage, Workers)
+    return stage.window > AT_HAND * stage.placement.num_workers
+
+
+def _has_live_branch(node: Node) -> bool:
+    if not isinstance(node, Single):
+        return False
+    return any(_laid(branch).live for branch in node.operator.branches())
+
+
+def _sealed(nodes: list[Node]) -> Iterator[Node]:
+    """Between two stages of processes, results are passed on as they came."""
+    for node, relay, behind in zip(
+        nodes, [*nodes[1:], None], [*nodes[2:], None, None], strict=False
+    ):
+        plain = isinstance(relay, Handover) and relay.operator is None
+        direct = plain and isinstance(behind, Workers)
+        if direct and isinstance(node, Workers) and not node.reads:
+            assert isinstance(behind, Workers)
+            yield replace(node, sealed=node.forwards and behind.forwards)
+        else:
+            yield node

@@ -1,0 +1,53 @@
+"""How long the threads between stages were held up: what the statistics say of a relay's place."""
+
+from __future__ import annotations
+
+import time
+
+from hybridloader.engine.relay import Relay
+from hybridloader.pipeline.running.plan import Handover
+
+
+class Feeder:
+    """How long a relay's thread was held up, over all relays that had its place."""
+
+    def __init__(self, node: Handover) -> None:
+        self.node = node
+        self.began = time.monotonic()
+        self.ended: float | None = None
+        self._relay: Relay | None = None
+        self._blocked = self._waited = 0.0
+        self._items = 0
+
+    def follow(self, before: Relay | None, relay: Relay) -> None:
+        """`relay` takes the place of `before`."""
+        if before is not None:
+            before.shut()
+            self._blocked += before.blocked
+            self._waited += before.waited
+            self._items += before.count
+        self._relay = relay
+
+    @property
+    def blocked(self) -> float:
+        """Seconds that its thread waited for whoever takes."""
+        return self._blocked + (self._relay.blocked if self._relay is not None else 0.0)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that whoever takes waited."""
+        return self._waited + (self._relay.waited if self._relay is not None else 0.0)
+
+    @property
+    def items(self) -> int:
+        """That went through."""
+        return self._items + (self._relay.count if self._relay is not None else 0)
+
+    @property
+    def queued(self) -> int:
+        """Items that wait now."""
+        return 0 if self._relay is None else self._relay.waiting
+
+    @property
+    def elapsed(self) -> float:
+        return (time.monotonic() if self.ended is None else self.ended) - self.began

@@ -1,0 +1,305 @@
+"""Where the stream of one run is: how many items were given, and what its operators marked on the way.
+
+A place in the stream is found backwards from the last item that was given: each operator says how many
+of the items before it made those, until one can't, or a source is reached. What lies in queues
+and on workers never matters. Marks are made by whoever pulls and read from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from hybridloader._support.errors import StateError
+from hybridloader._support.state_copies import copied
+from hybridloader.pipeline.operators.base import Mark, Operator, Part
+from hybridloader.pipeline.operators.sources import Indices, Items
+from hybridloader.pipeline.operators.work import Lookup, Readers, Work
+from hybridloader.pipeline.running.plan import Handover, Inline, Node, Single, Workers
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.pipeline import Pipeline
+    from hybridloader.pipeline.running.dropping import Dropping
+
+_MOST = 256
+"""Marks that are kept at least before those are looked for that nobody will want any more."""
+
+Path = tuple[int, ...]
+"""Where a node is: its number in its line, after those of the nodes and branches that the line is in."""
+
+Place = tuple[Path, int]
+"""The path of a line, and the number of an operator in it."""
+
+
+class Counts(NamedTuple):
+    """What your loop was given.
+
+    Attributes
+    ----------
+    given
+        Items, and errors in the places of items.
+    raised
+        Those of them that were errors.
+    """
+
+    given: int = 0
+    raised: int = 0
+
+
+class Saved(NamedTuple):
+    """A mark in a state, and the number of the pass that it is of."""
+
+    epoch: int
+    mark: Mark
+
+
+class Layout(NamedTuple):
+    """How a machine numbers its lines.
+
+    Attributes
+    ----------
+    line
+        The nodes of a pipeline.
+    path_of
+        The path of a branch of an operator.
+    """
+
+    line: Callable[[Pipeline], tuple[Node, ...]]
+    path_of: Callable[[Operator, Path, int], Path]
+
+
+class _Marks:
+    """Those of one operator in one pass, in order."""
+
+    __slots__ = ("epoch", "marks", "number")
+
+    def __init__(self, epoch: int, number: int) -> None:
+        self.epoch, self.number = epoch, number  # the number tells which came first
+        self.marks: deque[Mark] = deque()
+
+    def last_before(self, n: int) -> Mark | None:
+        return next((mark for mark in reversed(self.marks) if mark.at <= n), None)
+
+
+class _Stop(NamedTuple):
+    """An operator on the way back from the last item."""
+
+    path: Path
+    number: int
+    marks: _Marks | None
+    saved: Saved
+    replayed: bool  # what is behind it can't say what it has had
+
+
+class Trail:
+    """What has happened in one run.
+
+    Parameters
+    ----------
+    pipeline
+        What runs.
+    epoch
+        The number of the run.
+    counts
+        Of the run that this one goes on from.
+    saved
+        The marks of that run, by place.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        epoch: int,
+        counts: Counts = Counts(),  # noqa: B008 - it can't be changed
+        saved: Mapping[str, Saved] | None = None,
+    ) -> None:
+        self._pipeline, self.epoch = pipeline, epoch
+        self._saved = dict(saved or {})
+        self.start = counts
+        # Set once, by the machine that runs it:
+        self.layout: Layout | None = None
+        # All the mutable state. One thread counts, errors first:
+        self.given, self.raised = counts
+        self.finished = False  # that it ended was told
+        self.droppings: list[Dropping] = []
+        # And under the lock:
+        self._lock = threading.Lock()
+        self._places: dict[Place, list[_Marks]] = {}  # and each pass, in the order of these
+        self._made, self._kept, self._limit = 0, 0, _MOST
+
+    # -- what operators say ----------------------------------------------------------------------------
+
+    def mark(self, path: Path, number: int, epoch: int, mark: Mark) -> None:
+        """An operator could go on behind ``mark.at`` items of its pass `epoch`."""
+        with self._lock:
+            passes = self._places.setdefault((path, number), [])
+            if not passes or passes[-1].epoch != epoch:
+                passes.append(_Marks(epoch, self._made))
+            passes[-1].marks.append(mark)
+            self._made += 1
+            self._kept += 1
+            if self._kept > self._limit:
+                self._forget()
+                self._kept = sum(len(m.marks) for found in self._places.values() for m in found)
+                self._limit = max(_MOST, 2 * self._kept)
+
+    def saved(self, path: Path, number: int, epoch: int) -> Mark | None:
+        """What an operator marked in the run that this one goes on from, if it was in this pass."""
+        saved = self._saved.get(place_of(path, number))
+        return saved.mark if saved is not None and saved.epoch == epoch else None
+
+    @property
+    def counts(self) -> Counts:
+        """What was given until now. From any thread: an error may be counted a moment too soon, which
+        only has more done again than is needed."""
+        given = self.given
+        return Counts(given, min(self.raised, given))
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """How many items have come again and were dropped, and of how many; None if none are to."""
+        droppings = list(self.droppings)
+        if all(dropping.done >= dropping.count for dropping in droppings):
+            return None
+        return sum(d.done for d in droppings), sum(d.count for d in droppings)
+
+    # -- the way back ----------------------------------------------------------------------------------
+
+    def position(self) -> tuple[Counts, dict[str, Saved]]:
+        """What was given until now, and the marks from which to go on: copies, from any thread.
+
+        Raises
+        ------
+        StateError
+            A source could not tell its state.
+        """
+        found: dict[str, Saved] = {}
+        with self._lock:
+            counts = self.counts
+            for stop in self._back(counts):
+                saved = stop.saved
+                if isinstance(saved.mark.value, Exception):
+                    raise StateError(
+                        f"a source could not tell its state behind item {saved.mark.at}: "
+                        f"{saved.mark.value!r}"
+                    ) from saved.mark.value
+                found[place_of(stop.path, stop.number)] = saved
+        return counts, copied(found)
+
+    def _back(self, counts: Counts) -> Iterator[_Stop]:
+        if self.layout is None:  # nothing was opened
+            return iter(())
+        return self._along(self._pipeline, (), counts.given, self.epoch, bool(counts.raised), False)
+
+    def _along(
+        self, pipeline: Pipeline, path: Path, n: int, epoch: int, raised: bool, replayed: bool
+    ) -> Iterator[_Stop]:
+        """The operators of one line that have marks, from its end on, behind its first `n` items."""
+        assert self.layout is not None
+        nodes = self.layout.line(pipeline)
+        for at in reversed(range(len(nodes))):
+            node = nodes[at]
+            if not isinstance(node, Single):
+                if n and not passes_one_by_one(node, raised):
+                    n, replayed = 0, True
+                continue
+            operator, number = node.operator, number_of(nodes, at)
+            stop = self._stop(path, number, n, epoch, replayed)
+            mark = None if stop is None else stop.saved.mark
+            parts = before(operator, n, epoch, mark, raised)
+            if parts is None:
+                n, replayed = 0, True
+                stop = self._stop(path, number, 0, epoch, replayed)
+                mark = None if stop is None else stop.saved.mark
+                parts = before(operator, 0, epoch, mark, raised) or ()
+            if stop is not None:
+                yield stop
+            branches = operator.branches()
+            for part in parts:
+                if part.branch is not None:
+                    inner = self.layout.path_of(operator, (*path, at), part.branch)
+                    line = branches[part.branch]
+                    yield from self._along(line, inner, part.start, part.epoch, raised, replayed)
+            own = [part for part in parts if part.branch is None]
+            if not own:
+                return
+            n, epoch = own[0].start, own[0].epoch
+
+    def _stop(self, path: Path, number: int, n: int, epoch: int, replayed: bool) -> _Stop | None:
+        """The last mark of an operator that is not behind item `n`."""
+        for marks in self._places.get((path, number), ()):
+            if marks.epoch == epoch:
+                mark = marks.last_before(n)
+                if mark is not None:
+                    return _Stop(path, number, marks, Saved(epoch, mark), replayed)
+        # It may not have been opened again yet.
+        saved = self._saved.get(place_of(path, number))
+        if saved is None or saved.epoch != epoch or saved.mark.at > n:
+            return None
+        return _Stop(path, number, None, saved, replayed)
+
+    def _forget(self) -> None:
+        """Drop the marks that no state from now on can need."""
+        stops = [stop for stop in self._back(self.counts) if stop.marks is not None]
+        needed = {id(stop.marks) for stop in stops}
+        for stop in stops:
+            marks = stop.marks
+            assert marks is not None
+            while marks.marks[0].at < stop.saved.mark.at:
+                marks.marks.popleft()
+            while stop.replayed and len(marks.marks) > 1:
+                marks.marks.pop()
+            for place, passes in self._places.items():
+                same = place == (stop.path, stop.number)
+                if same or is_before(place, (stop.path, stop.number)):
+                    passes[:] = [
+                        other
+                        for other in passes
+                        if id(other) in needed
+                        or (other.number > marks.number and not (same and stop.replayed))
+                    ]
+
+
+def is_before(place: Place, other: Place) -> bool:
+    """True if what comes from `place` goes through `other`: it is earlier, or on a branch."""
+    (path, number), (line, behind) = place, other
+    return (path == line and number < behind) or path[: len(line) + 1] == (*line, 0)
+
+
+def place_of(path: Path, number: int) -> str:
+    """What a state calls an operator: the path of its line, and its number there."""
+    return f"{'.'.join(map(str, path))}:{number}"
+
+
+def number_of(nodes: Sequence[Node], at: int) -> int:
+    """The number of an operator in its line, not counting what runs on workers: wherever that is done,
+    a seed means the same, and so does a state."""
+    return sum(isinstance(before, Single) for before in nodes[:at])
+
+
+def passes_one_by_one(node: Inline | Workers | Handover, raised: bool) -> bool:
+    """True if a node gives one item, or one error, for each that it takes.
+
+    Not where errors were `raised` and it seeds items by their numbers: those are of what came through to
+    it, and nobody knows which of the errors did not.
+    """
+    if isinstance(node, Handover):
+        return True
+    if raised and any(seeds_by_number(work) for work in node.works):
+        return False
+    return all(work.seek(1) == 1 for work in node.works)
+
+
+def seeds_by_number(work: Work | Readers) -> bool:
+    return work.placement.seeding is not None and not isinstance(work, Lookup)
+
+
+def before(
+    operator: Operator, n: int, epoch: int, mark: Mark | None, raised: bool
+) -> Sequence[Part] | None:
+    """As `Operator.before`; for sources alone, errors in the places of items are items too."""
+    if n and raised and not isinstance(operator, (Indices, Items)):
+        return None
+    return operator.before(n, epoch, mark)

@@ -1,0 +1,171 @@
+"""The stages of a running pipeline: how each is made of its node, and what is known of it from then on.
+
+A station outlives the passes of its pipeline: its workers stay for the next epoch. Nothing here knows
+what stands between two stages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.errors import IteratorClosed, ShippingError
+from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.messages import WorkerSpec
+from hybridloader.engine.numbering import Counter
+from hybridloader.engine.refresh import Watch
+from hybridloader.engine.scheduler import Scheduler, least_busy
+from hybridloader.engine.stage import Stage
+from hybridloader.fetching.item_steps import WorkFetch
+from hybridloader.fetching.on_error.error_budget import Losses, Register
+from hybridloader.fetching.source_reader import ReadersFetch
+from hybridloader.pipeline.operators.work import Lookup, Placement, Readers, Work
+from hybridloader.pipeline.running.flow import ReaderItems
+from hybridloader.pipeline.running.plan import Inline, Node, Workers
+from hybridloader.pipeline.running.run_position import Path
+from hybridloader.pipeline.running.stage_metrics import Books
+from hybridloader.rng.sample_seeds import Origin
+
+if TYPE_CHECKING:
+    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.rng.sample_rng import Draws
+
+
+class Station:
+    """A stage that runs, with its books."""
+
+    def __init__(
+        self, node: Workers, stage: Stage, books: Books, dataset: Any, counter: Counter
+    ) -> None:
+        self.node, self.stage, self.books, self.counter = node, stage, books, counter
+        self.watch = None if dataset is None else Watch(dataset)
+        self.readers: ReaderItems | None = None
+        self.begun = False
+
+
+class Stations(dict[Path, Station]):
+    """The stages of one machine, by the paths of their nodes.
+
+    Parameters
+    ----------
+    seed
+        Of the run.
+    closed
+        Up once the machine is.
+    """
+
+    def __init__(self, seed: int, closed: TaskContext) -> None:
+        super().__init__()
+        self._seed, self._closed = seed, closed
+        # All the other mutable state:
+        self.register = Register()  # of what was skipped
+        self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
+        self._numbers: dict[int, int] = {}  # of functions in their line, by their identity
+
+    def number(self, nodes: Sequence[Node]) -> None:
+        """Give the functions of a line their numbers, by which their seeds are told apart."""
+        works = [
+            work for node in nodes if isinstance(node, (Inline, Workers)) for work in node.works
+        ]
+        self._numbers.update((id(work), number) for number, work in enumerate(works))
+
+    def of(self, path: Path, node: Workers) -> Station:
+        """The stage of the node at `path`, which is started if it does not run."""
+        found = self.get(path)
+        if found is not None and not found.stage.closed:
+            return found
+        if self._closed.cancelled:
+            raise IteratorClosed("the pipeline was closed")
+        placement = node.placement
+        assert placement.backend is not None
+        books = found.books if found is not None else _books(node)
+
+        def fewest_at_hand(scheduler: Scheduler) -> int | None:
+            readers = self[path].readers
+            return None if readers is None else readers.fewest_at_hand(scheduler)
+
+        counter = Counter(items=not node.reads)
+        try:
+            stage = Stage(
+                placement.backend,
+                self._spec(path, node),
+                lookahead=2 * placement.num_workers if node.reads else node.window,
+                ordered=placement.in_order and not node.reads,
+                timeout=placement.timeout,
+                persistent=True,  # whoever pulls it shall not wait for its workers to end
+                dispatch=fewest_at_hand if node.reads else least_busy,
+                ledger=books,
+                sealed=node.sealed,
+                on_worker_death=placement.on_worker_death,
+                task_timeout=placement.task_timeout,
+                locks=self.locks.get(path),
+                counter=None if placement.seeding is None else counter,
+            )
+        except ShippingError as error:
+            raise ShippingError(f"stage {node.name!r}: {error}") from error
+        dataset = None if placement.backend.in_process else _dataset(node)
+        station = self[path] = Station(node, stage, books, dataset, counter)
+        return station
+
+    def _spec(self, path: Path, node: Workers) -> WorkerSpec:
+        placement = node.placement
+        first = node.works[0]
+        if isinstance(first, Readers):
+            fetch: Any = ReadersFetch(first.source, placement.on_error)
+        else:
+            steps = tuple(work.step() for work in node.works if isinstance(work, Work))
+            fetch = WorkFetch(steps, placement.threads_per_worker, placement.on_error)
+        generator = random.Random(f"{self._seed}/workers/{path}")
+        return WorkerSpec(
+            stage=node.name,
+            workers=placement.num_workers,
+            fetch=fetch,
+            base_seed=generator.getrandbits(62),
+            init_fn=placement.worker_init_fn,
+            seeding=self._origin(placement, path[:-1], node.works),
+        )
+
+    def _origin(
+        self, placement: Placement, line: Path, works: tuple[Work | Readers, ...], epoch: int = 0
+    ) -> Origin | None:
+        """What the seeds follow from. A function has the same, wherever it runs and whatever with."""
+        if placement.seeding is None:
+            return None
+        seed = placement.seeding.seed
+        stages = tuple(f"{line}/{self._numbers[id(work)]}" for work in works)
+        return Origin(self._seed if seed is None else seed, epoch, stages, any_thread=True)
+
+    def draws_of(self, work: Work, line: Path, epoch: int, first: int) -> Draws | None:
+        """What seeds a function that is called where its results are asked for: on any thread."""
+        origin = self._origin(work.placement, line, (work,), epoch)
+        if origin is None:
+            return None
+        from hybridloader.rng.thread_sample_rng import ThreadDraws
+
+        draws = ThreadDraws(origin, 0, stage=work.name)
+        draws.prepare()
+        draws.begin_at(first, epoch)
+        return draws
+
+    def losses(
+        self, where: Path, placement: Placement, name: str, epoch: int, *, gaps: bool
+    ) -> Losses | None:
+        """The account of what one pass of a stage loses; None if errors are raised."""
+        if placement.on_error is None:
+            return None
+        return Losses(placement.on_error, name, epoch, self.register, where, gaps=gaps)
+
+
+def _books(node: Workers) -> Books:
+    placement = node.placement
+    return Books(
+        placement.num_workers, prefetch=placement.prefetch, buffer_bytes=placement.buffer_bytes
+    )
+
+
+def _dataset(node: Workers) -> Any:
+    for work in node.works:
+        if isinstance(work, Lookup):
+            return work.function.dataset
+    return None

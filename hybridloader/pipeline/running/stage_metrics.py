@@ -1,0 +1,217 @@
+"""The books of one running stage: what is under way, what it weighs, and where the time went.
+
+They hold the stage back when more is under way than its `prefetch` or `buffer_bytes` allow, and they
+are what `stats()` reads. Written by the thread that pulls the stage, under its lock; read from any.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any, Protocol
+
+from hybridloader._support.attributes import attribute, own_attributes
+from hybridloader.engine.contract import ByReference, Payload
+from hybridloader.engine.feed import items_in
+from hybridloader.engine.messages import Done, Result
+
+
+class Queue(Protocol):
+    """Something that items wait in."""
+
+    @property
+    def waiting(self) -> int:
+        """How many."""
+
+
+class Books:
+    """The `Ledger` of a pipeline's stage.
+
+    Parameters
+    ----------
+    workers
+        How many workers the stage has.
+    prefetch
+        Items that may be under way or wait to be handed out; None: no limit but the scheduler's.
+    buffer_bytes
+        Bytes that results may take that are under way or wait. What is under way is taken to become as
+        large as the largest result until then, and until there is one, only one item for each worker
+        is let in. One task is always let in.
+    learn
+        Told how many items a task had and how many seconds it took.
+    clock
+        Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        prefetch: int | None = None,
+        buffer_bytes: int | None = None,
+        learn: Callable[[int, float], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.workers = workers
+        self._prefetch, self._limit = prefetch, buffer_bytes
+        self.learn = learn
+        self._clock = clock
+        self.behind: Queue | None = None  # where results wait once they were handed out
+        # All the mutable state:
+        self.items_in = self.items_out = self.tasks = 0
+        self.busy = 0.0  # seconds that workers worked, together
+        self.waited = 0.0  # seconds that whoever pulls the stage waited for it
+        self.starved = 0.0  # seconds that workers had nothing to do because nothing came, together
+        self.blocked_seen = 0.0  # seconds that they had nothing to do because nothing went out
+        self.began: float | None = None
+        self._away = 0.0  # seconds that nobody pulled the stage
+        self._away_since: float | None = None
+        self.ended: float | None = None
+        self.held = 0  # items under way, or waiting to be handed out
+        self.held_bytes = 0  # of results that wait
+        self._largest = 0  # bytes of one item, as far as is known
+        self._items: dict[int, int] = {}  # of each task under way or waiting
+        self._bytes: dict[int, int] = {}  # of each result that waits
+        self._idle = 0
+        self._starved = False
+        self._since = 0.0
+
+    # -- what the stage tells ----------------------------------------------------------------------
+
+    def room(self) -> int | None:
+        held = self.held
+        room = None
+        if self._prefetch is not None:
+            waiting = 0 if self.behind is None else self.behind.waiting
+            room = max(0 if held else 1, self._prefetch - held - waiting)
+        if self._limit is not None and room != 0:
+            if not self._largest:
+                free = self.workers - held
+            else:
+                coming = held - sum(self._items[seq] for seq in self._bytes)
+                left = self._limit - self.held_bytes - coming * self._largest
+                free = left // self._largest
+            free = max(free, 0 if held else 1)
+            room = free if room is None else min(room, free)
+        return room
+
+    def sent(self, seq: int, index: Any) -> None:
+        if self.began is None:
+            self.began = self._clock()
+        count = items_in(index)
+        self.items_in += count
+        self.held += count
+        self._items[seq] = count
+
+    def came(self, event: Result) -> None:
+        self.tasks += 1
+        if not isinstance(event, Done):
+            return
+        count = self._items.get(event.seq, 1)
+        self.busy += event.seconds
+        if self.learn is not None:
+            self.learn(count, event.seconds)
+        if self._limit is not None:
+            size, largest = _sizes_of(event.payload, count)
+            self.held_bytes += size
+            self._bytes[event.seq] = size
+            self._largest = max(self._largest, largest, 1)
+
+    def left(self, seq: int) -> None:
+        self.held -= self._items.pop(seq, 0)
+        self.held_bytes -= self._bytes.pop(seq, 0)
+
+    def idle(self, workers: int, *, starved: bool) -> None:
+        now = self._clock()
+        passed = self._idle * (now - self._since)
+        if self._starved:
+            self.starved += passed
+        else:
+            self.blocked_seen += passed
+        self._idle, self._starved, self._since = workers, starved, now
+        if self.began is None:
+            self.began = now
+
+    def listening(self, seconds: float) -> None:
+        self.waited += seconds
+
+    def pulled(self) -> None:
+        """Somebody asks for results."""
+        if self._away_since is not None:
+            self._away += self._clock() - self._away_since
+            self._away_since = None
+
+    def turned_away(self) -> None:
+        """Whoever asked has what it wanted."""
+        self._away_since = self._clock()
+
+    # -- what statistics ask -------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The stage has ended."""
+        if self.ended is None:
+            self.idle(0, starved=False)
+            self.ended = self._clock()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first task, until the end."""
+        if self.began is None:
+            return 0.0
+        return (self._clock() if self.ended is None else self.ended) - self.began
+
+    @property
+    def blocked(self) -> float:
+        """Seconds that workers had nothing to do because nobody took results, together.
+
+        While nobody pulls the stage, nobody sees when its workers have done what they have; what they
+        did not work of that time is counted.
+        """
+        return min(self._rest, max(self.blocked_seen, self.workers * self._away))
+
+    @property
+    def other(self) -> float:
+        """Seconds that workers started, were handed tasks, or waited for a CPU, together."""
+        return self._rest - self.blocked
+
+    @property
+    def _rest(self) -> float:
+        return max(0.0, self.workers * self.elapsed - self.busy - self.starved)
+
+
+def _sizes_of(payload: Any, count: int) -> tuple[int, int]:
+    """Bytes of a result, and of the largest item in it as far as that can be seen."""
+    if isinstance(payload, ByReference):
+        value = payload.peek()
+        whole = size_of(value)
+        items = map(size_of, value) if isinstance(value, list) else ()
+        return whole, max(-(-whole // max(1, count)), max(items, default=0))
+    whole = payload.nbytes if isinstance(payload, Payload) else 0
+    return whole, -(-whole // max(1, count))
+
+
+def size_of(value: Any) -> int:
+    """Bytes that `value` takes: its tensors, arrays and strings, through containers.
+
+    What has an `nbytes` is taken by its word; anything else counts as its object alone, and so does
+    what can't be looked into: it is no item's fault that it is to be weighed.
+    """
+    try:
+        return _size_of(value)
+    except Exception:  # an `nbytes` that raises, a list that holds itself
+        return object.__sizeof__(value)
+
+
+def _size_of(value: Any) -> int:
+    found = attribute(value, "nbytes")
+    if isinstance(found, int):
+        return found
+    if isinstance(value, dict):
+        return sum(map(size_of, value.values())) + sys.getsizeof(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return sum(map(size_of, value)) + sys.getsizeof(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return sum(map(size_of, own_attributes(value).values())) + sys.getsizeof(value)
+    return sys.getsizeof(value)

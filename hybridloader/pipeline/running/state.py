@@ -1,0 +1,225 @@
+"""The state of a run as a dict of what JSON has: how it is written, and how it is checked.
+
+It says where the stream is and what it is a stream of; it holds no item. A state that can't be gone on
+from exactly is refused before anything is started, and the error names the field and both values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hybridloader._support.attributes import attribute
+from hybridloader._support.errors import StateError
+from hybridloader._support.state_schema import (
+    COUNT,
+    TEXT,
+    TRUTH,
+    WHOLE,
+    Rule,
+    Schema,
+    dict_of,
+    list_of,
+)
+from hybridloader.pipeline.operators.base import INFINITE, Mark, Operator
+from hybridloader.pipeline.operators.order import Shard
+from hybridloader.pipeline.operators.pin import PinMemory
+from hybridloader.pipeline.operators.sources import Indices
+from hybridloader.pipeline.operators.work import Readers, Work
+from hybridloader.pipeline.running.plan import Prefetch
+from hybridloader.pipeline.running.run_position import Counts, Saved
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.pipeline import Pipeline
+
+VERSION = 1
+"""Of the state; it changes with the meaning of a field, and with the order that a seed stands for."""
+
+KIND = "pipeline"
+
+_MARK = Rule(
+    "a mark",
+    lambda mark: (
+        isinstance(mark, Mapping)
+        and set(mark) == {"epoch", "at", "value"}
+        and type(mark["at"]) is type(mark["epoch"]) is int
+    ),
+)
+
+_LONGEST = 80
+"""Letters of a description."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """What a state says.
+
+    Attributes
+    ----------
+    seed, seeded
+        Of the run, and whether it was given.
+    epoch
+        Its number.
+    counts
+        What your loop was given.
+    finished
+        Whether it had been told that this was all.
+    draws
+        Seeds of sources, by path; see `Machine.draw`.
+    saved
+        Marks, by place.
+    """
+
+    seed: int
+    seeded: bool
+    epoch: int
+    counts: Counts = Counts()  # noqa: RUF009 - it can't be changed
+    finished: bool = False
+    draws: Mapping[str, int] = field(default_factory=dict)
+    saved: Mapping[str, Saved] = field(default_factory=dict)
+
+    def as_dict(self, operators: list[str]) -> dict[str, Any]:
+        """The state."""
+        return {
+            "version": VERSION,
+            "kind": KIND,
+            "seed": self.seed,
+            "seeded": self.seeded,
+            "epoch": self.epoch,
+            "given": self.counts.given,
+            "raised": self.counts.raised,
+            "finished": self.finished,
+            "operators": list(operators),
+            "draws": dict(self.draws),
+            "marks": {
+                place: {"epoch": saved.epoch, "at": saved.mark.at, "value": saved.mark.value}
+                for place, saved in self.saved.items()
+            },
+        }
+
+
+_FIELDS = Schema(
+    "pipeline's run",
+    (WHOLE, "seed"),
+    (TRUTH, "seeded finished"),
+    (COUNT, "epoch given raised"),
+    (list_of(TEXT, "a list of texts"), "operators"),
+    (dict_of(WHOLE, "a dict of whole numbers"), "draws"),
+    (dict_of(_MARK, "a dict of marks, each with its epoch, place and value"), "marks"),
+    version=VERSION,
+    kind=("kind", KIND),
+    exact=True,
+)
+
+
+def descriptions(pipeline: Pipeline) -> list[str]:
+    """What a run must have in common with the one whose state it goes on from: what decides which items
+    come in which order, and not where or how fast."""
+    return list(_described(pipeline, "", {}))
+
+
+def _described(pipeline: Pipeline, indent: str, forks: dict[int, int]) -> Iterator[str]:
+    for operator in pipeline.operators:
+        if isinstance(operator, (Prefetch, PinMemory)):
+            continue
+        fork: Any = getattr(operator, "fork", None)
+        told = _description(operator)
+        if fork is not None:
+            known = id(fork) in forks
+            told = f"{told} of fork {forks.setdefault(id(fork), len(forks))}"
+            if known:
+                yield f"{indent}{told}"
+                continue
+        yield f"{indent}{told}"
+        for branch in operator.branches():
+            yield from _described(branch, indent + "| ", forks)
+
+
+def _description(operator: Operator) -> str:
+    if isinstance(operator, Shard):
+        num_replicas, rank = operator.resolved()
+        return f"shard(num_replicas={num_replicas}, rank={rank})"
+    told = operator.describe()
+    if isinstance(operator, (Work, Readers)):
+        policy = operator.placement.on_error
+        if isinstance(operator, Readers):
+            told = f"{operator.placement.num_workers} x {told}"
+        if policy is not None:
+            told = f"{told} with on_error={policy!r}"
+    told = told if len(told) <= _LONGEST else told[: _LONGEST - 3] + "..."
+    ranks = _ranks_of(operator) if isinstance(operator, Indices) else None
+    return told if ranks is None else f"{told} for {ranks} ranks"
+
+
+def _ranks_of(source: Indices) -> int | None:
+    """How many ranks its sampler shares the indices among, if it tells: ours, torch's."""
+    order = source.sampler if source.batch_sampler is None else source.batch_sampler
+    for sampler in (order, attribute(order, "sampler")):
+        ranks = attribute(sampler, "num_replicas")
+        if type(ranks) is int:
+            return ranks
+    return None
+
+
+# -- checks ------------------------------------------------------------------------------------------
+
+
+def checked(
+    state: Any, pipeline: Pipeline, *, epoch: int | None = None, seed: int | None = None
+) -> Position:
+    """What a state says, if `pipeline` can go on from it.
+
+    Parameters
+    ----------
+    state
+        What `state_dict` gave.
+    epoch, seed
+        What the user says they are; None: what the state says.
+
+    Raises
+    ------
+    StateError
+        It can't.
+    """
+    _FIELDS.check(state)
+    _same_operators(state["operators"], descriptions(pipeline))
+    position = Position(
+        seed=state["seed"],
+        seeded=state["seeded"],
+        epoch=state["epoch"],
+        counts=Counts(state["given"], state["raised"]),
+        finished=state["finished"],
+        draws=dict(state["draws"]),
+        saved={
+            place: Saved(mark["epoch"], Mark(mark["at"], mark["value"]))
+            for place, mark in state["marks"].items()
+        },
+    )
+    for name, said, meant in (("epoch", epoch, position.epoch), ("seed", seed, position.seed)):
+        if said is not None and said != meant:
+            raise StateError(
+                f"{name}: the state is of {name} {meant}, and the run is to have {name} {said}; leave "
+                f"{name}= out to go on"
+            )
+    given, raised = position.counts
+    if raised > given:
+        raise StateError(f"raised: {raised} errors among given={given} items; the state is damaged")
+    length = pipeline.length
+    if length is not None and length != INFINITE and given - raised > length:
+        raise StateError(
+            f"given: the state is behind item {given - raised}, and this pipeline gives {int(length)}; "
+            "the data must be those that it was taken of"
+        )
+    return position
+
+
+def _same_operators(theirs: list[str], ours: list[str]) -> None:
+    for number in range(max(len(theirs), len(ours))):
+        his = theirs[number] if number < len(theirs) else "nothing more"
+        own = ours[number] if number < len(ours) else "nothing more"
+        if his != own:
+            raise StateError(
+                f"operators: number {number} is {his!r:.100} in the state and {own!r} in this "
+                "pipeline; make the pipeline as it was made when the state was taken"
+            )

@@ -1,0 +1,192 @@
+"""Where the time of a running pipeline goes: for each stage, and which one holds up the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridloader._support.text import table
+from hybridloader.engine.diagnosis import workers_table
+from hybridloader.pipeline.running.plan import Handover, Inline, Node, Single, Workers
+
+if TYPE_CHECKING:
+    from hybridloader.pipeline.running.machine import Machine, Path
+
+_IDLE = 0.05
+"""A loop that waits for less than this part of its time is what holds everything up."""
+
+_BUSY = 0.2
+"""A stage with a lower load holds nobody up: workers are still starting, or items are too few."""
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """What one stage has done until now.
+
+    Attributes
+    ----------
+    name
+        Of the stage; ``"your loop"`` for the one that takes the items.
+    backend
+        Where it runs.
+    workers
+        How many there are.
+    items
+        That came out of it.
+    busy
+        Seconds that its workers worked, together.
+    starved
+        Seconds that they had nothing to do because nothing came in, together.
+    blocked
+        Seconds that they had nothing to do because nobody took what they had done, together.
+    other
+        Seconds that they started, were handed tasks or handed over results, or waited for a CPU.
+    queued
+        Items that are under way in it, or wait behind it.
+    skipped
+        Items that failed and were left out or replaced.
+    """
+
+    name: str
+    backend: str
+    workers: int
+    items: int
+    busy: float
+    starved: float
+    blocked: float
+    other: float
+    queued: int
+    skipped: int = 0
+
+    @property
+    def load(self) -> float:
+        """The part of its workers' time that was work, from 0 to 1."""
+        whole = self.busy + self.starved + self.blocked + self.other
+        return min(1.0, self.busy / whole) if whole > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class PipelineStats:
+    """What a pipeline has done until now; printed, it is a table.
+
+    Attributes
+    ----------
+    stages
+        From the source on, your loop last.
+    seconds
+        Since it began, over all epochs.
+    """
+
+    stages: tuple[StageStats, ...]
+    seconds: float
+
+    @property
+    def bottleneck(self) -> StageStats | None:
+        """The one that holds up the others: your loop if it hardly waits, else the stage with the
+        highest load. None as long as nobody has much to do."""
+        *stages, loop = self.stages
+        if not loop.items:
+            return None
+        if loop.load > 1 - _IDLE or not stages:
+            return loop
+        busiest = max(stages, key=lambda stage: stage.load)
+        return busiest if busiest.load >= _BUSY else None
+
+    def __str__(self) -> str:
+        heading = "stage where items busy starved blocked other load queued"
+        rows = [tuple(heading.split())]
+        worst = self.bottleneck
+        for stage in self.stages:
+            where = stage.backend + (f" x {stage.workers}" if stage.workers > 1 else "")
+            rows.append(
+                (
+                    stage.name,
+                    where,
+                    f"{stage.items:,}",
+                    f"{stage.busy:.2f} s",
+                    f"{stage.starved:.2f} s",
+                    f"{stage.blocked:.2f} s",
+                    f"{stage.other:.2f} s",
+                    f"{stage.load:.0%}" + (" <" if stage is worst else ""),
+                    f"{stage.queued:,}",
+                )
+            )
+        if any(stage.skipped for stage in self.stages):
+            column = ("skipped", *(f"{stage.skipped:,}" for stage in self.stages))
+            rows = [(*row, cell) for row, cell in zip(rows, column, strict=True)]
+        lines = table(rows)
+        if worst is not None:
+            lines.append(f"After {self.seconds:.1f} s, the bottleneck is {worst.name}.")
+        return "\n".join(lines)
+
+
+def collect(machine: Machine) -> PipelineStats:
+    """The state of a machine, over all passes until now."""
+    found = list(_line(machine, ()))
+    seconds, waited = machine.seconds, machine.waited
+    busy = max(0.0, seconds - waited)
+    counted = sum(stage.skipped for stage in found)  # the rest was skipped by whoever asked
+    skipped = machine.stations.register.total - counted
+    loop = StageStats("your loop", "caller", 1, machine.given, busy, waited, 0.0, 0.0, 0, skipped)
+    return PipelineStats((*found, loop), seconds)
+
+
+def report(machine: Machine) -> str:
+    """A table for each stage, of its workers."""
+    tables = []
+    for where in sorted(machine.stations):
+        station = machine.stations[where]
+        tables.append(f"{station.node.name}\n{workers_table(station.stage.report())}")
+    return "\n\n".join(tables)
+
+
+def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
+    """The stages and threads of a pipeline, and of its branches before them."""
+    for where in sorted(machine.places()):
+        station = machine.stations.get(where)
+        if station is not None:
+            books = station.books
+            yield StageStats(
+                station.node.name,
+                station.stage.backend.name,
+                books.workers,
+                books.items_out,
+                books.busy,
+                books.starved,
+                books.blocked,
+                books.other,
+                books.held,
+                machine.stations.register.counts[where],
+            )
+            continue
+        feeder = machine.feeders[where]
+        works = list(_pulled(machine.nodes_before(where)))
+        names = [_label(node) for node in works]
+        if feeder.node.operator is not None:
+            names.append(feeder.node.name)
+        if not names:
+            continue
+        waited = machine.waited_before(where)
+        busy = max(0.0, feeder.elapsed - feeder.blocked - waited)
+        name = " + ".join(names)
+        items = feeder.items
+        blocked, queued = feeder.blocked, feeder.queued
+        # The functions that it calls are right before it.
+        called = [(*where[:-1], at) for at in range(where[-1] - len(works), where[-1])]
+        skipped = sum(machine.stations.register.counts[place] for place in called)
+        yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
+
+
+def _label(node: Single | Inline) -> str:
+    return node.operator.describe() if isinstance(node, Single) else node.name
+
+
+def _pulled(nodes: Sequence[Node]) -> Iterator[Single | Inline]:
+    """What the thread of a relay does itself, the last of `nodes` being next to the relay."""
+    found: list[Single | Inline] = []
+    for node in reversed(nodes):
+        if isinstance(node, (Workers, Handover)):
+            break
+        found.append(node)
+    yield from reversed(found)

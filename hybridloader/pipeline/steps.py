@@ -1,0 +1,263 @@
+"""The steps that a pipeline can be given: a method for each, which makes another pipeline.
+
+Nothing is checked here that an operator checks itself, and nothing runs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from hybridloader._support.attributes import has
+from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
+from hybridloader.pipeline.operators.base import Operator
+from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
+from hybridloader.pipeline.operators.join import Branch, Concat, Fork, Interleave, Mix, Zip
+from hybridloader.pipeline.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.pipeline.operators.pin import PinMemory, ToDevice
+from hybridloader.pipeline.operators.work import Filter, FlatMap, Map
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from hybridloader.pipeline.operators.pin import Ahead
+    from hybridloader.pipeline.operators.work import Where
+    from hybridloader.pipeline.pipeline import Pipeline
+
+
+class Steps:
+    """What `Pipeline` is extended by; every method leaves the pipeline as it is."""
+
+    __slots__ = ()
+
+    @property
+    def _itself(self) -> Pipeline:
+        return cast("Pipeline", self)  # there is no other kind
+
+    @abstractmethod
+    def _made(self, operators: Sequence[Operator]) -> Pipeline:
+        """A pipeline of `operators`."""
+
+    @abstractmethod
+    def _then(self, operator: Operator) -> Pipeline:
+        """This one, and `operator` behind it."""
+
+    @abstractmethod
+    def _fingerprint(self) -> str:
+        """What it is made of, in full: a cache of it is not good for anything else."""
+
+    # -- work ----------------------------------------------------------------------------------------
+
+    def map(
+        self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
+    ) -> Pipeline:
+        """`function` of each item.
+
+        Parameters
+        ----------
+        function
+            Takes an item. An object with a method `setup()` is copied for every worker, and `setup` is
+            called there once before the first item.
+        name
+            What errors and tables call this stage.
+        **where
+            See `Placement`: `backend`, `num_workers`, `in_order`, `prefetch`, `buffer_bytes`, `timeout`,
+            `worker_init_fn`, `threads_per_worker`, `fuse`, `seeding`, `on_error`, `on_worker_death`,
+            `task_timeout`.
+        """
+        return self._then(Map.placed(function, name, where))
+
+    def flat_map(
+        self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
+    ) -> Pipeline:
+        """The items of the iterables that `function` returns. See `map`."""
+        return self._then(FlatMap.placed(function, name, where))
+
+    def filter(
+        self, function: Callable[[Any], Any], *, name: str | None = None, **where: Unpack[Where]
+    ) -> Pipeline:
+        """The items for which `function` is true. See `map`."""
+        return self._then(Filter.placed(function, name, where))
+
+    # -- groups --------------------------------------------------------------------------------------
+
+    def batch(
+        self,
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        memory: Memory = DEFAULT_MEMORY,
+    ) -> Pipeline:
+        """Batches of `batch_size` items; see `Batch`."""
+        return self._then(Batch(batch_size, drop_last, collate_fn, memory))
+
+    def unbatch(
+        self, columns: bool | None = None, *, split: Callable[[Any], Any] | None = None
+    ) -> Pipeline:
+        """The samples of batches; see `Unbatch`."""
+        return self._then(Unbatch(columns, split))
+
+    def padded_batch(
+        self,
+        batch_size: int,
+        *,
+        padding_value: float = 0,
+        drop_last: bool = False,
+        lengths: bool = False,
+        memory: Memory = DEFAULT_MEMORY,
+    ) -> Pipeline:
+        """Batches of samples of different lengths; see `PaddedBatch`."""
+        return self._then(PaddedBatch(batch_size, padding_value, drop_last, lengths, memory))
+
+    def batch_by(
+        self,
+        cost: Callable[[Any], float],
+        budget: float,
+        *,
+        drop_last: bool = False,
+        padded: bool = False,
+        max_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        oversize: str = "raise",
+        memory: Memory = DEFAULT_MEMORY,
+    ) -> Pipeline:
+        """Batches that cost at most `budget` together, such as tokens; see `BatchBy`."""
+        return self._then(
+            BatchBy(cost, budget, drop_last, padded, max_size, collate_fn, oversize, memory)
+        )
+
+    def bucket_by(
+        self,
+        key: Callable[[Any], Any],
+        batch_size: int | Mapping[Any, int] | Callable[[Any], int],
+        *,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        memory: Memory = DEFAULT_MEMORY,
+    ) -> Pipeline:
+        """Batches of items with the same key; see `BucketBy`."""
+        return self._then(BucketBy(key, batch_size, drop_last, collate_fn, memory))
+
+    # -- order ---------------------------------------------------------------------------------------
+
+    def shuffle(self, buffer_size: int, seed: int | None = None) -> Pipeline:
+        """The items in another order, as far as a buffer allows; see `Shuffle`."""
+        return self._then(Shuffle(buffer_size, seed))
+
+    def take(self, count: int) -> Pipeline:
+        """The first `count` items."""
+        return self._then(Take(count))
+
+    def skip(self, count: int) -> Pipeline:
+        """All but the first `count` items."""
+        return self._then(Skip(count))
+
+    def enumerate(self, start: int = 0) -> Pipeline:
+        """``(number, item)`` for each item."""
+        return self._then(Enumerate(start))
+
+    def repeat(self, times: int | None = None) -> Pipeline:
+        """All of this `times` times, or for ever; each time is an epoch of its own."""
+        return self._then(Repeat(times))
+
+    def shard(self, num_replicas: int | None = None, rank: int | None = None) -> Pipeline:
+        """Every `num_replicas`-th item, from number `rank` on.
+
+        None takes what torch.distributed says. It comes before the `map` stages that it follows, so
+        that no work is thrown away.
+        """
+        return self._then(Shard(num_replicas, rank))
+
+    def cache(self, path: Any = None, *, fingerprint: str | None = None) -> Pipeline:
+        """Keep the items of the first whole pass, in memory or in a file; see `Cache`.
+
+        Parameters
+        ----------
+        path
+            Path of the file.
+        fingerprint
+            Your own description of the contents; a file with another one is refused. None takes the
+            steps before, with their arguments, their attributes, and a sample of the data.
+        """
+        if fingerprint is None:
+            fingerprint = "" if path is None else self._fingerprint()
+        return self._then(Cache(path, fingerprint=fingerprint))
+
+    def prefetch(self, count: int) -> Pipeline:
+        """Keep `count` items at hand, made by a thread of their own."""
+        from hybridloader.pipeline.running.plan import Prefetch
+
+        return self._then(Prefetch(count))
+
+    # -- several pipelines ---------------------------------------------------------------------------
+
+    def zip(self, *others: Pipeline, strict: bool = True) -> Pipeline:
+        """Tuples of one item from each; also as ``Pipeline.zip(a, b)``."""
+        parts = _pipelines("zip", self, others)
+        return parts[0]._made([Zip(parts, strict)])
+
+    def concat(self, *others: Pipeline) -> Pipeline:
+        """All items of this, then all of the next."""
+        parts = _pipelines("concat", self, others)
+        return parts[0]._made([Concat(parts)])
+
+    def mix(
+        self,
+        *others: Pipeline,
+        weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        stop: str = "all",
+    ) -> Pipeline:
+        """Items of all, drawn by weight; see `Mix`."""
+        weights = None if weights is None else tuple(weights)
+        parts = _pipelines("mix", self, others)
+        return parts[0]._made([Mix(parts, weights, seed, stop)])
+
+    def interleave(self, *others: Pipeline, block: int = 1) -> Pipeline:
+        """`block` items of each in turn, until all have ended."""
+        parts = _pipelines("interleave", self, others)
+        return parts[0]._made([Interleave(parts, block)])
+
+    def fork(self, count: int = 2) -> tuple[Pipeline, ...]:
+        """`count` pipelines that all give the items of this one, which runs once.
+
+        Join all of them again, as in ``Pipeline.zip(a.map(f), b.map(g))``.
+        """
+        fork = Fork(self._itself, count)
+        return tuple(self._made([Branch(fork, number)]) for number in range(count))
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def pin_memory(self, device: Any = None, **ahead: Unpack[Ahead]) -> Pipeline:
+        """Batches in page-locked memory, made so by a thread of its own; see `PinMemory`."""
+        return self._then(PinMemory(device, **ahead))
+
+    def to(self, device: Any, **ahead: Unpack[Ahead]) -> Pipeline:
+        """Batches on a device, copied there ahead by a thread of its own; see `ToDevice`.
+
+        ``"cpu"`` changes nothing.
+        """
+        step = ToDevice(device, **ahead)
+        return self._itself if str(device).partition(":")[0] == "cpu" else self._then(step)
+
+    def apply(self, step: Operator | Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """An operator of your own, or what a function makes of this pipeline."""
+        if isinstance(step, Operator):
+            return self._then(step)
+        if not callable(step) or isinstance(step, type):
+            raise TypeError(f"apply takes an Operator or a function of a Pipeline, not {step!r}")
+        made: object = step(self._itself)
+        if not isinstance(made, Steps):
+            raise TypeError(f"apply: {step!r} returned {made!r}, which is not a Pipeline")
+        return made._itself
+
+
+def _pipelines(what: str, first: Any, others: Sequence[Any]) -> tuple[Pipeline, ...]:
+    for other in (first, *others):
+        if not isinstance(other, Steps):
+            hint = "; make one with Pipeline.from_iterable" if has(other, "__iter__") else ""
+            raise TypeError(f"{what} joins pipelines, not {other!r}{hint}")
+    return (first, *others)

@@ -1,0 +1,83 @@
+"""`rng`: generators for the sample that is being made, the same on every backend.
+
+They are not the global ones, so no library, no thread and no order of imports gets in between. Outside
+of a sample under ``seeding="sample"`` there are none, and nothing is made up.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from hybridloader.rng.sample_rng import now
+from hybridloader.rng.sample_seeds import own_seeds
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch as _torch
+
+
+class SampleGenerators:
+    """The generators of one sample, each made when it is first asked for.
+
+    Attributes
+    ----------
+    python
+        A `random.Random`.
+    numpy
+        A `numpy.random.Generator`.
+    torch
+        A `torch.Generator` for the CPU.
+    """
+
+    def __init__(self, digest: bytes) -> None:
+        self._seeds = own_seeds(digest)
+
+    @cached_property
+    def python(self) -> random.Random:
+        return random.Random(self._seeds.python)
+
+    @cached_property
+    def numpy(self) -> np.random.Generator:
+        import numpy
+
+        return numpy.random.Generator(numpy.random.PCG64(self._seeds.python))
+
+    @cached_property
+    def torch(self) -> _torch.Generator:
+        import torch
+
+        return torch.Generator().manual_seed(self._seeds.torch)
+
+
+def rng() -> SampleGenerators:
+    """Generators of the sample that is being made here; the same ones until the next sample.
+
+    Returns
+    -------
+    SampleGenerators
+        With the attributes `python`, `numpy` and `torch`.
+
+    Raises
+    ------
+    RuntimeError
+        No sample is being made on this thread, or not under ``seeding="sample"``.
+
+    Examples
+    --------
+    In ``dataset[index]``, on any backend::
+
+        crop = hybridloader.rng().python.randrange(8)
+        noise = torch.randn(3, 8, 8, generator=hybridloader.rng().torch)
+    """
+    if now.digest is None:
+        raise RuntimeError(
+            'rng() is for samples that are made under seeding="sample", and none is being made on '
+            'this thread. Give DataLoader or the step of a Pipeline seeding="sample"; a thread of your '
+            "own has to be handed the generators"
+        )
+    if now.own is None:
+        now.own = SampleGenerators(now.digest)
+    found: SampleGenerators = now.own
+    return found

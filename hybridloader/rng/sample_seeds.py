@@ -1,0 +1,180 @@
+"""Which random numbers a sample draws under ``seeding="sample"``: seeds that follow from what it is.
+
+A seed here is a hash of (seed, epoch, stage, sample), so it is the same wherever and whenever the sample
+is made. Nothing is drawn here, no generator is touched, and Python's `hash`, which every process salts
+anew, is never asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import operator
+import pathlib
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from hybridloader._support.arguments import policy, whole
+from hybridloader._support.attributes import attribute
+
+
+@dataclass(frozen=True)
+class SampleSeeding:
+    """What a sample draws depends on this seed, the epoch, the stage and the sample alone.
+
+    Parameters
+    ----------
+    seed
+        None: drawn where torch draws the seed of its workers, so that ``torch.manual_seed`` decides it.
+
+    Examples
+    --------
+    >>> from hybridloader import DataLoader, SampleSeeding
+    >>> loader = DataLoader(range(4), seeding=SampleSeeding(seed=7))
+    """
+
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:
+            instead = "torch takes -2**63 to 2**64 - 1"
+            whole("SampleSeeding: seed", self.seed, -(2**63), 2**64 - 1, instead)
+
+
+def parse(value: Any, name: str = "seeding") -> SampleSeeding | None:
+    """The policy that a value of `seeding` stands for; None is ``"worker"``, which is torch's.
+
+    Raises
+    ------
+    ValueError
+        It stands for none.
+    """
+    told = '"worker" (as torch), "sample" or a SampleSeeding'
+    hint = f"; for a seed write SampleSeeding(seed={value})" if type(value) is int else ""
+    words = {"worker": None, "sample": SampleSeeding}
+    found: SampleSeeding | None = policy(name, value, words, (SampleSeeding,), told, hint)
+    return found
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the seeds of all samples of a running stage follow from; sent to its workers.
+
+    Attributes
+    ----------
+    seed
+        That of the loader or of the run.
+    epoch
+        The number of the pass.
+    stages
+        The names by which the functions of the stage are seeded, one for each.
+    any_thread
+        Whether a worker that is played inline may be played by any thread, so that it must not borrow
+        the global generators.
+    """
+
+    seed: int
+    epoch: int = 0
+    stages: tuple[str, ...] = ("",)
+    any_thread: bool = False
+
+
+class Seeds(NamedTuple):
+    """The seeds of one sample."""
+
+    python: int
+    """128 bits, for `random`."""
+    numpy: int | list[int]
+    """32 bits: more take numpy 11 us, not 2, most of it for looking at the array."""
+    torch: int
+    """63 bits, of which torch's generator for the CPU uses the lowest 32."""
+
+
+# Why blake2b: torch's generators and numpy's spread similar seeds badly, so what they get must be mixed
+# already, all bits by all bits. A cryptographic hash does so for keys of any kind and length in 0.5 us,
+# from its state after (seed, epoch, stage). SplitMix64 takes 64 bits, and in Python as long.
+
+
+def root(origin: Origin, stage: str) -> Any:
+    """The hash of everything but the sample."""
+    told = _framed((origin.seed, origin.epoch, stage))
+    return blake2b(told, digest_size=32, person=b"hybridloader-1")
+
+
+def seeds(digest: bytes) -> Seeds:
+    """Of the digest of a sample."""
+    number = int.from_bytes
+    python, numpy = number(digest[:16], "little"), number(digest[16:20], "little")
+    # Not Seeds(...), which takes as long as all of this.
+    return tuple.__new__(Seeds, (python, numpy, number(digest[24:], "little") >> 1))
+
+
+def own_seeds(digest: bytes) -> Seeds:
+    """Of the generators that `rng` gives: others than those of the global ones."""
+    return seeds(blake2b(digest, digest_size=32, person=b"hybridloader-rng").digest())
+
+
+def key_of(index: Any) -> bytes:
+    """`index` in bytes: the same in every process, others for every other index.
+
+    Equal ints have equal keys, whoever made them (``np.int64(3)``, ``torch.tensor(3)``).
+
+    Raises
+    ------
+    TypeError
+        Nothing is known of it that will be the same tomorrow.
+    """
+    if type(index) is int:
+        return b"i%d" % index
+    if isinstance(index, str) and not isinstance(index, enum.Enum):
+        return b"s" + index.encode("utf-8", "surrogatepass")
+    return _other_key(index)
+
+
+def _other_key(index: Any) -> bytes:
+    if isinstance(index, enum.Enum):
+        return b"e" + _framed((type(index).__qualname__, index.name))
+    if isinstance(index, bool) or index is None or index is Ellipsis:
+        return b"c" + repr(index).encode()
+    if isinstance(index, (bytes, bytearray)):
+        return b"b" + bytes(index)
+    if isinstance(index, float):
+        return b"f" + float(index).hex().encode()
+    if isinstance(index, complex):
+        return b"z" + repr(complex(index)).encode()
+    if isinstance(index, tuple):
+        return b"t" + _framed(index)
+    if isinstance(index, list):
+        return b"l" + _framed(index)
+    if isinstance(index, slice):
+        return b"S" + _framed((index.start, index.stop, index.step))
+    if isinstance(index, (set, frozenset)):
+        return b"u" + _joined(sorted(map(key_of, index)))
+    if isinstance(index, dict):
+        return b"d" + _framed(pair for pair in index.items())
+    if isinstance(index, pathlib.PurePath):
+        return b"p" + str(index).encode("utf-8", "surrogatepass")
+    if dataclasses.is_dataclass(index) and not isinstance(index, type):
+        fields = [getattr(index, field.name) for field in dataclasses.fields(index)]
+        return b"D" + _framed((type(index).__qualname__, *fields))
+    try:
+        return b"i%d" % operator.index(index)
+    except TypeError:
+        pass
+    listed = attribute(index, "tolist")  # an array, or a tensor
+    if callable(listed) and not isinstance(index, type):
+        return b"a" + key_of(listed())
+    raise TypeError(
+        f'seeding="sample" seeds a sample by its index, and a {type(index).__qualname__} has nothing '
+        f"that would be the same in every process ({index!r}). Give ints, str, bytes, tuples or "
+        "dataclasses of these as indices"
+    )
+
+
+def _framed(parts: Any) -> bytes:
+    return _joined(map(key_of, parts))
+
+
+def _joined(keys: Any) -> bytes:
+    return b"".join(b"%d:%b" % (len(key), key) for key in keys)

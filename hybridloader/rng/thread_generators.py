@@ -1,0 +1,316 @@
+"""How `random`, `numpy.random` and torch come to look for what a thread has instead of theirs.
+
+Only while something is installed, which is while workers on threads run under ``seeding="sample"``, or
+run their `init_fn`:
+
+- `random`: its one hidden instance gets a class that asks the thread first. So all of the module's
+  functions do, however they were imported, except `random` and `getrandbits` themselves, which are C:
+  those are replaced in the module.
+- `numpy.random`: its one hidden instance is an object of C that has no class to exchange. It and its
+  methods are replaced in the modules.
+- torch: a `TorchFunctionMode`, on that thread alone, passes its generator to each function that
+  takes one. The functions that seed or read the default generator get other code.
+
+On threads that make no sample all is as ever, but counted. Nothing here says when it is installed, and
+nothing changes the state of a global generator.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import pickle
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+from hybridloader._support.attributes import attribute
+from hybridloader._support.import_hooks import when_imported
+from hybridloader.rng.sample_rng import GLOBALS, now
+
+others = [0]
+"""How often threads that make no sample have begun or ended a draw; odd while one is in the middle."""
+
+
+class Patches:
+    """Attributes that are replaced, and what they were."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any, Any]] = []
+
+    def set(self, home: Any, name: str, value: Any) -> None:
+        self._before.append((home, name, getattr(home, name), value))
+        setattr(home, name, value)
+
+    def undo(self) -> None:
+        for home, name, before, value in reversed(self._before):
+            if getattr(home, name, None) is value:  # else somebody has replaced it since
+                setattr(home, name, before)
+        self._before.clear()
+
+
+# -- random ------------------------------------------------------------------------------------------
+
+_HIDDEN: random.Random = random._inst
+
+
+def _of_thread(name: str) -> Any:
+    """Return a method that asks the thread first.
+
+    Without `super()`, which refuses an instance that has its own class back: a thread may be in one of
+    these, or keep one for ever (``from random import random`` in a module that a sample imports).
+    """
+    plain = getattr(random.Random, name)
+
+    @functools.wraps(plain)
+    def method(self: random.Random, *args: Any, **kwargs: Any) -> Any:
+        mine = now.generators
+        if mine is not GLOBALS:
+            return plain(mine.python, *args, **kwargs)
+        others[0] += 1
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            others[0] += 1
+
+    return method
+
+
+class _ByThread(random.Random):
+    """The class of the module's hidden instance while something is installed."""
+
+    __slots__ = ()  # the layout must be that of `random.Random`
+
+    random = _of_thread("random")
+    getrandbits = _of_thread("getrandbits")
+    seed = _of_thread("seed")
+    getstate = _of_thread("getstate")
+    setstate = _of_thread("setstate")
+
+    @property
+    def gauss_next(self) -> float | None:  # the second of a pair, which `gauss` keeps
+        mine = now.generators
+        found: float | None = vars(self if mine is GLOBALS else mine.python)["gauss_next"]
+        return found
+
+    @gauss_next.setter
+    def gauss_next(self, value: float | None) -> None:
+        mine = now.generators
+        vars(self if mine is GLOBALS else mine.python)["gauss_next"] = value
+
+
+def _install_random(patches: Patches) -> None:
+    patches.set(_HIDDEN, "__class__", _ByThread)
+    for name in ("random", "getrandbits", "seed", "getstate", "setstate"):  # C, or overridden
+        patches.set(random, name, getattr(_HIDDEN, name))
+
+
+# -- numpy -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def numpy_instances() -> tuple[Any, Any]:
+    """The hidden instance of `numpy.random`, and what stands for it while something is installed."""
+    import numpy as np
+
+    singleton: Any = np.random.mtrand._rand
+
+    class ByThread(np.random.RandomState):
+        def __getattribute__(self, name: str) -> Any:
+            mine = now.generators
+            if mine is not GLOBALS and mine.array is not None:
+                return getattr(mine.array, name)
+            others[0] += 2
+            return getattr(singleton, name)
+
+    return singleton, ByThread()
+
+
+def _install_numpy(patches: Patches) -> None:
+    import numpy as np
+
+    mtrand: Any = np.random.mtrand
+    singleton, by_thread = numpy_instances()
+    patches.set(mtrand, "_rand", by_thread)  # `seed`, `ranf` and `sample` look there themselves
+    for home in (np.random, mtrand):
+        for name, function in list(vars(home).items()):
+            if getattr(function, "__self__", None) is singleton:
+                patches.set(home, name, _numpy_function(function, name))
+
+
+def _numpy_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def shim(*args: Any, **kwargs: Any) -> Any:
+        mine = now.generators
+        if mine is not GLOBALS and mine.array is not None:
+            return getattr(mine.array, name)(*args, **kwargs)
+        others[0] += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            others[0] += 1
+
+    return shim
+
+
+# -- torch -------------------------------------------------------------------------------------------
+
+_FUNCTIONS = """
+    rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson
+    binomial _standard_gamma _sample_dirichlet
+"""
+_METHODS = """
+    uniform_ normal_ random_ bernoulli_ bernoulli cauchy_ exponential_ geometric_ log_normal_ multinomial
+"""
+"""Functions that take a generator, in torch and among the methods of its tensors."""
+
+
+@functools.cache
+def mode_class() -> Any:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    takes = {getattr(torch, name, None) for name in _FUNCTIONS.split()}
+    takes |= {getattr(torch.Tensor, name, None) for name in _METHODS.split()}
+    # Within a Python function that torch has told the mode of, the mode is off.
+    for function in vars(torch.nn.init).values():
+        if inspect.isfunction(function) and "generator" in inspect.signature(function).parameters:
+            takes.add(function)
+    default = torch.default_generator
+
+    class Mode(TorchFunctionMode):
+        def __init__(self, mine: Any) -> None:
+            super().__init__()
+            self._mine = mine
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func in takes:
+                given = kwargs.get("generator")
+                if (given is None or given is default) and _on_cpu(args, kwargs):
+                    kwargs = {**kwargs, "generator": self._mine.tensor}
+            elif self._mine.watched:
+                before = default.get_state()
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    if not torch.equal(before, default.get_state()):
+                        self._mine.past.add("torch")
+            return func(*args, **kwargs)
+
+    return Mode
+
+
+def _on_cpu(args: Any, kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    if device is not None:
+        return str(device).partition(":")[0] == "cpu"
+    device = attribute(args[0], "device") if args else None
+    return device is None or device.type == "cpu"
+
+
+def _install_torch(patches: Patches) -> None:
+    """Give functions other code, not their names other functions: they may have been imported alone."""
+    import torch
+
+    def asking(*args: Any, _act: Any, **kwargs: Any) -> Any:
+        return _act(*args, **kwargs)
+
+    def shim(before: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            mine = now.generators
+            if mine is GLOBALS or mine.tensor is None:
+                return before(*args, **kwargs)
+            return instead(mine.tensor, *args, **kwargs)
+
+        return act
+
+    def set_state(mine: Any, new_state: Any) -> None:
+        mine.set_state(new_state)
+
+    generator: Any = torch.Generator
+    for name, instead in {
+        "manual_seed": lambda mine, seed: mine.manual_seed(int(seed)),
+        "seed": generator.seed,
+        "initial_seed": generator.initial_seed,
+        "get_rng_state": generator.get_state,
+        "set_rng_state": set_state,
+    }.items():
+        function = getattr(torch.random, name)
+        before = types.FunctionType(function.__code__, function.__globals__, name)
+        patches.set(function, "__kwdefaults__", {"_act": shim(before, instead)})
+        patches.set(function, "__code__", asking.__code__)
+
+
+# -- all of them -------------------------------------------------------------------------------------
+
+_INSTALL = {"numpy": _install_numpy, "torch": _install_torch}
+
+
+class _Installation:
+    """Counts who needs it."""
+
+    def __init__(self) -> None:
+        # All the mutable state:
+        self._lock = threading.RLock()
+        self._count = 0
+        self._patches = Patches()
+        self.done: set[str] = set()
+        self._awaited: set[str] = set()
+
+    def take(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count > 1:
+                return
+            _install_random(self._patches)
+            for name in _INSTALL:
+                if name in sys.modules:
+                    self._install(name)
+                elif name not in self._awaited:
+                    self._awaited.add(name)
+                    when_imported(name, functools.partial(self._install, name))
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._patches.undo()
+                self.done.clear()
+
+    def _install(self, name: str) -> None:
+        with self._lock:
+            if self._count and name not in self.done:
+                self.done.add(name)
+                _INSTALL[name](self._patches)
+
+    def forked(self) -> None:
+        """This process was forked: threads that held the lock, or were drawing, are not here."""
+        self._lock = threading.RLock()
+        others[0] = 0
+
+
+installation = _Installation()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=installation.forked)
+
+
+# -- who gets past -----------------------------------------------------------------------------------
+
+
+def seen() -> tuple[dict[str, Any], int] | None:
+    """The states of the two global generators that threads share, and `others`; None while these draw.
+
+    Two of them may be compared if `others` was the same. Takes 50 us.
+    """
+    before = others[0]
+    states: dict[str, Any] = {"random": random.Random.getstate(_HIDDEN)[1]}
+    if "numpy" in installation.done:
+        states["numpy"] = pickle.dumps(numpy_instances()[0]._bit_generator.state)
+    return None if before % 2 or before != others[0] else (states, before)

@@ -1,0 +1,234 @@
+"""``seeding="sample"`` for workers that share a process: each thread draws from generators of its own.
+
+A sample on a thread must not move the global generators, which belong to the training loop, and must
+draw what it would draw in a process of its own. So while such workers run, `random`, `numpy.random` and
+torch look at the thread first (see `by_thread`). What gets past them, by a function that C holds, cannot
+be helped from here; it is looked for now and then, and reported once. Never touches a
+global generator's state.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, TypeVar
+
+from hybridloader.rng.sample_rng import GLOBALS, Draws, Generators, now
+from hybridloader.rng.sample_seeds import Origin, Seeds, seeds
+from hybridloader.rng.thread_generators import installation, mode_class, seen
+
+T = TypeVar("T")
+
+
+class ThreadGenerators(Generators):
+    """Generators of a thread in place of the global ones, for libraries that are imported.
+
+    Attributes
+    ----------
+    python, array, tensor
+        A `random.Random`, a `numpy.random.RandomState`, a `torch.Generator`.
+    mode
+        Gives torch's functions that generator, while it is entered.
+    watched
+        Whether torch's functions are to be looked at.
+    past
+        Which global generators were seen to move all the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(random.Random())
+        self.array: Any = None
+        self.tensor: Any = None
+        self.mode: Any = nullcontext()
+        self.watched = False
+        self.past: set[str] = set()
+
+    def seed_numpy(self, seed: int | list[int]) -> None:
+        if self.array is None:
+            import numpy as np
+
+            self.array = np.random.RandomState()
+        self.array.seed(seed)
+
+    def seed_torch(self, seed: int) -> None:
+        if self.tensor is None:
+            import torch
+
+            self.tensor = torch.Generator()
+            self.mode = mode_class()(self)
+        self.tensor.manual_seed(seed)
+
+    @cached_property
+    def generator(self) -> Any:
+        """A `numpy.random.Generator` with the bit generator of `array`, so seeded with it."""
+        import numpy as np
+
+        return np.random.Generator(self.array._bit_generator)
+
+    @contextmanager
+    def in_place(self, found: Seeds) -> Iterator[None]:
+        """Let this thread find these in place of the global ones, even if no other thread does."""
+        import numpy  # noqa: F401
+        import torch  # noqa: F401
+
+        installation.take()
+        outer, now.generators = now.generators, self
+        try:
+            self.seed(*found)
+            with self.mode:
+                yield
+        finally:
+            now.generators = outer
+            installation.give_back()
+
+
+class _Spare(threading.local):
+    """Generators of a thread that no sample uses. Those of a sample that makes samples are in use."""
+
+    def __init__(self) -> None:
+        self.found: list[ThreadGenerators] = []
+
+
+_spare = _Spare()
+
+
+class _RngByThread:
+    """`WorkerInfo.rng` of a worker on threads: of the sample that the thread makes which asks.
+
+    Parameters
+    ----------
+    outside
+        The same outside of samples.
+    """
+
+    def __init__(self, outside: Any) -> None:
+        self._outside = outside
+
+    @property
+    def random_generator(self) -> random.Random:
+        mine = now.generators
+        found: random.Random = self._outside.random_generator if mine is GLOBALS else mine.python
+        return found
+
+    @property
+    def torch_generator(self) -> Any:
+        mine = now.generators
+        return self._outside.torch_generator if mine is GLOBALS else mine.tensor
+
+    @property
+    def numpy_generator(self) -> Any:
+        mine = now.generators
+        return self._outside.numpy_generator if mine is GLOBALS else mine.generator
+
+
+class _Watch:
+    """Looks for draws from the global generators while samples are made. One for each worker.
+
+    A look takes 0.1 ms, so it looks at the samples that are number 1, 4, 16 and so on of its worker.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._where = f" of stage {stage!r}" if stage else ""
+        # All the mutable state:
+        self.samples, self.next = 0, 1  # how many there were, and the number of the next look
+        self._reported: set[str] = set()
+
+    def begin(self, mine: ThreadGenerators) -> Any:
+        self.next *= 4
+        mine.watched = True
+        return seen()
+
+    def end(self, mine: ThreadGenerators, before: Any, key: bytes) -> None:
+        mine.watched = False
+        moved, mine.past = mine.past, set()
+        after = seen()
+        if before is not None and after is not None and before[1] == after[1]:
+            moved |= {name for name, state in before[0].items() if after[0].get(name) != state}
+        for generator in sorted(moved - self._reported):
+            self._reported.add(generator)
+            self._report(generator, key)
+
+    def _report(self, generator: str, key: bytes) -> None:
+        text = key.decode("utf-8", "replace")
+        sample = text[1:] if text[:1] in ("i", "s") else text
+        warnings.warn(
+            f"{_WORDS[generator]} while a thread made sample {sample}{self._where}. If it was the "
+            "sample, its numbers do not follow from its index and differ from those it has on "
+            f"processes: {_ADVICE[generator]} If it was your loop, on another thread, nothing is "
+            "wrong. (Told once for each worker and generator.)",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+_WORDS = {
+    "random": "the generator of `random` was moved past hybridloader, as by a function that was "
+    "imported on its own (`from random import random`),",
+    "numpy": "the generator of `numpy.random` was moved past hybridloader, as by a function that was "
+    "imported on its own (`from numpy.random import rand`) or by an object that has kept "
+    "`numpy.random.mtrand._rand`,",
+    "torch": "torch's default generator was moved by an operation that takes no generator, such as "
+    "dropout,",
+}
+_ADVICE = {
+    "random": "call it as `random.random()`, or use `hybridloader.rng().python`.",
+    "numpy": "call it as `numpy.random.rand()`, or use `hybridloader.rng().numpy`.",
+    "torch": "draw with `hybridloader.rng().torch`, or use a backend of processes.",
+}
+
+
+class ThreadDraws(Draws):
+    """Gives each thread generators of its own while it makes a sample. See `Draws`."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        worker: int,
+        number: int = 0,
+        *,
+        stage: str = "",
+        watch: _Watch | None = None,
+    ) -> None:
+        self._end: Any = None
+        self._watch = watch or _Watch(stage)
+        super().__init__(origin, worker, number)
+
+    def prepare(self) -> None:
+        installation.take()
+        self._end = weakref.finalize(self, installation.give_back)
+        self._end.atexit = False
+        super().prepare()
+
+    def release(self) -> None:
+        if self._end is not None:
+            self._end()
+
+    def rng(self, without: Any) -> Any:
+        return None if without is None else _RngByThread(without)
+
+    def _part(self, number: int) -> Draws:
+        return ThreadDraws(self.origin, self.worker, number, watch=self._watch)
+
+    def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
+        digest = self.digest(kind, key)
+        mine = _spare.found.pop() if _spare.found else ThreadGenerators()
+        mine.seed(*seeds(digest))
+        outer = now.digest, now.own, now.item, now.generators
+        watch = self._watch
+        watch.samples += 1
+        looking = watch.samples >= watch.next
+        before = watch.begin(mine) if looking else None
+        now.digest, now.own, now.generators = digest, None, mine
+        try:
+            with mine.mode:
+                return function(*arguments)
+        finally:
+            now.digest, now.own, now.item, now.generators = outer
+            _spare.found.append(mine)
+            if looking:
+                watch.end(mine, before, key)

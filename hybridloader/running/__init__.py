@@ -1,1 +1,0 @@
-"""A pipeline that runs: its plan, its lines and stages, its books."""

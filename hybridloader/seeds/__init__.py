@@ -1,1 +1,0 @@
-"""Random numbers: as torch seeds them, and by sample."""
