@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from alike import same
 from seeded import LIKE_TORCHS_PROCESSES, WORKERS
+from support.alike import same
 
 import hybridloader
 from hybridloader._support.errors import BackendUnavailable

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from alike import same
 from seeded import LIKE_TORCHS_PROCESSES, WORKERS
+from support.alike import same
 from torch import Tensor
 
 import hybridloader

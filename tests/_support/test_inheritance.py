@@ -1,0 +1,205 @@
+"""Objects that processes share by nature, wherever a worker is given them: each start method and thread
+sees the same ones, and so does a worker that replaces a dead one."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from multiprocessing import reduction
+from typing import Any
+
+import pytest
+from support.common_objects import Box, Common, Counting, Sealed, reduce_sealed
+
+from hybridloader import Backend, DataLoader, Pipeline, SharedMemory, ShippingError, Threads
+from hybridloader.backends.process import socket_transport
+
+FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _heap() -> None:
+    """Open the file that multiprocessing keeps for its shared values, as long as the process lives."""
+    multiprocessing.RawValue("i")
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        SharedMemory("loky"),
+        SharedMemory("fork"),
+        SharedMemory("spawn"),
+        pytest.param(SharedMemory("forkserver"), marks=pytest.mark.forkserver),
+        Threads(copy_dataset=True),
+        "inline",
+    ],
+    ids=["loky", "fork", "spawn", "forkserver", "threads", "inline"],
+)
+def test_all_workers_and_those_that_replace_them_share_one_of_each_kind(
+    backend: Backend | str,
+) -> None:
+    context: Any = FORK if backend == SharedMemory("fork") else SPAWN
+    processes = isinstance(backend, SharedMemory)
+    with FORK.Manager() as manager:
+        dataset = Common(context, manager.list(), dies=processes)
+        dataset.event.set()
+        collate, opened = Counting(context), Counting(context)
+        loader = DataLoader(
+            dataset,
+            collate_fn=collate,
+            num_workers=2,
+            backend=backend,
+            worker_init_fn=opened,
+            on_worker_death="restart",
+        )
+        try:
+            assert list(loader) == [[[]]] * 4
+            assert dataset.value.value == 4
+            assert dataset.deaths.value == 1
+            assert dataset.array[:] == [1.5] * 4
+            assert dataset.point.x == 5
+            for get in (
+                dataset.queue.get,
+                dataset.joinable.get,
+                dataset.simple.get,
+                dataset.reader.recv,
+                lambda: dataset.ours.recv(1)[0],
+                dataset.proxy.pop,
+            ):
+                assert sorted(get() for _ in range(4)) == [0, 1, 2, 3]
+            assert collate.calls.value == 4
+            assert opened.calls.value == 2 + processes
+        finally:
+            dataset.close()
+
+
+@pytest.mark.parametrize("backend", ["spawn", "spawn, portable", "threads"])
+def test_a_function_of_a_pipeline_shares_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, _, portable = backend.partition(", ")
+    if portable:
+        monkeypatch.setattr(socket_transport, "available", lambda: False)
+    function = Counting(SPAWN)
+    pipeline = Pipeline.from_iterable(range(3)).map(function, backend=backend, num_workers=1)
+    assert list(pipeline) == [0, 1, 2]
+    assert function.calls.value == 3
+
+
+def _closed() -> Any:
+    ours, theirs = SPAWN.Pipe()
+    ours.close()
+    theirs.close()
+    return ours
+
+
+@pytest.mark.skipif(os.name != "posix", reason="on Windows a lock serves all start methods")
+@pytest.mark.parametrize(
+    ("make", "kind", "why"),
+    [
+        (FORK.Event, "Event", "made for forked processes alone.*get_context"),
+        (lambda: FORK.Value("i"), "Synchronized", "made for forked processes alone"),
+        (_closed, "Connection", "handle is closed"),  # found out as the process is started
+    ],
+)
+def test_one_that_no_fresh_process_can_have_is_named(make: Any, kind: str, why: str) -> None:
+    """Python itself refuses the first two from 3.11.5 and 3.12 on; before, the worker crashed."""
+    function = Box([1, Box(make())])
+    pipeline = Pipeline.from_iterable(range(3)).map(function, backend="spawn", num_workers=1)
+    with pytest.raises(ShippingError, match=rf"\.inner\[1\]\.inner \(a {kind}\) can't .*{why}"):
+        iter(pipeline)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="descriptors go along on POSIX")
+@pytest.mark.parametrize(
+    "start_method", ["loky", pytest.param("forkserver", marks=pytest.mark.forkserver)]
+)
+def test_a_reducer_that_multiprocessing_was_told_of_is_used(start_method: str) -> None:
+    reduction.register(Sealed, reduce_sealed)
+    try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            pipeline = Pipeline.from_iterable(range(3)).map(
+                Sealed(theirs), backend=SharedMemory(start_method), num_workers=2
+            )
+            assert list(pipeline) == [0, 1, 2]
+            assert sorted(ours.recv(3)) == [0, 1, 2]
+    finally:
+        del reduction.ForkingPickler._extra_reducers[Sealed]
+
+
+def test_a_ctypes_object_that_lies_in_no_shared_memory_is_copied() -> None:
+    """Its type is registered with multiprocessing as soon as another of it lies in shared memory."""
+    from hybridloader.memory.shipping import replicate
+
+    shared = multiprocessing.RawValue("i", 1)
+    box = Box([shared, ctypes.c_int(2)])
+    copied = replicate(box, "the box").inner
+    assert copied[0] is shared
+    assert copied[1] is not box.inner[1]
+    assert copied[1].value == 2
+
+
+def test_a_structure_of_the_main_script_goes_along() -> None:
+    """One that can't be imported, with a method that names its own class."""
+
+    class Point(ctypes.Structure):
+        _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
+
+        def __init__(self, *values: int) -> None:
+            super().__init__(*values)
+
+        def total(self) -> int:
+            return int(self.x + self.y)
+
+    Point.__module__ = "__main__"
+    point = SPAWN.Value(Point, 3, 4)
+
+    def function(value: int) -> int:
+        with point.get_lock():
+            point.x += 1
+        return value + point.get_obj().total()
+
+    function.__module__ = "__main__"
+    pipeline = Pipeline.from_iterable(range(2)).map(function, backend="spawn", num_workers=1)
+    assert list(pipeline) == [8, 10]
+    assert point.x == 5
+
+
+class Order:
+    """A sampler whose state holds what is shared."""
+
+    def __init__(self) -> None:
+        self.given, self.at = SPAWN.Value("i", 0), 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 4:
+            self.at += 1
+            self.given.value += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.given = state["at"], state["given"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_state_of_a_sampler_shares_too(workers: int) -> None:
+    options: Any = {"num_workers": workers, "backend": "threads" if workers else None}
+    first, second = Order(), Order()
+    loader = DataLoader([0, 1, 2, 3], sampler=first, **options)  # type: ignore[arg-type]
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    del batches
+    other = DataLoader([0, 1, 2, 3], sampler=second, **options)  # type: ignore[arg-type]
+    other.load_state_dict(state)
+    assert [batch.tolist() for batch in other] == [[1], [2], [3]]
+    assert second.given is first.given

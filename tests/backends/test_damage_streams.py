@@ -1,0 +1,389 @@
+"""Damage in what carries bytes: connections, shipments, cache files. It ends a worker, or one read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.driven import Driven
+
+from hybridloader import DataLoader, Fork, WorkerDied
+from hybridloader._support.errors import CacheError, DamagedMessage, ShippingError
+from hybridloader.backends.process import pipe_transport
+from hybridloader.backends.process.frames import Frame, encode
+from hybridloader.backends.process.pipe_transport import PortableChannel, PortablePost
+from hybridloader.backends.process.socket_transport import SocketChannel, SocketPost
+from hybridloader.engine.messages import Exited
+from hybridloader.memory.shipping import _Contents, receive, ship
+from hybridloader.pipeline.operators.cache_file import Reader, Writer
+
+thorough = settings(max_examples=200, deadline=None)
+in_a_folder = settings(thorough, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def joined(*parts: bytes) -> bytes:
+    return b"".join(bytes(piece) for piece in encode(parts))
+
+
+# -- a worker's line -------------------------------------------------------------------------------
+
+
+class Wire:
+    """A post with one worker, which is played by whoever holds `theirs`."""
+
+    def __init__(self, kind: type) -> None:
+        ours, self.theirs = Pipe()
+        self.post: Any = kind()
+        self.post.connect(0, ours)
+        if kind is PortablePost:
+            self._life, self._end = os.pipe()
+            self.post.watch(0, SimpleNamespace(sentinel=self._life))
+
+    def write(self, data: bytes) -> None:
+        """As what the other side's transport would deliver."""
+        if isinstance(self.post, PortablePost):
+            self.theirs.send_bytes(data)
+        else:
+            os.write(self.theirs.fileno(), data)
+
+    def until_gone(self) -> list[Any]:
+        found: list[Any] = []
+        while not found or found[-1][1] is not None:
+            found += self.post.wait(5.0)
+        return found
+
+    def close(self) -> None:
+        self.theirs.close()
+        self.post.close()
+        if isinstance(self.post, PortablePost):
+            self.post.join()
+            os.close(self._life)
+            os.close(self._end)
+
+
+@pytest.fixture(params=[SocketPost, PortablePost], ids=["sockets", "portable"])
+def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
+    made = Wire(request.param)
+    yield made
+    made.close()
+
+
+def test_damage_is_the_end_of_that_worker_and_the_reason_is_kept(wire: Wire) -> None:
+    wire.write(joined(b"good") + b"print() of a program that has our descriptor")
+    found = wire.until_gone()
+    assert [(worker, frame and bytes(frame.parts[0])) for worker, frame in found] == [
+        (0, b"good"),
+        (0, None),
+    ]
+    assert "no message begins with 7072696e" in wire.post.damaged[0]
+    assert "something else wrote to this descriptor" in wire.post.damaged[0]
+    wire.post.send(0, [b"to nobody"])
+    wire.post.flush()
+
+
+def test_a_worker_that_just_ends_is_not_damaged(wire: Wire) -> None:
+    wire.write(joined(b"good"))
+    wire.theirs.close()
+    assert len(wire.until_gone()) == 2
+    assert wire.post.damaged == {}
+
+
+def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def feed(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(pipe_transport.Decoder, "feed", feed)
+    wire = Wire(PortablePost)
+    wire.write(b"anything")
+    assert wire.until_gone() == [(0, None)]
+    assert "no memory" in wire.post.damaged[0]
+    wire.close()
+
+
+@thorough
+@given(st.binary(min_size=16, max_size=300))
+def test_any_bytes_end_a_worker_and_leave_nothing(data: bytes) -> None:
+    wire = Wire(SocketPost)
+    try:
+        wire.write(data)
+        assert wire.until_gone() == [(0, None)]
+        assert wire.post.damaged[0]
+    finally:
+        wire.close()
+
+
+def test_descriptors_that_came_with_damage_are_closed() -> None:
+    import array
+    import socket
+
+    wire = Wire(SocketPost)
+    extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))]
+    with socket.socket(fileno=os.dup(wire.theirs.fileno())) as sender:
+        sender.sendmsg([b"sixteen bytes and more"], extra)
+    before = len(os.listdir("/proc/self/fd"))
+    assert wire.until_gone() == [(0, None)]
+    assert len(os.listdir("/proc/self/fd")) == before - 1  # our end went too, and none came
+    wire.close()
+
+
+@pytest.mark.parametrize("kind", [SocketChannel, PortableChannel])
+def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> None:
+    ours, theirs = Pipe()
+    channel = kind(theirs)
+    if kind is SocketChannel:
+        os.write(ours.fileno(), b"sixteen bytes and more")
+    else:
+        ours.send_bytes(b"sixteen bytes and more")
+    with pytest.raises(DamagedMessage, match="no message begins with"):
+        channel.get()
+    channel.close()
+    ours.close()
+
+
+@pytest.mark.parametrize("timeout", [3e6, 1e9, 1e12])
+def test_a_wait_of_years_is_a_wait(timeout: float) -> None:
+    wire = Wire(SocketPost)
+    wire.write(joined(b"here"))
+    assert len(wire.post.wait(timeout)) == 1
+    wire.close()
+
+
+class Scribbler:
+    """A dataset whose code writes to a socket that it did not open."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            for fd in range(3, 64):
+                try:
+                    if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                        os.write(fd, b"a line of a log that goes astray\n")
+                except OSError:
+                    pass
+        return index
+
+
+@pytest.mark.parametrize("backend", ["fork", "shared-memory", "spawn"])
+def test_a_dataset_that_writes_into_the_line_costs_its_worker_and_nothing_else(
+    backend: str,
+) -> None:
+    loader = DataLoader(Scribbler(), num_workers=1, backend=backend, prefetch_factor=1)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(WorkerDied, match="worker 0"):
+        next(iterator)
+    iterator.close()
+    good = DataLoader(range(4), num_workers=1, backend=backend)  # type: ignore[arg-type]
+    assert [batch.item() for batch in good] == [0, 1, 2, 3]
+
+
+# -- shipments -------------------------------------------------------------------------------------
+
+THING = {"name": "dataset", "rows": np.arange(20_000), "tensor": torch.ones(20_000)}
+
+
+def shipped(share: bool) -> tuple[list[bytearray], list[int]]:
+    shipment = ship(THING, "the thing", share=share)
+    parts, fds = [bytearray(part) for part in shipment.parts], [os.dup(fd) for fd in shipment.fds]
+    shipment.close()
+    return parts, fds
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_whole_shipment_arrives(share: bool) -> None:
+    parts, fds = shipped(share)
+    thing = receive([memoryview(part) for part in parts], fds)
+    assert thing["name"] == "dataset"
+    assert np.array_equal(thing["rows"], THING["rows"])
+    assert torch.equal(thing["tensor"], THING["tensor"])
+
+
+@thorough
+@given(st.lists(st.tuples(st.integers(), st.integers()), max_size=4), st.integers(0, 3))
+def test_places_that_are_not_in_the_file_are_refused(
+    places: list[tuple[int, int]], descriptors: int
+) -> None:
+    _, fds = shipped(True)
+    with pytest.raises(ShippingError, match="can't be loaded in this worker process"):
+        receive([memoryview(pickle.dumps(_Contents(places, descriptors)))], fds)
+    for fd in fds:
+        with pytest.raises(OSError):
+            os.fstat(fd)
+
+
+def test_descriptors_that_did_not_arrive_are_told_with_the_limit() -> None:
+    parts, fds = shipped(True)
+    for fd in fds:
+        os.close(fd)
+    with pytest.raises(ShippingError, match=r"0 of 1 descriptors have arrived; .*ulimit -n"):
+        receive([memoryview(part) for part in parts], [])
+
+
+@thorough
+@given(st.data())
+def test_a_shipment_that_is_cut_off_is_refused(data: st.DataObject) -> None:
+    parts, fds = shipped(True)
+    size = os.fstat(fds[0]).st_size
+    os.ftruncate(fds[0], data.draw(st.integers(0, size - 1)))
+    with pytest.raises(ShippingError):
+        receive([memoryview(part) for part in parts], fds)
+    parts, _ = shipped(False)
+    with pytest.raises(ShippingError):
+        receive([memoryview(parts[0])[: data.draw(st.integers(0, len(parts[0]) - 1))]], [])
+    with pytest.raises(ShippingError):  # its buffers are missing
+        receive([memoryview(parts[0])], [])
+
+
+class Unloadable:
+    """What it is made of is not there in the worker."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return _fail, (self.error,)
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("error", [EOFError("short"), LookupError("no GPU"), StopIteration()])
+def test_what_can_not_be_loaded_in_the_worker_is_told_and_is_no_end_of_input(
+    error: Exception, share: bool
+) -> None:
+    shipment = ship(Unloadable(error), "it", share=share)
+    fds = [os.dup(fd) for fd in shipment.fds]
+    with pytest.raises(ShippingError, match="can't be loaded in this worker process") as caught:
+        receive([memoryview(part) for part in shipment.parts], fds)
+    assert type(caught.value.__cause__) is type(error)
+    assert repr(error) in str(caught.value)
+    shipment.close()
+
+
+# -- cache files -----------------------------------------------------------------------------------
+
+ITEMS = [1, "two", np.arange(9_000), {"four": 4}]
+
+
+def write(file: Path) -> bytes:
+    writer = Writer(str(file), "of this")
+    for item in ITEMS:
+        writer.add(item)
+    writer.commit()
+    return file.read_bytes()
+
+
+def read(file: Path) -> list[Any]:
+    """The items; `CacheError` for those that are damaged, or for the file."""
+    try:
+        reader = Reader(str(file), "of this")
+    except CacheError:
+        return [CacheError]
+    found: list[Any] = []
+    for number in range(len(reader)):
+        try:
+            found.append(reader.read(number))
+        except CacheError:
+            found.append(CacheError)
+    reader.close()
+    return found
+
+
+def right(found: list[Any]) -> bool:
+    if found == [CacheError]:
+        return True
+    return len(found) == len(ITEMS) and all(
+        item is CacheError or np.array_equal(item, expected)
+        for item, expected in zip(found, ITEMS, strict=True)
+    )
+
+
+def _flip(whole: bytes, data: st.DataObject) -> bytes:
+    damaged = bytearray(whole)
+    bit = data.draw(st.integers(0, 8 * 600) | st.integers(0, 8 * len(whole) - 1))
+    bit = data.draw(st.sampled_from([bit, 8 * len(whole) - 1 - bit]))
+    damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+def _cut_and_paste(whole: bytes, data: st.DataObject) -> bytes:
+    at = data.draw(st.integers(0, len(whole) - 1))
+    size = data.draw(st.sampled_from([1, 8, 64, 4096]))
+    to = data.draw(st.integers(0, len(whole) - 1))
+    return whole[:to] + whole[at : at + size] + whole[to:]
+
+
+def _lose(whole: bytes, data: st.DataObject) -> bytes:
+    at = data.draw(st.integers(0, len(whole) - 1))
+    return whole[:at] + whole[at + data.draw(st.integers(1, 100)) :]
+
+
+def _anything(whole: bytes, data: st.DataObject) -> bytes:
+    return whole[: data.draw(st.integers(8, 40))] + data.draw(st.binary(max_size=300))
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut_and_paste, _lose, _anything])
+@in_a_folder
+@given(data=st.data())
+def test_what_a_damaged_cache_file_gives_is_right_or_an_error(
+    tmp_path: Path, damage: Callable[[bytes, st.DataObject], bytes], data: st.DataObject
+) -> None:
+    file = tmp_path / "cache"
+    file.write_bytes(damage(write(file), data))
+    assert right(read(file))
+
+
+def test_reading_at_the_same_time_finds_the_same_damage(tmp_path: Path) -> None:
+    file = tmp_path / "cache"
+    whole = bytearray(write(file))
+    whole[whole.index(b"two")] ^= 1
+    file.write_bytes(whole)
+    found: list[list[Any]] = []
+    threads = [threading.Thread(target=lambda: found.append(read(file))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [[item is CacheError for item in items] for items in found] == [
+        [False, True, False, False]
+    ] * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fixture in conftest.py counts them."""
+    with Driven(Fork(), abs) as driven:
+        assert driven.call(-3) == 3
+        crew = driven.raw
+        wait = crew._post.wait
+
+        def damaged(timeout: float | None) -> Any:
+            monkeypatch.undo()
+            garbage = memoryview(b"no event at all")
+            return [(0, Frame([garbage], [os.dup(0), os.dup(0)])) for _ in range(2)]
+
+        monkeypatch.setattr(crew._post, "wait", damaged)
+        [event] = crew.wait(0)
+        assert isinstance(event, Exited)
+        assert "sent what can't be read" in str(event.cause)
+        assert crew._post.wait == wait

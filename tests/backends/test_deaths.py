@@ -1,0 +1,343 @@
+"""Workers that die, and batches that come late."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import multiprocessing
+import multiprocessing.context
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.failing import (
+    WAITING,
+    Samples,
+    at_gate,
+    every_process,
+    load,
+    outcomes,
+    start,
+)
+
+from hybridloader import (
+    IteratorClosed,
+    WorkerDied,
+    WorkerTimeout,
+)
+from hybridloader.backends.process import child, descriptors, handles, socket_transport
+from hybridloader.backends.process.socket_transport import SocketChannel
+from hybridloader.testing import Gate
+
+# -- dead workers --------------------------------------------------------------------------------
+
+
+def _die_by(signum: int) -> Callable[[], Any]:
+    return lambda: os.kill(os.getpid(), signum)
+
+
+DEATHS: dict[str, tuple[Callable[[], Any], str]] = {
+    "kill": (_die_by(signal.SIGKILL), "SIGKILL"),
+    "quit": (_die_by(signal.SIGUSR1), "SIGUSR1"),
+    "segfault": (lambda: (faulthandler.disable(), ctypes.string_at(0)), "SIGSEGV"),
+    "abort": (os.abort, "SIGABRT"),
+    "exit-0": (lambda: os._exit(0), "code 0"),
+    "exit-3": (lambda: os._exit(3), "code 3"),
+    "sys.exit": (lambda: sys.exit(5), "code 5"),
+    "sys.exit-none": (sys.exit, "code 0"),
+}
+
+
+def _dying(death: str) -> Callable[[int], int]:
+    def sample(index: int) -> int:
+        if index == 3:
+            _quietly(DEATHS[death][0])
+        return index
+
+    return sample
+
+
+def _quietly(die: Callable[[], Any]) -> None:
+    """Keep what a dying process has to say (faulthandler's, for instance) out of the log."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    die()
+
+
+def _deaths() -> Iterator[tuple[str, str, str]]:
+    for death in DEATHS:
+        yield "fork", death, "main thread"
+        yield "shared-memory", death, "other thread"
+    yield "spawn", "kill", "main thread"  # its workers take their time to start
+    yield "spawn", "segfault", "other thread"
+
+
+@pytest.mark.filterwarnings("ignore:.*forks this process while other threads")  # the main one
+@pytest.mark.parametrize(("backend", "death", "where"), list(_deaths()))
+def test_a_dead_worker_is_named_with_what_killed_it_and_what_it_had_to_do(
+    backend: str, death: str, where: str
+) -> None:
+    found: list[Any] = []
+    pids: list[int | None] = []
+
+    def work() -> None:
+        iterator = start(load(Samples(_dying(death)), backend, workers=2))
+        pids[:] = [worker.pid for worker in iterator._workers]
+        for _ in range(8):
+            try:
+                found.append(next(iterator))
+            except WorkerDied as error:
+                found.append(error)
+                break
+        with pytest.raises(WorkerDied, match=f"pid {pids[1]}"):
+            next(iterator)
+        assert f"pid {pids[1]}" in str(found[-1])
+        assert not any(worker.is_alive() for worker in iterator._workers)
+
+    if where == "main thread":
+        work()
+    else:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    *before, error = found
+    assert before == [[0], [1], [2]][: len(before)]
+    assert isinstance(error, WorkerDied)
+    assert isinstance(error, RuntimeError)
+    assert "worker 1 " in str(error)
+    assert "[3]" in str(error)
+    assert "'DataLoader'" in str(error)
+    # torch/csrc/DataLoader.cpp says so, and scripts that start jobs anew match on it.
+    torchs = rf"DataLoader worker \(pid {pids[1]}\) (is killed by signal: |exited unexpectedly)"
+    assert re.match(torchs, str(error))
+    assert DEATHS[death][1] in str(error)
+
+
+def test_a_worker_that_the_system_killed_is_told_to_lack_memory_perhaps() -> None:
+    with pytest.raises(WorkerDied, match=r"memory.*threads"):
+        list(load(Samples(_dying("kill")), "fork"))
+
+
+@pytest.mark.parametrize("exception", [SystemExit, KeyboardInterrupt])
+def test_a_thread_that_is_ended_is_named(exception: type[BaseException]) -> None:
+    def sample(index: int) -> int:
+        if index == 3:
+            raise exception(5)  # the exiting line
+        return index
+
+    iterator = start(load(Samples(sample), "threads", workers=2))
+    with pytest.raises(WorkerDied) as caught:
+        outcomes_until_error(iterator)
+    text = str(caught.value)
+    for word in ("worker 1 ", "[3]", exception.__name__, "# the exiting line"):
+        assert word in text
+    with pytest.raises(WorkerDied):
+        next(iterator)
+
+
+def outcomes_until_error(iterator: Iterator[Any]) -> None:
+    for _ in iterator:
+        pass
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_caller_that_plays_the_workers_exits_itself(workers: int) -> None:
+    def sample(index: int) -> int:
+        if index == 3:
+            sys.exit(5)
+        return index
+
+    iterator = start(load(Samples(sample), "inline", workers=workers))
+    with pytest.raises(SystemExit) as caught:
+        outcomes_until_error(iterator)
+    assert caught.value.code == 5
+    with pytest.raises(IteratorClosed):
+        next(iterator)
+
+
+def _die_once(flag: Path, die: Callable[[], Any]) -> Callable[[int], int]:
+    def sample(index: int) -> int:
+        if index == 1 and not flag.exists():
+            flag.touch()
+            die()
+        return index
+
+    return sample
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("backend", WAITING)
+def test_after_a_death_the_next_epoch_works_again(
+    backend: str, persistent: bool, tmp_path: Path
+) -> None:
+    die = (lambda: sys.exit(3)) if backend == "threads" else _die_by(signal.SIGKILL)
+    dataset = Samples(_die_once(tmp_path / "flag", die), 4)
+    loader = load(dataset, backend, persistent_workers=persistent)
+    with pytest.raises(WorkerDied):
+        list(loader)
+    assert [list(loader) for _ in range(2)] == [[[0], [1], [2], [3]]] * 2
+
+
+def _die_at_init(worker: int) -> None:
+    os._exit(9)
+
+
+@every_process
+def test_a_worker_that_dies_at_its_start_is_named(backend: str) -> None:
+    with pytest.raises(WorkerDied, match=r"worker 0 .*code 9"):
+        list(load(Samples(int), backend, worker_init_fn=_die_at_init))
+
+
+@every_process
+def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -> None:
+    loader = load(Samples(int, 2), backend, persistent_workers=True)
+    iterator = start(loader)
+    assert outcomes(iterator) == [[0], [1]]
+    (worker,) = iterator._workers
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join(10)
+    with contextlib.suppress(WorkerDied):
+        assert list(loader) == [[0], [1]]
+    assert list(loader) == [[0], [1]]
+
+
+def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input() -> None:
+    """What is unread when a socket is closed makes the other side's next read an error."""
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    channel = SocketChannel(theirs)
+    try:
+        channel.send([b"a result that nobody reads"])
+        ours.close()
+        with pytest.raises(EOFError):
+            channel.get()
+    finally:
+        channel.close()
+
+
+def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
+    """Its writer thread may still be at a large frame; a traceback of it would be noise."""
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    channel = SocketChannel(theirs)
+    channel.close()
+    with pytest.raises(EOFError):
+        channel.send([b"late"])
+    ours.close()
+
+
+def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    channel, other = SocketChannel(theirs), SocketChannel(ours)
+    refusals = [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
+
+    def send_some(*args: Any) -> bool:
+        if refusals:
+            raise OSError(refusals.pop(), "as the kernel says it")
+        return send(*args)
+
+    send = socket_transport.send_some
+    monkeypatch.setattr(socket_transport, "send_some", send_some)
+    monkeypatch.setattr(socket_transport, "_PAUSE", 0)
+    channel.send([b"a slot"], [0])
+    frame = other.get()
+    assert bytes(frame.parts[0]) == b"a slot"
+    os.close(*frame.fds)
+    channel.close()
+    other.close()
+
+
+def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its parent would wait for ever for what its writing thread has lost."""
+
+    def refuse(self: Any, parts: list[Any], fds: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # of the worker
+            raise OSError(errno.ENOBUFS, "no room")
+        put(self, parts, fds)
+
+    put = child._Desk._put
+    monkeypatch.setattr(child._Desk, "_put", refuse)
+    with pytest.raises(WorkerDied, match="exited with code 1"):
+        list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=30))
+
+
+def test_workers_live_where_the_kernel_has_no_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("os.pidfd_open", refuse, raising=False)
+    assert list(load(Samples(int, 3), "fork")) == [[0], [1], [2]]
+
+
+def test_a_process_that_closed_its_files_and_goes_on_is_not_waited_for_longer_than_asked() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+
+    class Process:
+        sentinel, pid = reading, os.getpid()
+
+        def is_alive(self) -> bool:
+            return True
+
+        def join(self, timeout: float) -> None:
+            pytest.fail("waits by waitpid, for as long as that process lives")
+
+    handles.ProcessHandle(Process()).join(0.01)
+    os.close(reading)
+
+
+def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(refuse))
+    before = set(descriptors.ours), set(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        start(load(Samples(int), "fork"))
+    assert (descriptors.ours, set(os.listdir("/proc/self/fd"))) == before
+
+
+# -- timeout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", WAITING)
+def test_a_late_batch_is_named_and_can_still_be_waited_for(backend: str, tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    loader = load(Samples(at_gate(gate, 1), 4), backend, timeout=0.3, persistent_workers=True)
+    iterator = start(loader)
+    found: list[Any] = []
+    errors: list[WorkerTimeout] = []
+    while len(found) < 4:
+        try:
+            found.append(next(iterator))
+        except WorkerTimeout as error:
+            errors.append(error)
+            if len(found) == 1:
+                gate.await_arrivals()
+                gate.open()
+    assert found == [[0], [1], [2], [3]]
+    late = next(error for error in errors if "[1]" in str(error))
+    assert isinstance(late, RuntimeError)
+    assert isinstance(late, TimeoutError)
+    assert "worker 0 " in str(late)
+    assert "DataLoader timed out after 0.3 seconds" in str(late)  # torch's words
+    assert outcomes(iterator) == []
+
+
+def test_a_caller_that_does_the_work_never_times_out() -> None:
+    # A timeout that any sample takes longer than.
+    assert list(load(Samples(lambda index: index, 2), "inline", timeout=1e-9)) == [[0], [1]]

@@ -1,0 +1,254 @@
+"""Results that go on to another stage's workers unopened: what arrives, and who holds what meanwhile."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.alike import same
+from support.driven import (
+    LARGE,
+    Driven,
+    digest,
+    echo,
+    full,
+    given_back,
+    make,
+    one_value,
+    slots_in_use,
+    through,
+)
+
+from hybridloader import Fork, Memory, Spawn, Threads
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.messages import Failed
+from hybridloader.memory.slots import OWN, number_of
+from hybridloader.testing.tools import Gate
+
+STREAM, NAMED = Memory(kind="stream"), Memory(kind="named")
+
+PAIRS = [
+    pytest.param(Fork(), Fork(), id="fork-fork"),
+    pytest.param(Fork(), Spawn(), id="fork-spawn"),
+    pytest.param(Spawn(), Fork(), id="spawn-fork"),
+    pytest.param(Spawn(), Spawn(), id="spawn-spawn"),
+    pytest.param(Fork(memory=NAMED), Fork(), id="named-fork"),
+    pytest.param(Fork(), Fork(memory=NAMED), id="fork-named"),
+    pytest.param(Fork(memory=STREAM), Fork(), id="stream-fork"),
+    pytest.param(Fork(), Fork(memory=STREAM), id="fork-stream"),
+]
+
+
+# -- what arrives ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_hundreds_of_results_arrive_as_they_were_made(one: Backend, other: Backend) -> None:
+    forks = one.name == other.name == "fork"
+    numbers, workers = range(200 if forks else 100), 2 if forks else 1  # loky's take their time
+    with Driven(one, make, workers=workers) as a, Driven(other, digest, workers=workers) as b:
+        assert through(a, b, numbers) == [digest(make(number)) for number in numbers]
+        for lane in a.raw._lanes:  # 4 under way at A, 4 at B, of 3 sizes, and a shared one each
+            assert len(lane.results.seen) <= 24
+        for lane in b.raw._lanes:
+            assert lane.sent_on == {}
+            assert sum(map(len, lane._claims.values())) <= 8
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_what_is_sent_on_is_the_value_itself(one: Backend, other: Backend) -> None:
+    values: list[Any] = [
+        7,
+        None,
+        "ç" * 400_000,  # a header that has a slot
+        os.urandom(10) * 40_000,
+        {"a": [full(3), torch.ones(90_000)], "b": np.empty((0, 2))},
+        [full(k)[:40_000] for k in range(9)],
+        [np.full(OWN, k, np.uint8) for k in range(60)],  # more slots than one letter tells
+    ]
+    with Driven(one, echo) as a, Driven(other, echo) as b:
+        for _ in range(2):
+            for value in values:
+                payload = a.payload(a.send(value))
+                assert payload.forwardable
+                same(value, b.call(payload))
+
+
+def test_between_forks_nothing_is_opened_or_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Driven(Fork(), make) as a, Driven(Fork(), digest) as b:
+        payloads = [a.payload(a.send(k)) for k in range(6)]
+        monkeypatch.setattr("hybridloader.backends.process.result.unpack", None)
+        monkeypatch.setattr("hybridloader.memory.shared_slots.Seen.view", None)
+        sent = [b.send(payload) for payload in payloads]
+        monkeypatch.undo()
+        assert [b.payload(seq).open() for seq in sent] == [digest(make(k)) for k in range(6)]
+        assert b.raw._lanes[0]._tasks is None
+
+
+def test_from_threads_to_processes_values_go_through_slots() -> None:
+    with Driven(Threads(), make) as a, Driven(Fork(), digest) as b:
+        found = through(a, b, range(40), send=lambda payload: b.send(payload.open()))
+        assert found == [digest(make(k)) for k in range(40)]
+        pool = b.raw._lanes[0]._tasks._pool
+        slots = sum(len(segment.holders) for segment in pool.segments.values())
+        assert slots <= 24 * 2  # twice: a segment may be as large as all before it
+
+
+class Mine:
+    """Lives in a module that every worker can import; made to look as if in the main script."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS[:4])
+def test_functions_and_classes_made_on_the_spot_are_the_callers_own_again(
+    one: Backend, other: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import __main__
+
+    monkeypatch.setattr(Mine, "__module__", "__main__")
+    monkeypatch.setattr(__main__, "Mine", Mine, raising=False)
+
+    def wrap(index: Any) -> Any:
+        kind, x = index
+        return Mine(x) if kind == "class" else lambda: x
+
+    def unwrap(found: Any) -> Any:
+        return ["class", found.x] if isinstance(found, Mine) else ["function", found()]
+
+    with Driven(one, wrap) as a, Driven(other, unwrap) as b:
+        for sent in (["class", 5], ["class", full(5)], ["function", 5], ["function", full(5)]):
+            same(sent, b.call(a.payload(a.send(sent))))
+            same(sent, b.call(a.call(sent)))  # and opened on its way
+
+
+def test_a_payload_tells_what_it_holds() -> None:
+    with Driven(Fork(), echo) as a:
+        array = full(1)
+        for value, count, least in [
+            ([array, array[:OWN]], 2, LARGE + OWN),
+            ([], 0, 0),
+            ((1, 2), None, 0),
+            (array, None, LARGE),
+            ([os.urandom(100_000)] * 1, 1, 100_000),
+            ("x" * 300_000, None, 300_000),
+        ]:
+            payload = a.payload(a.send(value))
+            assert payload.count == count
+            assert least <= payload.nbytes <= least + 1000
+            payload.discard()
+        assert a.result(a.send(1)).seconds > 0
+
+
+# -- who holds what --------------------------------------------------------------------------------
+
+
+def test_a_slot_is_free_when_it_is_answered_and_let_go_and_not_before(tmp_path: Any) -> None:
+    gate = Gate(tmp_path)
+    kept: list[Any] = []
+
+    def keep(index: Any) -> Any:
+        if isinstance(index, str):
+            gate.arrive()
+            kept.clear()
+            return None
+        kept.append(index[10:])
+        return one_value(index)
+
+    with Driven(Fork(), full) as a, Driven(Fork(), keep) as b:
+        sent = b.send(a.payload(a.send(1)))
+        assert given_back(a) == []
+        assert b.payload(sent).open() == (1, 1)
+        for k in range(2, 5):
+            assert b.call(full(k)) == (k, k)
+            assert given_back(a) == []  # it was answered, and is kept
+        cleared = b.send("clear")
+        b.raw.flush()
+        gate.await_arrivals()
+        gate.open()
+        b.payload(cleared)
+        b.call(full(9))  # an answer brings the alias back
+        assert given_back(a) == [0]
+
+
+def test_what_the_second_worker_keeps_or_gives_on_stays_whole() -> None:
+    kept: list[Any] = []
+
+    def keep(index: Any) -> Any:
+        kept.append(index[::2])
+        assert all(one_value(one) == (k, k) for k, one in enumerate(kept))
+        return index[100:]
+
+    with Driven(Fork(), full) as a, Driven(Fork(), keep) as b:
+        found = through(a, b, range(30))
+        assert [one_value(one) for one in found] == [(k, k) for k in range(30)]
+        assert all(len(one) == LARGE - 100 for one in found)
+
+
+def test_a_second_worker_that_keeps_all_is_given_copies_and_its_parent_warns_once() -> None:
+    kept: list[Any] = []
+
+    def keep(index: Any) -> Any:
+        kept.append(index)
+        assert all(one_value(one) == (k, k) for k, one in enumerate(kept))
+        return len(kept)
+
+    with (
+        Driven(Fork(), full) as a,
+        Driven(Fork(memory=Memory(limit=8_000_000)), keep) as b,
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        assert through(a, b, range(40), ahead=1) == list(range(1, 41))
+        b.raw.wait(0)
+        assert slots_in_use(a) <= 8
+    assert ["in worker 0, the batches that are kept" in str(one.message) for one in told] == [True]
+
+
+def test_a_task_that_fails_gives_the_slots_of_its_input_back() -> None:
+    def fail(index: Any) -> None:
+        raise ArithmeticError("no")
+
+    with Driven(Fork(), full) as a, Driven(Fork(), fail) as b:
+        for k in range(30):
+            failed = b.result(b.send(a.payload(a.send(k))))
+            assert isinstance(failed, Failed)
+            del failed
+        assert len(a.raw._lanes[0].results.seen) <= 3
+
+
+def test_a_payload_is_opened_discarded_or_sent_on_and_then_no_more() -> None:
+    with Driven(Fork(), full) as a, Driven(Fork(), one_value) as b:
+        opened, sent, dropped = (a.payload(a.send(k)) for k in range(3))
+        opened.open()
+        assert b.call(sent) == (1, 1)
+        dropped.discard()
+        for payload in (opened, sent, dropped):
+            with pytest.raises(RuntimeError, match="already"):
+                payload.open()
+            with pytest.raises(RuntimeError, match="already"):
+                b.send(payload)
+            payload.discard()  # nothing
+        b.call(full(9))
+        assert given_back(a) == [number_of(segment, 0) for segment in range(3)]
+
+
+def test_slots_of_sizes_no_longer_used_leave_the_second_worker_too(tmp_path: Any) -> None:
+    def mapped(index: Any) -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("memfd:hybridloader" in line for line in maps)
+
+    def sized(k: int) -> Any:
+        return np.zeros(OWN + 50_000 * k if k < 40 else 400_000, np.uint8)
+
+    inherited = mapped(None)  # of tests before, which the fork has got along
+    with Driven(Fork(), sized) as a, Driven(Fork(), mapped) as b:
+        assert max(through(a, b, range(40), ahead=1)) > inherited + 20
+        assert through(a, b, range(40, 160), ahead=1)[-1] <= inherited + 4
+        lane = b.raw._lanes[0]
+        assert len(lane._known) == len(a.raw._lanes[0].results.seen)

@@ -1,0 +1,249 @@
+"""Handles of workers, and what signals do: those of a job, of other code, and of nobody any more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.failing import Samples, load, start
+from support.forked import in_a_fork
+
+from hybridloader import WorkerDied
+from hybridloader.backends.process import handles
+from hybridloader.backends.process.handles import UNKNOWN, ProcessHandle
+from hybridloader.testing.tools import DEADLINE
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
+needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
+
+
+# -- what a multiprocessing.Process has --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+def test_a_handle_has_what_a_process_of_multiprocessing_has(backend: str) -> None:
+    with start(load(Samples(int), backend)) as iterator:
+        next(iterator)
+        [worker] = iterator._workers
+        public = {name for name in dir(multiprocessing.Process) if not name.startswith("_")}
+        assert public - {"authkey", "run"} <= {*dir(worker)}
+        assert worker.is_alive()
+        assert worker.exitcode is None
+        assert worker.daemon is True
+        assert isinstance(worker.pid, int)
+        assert (worker.ident == worker.pid) is (backend != "threads")
+        with pytest.raises(AssertionError, match="started"):
+            worker.start()
+        with pytest.raises(ValueError, match="still running"):
+            worker.close()
+    worker.join(DEADLINE)
+    assert worker.exitcode == 0
+    worker.close()
+    if backend == "fork":
+        assert multiprocessing.connection.wait([worker.sentinel], 0) == [worker.sentinel]
+    else:
+        assert not hasattr(worker, "sentinel")
+
+
+def test_a_thread_that_was_ended_by_an_exception_has_an_exit_code() -> None:
+    iterator = start(load(Samples(exit), "threads"))
+    [worker] = iterator._workers
+    with pytest.raises(WorkerDied):
+        next(iterator)
+    worker.join(DEADLINE)
+    assert worker.exitcode == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("terminate", -signal.SIGTERM), ("kill", -signal.SIGKILL)]
+)
+def test_a_worker_can_be_ended_by_its_handle(end: str, code: int) -> None:
+    iterator = start(load(Samples(int, 100), "fork"))
+    [worker] = iterator._workers
+    getattr(worker, end)()
+    worker.join(DEADLINE)
+    assert worker.exitcode == code
+    getattr(worker, end)()  # of one that has ended
+    with pytest.raises(WorkerDied, match=signal.Signals(-code).name):
+        list(iterator)
+    assert worker.exitcode == code
+
+
+def test_multiprocessing_itself_can_end_a_worker_too() -> None:
+    """As it does at exit with what nobody has closed; then it waits for it, for ever if need be."""
+    iterator = start(load(Samples(int, 100), "fork"))
+    next(iterator)
+    [worker] = iterator._workers
+    [child] = [c for c in multiprocessing.active_children() if c.pid == worker.pid]
+    child.terminate()
+    child.join(DEADLINE)
+    assert not worker.is_alive()
+    iterator.close()
+
+
+# -- SIGTERM to all processes of a job ---------------------------------------------------------------
+
+
+def programs(index: int) -> int:
+    """How a program, and a fork, that the dataset starts take SIGTERM."""
+    if index != 3:
+        return 0
+    told = subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    return -told * 100 + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("backend", ["fork", "spawn"])
+def test_workers_leave_the_signals_of_a_job_to_the_trainer(backend: str) -> None:
+    with start(load(Samples(programs, 12), backend, workers=2)) as iterator:
+        found: list[Any] = []
+        for _ in range(12):  # the first at once, when a worker has yet to start
+            for worker in iterator._workers:
+                os.kill(worker.pid or 0, signal.SIGTERM)
+            found += next(iterator)
+        assert list(iterator) == []
+    term = int(signal.SIGTERM)
+    assert found == [0, 0, 0, 100 * term - term, *[0] * 8]
+
+
+# -- children that somebody else waits for, or nobody ------------------------------------------------
+
+
+@pytest.fixture
+def _nobody_waits() -> Iterator[None]:
+    """As after ``trap '' CHLD``: the kernel forgets children as they end."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+def end_at_five(index: int) -> int:
+    if index == 5:
+        os._exit(3)
+    return index
+
+
+@pytest.mark.usefixtures("_nobody_waits")
+@pytest.mark.parametrize("backend", ["fork", "spawn"])
+def test_children_that_nobody_waits_for_are_children_like_others(backend: str) -> None:
+    with start(load(Samples(int, 4), backend)) as iterator:
+        assert list(iterator) == [[0], [1], [2], [3]]
+    assert [worker.exitcode for worker in iterator._workers] == [UNKNOWN]
+    if backend == "fork":
+        iterator = start(load(Samples(end_at_five), backend))
+        with pytest.raises(WorkerDied, match="exit code is not known, because SIGCHLD"):
+            list(iterator)
+
+
+@needs_pidfd
+def test_no_signal_goes_to_the_number_of_a_worker_that_somebody_else_has_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    iterator = start(load(Samples(int, 100), "fork", workers=2))
+    next(iterator)
+    worker, other = iterator._workers
+    assert isinstance(worker, ProcessHandle)
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    assert os.waitpid(worker.pid or 0, 0)[0] == worker.pid
+    sent: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, signum: sent.append(pid))
+    worker.kill()
+    worker.terminate()
+    worker.join()
+    assert not worker.is_alive()
+    assert worker.exitcode == UNKNOWN
+    other.kill()
+    with pytest.raises(WorkerDied):
+        list(iterator)
+    assert worker.pid not in sent
+    assert other.pid not in sent
+
+
+# -- zombies -------------------------------------------------------------------------------------------
+
+
+@needs_pidfd
+@pytest.mark.parametrize("then", ["an iterator", "a close"])
+def test_a_worker_that_dies_slowly_is_waited_for_by_whoever_comes_next(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = load(Samples(int, 100), "fork")
+    iterator, other = start(loader), start(loader)
+    next(iterator)
+    next(other)
+    [worker] = iterator._workers
+    pidfd = os.pidfd_open(worker.pid or 0)
+    with monkeypatch.context() as patch:  # a kernel that takes its time
+        patch.setattr("hybridloader.backends.process.crew.GRACE", 0.0)
+        patch.setattr("hybridloader.backends.process.crew._DYING", 0.0)
+        patch.setattr(ProcessHandle, "kill", lambda self: None)
+        os.kill(worker.pid or 0, signal.SIGSTOP)
+        iterator.close()
+    assert worker.is_alive()
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    multiprocessing.connection.wait([pidfd])
+    os.close(pidfd)
+    if then == "a close":
+        other.close()
+    else:
+        assert list(load(Samples(int, 1), "threads")) == [[0]]
+    with pytest.raises(ChildProcessError):
+        os.waitpid(worker.pid or 0, os.WNOHANG)
+    other.close()
+
+
+def test_a_fork_waits_for_no_lock_that_a_thread_of_its_parent_had() -> None:
+    held, enough = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with handles.reaping:
+            held.set()
+            enough.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert in_a_fork(lambda: list(load(Samples(int, 1), "fork")), seconds=10) == 0
+    finally:
+        enough.set()
+        thread.join()
+
+
+# -- daemons -------------------------------------------------------------------------------------------
+
+
+def standard_streams(index: int) -> list[str]:
+    print("who reads this?", index)
+    return [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads /proc")
+def test_a_process_without_standard_streams_has_workers_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def daemon() -> None:
+        with open(tmp_path / "told", "w") as told:
+            for fd in range(3):
+                os.close(fd)
+            for name in ("stdin", "stdout", "stderr"):
+                monkeypatch.setattr(sys, name, None)
+            for backend in ("fork", "spawn"):
+                found = list(load(Samples(standard_streams, 2), backend))
+                told.write("".join(sorted({path for [paths] in found for path in paths})))
+            told.write(str(sys.stderr))
+
+    assert in_a_fork(daemon) == 0
+    assert (tmp_path / "told").read_text() == "/dev/null/dev/nullNone"

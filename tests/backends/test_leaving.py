@@ -1,0 +1,104 @@
+"""Crews that are told to leave before they are closed, and what may be asked of one that is closed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.driven import Driven
+
+from hybridloader import Fork, Spawn, Threads, contract
+from hybridloader.backends.process import handles, socket_transport
+from hybridloader.testing.tools import DEADLINE, FakeClock, Gate
+
+BACKENDS = [
+    pytest.param(Fork(), id="fork"),
+    pytest.param(Spawn(), id="spawn"),
+    pytest.param(Threads(), id="threads"),
+]
+
+
+def echo(index: Any) -> Any:
+    return index
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -> None:
+    with Driven(backend, echo, workers=2) as crew:
+        assert crew.call(1) == 1
+        crew.raw.leave()
+        for handle in crew.raw.handles():
+            handle.join(DEADLINE)
+            assert not handle.is_alive()
+        crew.raw.leave()
+        crew.send(2)  # to nobody
+        crew.raw.wake()
+
+
+def test_without_sockets_workers_leave_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_transport, "available", lambda: False)
+    with Driven(Spawn(), echo) as crew:
+        assert crew.call(1) == 1
+        crew.raw.leave()
+        crew.raw.handles()[0].join(DEADLINE)
+        assert not crew.raw.handles()[0].is_alive()
+
+
+@pytest.mark.parametrize("backend", BACKENDS[::2])
+def test_the_patience_of_close_counts_from_the_moment_of_leaving(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate, asked = Gate(tmp_path), []
+    clock = FakeClock(100.0)
+
+    class Time:
+        monotonic = clock
+        sleep = time.sleep
+
+    class Handle:
+        def __init__(self, handle: Any) -> None:
+            self.handle = handle
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.handle, name)
+
+        def join(self, timeout: float) -> None:
+            asked.append(timeout)
+            gate.open()
+            self.handle.join(DEADLINE)
+
+    for module in (handles, crew) if backend.name == "fork" else (contract,):
+        monkeypatch.setattr(module, "time", Time)
+    with Driven(backend, lambda index: gate.arrive()) as crew:
+        crew.send(0)
+        crew.raw.flush()
+        gate.await_arrivals()
+        listed = crew.raw.handles()
+        listed[:] = [Handle(handle) for handle in listed]
+        crew.raw.leave()
+        clock.now += 0.6
+        crew.raw.leave()  # the first one counts
+        crew.raw.close()
+    assert asked[0] == pytest.approx(contract.GRACE - 0.6)
+
+
+def test_waking_a_closed_crew_writes_to_nobody() -> None:
+    with Driven(Fork(), echo) as crew:
+        ours = crew.raw._post._alarm_r, crew.raw._post._alarm_w
+    pipes: list[tuple[int, int]] = []
+    try:
+        while not {fd for pipe in pipes for fd in pipe} >= set(ours):
+            pipes.append(os.pipe())  # takes the descriptors that the crew had
+            assert len(pipes) < 50
+        crew.raw.wake()
+        for read, _ in pipes:
+            os.set_blocking(read, False)
+            with pytest.raises(BlockingIOError):
+                os.read(read, 1)
+    finally:
+        for pipe in pipes:
+            for fd in pipe:
+                os.close(fd)

@@ -1,0 +1,388 @@
+"""What docs/security.md says, claim by claim."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import json
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from support.operator_context import Script, context, drain
+
+from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
+from hybridloader._support.errors import CacheError
+from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process.frames import encode
+from hybridloader.backends.process.slot_channel import Lane
+from hybridloader.backends.process.socket_transport import SocketChannel
+from hybridloader.memory import segments
+from hybridloader.pipeline.operators import cache_file
+from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.pipeline.operators.cache_file import _who_else
+
+linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+PROCESSES = ["fork", "shared-memory", "spawn"]
+
+
+@pytest.fixture(params=["sockets", "portable"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name: str = request.param
+    if name == "portable":
+        monkeypatch.setattr(socket_transport, "available", lambda: False)
+    return name
+
+
+class Large:
+    """Samples that go through slots, and a look at the worker from within."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((300_000,), index), inherited()
+
+
+def inherited() -> list[str]:
+    """What a program that this process starts gets to see, besides its standard streams."""
+    code = (
+        "import json, os\n"
+        "found = []\n"
+        "for fd in os.listdir('/proc/self/fd'):\n"
+        "    try:\n"
+        "        found.append(fd + ' ' + os.readlink('/proc/self/fd/' + fd))\n"
+        "    except FileNotFoundError:\n"  # that of the listing itself
+        "        pass\n"
+        "print(json.dumps(sorted(line for line in found if int(line.split()[0]) > 2)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], close_fds=False, capture_output=True, check=True
+    )
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def as_they_are(batch: list[Any]) -> Any:
+    return torch.stack([tensor for tensor, _ in batch]), [seen for _, seen in batch]
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", PROCESSES)
+def test_nobody_listens_and_no_socket_has_a_name(backend: str, transport: str) -> None:
+    def named() -> set[tuple[int, str]]:
+        found = set()
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+            for connection in process.net_connections("all"):
+                address = connection.laddr
+                if connection.status == "LISTEN" or address:
+                    found.add((process.pid, str(address)))
+        return found
+
+    before = named()
+    loader = DataLoader(range(64), num_workers=2, backend=backend, persistent_workers=True)  # type: ignore[arg-type]
+    assert len(list(loader)) == 64
+    assert named() <= before
+    loader._iterator.close()
+
+
+@linux
+@pytest.mark.parametrize("backend", PROCESSES)
+def test_a_program_that_a_dataset_starts_inherits_nothing_of_ours(
+    backend: str, transport: str
+) -> None:
+    before = set(inherited())
+
+    def of_ours(seen: list[str]) -> set[str]:
+        # loky lets three pipes be inherited: two to resource trackers, and one that nobody writes to.
+        lokys = {one for one in seen if backend == "spawn" and " pipe:" in one}
+        return set(seen) - before - lokys
+
+    loader = DataLoader(
+        Large(),  # type: ignore[arg-type]
+        2,
+        num_workers=2,
+        backend=backend,
+        collate_fn=as_they_are,
+    )
+    for number, (tensor, seen) in enumerate(loader):
+        assert tensor[0, 0] == 2 * number
+        assert not [of_ours(one) for one in seen if of_ours(one)]
+        assert not of_ours(inherited())
+
+
+@linux
+def test_what_is_kept_to_be_sent_on_is_not_inherited_either() -> None:
+    before = set(inherited())
+    pipe = (
+        Pipeline.from_dataset(range(6))
+        .map(lambda i: torch.full((300_000,), i), backend="fork", num_workers=1, name="make")
+        .batch(2)
+        .map(lambda batch: (batch, inherited()), backend="fork", num_workers=1, name="look")
+    )
+    with pipe.run() as run:
+        for _, seen in run:
+            assert set(seen) <= before
+            assert set(inherited()) <= before
+
+
+@pytest.mark.parametrize("flag", ["the platform's", "none"])
+def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if flag == "none":
+        monkeypatch.setattr(socket_transport, "_CLOSE_ON_EXEC", 0)
+    ours, theirs = Pipe()
+    channel = SocketChannel(theirs)
+    fd = os.dup(1)
+    with socket.socket(fileno=os.dup(ours.fileno())) as sender:
+        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        sender.sendmsg([bytes(piece) for piece in encode([b"one"], [fd])], extra)
+    (arrived,) = channel.get().fds
+    assert not os.get_inheritable(arrived)
+    for one in (fd, arrived):
+        os.close(one)
+    channel.close()
+    ours.close()
+
+
+# -- shared memory ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _any_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def named() -> set[str]:
+    """What this process and its children have mapped that has, or had, a name in /dev/shm."""
+    family = [psutil.Process(), *psutil.Process().children()]
+    maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in family)
+    return {name for name in re.findall(r"/dev/shm/(\S+)", maps) if not name.startswith("sem.")}
+
+
+@linux
+@pytest.mark.parametrize("backend", [*PROCESSES, "threads"])
+def test_memory_has_no_name_unless_it_is_asked_for(backend: str) -> None:
+    before = named()
+    loader = DataLoader(Large(), 2, num_workers=2, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
+    with iter(loader) as iterator:  # type: ignore[attr-defined]
+        kept = list(itertools.islice(iterator, 2))
+        assert named() <= before
+    del kept
+
+
+@linux
+def test_such_a_name_would_be_seen() -> None:
+    before = named()
+    backend = SharedMemory("fork", memory=Memory(kind="named"))
+    loader = DataLoader(Large(), 2, num_workers=2, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
+    with iter(loader) as iterator:  # type: ignore[attr-defined]
+        kept = list(itertools.islice(iterator, 2))
+        assert named() - before
+    del kept
+
+
+@linux
+@pytest.mark.usefixtures("_any_umask")
+def test_a_named_segment_is_for_this_user_alone() -> None:
+    lanes = [Lane(1 << 20, "named", forks=True) for _ in range(2)]
+    names = [lane.slots[1] for lane in lanes if lane.slots is not None]
+    assert all(re.fullmatch(rf"hl-{os.getpid()}-[0-9a-f]{{8}}-", str(name)) for name in names)
+    assert len(set(names)) == 2
+    mapping, ticket, _ = segments.make(4096, f"{names[0]}0")
+    found = os.stat(f"/dev/shm/{ticket.name}")
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    with pytest.raises(FileExistsError):  # a name that somebody else has is not taken over
+        segments.make(4096, f"{names[0]}0")
+    segments.unlink(str(ticket.name))
+    del mapping
+    for lane in lanes:
+        lane.close()
+
+
+@linux
+def test_named_segments_serve_and_leave_no_name() -> None:
+    backend = SharedMemory("fork", memory=Memory(kind="named"))
+    loader = DataLoader(Large(), 2, num_workers=1, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
+    assert [int(tensor[1, 0]) for tensor, _ in loader] == [1, 3, 5, 7]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"hl-{os.getpid()}-")]
+
+
+# -- the files of caches ---------------------------------------------------------------------------
+
+ITEMS = [np.arange(30_000), "two"]
+
+
+def write(file: Path) -> None:
+    drain(Cache(file).begin(lambda: Script(*ITEMS), context()))
+
+
+def begin(file: Path) -> Any:
+    return Cache(file).begin(lambda: Script(*ITEMS), context())
+
+
+@pytest.mark.usefixtures("_any_umask")
+def test_a_cache_is_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> None:
+    found = begin(tmp_path / "cache")
+    next(found)
+    (partial,) = tmp_path.iterdir()
+    assert stat.S_IMODE(partial.stat().st_mode) == 0o600  # while it is written, too
+    drain(found)
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666, 0o777])
+def test_a_cache_that_others_may_write_to_is_not_read(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "cache"
+    write(file)
+    file.chmod(mode)
+    with pytest.raises(CacheError, match=rf"others may write to it \(mode {mode:04o}\).*chmod 600"):
+        begin(file)
+    file.chmod(0o644)  # reading is another matter
+    assert len(drain(begin(file))) == 2
+
+
+def test_a_cache_of_somebody_else_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cache"
+    write(file)
+    if os.geteuid() == 0:
+        os.chown(file, 4711, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4712)
+    with pytest.raises(CacheError, match=r"belongs to user \d+, and this process is of user \d+"):
+        begin(file)
+    assert file.exists()
+
+
+@pytest.mark.parametrize(
+    ("uid", "mode", "trusted"),
+    [(1000, 0o600, True), (0, 0o644, True), (1001, 0o600, False), (1000, 0o660, False)],
+)
+def test_who_is_trusted(
+    uid: int, mode: int, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    found: Any = SimpleNamespace(st_uid=uid, st_mode=stat.S_IFREG | mode)
+    assert (_who_else(found) is None) == trusted
+    monkeypatch.delattr(os, "geteuid")
+    assert _who_else(found) is None
+
+
+def test_where_files_are_given_to_others_none_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_file, "_who_else", lambda found: "it belongs to user 65534")
+    with pytest.warns(UserWarning, match="could not be read again: it belongs to user 65534"):
+        assert len(drain(begin(tmp_path / "cache"))) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_link_at_the_temporary_name_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    planted = tmp_path / ".cache.guessed.partial"
+    planted.symlink_to(victim)
+    names = iter(["guessed", "fresh"])
+    monkeypatch.setattr(tempfile, "_get_candidate_names", lambda: names)
+    write(tmp_path / "cache")
+    assert next(names, "all tried") == "all tried"
+    assert victim.read_bytes() == b"precious"
+    assert planted.is_symlink()
+    assert len(drain(begin(tmp_path / "cache"))) == 2
+
+
+def test_a_link_at_the_path_itself_is_replaced_and_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
+    write(tmp_path / "cache")
+    assert not (tmp_path / "cache").is_symlink()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # `open` would wait for a writer for ever
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(CacheError, match="is no file; give another path"):
+            begin(path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="folder"):
+        begin(tmp_path / "folder")
+
+
+FULL = """
+import resource, sys, warnings
+sys.path[:0] = sys.argv[2:]
+import numpy as np
+from support.operator_context import Script, context, drain
+from hybridloader.pipeline.operators.cache import Cache
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))  # Python ignores SIGXFSZ
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    items = [np.full(50_000, number) for number in range(4)]
+    found = drain(Cache(sys.argv[1]).begin(lambda: Script(*items), context()))
+print([int(item[0]) for item in found], len(told), "goes on without a cache" in str(told[0].message))
+"""
+
+
+@linux
+def test_a_disk_that_is_full_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    root = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path / "cache"), str(root), str(root.parent)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[0, 1, 2, 3] 1 True"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_cache_loads_nothing(tmp_path: Path) -> None:
+    """The digest is looked at first: what a byte was changed in is never run."""
+    file = tmp_path / "cache"
+    drain(Cache(file).begin(lambda: Script(Tell()), context()))
+    whole = bytearray(file.read_bytes())
+    whole[whole.index(b"_told")] ^= 1
+    file.write_bytes(whole)
+    with warnings.catch_warnings():
+        (error,) = drain(begin(file))
+    assert isinstance(error, CacheError)
+    assert not told
+
+
+told: list[int] = []
+
+
+def _told(number: int) -> None:
+    told.append(number)
+
+
+class Tell:
+    def __reduce__(self) -> Any:
+        return _told, (1,)
+
+
+def test_the_page_names_what_is_checked_here() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    for word in ("0600", "close-on-exec", "digest", "forkserver", "What is not defended"):
+        assert word in page

@@ -1,0 +1,181 @@
+"""Fresh processes need no ``__main__`` guard, and take what can't be imported: classes of scripts,
+functions and notebooks, lambdas, closures over tensors, partial functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import functools, multiprocessing, sys
+import torch
+from hybridloader import DataLoader
+
+method, backend = sys.argv[1:]
+if method != "default":
+    multiprocessing.set_start_method(method)
+print("this script")
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+    def __call__(self, value):
+        return value * self.factor
+
+def within(offset):
+    class Local(torch.utils.data.Dataset):
+        def __init__(self, steps):
+            self.steps = steps
+        def __len__(self):
+            return 4
+        def __getitem__(self, index):
+            value = offset[index]
+            for step in self.steps:
+                value = step(value)
+            return value
+    return Local
+
+steps = [Scaled(2), lambda value: value + 1, functools.partial(torch.add, other=torch.tensor(10))]
+dataset = within(torch.arange(4))(steps)
+sign = torch.tensor(-1)
+loader = DataLoader(
+    dataset, 2, num_workers=1, backend=backend, persistent_workers=True,
+    collate_fn=lambda samples: torch.stack(samples) * sign,
+    worker_init_fn=functools.partial(lambda path, worker: print("worker", worker, flush=True), "x"),
+)
+for _ in range(2):
+    print([batch.tolist() for batch in loader])
+"""
+
+
+def run(script: Path, *arguments: str) -> list[str]:
+    """The lines that it prints. A warning, or anything else on standard error, fails."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [
+        ("default", "spawn"),
+        ("forkserver", "spawn"),
+        ("forkserver", "shared-memory"),  # multiprocessing's own default from Python 3.14 on
+        ("spawn", "shared-memory"),  # as on macOS and Windows
+    ],
+)
+def test_a_script_without_a_guard_sends_what_it_likes(
+    tmp_path: Path, method: str, backend: str
+) -> None:
+    """The script runs once: fresh workers do not run it again."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    batches = "[[-11, -13], [-15, -17]]"
+    assert run(script, method, backend) == ["this script", "worker 0", batches, batches]
+
+
+def test_a_pipeline_of_such_a_script_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import torch
+        from hybridloader import Pipeline
+
+        class Scaled:
+            def __init__(self, factor):
+                self.factor = factor
+            def __call__(self, value):
+                return int(value * self.factor)
+
+        two = torch.tensor(2)
+        pipe = (
+            Pipeline.from_iterable(lambda: range(3))
+            .map(lambda value: value * two, backend="spawn", num_workers=1)
+            .map(Scaled(10), backend="threads", num_workers=1)
+        )
+        print(list(pipe))
+        """)
+    )
+    assert run(script) == ["[0, 20, 40]"]
+
+
+CELLS = [
+    """
+    import functools
+    import torch
+    from hybridloader import DataLoader, Pipeline
+    scale = torch.tensor(3)
+    class Squares(torch.utils.data.Dataset):
+        def __init__(self, transform):
+            self.transform = transform
+        def __len__(self):
+            return 4
+        def __getitem__(self, index):
+            return self.transform(index) ** 2
+    """,
+    """
+    def batches(dataset):
+        loader = DataLoader(dataset, 4, num_workers=1, backend="spawn",
+                            collate_fn=lambda samples: torch.stack(samples))
+        return [batch.tolist() for batch in loader]
+    print(batches(Squares(lambda index: index * scale)))
+    """,
+    """
+    class Squares(Squares):  # the cell was edited and run again
+        def __getitem__(self, index):
+            return -super().__getitem__(index)
+    scale = torch.tensor(1)
+    print(batches(Squares(functools.partial(torch.mul, scale))))
+    """,
+    """
+    numbers = Pipeline.from_dataset(range(3))
+    print(list(numbers.map(lambda n: int(n * scale), backend="spawn", num_workers=1)))
+    """,
+]
+
+
+EXECUTE = """
+import json, sys
+import nbclient, nbformat
+cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(sys.stdin)]
+notebook = nbformat.v4.new_notebook(cells=cells)
+nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+json.dump(["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells], sys.stdout)
+"""
+
+
+@pytest.mark.frameworks
+def test_cells_of_a_notebook_send_what_they_define(tmp_path: Path) -> None:
+    """In a process of its own: the client of a kernel keeps sockets for as long as its process lives."""
+    for needed in ("nbclient", "nbformat", "ipykernel"):
+        pytest.importorskip(needed)
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTE],
+        input=json.dumps([textwrap.dedent(cell) for cell in CELLS]),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        "",
+        "[[0, 9, 36, 81]]\n",
+        "[[0, -1, -4, -9]]\n",
+        "[0, 1, 2]\n",
+    ]

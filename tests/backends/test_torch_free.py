@@ -1,0 +1,704 @@
+"""Workers without torch, torch that comes late, and the dataset's one way to all workers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from hypothesis import given
+from hypothesis import strategies as st
+from support.alike import same
+from torch.utils.data import default_collate, default_convert
+
+from hybridloader import DataLoader
+from hybridloader._support.import_hooks import when_imported
+from hybridloader.fetching.collate import (
+    WithoutTorch,
+    _collate,
+    _convert,
+    _NeedsTorch,
+    without_torch,
+)
+from hybridloader.memory.packing import pack, unpack
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+PLAIN = '''
+"""Datasets that import no torch."""
+
+import os, random, sys
+
+
+class Said:
+    """Samples that a function of this module makes of their index."""
+
+    def __init__(self, name, length=8):
+        self.name, self.length = name, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return globals()[self.name](index)
+
+
+def numbers(index):
+    return {"int": index, "float": index / 2, "flag": index % 2 == 0, "name": f"n{index}"}
+
+
+def arrays(index):
+    import numpy as np
+
+    whole = np.arange(12).reshape(3, 4) % 2 + index
+    kinds = "f8 f4 f2 i8 i4 i2 i1 u1 ?".split()
+    return {
+        "arrays": [whole.astype(kind) for kind in kinds],
+        "scalars": tuple(np.dtype(kind).type(index) for kind in kinds),
+        "large": np.full((300, 300), index, np.float32),
+        "cut": whole[:, ::2].T,
+        "0-d": np.array(index),
+        "empty": np.zeros((0, 3)),
+        "bytes": b"x",
+    }
+
+
+def overflows(index):
+    return 2**63 + index
+
+
+def ragged(index):
+    import numpy as np
+
+    return np.zeros(3 + index % 2)
+
+
+def ragged_lists(index):
+    return list(range(index % 2 + 1))
+
+
+def mixed(index):
+    return (index, index / 2)[index % 2]
+
+
+def negative_strides(index):
+    import numpy as np
+
+    return np.arange(4)[::-1]
+
+
+def keys(index):
+    return {"a": 1} if index % 2 == 0 else {"b": 1}
+
+
+def nothing(index):
+    return None
+
+
+def complex_numbers(index):
+    return complex(index, 1)
+
+
+def dates(index):
+    import numpy as np
+
+    return np.datetime64("2020-01-01")
+
+
+def unsigned(index):
+    import numpy as np
+
+    return np.array([index], np.uint16)
+
+
+def swapped(index):
+    import numpy as np
+
+    return np.array([index], ">f4")
+
+
+def has_torch(index):
+    return "torch" in sys.modules, "numpy" in sys.modules
+
+
+def info(index):
+    import hybridloader
+
+    info = hybridloader.get_worker_info()
+    return (
+        type(info).__name__, info.id, info.num_workers, info.seed, type(info.dataset).__name__,
+        info.worker_method, "torch" in sys.modules,
+    )
+
+
+def late_torch(index):
+    before = "torch" in sys.modules
+    import torch
+    from torch.utils.data import get_worker_info
+
+    info = get_worker_info()
+    return {
+        "before": before,
+        "seed": torch.initial_seed(),
+        "threads": torch.get_num_threads(),
+        "info": (type(info).__name__, info.id, info.num_workers, info.seed),
+        "random": random.random(),
+        "draws": torch.rand(3).tolist(),
+    }
+
+
+def late_numpy(index):
+    before = "numpy" in sys.modules
+    import numpy
+
+    return {"before": before, "draws": numpy.random.rand(3).tolist(), "random": random.random()}
+
+
+def variables(index):
+    names = "OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS".split()
+    return [os.environ.get(name, "none") for name in names], "torch" in sys.modules
+
+
+def mapping_at(address):
+    """What /proc/self/smaps says of the mapping at `address`: its name, and KB of each kind."""
+    found = {}
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            first, *rest = line.split()
+            if "-" in first and not first.endswith(":"):
+                start, end = (int(part, 16) for part in first.split("-"))
+                inside = start <= address < end
+                if inside:
+                    found["name"] = rest[4]
+            elif inside and rest[-1] == "kB":
+                found[first[:-1]] = int(rest[0])
+    return found
+
+
+class Holding:
+    """Has a large array; tells where it lies, and what it finds in it."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        where = self.array.ctypes.data if hasattr(self.array, "ctypes") else self.array.data_ptr()
+        before = mapping_at(where + 10_000)
+        found = int(self.array.sum())
+        self.array[-1] += 1  # no other worker's affair
+        return found, before, mapping_at(where + 10_000), os.getpid()
+
+
+class Counted:
+    """Writes a line to a file whenever it is pickled or loaded."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __getstate__(self):
+        with open(self.log, "a") as file:
+            print("pickled", file=file)
+        return vars(self)
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        with open(self.log, "a") as file:
+            print("loaded", file=file)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index
+'''
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module above, importable here and in workers."""
+    (tmp_path / "plain_datasets.py").write_text(PLAIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("plain_datasets")
+    del sys.modules["plain_datasets"]
+
+
+def first(samples: list[Any]) -> Any:
+    """A collate function that leaves the first sample as it is."""
+    return samples[0]
+
+
+def as_is(sample: Any) -> Any:
+    return sample
+
+
+as_is_everywhere: Any = eval("lambda sample: sample", {})  # a function that names no module
+
+
+def told(dataset: Any, workers: int = 1, **options: Any) -> list[Any]:
+    """What the dataset says in fresh workers, sample by sample and not collated."""
+    options = {"batch_size": None, "collate_fn": as_is_everywhere, **options}
+    loader = DataLoader(dataset, num_workers=workers, backend="spawn", **options)
+    with iter(loader) as items:
+        return list(items)
+
+
+# -- workers without torch -------------------------------------------------------------------------
+
+
+def test_a_worker_that_needs_no_torch_has_none(plain: Any) -> None:
+    loader = DataLoader(plain.Said("has_torch"), 4, num_workers=2, backend="spawn")
+    with iter(loader) as batches:
+        found = list(batches)
+    assert [torch_there.any() for torch_there, _ in found] == [False, False]
+    assert not found[0][1][0]  # nor numpy, before the first batch
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"shuffle": True}])
+def test_nothing_that_a_loader_sends_brings_torch_along(
+    plain: Any, options: dict[str, Any]
+) -> None:
+    loader = DataLoader(plain.Said("has_torch", 12), 2, num_workers=1, backend="spawn", **options)
+    for _ in range(2):
+        for torch_there, _ in loader:
+            assert not torch_there.any()
+    del loader
+
+
+def test_a_class_of_this_very_module_brings_torch_only_if_it_names_it() -> None:
+    class Local:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> bool:
+            import sys
+
+            return "torch" in sys.modules
+
+    class Naming(Local):
+        def __getitem__(self, index: int) -> bool:
+            return "torch" in sys.modules and torch.is_tensor(torch.ones(1))
+
+    assert told(Local()) == [False] * 3
+    assert told(Naming()) == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["numbers", "arrays"])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_plain_samples_arrive_as_what_torch_makes_of_them(
+    plain: Any, name: str, batch_size: int | None
+) -> None:
+    dataset = plain.Said(name)
+    with iter(DataLoader(dataset, batch_size, num_workers=1, backend="spawn")) as batches:
+        found = list(batches)
+    expected = list(torch.utils.data.DataLoader(dataset, batch_size))
+    for ours, torchs in zip(found, expected, strict=True):
+        same(ours, torchs)
+
+
+ODD = [
+    "overflows",
+    "ragged",
+    "ragged_lists",
+    "mixed",
+    "keys",
+    "nothing",
+    "complex_numbers",
+    "dates",
+    "unsigned",
+    "swapped",
+    "negative_strides",
+]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_samples_give_what_torch_gives_or_raise_what_torch_raises(
+    plain: Any, name: str
+) -> None:
+    samples = [plain.Said(name)[k] for k in range(4)]
+    loader = DataLoader(plain.Said(name, 4), 4, num_workers=1, backend="spawn")
+    with iter(loader) as batches:
+        try:
+            expected = default_collate(samples)
+        except Exception as torchs:
+            with pytest.raises(type(torchs)) as ours:
+                next(batches)
+            words = str(torchs).splitlines()[0].partition(" at 0x")[0]
+            assert words in str(ours.value)
+        else:
+            same(next(batches), expected)
+
+
+def plain_values() -> st.SearchStrategy[Any]:
+    kinds = "f8 f4 f2 i8 i4 i2 i1 u1 ? u2 u4 u8 c8 >f4 M8[s] U3 S2 O"
+    dtypes = st.sampled_from(kinds.split())
+    shapes = st.sampled_from([(), (0,), (1,), (3,), (2, 2)])
+    small = st.integers(0, 1)
+    arrays = st.builds(lambda d, s, n: np.full(s, n).astype(d), dtypes, shapes, small)
+    scalars = st.builds(lambda d, n: np.full((), n).astype(d)[()], dtypes, small)
+    return (
+        st.integers(-3, 3)
+        | st.sampled_from([2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**80])
+        | st.floats(width=32)
+        | st.floats()
+        | st.booleans()
+        | st.text(max_size=2)
+        | st.binary(max_size=2)
+        | st.none()
+        | st.complex_numbers(max_magnitude=9)
+        | arrays
+        | scalars
+    )
+
+
+def plain_samples() -> st.SearchStrategy[Any]:
+    return st.recursive(
+        plain_values(),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.tuples(inner)
+            | st.tuples(inner, inner)
+            | st.dictionaries(st.sampled_from("abc"), inner, max_size=2)
+            | st.dictionaries(st.sampled_from("ab"), inner, max_size=2).map(OrderedDict)
+        ),
+        max_leaves=4,
+    )
+
+
+def batches_of_likes() -> st.SearchStrategy[Any]:
+    """Mostly batches of one sample several times: of one kind; sometimes with another in it."""
+    return st.tuples(plain_samples(), st.integers(1, 3), st.none() | plain_samples()).map(
+        lambda parts: [parts[0]] * parts[1] + ([] if parts[2] is None else [parts[2]])
+    )
+
+
+def outcome(function: Callable[[Any], Any], value: Any) -> tuple[Any, Any]:
+    try:
+        return function(value), None
+    except _NeedsTorch:
+        raise
+    except Exception as error:
+        return None, type(error)
+
+
+def assert_equal_outcomes(ours: tuple[Any, Any], torchs: tuple[Any, Any]) -> None:
+    assert ours[1] is torchs[1]
+    if ours[1] is None:
+        header, buffers = pack(ours[0])
+        same_or_nan(unpack(header, [memoryview(bytearray(b)) for b in buffers]), torchs[0])
+
+
+def same_or_nan(a: Any, b: Any) -> None:
+    assert repr(a) == repr(b)
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about what it is given
+@given(batches_of_likes())
+def test_collation_without_torch_leaves_to_torch_what_it_would_not_do_alike(batch: Any) -> None:
+    try:
+        ours = outcome(_collate, batch)
+    except _NeedsTorch:
+        return
+    assert_equal_outcomes(ours, outcome(default_collate, batch))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@given(plain_samples())
+def test_conversion_without_torch_leaves_to_torch_what_it_would_not_do_alike(sample: Any) -> None:
+    try:
+        ours = outcome(_convert, sample)
+    except _NeedsTorch:
+        return
+    assert_equal_outcomes(ours, outcome(default_convert, sample))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        1,
+        2.5,
+        True,
+        "text",
+        b"bytes",
+        {"a": [1, (2.0, "x")]},
+        np.ones(3),
+        np.float32(1),
+        np.array(2),
+    ],
+    ids=repr,
+)
+def test_plain_samples_need_no_torch(sample: Any) -> None:
+    header, buffers = pack(_collate([sample, sample]))
+    same(unpack(header, buffers), default_collate([sample, sample]))
+
+
+def test_only_torchs_own_functions_are_replaced_on_the_way() -> None:
+    for function in (default_collate, default_convert):
+        sent = without_torch(function)
+        assert isinstance(sent, WithoutTorch)
+        assert sent([np.ones(2)] * 2).__class__ is function([np.ones(2)] * 2).__class__
+    assert without_torch(as_is) is as_is
+    assert without_torch(None) is None
+
+
+def test_a_worker_without_torch_knows_who_it_is(plain: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    found = told(plain.Said("info", 4), 2, generator=generator)
+    seeds = [seed for _, _, _, seed, *_ in found]
+    assert seeds == [seeds[0], seeds[0] + 1] * 2
+    assert found == [
+        ("Description", k % 2, 2, seeds[k], "Said", "multiprocessing", False) for k in range(4)
+    ]
+
+
+# -- what comes late -------------------------------------------------------------------------------
+
+
+def late(dataset: Any, loader_class: Any, **options: Any) -> list[Any]:
+    """From the same seeds, with two workers."""
+    random.seed(1)
+    np.random.seed(1)
+    generator = torch.Generator().manual_seed(11)
+    return list(
+        loader_class(
+            dataset,
+            None,
+            num_workers=2,
+            generator=generator,
+            collate_fn=as_is_everywhere,
+            **options,
+        )
+    )
+
+
+def test_torch_that_comes_late_is_seeded_limited_and_told_as_if_it_had_been_there(
+    plain: Any,
+) -> None:
+    dataset = plain.Said("late_torch", 4)
+    found = late(dataset, DataLoader, backend="spawn")
+    expected = late(dataset, torch.utils.data.DataLoader, multiprocessing_context="fork")
+    assert [one.pop("before") for one in found] == [False, False, True, True]
+    for one in expected:
+        assert one.pop("before")
+    assert found == expected
+    assert [one["threads"] for one in found] == [1] * 4
+    assert found[1]["seed"] == found[0]["seed"] + 1 == found[1]["info"][3]
+
+
+def test_numpy_that_comes_late_draws_as_in_torchs_workers(plain: Any) -> None:
+    dataset = plain.Said("late_numpy", 4)
+    found = late(dataset, DataLoader, backend="spawn")
+    expected = late(dataset, torch.utils.data.DataLoader, multiprocessing_context="fork")
+    assert [one.pop("before") for one in found] == [False, False, True, True]
+    for one in expected:
+        one.pop("before")
+    assert found == expected
+    assert found[0]["draws"] != found[1]["draws"]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Writes a module that can be imported; gives its name. The import system is as it was."""
+    before, names = list(sys.meta_path), list[str]()
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source: str) -> str:
+        name = f"late_module_{len(names)}"
+        (tmp_path / f"{name}.py").write_text(source)
+        importlib.invalidate_caches()
+        names.append(name)
+        return name
+
+    yield write
+    sys.meta_path[:] = before
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_what_is_there_already_is_acted_on_at_once_and_once() -> None:
+    calls, before = [], list(sys.meta_path)
+    when_imported("os", lambda: calls.append(1))
+    importlib.reload(importlib.import_module("colorsys"))
+    assert calls == [1]
+    assert sys.meta_path == before
+
+
+def test_what_comes_later_is_acted_on_once_after_it_has_run_and_leaves_no_trace(
+    module: Any,
+) -> None:
+    name, calls, before = module("value = 5"), list[Any](), list(sys.meta_path)
+    when_imported(name, lambda: calls.append(("first", sys.modules[name].value)))
+    when_imported(name, lambda: calls.append(("second", sys.modules[name].value)))
+    assert calls == []
+    found = importlib.import_module(name)
+    assert calls == [("first", 5), ("second", 5)]
+    assert sys.meta_path == before
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert found.__spec__ is spec
+    assert type(spec.loader).__module__ == "_frozen_importlib_external"
+    assert found.__loader__ is spec.loader
+    importlib.reload(found)
+    del sys.modules[name]
+    importlib.import_module(name)
+    assert len(calls) == 2
+
+
+def test_an_act_may_import_the_module_and_sees_it_whole(module: Any) -> None:
+    name, calls = module("value = 1\nlast = 2"), list[Any]()
+    when_imported(name, lambda: calls.append(importlib.import_module(name).last))
+    importlib.import_module(name)
+    assert calls == [2]
+
+
+def test_a_module_imported_by_another_is_acted_on_before_that_one_goes_on(module: Any) -> None:
+    inner = module("value = 1")
+    outer = module(f"import {inner}\nseen = {inner}.value")
+    when_imported(inner, lambda: setattr(sys.modules[inner], "value", 2))
+    assert importlib.import_module(outer).seen == 2
+
+
+def test_an_act_for_one_module_may_wait_for_another(module: Any) -> None:
+    one, other, calls = module(""), module(""), list[str]()
+    when_imported(one, lambda: when_imported(other, lambda: calls.append("both")))
+    importlib.import_module(other)
+    assert calls == []
+    importlib.import_module(one)
+    assert calls == ["both"]
+
+
+def test_a_module_that_fails_to_import_is_not_acted_on_until_it_succeeds(module: Any) -> None:
+    name = module("import os\nif 'HL_TEST_BROKEN' in os.environ: raise KeyError('broken')")
+    calls, before = list[int](), list(sys.meta_path)
+    when_imported(name, lambda: calls.append(1))
+    os.environ["HL_TEST_BROKEN"] = "1"
+    try:
+        with pytest.raises(KeyError, match="broken"):
+            importlib.import_module(name)
+    finally:
+        del os.environ["HL_TEST_BROKEN"]
+    assert calls == []
+    importlib.import_module(name)
+    assert calls == [1]
+    assert sys.meta_path == before
+
+
+def test_looking_for_a_module_is_not_importing_it(module: Any) -> None:
+    name, calls = module(""), list[int]()
+    when_imported(name, lambda: calls.append(1))
+    assert importlib.util.find_spec(name) is not None
+    assert calls == []
+    importlib.import_module(name)
+    assert calls == [1]
+
+
+def test_a_module_that_is_not_there_stays_not_there() -> None:
+    before = list(sys.meta_path)
+    try:
+        when_imported("no_module_of_this_name", lambda: None)
+        assert importlib.util.find_spec("no_module_of_this_name") is None
+        with pytest.raises(ModuleNotFoundError, match="no_module_of_this_name"):
+            importlib.import_module("no_module_of_this_name")
+    finally:
+        sys.meta_path[:] = before
+
+
+def test_what_an_act_raises_the_import_raises(module: Any) -> None:
+    name = module("")
+    when_imported(name, lambda: {}["missing"])
+    with pytest.raises(KeyError, match="missing"):
+        importlib.import_module(name)
+
+
+# -- threads of native code ------------------------------------------------------------------------
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def test_fresh_workers_run_native_code_on_one_thread_and_nothing_changes_here(
+    plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in THREADS:
+        monkeypatch.delenv(name, raising=False)
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    assert told(plain.Said("variables", 1)) == [(["1", "1", "1"], False)]
+    assert dict(os.environ) == environment
+    assert torch.get_num_threads() == threads
+
+
+def test_what_the_user_has_set_for_native_code_stays(
+    plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in zip(THREADS, "345", strict=True):
+        monkeypatch.setenv(name, value)
+    assert told(plain.Said("variables", 1)) == [(["3", "4", "5"], False)]
+
+
+# -- the dataset's way to the workers --------------------------------------------------------------
+
+
+def test_the_dataset_is_pickled_once_for_all_workers(plain: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert sorted(told(plain.Counted(str(log)), 3)) == list(range(12))
+    assert sorted(log.read_text().split()) == ["loaded"] * 3 + ["pickled"]
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_a_large_array_of_the_dataset_is_mapped_and_writing_to_it_is_each_workers_own_affair(
+    plain: Any, kind: str
+) -> None:
+    array: Any = np.zeros(4_000_000, np.int16)
+    array[:10] = 1
+    dataset = plain.Holding(array if kind == "array" else torch.from_numpy(array))
+    found = told(dataset, 2)
+    firsts = found[:2]
+    assert len({pid for *_, pid in firsts}) == 2
+    for _, before, after, _ in firsts:
+        assert before["name"].startswith("/memfd:hybridloader")
+        assert before["Size"] >= 8_000_000 / 1024
+        assert before["Anonymous"] == 0  # pages of its own
+        assert 0 < after["Anonymous"] <= 64  # those that it has written to
+        assert after["Rss"] >= 7000  # it has read all of it
+    assert [total for total, *_ in found] == [10 + k // 2 for k in range(12)]
+    assert int(array.sum()) == 10
+
+
+class Views:
+    """Holds two views of one storage, and one tensor in shared memory."""
+
+    def __init__(self) -> None:
+        whole = torch.zeros(200_000)
+        self.left, self.right = whole[:150_000], whole[50_000:]
+        self.shared = torch.zeros(50_000).share_memory_()
+        self.part = self.shared[100:]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        self.left[60_000] += 1
+        self.part[index] = index + 1
+        return float(self.right[10_000]), self.shared.is_shared(), float(self.shared[100 + index])
+
+
+def test_views_of_one_storage_and_shared_tensors_stay_so_in_the_workers() -> None:
+    dataset = Views()
+    found = told(dataset, 2)
+    assert found == [(k // 2 + 1.0, True, k + 1.0) for k in range(4)]
+    assert dataset.right[10_000] == 0  # private
+    assert dataset.shared[100:104].tolist() == [1, 2, 3, 4]  # shared

@@ -1,0 +1,540 @@
+"""``hybridloader.install``: torch's own loaders on our engine, and nothing else changed, and undone."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.whereabouts import PROCESS, THREAD, Where, places, where
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import dataloader as torchs
+
+import hybridloader
+from hybridloader import DataLoader, Skip, Threads, caller, install, uninstall
+from hybridloader._support.errors import BackendUnavailable, ShippingError
+from hybridloader.engine.contract import Crew
+from hybridloader.loader.iterator import LoaderIterator
+from hybridloader.loader.options import Options
+from hybridloader.loader.plan import LoaderPlan
+from hybridloader.testing.tools import Gate
+
+ROOT = Path(__file__).parents[2]
+TORCHS = vars(TorchLoader)["_get_iterator"]
+
+
+@pytest.fixture(autouse=True)
+def _undone() -> Iterator[None]:
+    yield
+    uninstall()
+    assert vars(TorchLoader)["_get_iterator"] is TORCHS
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from range(5) if info is None else range(info.id, 9, info.num_workers)
+
+
+# -- what it does ----------------------------------------------------------------------------------
+
+
+def test_torchs_loaders_run_on_the_backend_within_and_on_torchs_after() -> None:
+    loader = where()
+    with install("threads") as installed:
+        assert installed.active
+        assert places(loader) == places(where(1)) == THREAD
+        with iter(loader) as iterator:
+            assert type(iterator) is LoaderIterator
+    assert not installed.active
+    assert places(loader) == PROCESS
+
+
+def test_one_method_of_torchs_is_replaced_and_nothing_else() -> None:
+    classes = [TorchLoader, *(c for c in vars(torchs).values() if isinstance(c, type))]
+    before = [dict(vars(c)) for c in classes]
+    module = dict(vars(torchs)), dict(vars(torch.utils.data))
+    with install("threads"):
+        list(where())
+        changed = {
+            (c.__name__, name)
+            for c, old in zip(classes, before, strict=True)
+            for name in vars(c)
+            if vars(c)[name] is not old.get(name)
+        }
+        assert changed == {("DataLoader", "_get_iterator")}
+        assert (dict(vars(torchs)), dict(vars(torch.utils.data))) == module
+    assert [dict(vars(c)) for c in classes] == before
+
+
+def drawn(make: Any) -> list[Any]:
+    torch.manual_seed(3)
+    loader = make()
+    epochs = [[torch.as_tensor(batch).tolist() for batch in loader] for _ in range(2)]
+    return [*epochs, torch.rand(2).tolist()]
+
+
+def augmented(samples: list[Any]) -> torch.Tensor:
+    return torch.tensor([int(s) for s in samples]) + torch.randint(0, 9, (1,))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    workers=st.integers(0, 2),
+    size=st.integers(0, 11),
+    batch=st.sampled_from([None, 1, 3]),
+    shuffle=st.booleans(),
+    own=st.booleans(),
+    iterable=st.booleans(),
+    persistent=st.booleans(),
+)
+def test_the_batches_and_what_is_drawn_for_them_are_torchs(
+    workers: int,
+    size: int,
+    batch: int | None,
+    shuffle: bool,
+    own: bool,
+    iterable: bool,
+    persistent: bool,
+) -> None:
+    def make(kind: Any, **more: Any) -> Any:
+        generator = torch.Generator().manual_seed(5) if own else None
+        data: Any = Stream() if iterable else torch.arange(size)
+        if workers:
+            more |= {"persistent_workers": persistent}
+        return kind(
+            data,
+            batch,
+            num_workers=workers,
+            generator=generator,
+            shuffle=None if iterable else shuffle and size > 0,
+            **more,
+        )
+
+    wanted = drawn(lambda: make(DataLoader, **({"backend": "threads"} if workers else {})))
+    with install("threads"):
+        assert drawn(lambda: make(TorchLoader)) == wanted
+    if not workers:
+        assert drawn(lambda: make(TorchLoader)) == wanted
+
+
+def test_torchs_processes_give_the_same_even_what_workers_draw() -> None:
+    def make() -> Any:
+        return TorchLoader(
+            range(8),  # type: ignore[arg-type]
+            2,
+            shuffle=True,
+            num_workers=2,
+            collate_fn=augmented,
+            persistent_workers=True,
+        )
+
+    wanted = drawn(make)
+    with install():
+        assert drawn(make) == wanted
+
+
+def test_options_hold_for_all_loaders_that_can_have_them() -> None:
+    def fails_at(index: int) -> int:
+        return {3: 1 // (index != 3)}.get(index, index)
+
+    class Failing:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            return fails_at(index)
+
+    options: Any = {
+        "on_error": Skip(),
+        "threads_per_worker": 2,
+        "task_timeout": 1e6,
+        "shard_remainders": "join",
+        "seeding": "sample",
+    }
+    with install("threads", **options) as installed:
+        loader: Any = TorchLoader(Failing(), 2, num_workers=2)  # type: ignore[arg-type]
+        with iter(loader) as iterator:
+            assert [b.tolist() for b in iterator] == [[0, 1], [4, 5], [2]]
+            assert [lost.index for lost in iterator.skipped] == [3]
+        assert [len(b) for b in TorchLoader(Stream(), 3, num_workers=2)] == [3, 3, 3]
+        assert [len(b) for b in TorchLoader(Stream(), 3)] == [3, 2]
+        assert [int(x) for x in TorchLoader(range(3), None)] == [0, 1, 2]  # type: ignore[arg-type]
+        assert installed.options.threads_per_worker == 2
+
+
+def fitting(options: Options, loader: Any) -> Options:
+    return options.for_any(LoaderPlan.of(loader, None, options))
+
+
+def test_an_option_that_a_loader_can_not_have_changes_nothing_for_it() -> None:
+    options = Options(threads_per_worker=3, task_timeout=2, shard_remainders="join")
+    ragged: Any = TorchLoader(range(6), batch_sampler=[[0], [1, 2, 3], [4]])  # type: ignore[arg-type]
+    single: Any = TorchLoader(range(6), None)  # type: ignore[arg-type]
+    stream: Any = TorchLoader(Stream(), 2, num_workers=1)
+    assert fitting(options, ragged) == Options(threads_per_worker=3)
+    assert fitting(options, single) == Options()
+    assert fitting(options, stream) == Options(task_timeout=2, shard_remainders="join")
+    assert fitting(options, where(1)) == Options(task_timeout=2)
+    with install("threads", **vars(options)), iter(single) as iterator:
+        assert iterator._plan.options == Options()
+        assert [batch.tolist() for batch in ragged] == [[0], [1, 2, 3], [4]]
+
+
+@dataclass(frozen=True)
+class Mine(Threads):
+    """A backend of somebody's own."""
+
+    name: ClassVar[str] = "mine"
+    opened: ClassVar[list[Any]] = []
+
+    def open(self) -> Crew:
+        self.opened.append(self)
+        return super().open()
+
+
+def test_a_backend_of_ones_own_will_do() -> None:
+    mine = Mine()
+    with install(mine):
+        assert places(where()) == THREAD
+        assert Mine.opened == [mine]
+    Mine.opened.clear()
+
+
+def test_a_loader_without_workers_runs_in_the_caller_and_nobody_is_warned() -> None:
+    with install("threads"):
+        assert places(where(0)) == {("caller", True)}
+
+
+def test_a_timeout_is_what_the_loader_says() -> None:
+    gate = Gate()
+
+    class Waiting:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            gate.arrive()
+            return index
+
+    with install("threads"):
+        loader: Any = TorchLoader(Waiting(), num_workers=1, timeout=0.01)  # type: ignore[arg-type]
+        with iter(loader) as iterator:
+            with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.01 seconds"):
+                next(iterator)
+            gate.open()
+
+
+def test_pinning_is_what_the_loader_says() -> None:
+    pinned: Any = TorchLoader(range(2), num_workers=1, pin_memory=True)  # type: ignore[arg-type]
+    with install("threads"):
+        if torch.accelerator.is_available():
+            assert [batch.is_pinned() for batch in pinned] == [True, True]
+        else:
+            with pytest.warns(UserWarning, match="no accelerator is found"):
+                assert [batch.tolist() for batch in pinned] == [[0], [1]]
+
+
+# -- what ours would refuse ------------------------------------------------------------------------
+
+
+class _Process(multiprocessing.context.ForkProcess):
+    """Somebody's own kind of process."""
+
+
+class _ForkContext(multiprocessing.context.ForkContext):
+    Process = _Process
+
+
+class _OddContext(_ForkContext):
+    """As MONAI's, a start method that nobody knows."""
+
+    _name = "odd"
+
+
+class _Unsendable(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.made = (i for i in range(4))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.made
+
+
+class _Unavailable(Threads):
+    def check(self) -> None:
+        raise BackendUnavailable("not on a Sunday")
+
+
+def refused() -> dict[str, tuple[Any, dict[str, Any], Any, str]]:
+    """By name: a dataset, what its loader is given, what is installed, and the reason."""
+    data = range(4)
+    return {
+        "an unknown context": (data, {"multiprocessing_context": _OddContext()}, None, "own kind"),
+        "... overruled": (data, {"multiprocessing_context": _OddContext()}, "fork", "own kind"),
+        "its own processes": (data, {"multiprocessing_context": _ForkContext()}, None, "own kind"),
+        "can't be copied": (_Unsendable(), {}, "threads", r"dataset\.made .* can't be copied"),
+        "can't be sent": (_Unsendable(), {}, "spawn", r"dataset\.made .* can't be pickled"),
+        "no backend here": (data, {"shuffle": True}, _Unavailable(), "not on a Sunday"),
+        "an argument": (data, {"in_order": "yes"}, "threads", "in_order must be True or False"),
+    }
+
+
+@pytest.mark.parametrize("case", refused())
+def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -> None:
+    data, given_, backend, reason = refused()[case]
+
+    def drawn_of(data: Any) -> Any:
+        torch.manual_seed(4)
+        loader: Any = TorchLoader(data, num_workers=1, **given_)
+        iterator = iter(loader)
+        kind = type(iterator)
+        return kind, [batch.tolist() for batch in iterator], torch.rand(1)
+
+    caller.warn_once.cache_clear()
+    wanted = drawn_of(data)
+    with install(backend):
+        with pytest.warns(UserWarning, match=reason) as caught:
+            assert drawn_of(refused()[case][0]) == wanted
+        assert [w.filename for w in caught] == [__file__]
+        assert drawn_of(refused()[case][0]) == wanted
+
+
+def test_what_the_user_s_own_code_raises_is_raised_and_asked_for_once() -> None:
+    asked = []
+
+    class Sampler:
+        def __iter__(self) -> Iterator[int]:
+            asked.append(1)
+            raise TypeError("mine")
+
+    loader: Any = TorchLoader(range(2), None, sampler=Sampler(), num_workers=1)  # type: ignore[arg-type]
+    with install("threads"), pytest.raises(TypeError, match="mine"):
+        iter(loader)
+    assert asked == [1]
+
+
+class _Answers(TorchLoader):  # type: ignore[type-arg]
+    """Knows of no other attribute than torch's, in words of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_a_loader_may_answer_for_unknown_attributes_as_it_likes() -> None:
+    loader: Any = _Answers(range(4), 2, num_workers=1)  # type: ignore[arg-type]
+    with install("threads"), iter(loader) as iterator:
+        assert type(iterator) is LoaderIterator
+        assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
+    with pytest.raises(TypeError, match="_Answers is a subclass of torch's DataLoader"):
+        hybridloader.from_torch(loader)
+
+
+def test_what_is_asked_for_by_name_is_refused_as_ever() -> None:
+    ours: Any = DataLoader(range(2), num_workers=1, multiprocessing_context=_OddContext())  # type: ignore[arg-type]
+    with install("threads"):
+        with pytest.raises(BackendUnavailable, match="unknown start method 'odd'"):
+            iter(ours)
+        with pytest.raises(ShippingError):
+            iter(DataLoader(_Unsendable(), num_workers=1, backend="threads"))
+
+
+# -- multiprocessing_context -----------------------------------------------------------------------
+
+
+def test_threads_come_before_a_context_of_the_loader() -> None:
+    with install("threads"):
+        assert places(where(1, multiprocessing_context="fork")) == THREAD
+
+
+def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
+    loader = where(1, multiprocessing_context="fork")
+    for asked in (None, "shared-memory"):
+        backend: Any = LoaderPlan.of(loader, asked, Options()).backend
+        assert backend.start_method == "fork"
+    loky = hybridloader.SharedMemory(start_method="loky")
+    other: Any = LoaderPlan.of(loader, loky, Options()).backend
+    assert other.start_method == "loky"
+
+
+def test_a_context_that_is_overruled_is_told_once() -> None:
+    loader = where(1, multiprocessing_context="spawn")
+    caller.warn_once.cache_clear()
+    with install("fork"):
+        with pytest.warns(UserWarning, match="multiprocessing_context='spawn'") as caught:
+            list(loader)
+        assert places(loader) == PROCESS
+    assert "install('shared-memory')" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+# -- whose loaders ---------------------------------------------------------------------------------
+
+
+def test_loaders_of_ours_keep_their_own_backend() -> None:
+    ours = DataLoader(Where(), batch_size=None, num_workers=2, backend="inline")  # type: ignore[arg-type]
+    with install("threads"):
+        assert places(ours) == {("inline", True)}
+        ours.backend = "threads"
+        assert ours.on_error == "raise"
+
+
+class Asks(TorchLoader):  # type: ignore[type-arg]
+    """As PyG's: an iterator around that of the class below; also with names that are ours elsewhere."""
+
+    asked = 0
+    on_error = threads_per_worker = seeding = device = "of its own"
+
+    def _get_iterator(self) -> Any:
+        self.asked += 1
+        return super()._get_iterator()
+
+
+class MakesItsOwn(TorchLoader):  # type: ignore[type-arg]
+    """As torchdata's, which has iterators of its own."""
+
+    def _get_iterator(self) -> Any:
+        return torchs._MultiProcessingDataLoaderIter(self)
+
+
+def test_a_subclass_with_the_same_method_is_asked_first() -> None:
+    with install("threads"):
+        loader: Any = Asks(Where(), batch_size=None, num_workers=2)  # type: ignore[arg-type]
+        assert places(loader) == THREAD
+        assert loader.asked == 1
+        own: Any = MakesItsOwn(Where(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
+        assert places(own) == PROCESS
+
+
+@pytest.mark.frameworks
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
+def test_torchdatas_stateful_loader_is_left_alone() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = stateful.StatefulDataLoader(Where(), batch_size=None, num_workers=1)
+    with install("threads"):
+        assert places(loader) == PROCESS
+        loader.load_state_dict(loader.state_dict())
+
+
+class AsksTorch(DataLoader):
+    """Of ours, and wants torch's own iterator."""
+
+    def _get_iterator(self) -> Any:
+        return TorchLoader._get_iterator(self)
+
+
+def test_who_asks_torchs_method_for_a_loader_of_ours_gets_torchs() -> None:
+    loader: Any = AsksTorch(Where(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
+    with install("threads"):
+        assert places(loader) == PROCESS
+        assert type(iter(loader)) is torchs._MultiProcessingDataLoaderIter
+
+
+def test_a_class_that_is_both_is_ours() -> None:
+    class Both(Asks, DataLoader):  # type: ignore[misc]
+        on_error = threads_per_worker = seeding = device = None  # set for each loader
+
+    with install("threads"):
+        both: Any = Both(Where(), batch_size=None, num_workers=2, backend="inline")
+        assert places(both) == {("inline", True)}
+
+
+# -- iterators that were there before, and that are there after ------------------------------------
+
+
+def test_what_was_begun_goes_on_as_it_is() -> None:
+    loader = where(1, persistent_workers=True)
+    theirs = iter(loader)
+    list(theirs)
+    with install("threads"):
+        assert iter(loader) is theirs  # persistent workers have one iterator
+        assert {pid == os.getpid() for _, pid in theirs} == {False}
+        other = where(1, persistent_workers=True)
+        ours: Any = iter(other)
+        list(ours)
+        running = iter(where())
+        next(running)
+    assert iter(other) is ours
+    assert {pid == os.getpid() for _, pid in ours} == {True}
+    assert {pid == os.getpid() for _, pid in running} == {True}
+    loader._iterator = other._iterator = None
+    assert places(other) == PROCESS
+    loader._iterator = other._iterator = None
+
+
+# -- without torch ---------------------------------------------------------------------------------
+
+
+def test_it_imports_no_torch_and_takes_hold_when_somebody_does() -> None:
+    code = """
+import sys, hybridloader
+one = hybridloader.install("threads")
+one.uninstall()
+with hybridloader.install("threads", on_error="skip", seeding="sample"):
+    assert "torch" not in sys.modules
+    import torch
+    from torch.utils.data import DataLoader
+    loader = DataLoader(range(4), num_workers=1)
+    print(type(iter(loader)).__name__)
+print(DataLoader._get_iterator.__module__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout == "LoaderIterator\ntorch.utils.data.dataloader\n"
+
+
+def test_what_is_forked_has_it_too() -> None:
+    class Nested:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> str:
+            return type(iter(TorchLoader(range(2)))).__name__  # type: ignore[arg-type]
+
+    with install("fork"):
+        loader: Any = TorchLoader(Nested(), None, num_workers=1)  # type: ignore[arg-type]
+        assert list(loader) == ["LoaderIterator"]
+
+
+class Installs:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> bool:
+        with install("threads") as installed:
+            return installed.active
+
+
+def test_a_fork_while_another_thread_installs_does_not_hang_the_child() -> None:
+    loader: Any = DataLoader(Installs(), None, num_workers=1, backend="fork", timeout=60)  # type: ignore[arg-type]
+    with sys.modules["hybridloader.compat.install"]._place.lock:
+        assert list(loader) == [True]
+
+
+def test_a_loader_of_tensors_gathers_as_ours_do() -> None:
+    data = TensorDataset(torch.arange(6))
+    with install("threads"):
+        loader: Any = TorchLoader(data, 3, num_workers=2)
+        assert [b.tolist() for (b,) in loader] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_functions_of_the_package_are_no_modules() -> None:
+    """A submodule of the same name would take a function's place when it is imported."""
+    for name in ("install", "uninstall", "from_torch"):
+        assert isinstance(getattr(hybridloader, name), types.FunctionType)

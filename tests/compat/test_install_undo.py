@@ -1,0 +1,196 @@
+"""``hybridloader.install`` put in and taken out: twice, out of order, by many threads, beside others."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from support.whereabouts import PROCESS, THREAD, places, where
+from torch.utils.data import DataLoader as TorchLoader
+
+from hybridloader import BackendUnavailable, Threads, install, uninstall
+
+TORCHS = vars(TorchLoader)["_get_iterator"]
+
+
+@pytest.fixture(autouse=True)
+def _undone() -> Iterator[None]:
+    yield
+    uninstall()
+    assert vars(TorchLoader)["_get_iterator"] is TORCHS
+
+
+# -- in and out ------------------------------------------------------------------------------------
+
+
+def test_twice_is_an_error_that_says_where_it_was_done_first() -> None:
+    first = install("threads")
+    line = sys._getframe().f_lineno - 1
+    with pytest.raises(RuntimeError, match=r"hybridloader\.uninstall") as caught:
+        install("fork")
+    assert f"{__file__}:{line}, with backend='threads'" in str(caught.value)
+    assert first.active
+    assert places(where()) == THREAD
+    assert repr(first) == f"<Installation backend='threads', active, from {__file__}:{line}>"
+
+
+def test_nested_blocks_are_refused_and_the_outer_one_stays() -> None:
+    with install("threads") as outer:
+        with pytest.raises(RuntimeError), install("inline"):
+            pytest.fail("entered")
+        assert outer.active
+        assert places(where()) == THREAD
+
+
+def test_an_error_within_undoes_it_and_comes_out() -> None:
+    with pytest.raises(KeyError), install("threads"):
+        raise KeyError
+    assert vars(TorchLoader)["_get_iterator"] is TORCHS
+
+
+def test_it_may_be_undone_any_number_of_times_and_only_by_whoever_did_it() -> None:
+    uninstall()
+    first = install("threads")
+    first.uninstall()
+    with install("inline") as second:
+        first.uninstall()
+        assert second.active
+        with pytest.raises(RuntimeError, match="was undone; call install"):
+            first.__enter__()
+        uninstall()
+        assert not second.active
+        assert repr(second).startswith("<Installation backend='inline', undone, from ")
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "error", "says"),
+    [
+        ("thread", {}, BackendUnavailable, "unknown backend 'thread'"),
+        (Threads, {}, TypeError, r"use an instance: Threads\(\)"),
+        (
+            "threads",
+            {"workers": 2},
+            TypeError,
+            "unexpected keyword 'workers'; there are: backend, threads_",
+        ),
+        ("threads", {"on_error": "ignore"}, ValueError, "on_error must be"),
+        ("threads", {"seeding": 3}, ValueError, "SampleSeeding"),
+        ("threads", {"on_worker_death": 1}, ValueError, "on_worker_death"),
+        ("threads", {"task_timeout": -1}, ValueError, "task_timeout is seconds"),
+        ("threads", {"threads_per_worker": 0}, ValueError, "threads_per_worker must be at least 1"),
+        ("threads", {"shard_remainders": "drop"}, ValueError, "shard_remainders must be"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_value_changes_nothing(
+    backend: Any, options: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        install(backend, **options)
+    assert vars(TorchLoader)["_get_iterator"] is TORCHS
+    with install("threads"):
+        pass
+
+
+def test_of_many_threads_one_installs_and_the_others_are_told() -> None:
+    barrier, results = threading.Barrier(8), []
+
+    def work() -> None:
+        barrier.wait()
+        try:
+            results.append(install("threads"))
+        except RuntimeError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = [r for r in results if not isinstance(r, RuntimeError)]
+    assert len(results) == 8
+    assert winner.active
+
+
+def test_loaders_are_iterated_while_other_threads_install_and_undo() -> None:
+    stop, found, errors = threading.Event(), set(), []
+
+    def iterate() -> None:
+        try:
+            while not stop.is_set():
+                found.update(how for how, _ in where(0))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=iterate)
+    thread.start()
+    for _ in range(200):
+        with install("inline"):
+            pass
+    stop.set()
+    thread.join()
+    assert not errors
+    assert found <= {"caller"}
+
+
+# -- others who replace the same method ------------------------------------------------------------
+
+
+def monitored(self: Any) -> Any:
+    """What somebody puts over the method that is there: it calls that one."""
+    monitored.calls += 1  # type: ignore[attr-defined]
+    return monitored.below(self)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def monitoring() -> Iterator[None]:
+    vars(monitored).update(calls=0, below=vars(TorchLoader)["_get_iterator"])
+    with mock.patch.object(TorchLoader, "_get_iterator", monitored):
+        yield
+
+
+def test_who_came_after_is_not_undone_but_told_of_and_passes_on_to_torch() -> None:
+    installed = install("threads")
+    with monitoring():
+        assert places(where()) == THREAD
+        with pytest.warns(
+            UserWarning, match=r"was replaced by .*test_install_undo\.monitored after install"
+        ):
+            installed.uninstall()
+        assert vars(TorchLoader)["_get_iterator"] is monitored
+        assert places(where(1)) == PROCESS
+        assert vars(monitored)["calls"] == 2
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with install("threads"):  # ours is still beneath
+                assert places(where()) == THREAD
+        assert vars(monitored)["calls"] == 3
+    assert places(where(1)) == PROCESS  # ours is on top again, and has nothing to say
+    with install("threads"):
+        assert places(where()) == THREAD
+
+
+def test_who_came_before_would_be_undone_so_it_is_refused() -> None:
+    with monitoring():
+        with pytest.raises(RuntimeError, match=r"by .*test_install_undo\.monitored already"):
+            install("threads")
+        assert vars(TorchLoader)["_get_iterator"] is monitored
+        uninstall()
+        assert places(where(1)) == PROCESS
+    with (
+        mock.patch.object(TorchLoader, "_get_iterator", mock.Mock()),
+        pytest.raises(RuntimeError, match="already"),
+    ):
+        install("threads")
+
+
+def test_who_puts_torchs_own_back_has_undone_it() -> None:
+    with install("threads"):
+        TorchLoader._get_iterator = TORCHS  # type: ignore[method-assign]
+        assert places(where(1)) == PROCESS

@@ -1,0 +1,233 @@
+"""``hybridloader run``: what a script sees and how it ends is as with ``python script.py``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hybridloader.cli import BAD_INPUT, main
+
+ROOT = Path(__file__).parents[2]
+
+SEES = """
+import atexit, sys
+print(sys.argv, sys.path[0], __name__, __file__, __package__, __builtins__ is not None)
+print(__spec__ and (__spec__.name, __spec__.parent, __spec__.origin), __doc__, type(__loader__).__name__)
+print(sys.modules["__main__"].__dict__ is globals(), __cached__, sorted(globals()))
+class Mine: ...
+atexit.register(lambda: print(sys.modules["__main__"].Mine is Mine, Mine.__module__))
+print("torch" in sys.modules)
+"""
+
+ENDS = {
+    "well": "print('done')",
+    "with-a-code": "import sys; sys.exit(3)",
+    "with-words": "import sys; sys.exit('no data')",
+    "with-an-error": "def load():\n    raise ValueError('bad')\n\nload()\n",
+    "with-a-chain": "try:\n    {}[1]\nexcept KeyError as e:\n    raise OSError('gone') from e\n",
+    "not-compiled": "x = (\n",
+    "by-its-own-hook": (
+        "import sys, traceback\n"
+        "sys.excepthook = lambda k, e, t: print('hook', k, traceback.extract_tb(t)[0].name)\n"
+        "raise KeyError(1)\n"
+    ),
+    "by-ctrl-c": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n",
+    "with-an-exit-handler": "import atexit, sys\natexit.register(print, 'bye')\nsys.exit(1)\n",
+    "with-a-thread": (
+        "import threading\nt = threading.Thread(target=lambda: print(__name__))\nt.start()\n"
+    ),
+}
+
+
+def python(*arguments: str, cwd: Path) -> tuple[str, str, int]:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return done.stdout, done.stderr, done.returncode
+
+
+def alike(*arguments: str, cwd: Path) -> tuple[str, str, int]:
+    """What Python does with `arguments`, which must be what ours does."""
+    wanted = python(*arguments, cwd=cwd)
+    assert python("-m", "hybridloader", "run", *arguments, cwd=cwd) == wanted
+    return wanted
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    package = tmp_path / "package" / "inner"
+    package.mkdir(parents=True)
+    for place in (tmp_path / "package", package):
+        (place / "__init__.py").touch()
+    for place in ("script.py", "package/inner/__main__.py", "package/part.py", "folder.py"):
+        (tmp_path / place).write_text(SEES)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text(SEES)
+    with zipfile.ZipFile(tmp_path / "archive.pyz", "w") as archive:
+        archive.writestr("__main__.py", SEES)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["script.py"],
+        ["./script.py", "--lr", "0.1", "--", "-m", "--backend", "threads"],
+        ["-m", "package.part", "--help"],
+        ["-m", "package.inner", "a b"],
+        ["folder", "x"],
+        ["archive.pyz"],
+    ],
+    ids=["script", "arguments", "module", "package", "folder", "archive"],
+)
+def test_a_script_sees_what_it_would_see_by_itself(folder: Path, arguments: list[str]) -> None:
+    told, problems, code = alike(*arguments, cwd=folder)
+    assert (problems, code) == ("", 0)
+    assert told.endswith("False\nTrue __main__\n")
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_ends_as_it_would_by_itself(tmp_path: Path, end: str) -> None:
+    (tmp_path / "script.py").write_text(ENDS[end])
+    told, problems, code = alike("script.py", cwd=tmp_path)
+    wanted = {"well": 0, "with-a-code": 3, "by-ctrl-c": -signal.SIGINT, "with-a-thread": 0}
+    assert code == wanted.get(end, 1)
+    assert told or problems or code == 3
+
+
+TRAINS = """
+import multiprocessing, os, pickle, sys
+os.environ["OMP_NUM_THREADS"] = "1"  # heeded only before torch is imported
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+class Squares(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return get_worker_info().worker_method, os.getpid() == {pid}, index ** 2
+
+{pid_of}
+loader = DataLoader(Squares(), batch_size=None, num_workers=1, {more})
+print([(how, here, int(value)) for how, here, value in loader], torch.get_num_threads())
+print(type(loader).__module__, type(loader) is torch.utils.data.DataLoader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        (["--backend", "threads"], ("thread", True)),
+        (["--backend=spawn"], ("multiprocessing", False)),
+    ],
+    ids=["threads", "spawn"],
+)
+def test_its_loaders_run_on_the_backend(
+    tmp_path: Path, options: list[str], where: tuple[str, bool]
+) -> None:
+    """Without a ``__main__`` guard, and with what it sets before it imports torch."""
+    trains = TRAINS.format(pid="PID", pid_of="PID = os.getpid()", more="")
+    (tmp_path / "train.py").write_text(trains)
+    told, problems, code = python(
+        "-W", "error", "-m", "hybridloader", "run", *options, "train.py", cwd=tmp_path
+    )
+    assert (problems, code) == ("", 0)
+    values = [(*where, n * n) for n in range(4)]
+    assert told == f"{values} 1\ntorch.utils.data.dataloader True\n"
+
+
+def test_its_own_processes_find_its_main_module(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import multiprocessing\n"
+        "def work(x):\n"
+        "    return x + 1\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(work, [1]))\n"
+    )
+    assert alike("script.py", cwd=tmp_path) == ("[2]\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nope.py"], "can't open the script 'nope.py': No such file or directory"),
+        (["-m", "nope"], "No module named nope"),
+        (["-m", "os.nope"], "ModuleNotFoundError: __path__ attribute not found on 'os'"),
+        (["-m", "xml"], "'xml' is a package and cannot be directly executed"),
+        (["-m", "..x"], "Relative module names not supported"),
+        (["."], "there is no __main__.py in '.'"),
+        ([], "the following arguments are required: SCRIPT"),
+        (["--backend", "thread", __file__], "unknown backend 'thread'; there are: inline "),
+        (["--on-error", "ignore", __file__], 'on_error must be "raise", "skip"'),
+        (["--task-timeout", "soon", __file__], "invalid float value: 'soon'"),
+        (["--task-timeout", "-1", __file__], "task_timeout is seconds, 0 or more, not -1.0"),
+        (["--threads-per-worker", "0", __file__], "must be at least 1, not 0"),
+        (["--shuffle", __file__], "unknown arguments: --shuffle"),
+        (["--back", "threads", __file__], "unknown arguments: --back"),
+    ],
+    ids=lambda value: "-".join(value).replace(__file__, "FILE") if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    try:
+        code = main(["run", *arguments])
+    except SystemExit as exited:
+        code = exited.code
+    told = capsys.readouterr().err
+    assert code == BAD_INPUT
+    assert told.startswith("hybridloader run: ")
+    assert told.count("\n") == 1
+    assert says in told
+
+
+def test_what_a_module_lacks_itself_is_told_by_python(tmp_path: Path) -> None:
+    """Only the module that was asked for is ours to miss."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import not_there_at_all\n")
+    _, problems, code = python("-m", "hybridloader", "run", "-m", "package.part", cwd=tmp_path)
+    assert code == 1
+    assert problems.endswith("ModuleNotFoundError: No module named 'not_there_at_all'\n")
+
+
+@pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
+def test_what_a_package_on_the_way_raises_is_told_by_python(tmp_path: Path, error: str) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"raise {error}('no data here')\n")
+    (package / "part.py").touch()
+    out, told, code = python("-m", "hybridloader", "run", "-m", "package.part", cwd=tmp_path)
+    assert (out, code) == ("", 1)
+    assert told.startswith("Traceback")
+    assert told.endswith(f"{error}: no data here\n")
+
+
+def test_it_is_undone_for_nobody_else(tmp_path: Path) -> None:
+    """Whoever calls `main` from Python finds it installed still, as with any script's doing."""
+    (tmp_path / "script.py").write_text(
+        "import hybridloader, sys\n"
+        "try:\n    hybridloader.install()\nexcept RuntimeError as error:\n    print(error)\n"
+        "hybridloader.uninstall()\nwith hybridloader.install('inline') as one:\n    print(one.active)\n"
+    )
+    told, _, code = python("-m", "hybridloader", "run", "script.py", cwd=tmp_path)
+    assert code == 0
+    assert "install() was called already, at " in told
+    assert told.endswith("True\n")

@@ -1,0 +1,279 @@
+"""Batches between streams: on devices that can't hand them over, and slots that another stream reads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.forked import in_a_fork
+from support.pinned import Rows, first_of
+from test_page_locks import Private, address
+
+from hybridloader import DataLoader, Pipeline
+from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner
+from hybridloader.memory import page_locks
+from hybridloader.testing import FakeAccelerator
+
+
+class Apart(FakeAccelerator):
+    """Has streams, but can't tell its allocator who uses what."""
+
+    queues_copies = False
+
+
+class OneStream(FakeAccelerator):
+    queues_copies = False
+    one_stream = True
+
+
+def mover(device: FakeAccelerator) -> Mover:
+    made = Mover(device, 2, BUFFER_BYTES)
+    made._stream = device.side_stream()
+    return made
+
+
+def reading(data: torch.Tensor, seen: list[bytes]) -> Callable[[], None]:
+    """A kernel: it has an address, and holds no memory."""
+    place, size = data.data_ptr(), data.nbytes
+    return lambda: seen.append(ctypes.string_at(place, size))
+
+
+# -- where nothing can be handed from one stream to another -----------------------------------------
+
+
+@pytest.mark.parametrize("kind", [FakeAccelerator, Apart, OneStream])
+def test_what_is_read_late_on_the_users_stream_is_what_was_sent(
+    kind: type[FakeAccelerator],
+) -> None:
+    device = kind()
+    moving = mover(device)
+    own = device.default if device.one_stream else device.new_stream()
+    seen: list[bytes] = []
+    for value in range(4):
+        ahead = [moving.send([{"x": torch.full((8,), value, dtype=torch.uint8)}])]
+        with device.on(own):
+            data = moving.take(ahead.pop())
+            device.launch(reading(data["x"], seen))
+            del data
+        device.run(*(stream for stream in device.streams if stream is not own))
+    device.run()
+    assert seen == [bytes([value]) * 8 for value in range(4)]
+    assert device.refused == []
+
+
+def test_who_takes_a_batch_copies_it_from_page_locked_memory_then() -> None:
+    device = Apart()
+    moving = mover(device)
+    sent = moving.send([[torch.ones(4), 3]])
+    assert device.is_pinned(sent.data[0])
+    assert sent.size == 16
+    data = moving.take(sent)
+    assert device.holds(data[0])
+    assert torch.equal(data[0], torch.ones(4))
+    assert data[1] == 3
+
+
+def test_with_one_stream_the_thread_copies() -> None:
+    device = OneStream()
+    moving = mover(device)
+    sent = moving.send([[torch.ones(4)]])
+    assert device.holds(sent.data[0])
+    assert sent.size == 16
+    assert torch.equal(moving.take(sent)[0], torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", [Apart, OneStream])
+def test_a_loader_and_a_pipeline_do_the_same(kind: type[FakeAccelerator]) -> None:
+    device = kind()
+    loader = DataLoader(Rows(12), 2, num_workers=2, backend="threads", device=device)
+    pipe = Pipeline.from_dataset(Rows(12), backend="threads", num_workers=2).batch(2).to(device)
+    for batches in (loader, pipe):
+        found = list(batches)
+        assert all(device.holds(batch) for batch in found)
+        assert [first_of(batch) for batch in found] == [[k, k + 1] for k in range(0, 12, 2)]
+    assert device.refused == []
+
+
+class Packed(NamedTuple):
+    """As torch's `PackedSequence`: one part of it is never moved."""
+
+    data: torch.Tensor
+    lengths: torch.Tensor
+    device: Any
+
+    def to(self, device: Any, non_blocking: bool = False) -> Packed:
+        return self._replace(data=self.device.move(self.data))
+
+
+@pytest.mark.parametrize("kind", [FakeAccelerator, Apart, OneStream])
+def test_a_part_that_stays_on_the_host_is_not_named_to_the_allocator(
+    kind: type[FakeAccelerator],
+) -> None:
+    device = kind()
+    moving = mover(device)
+    packed = Packed(torch.arange(4), torch.ones(2), device)
+    found = moving.take(moving.send([packed]))
+    assert device.holds(found.data)
+    assert found.lengths is packed.lengths
+    device.run()
+    assert torch.equal(found.data, packed.data)
+    assert len(device.kept) == int(device.queues_copies)
+    assert device.refused == []
+
+
+# -- slots that a stream reads on which they do not die ---------------------------------------------
+
+
+def slots_of(pinner: Pinner) -> Private:
+    assert pinner.locks is not None
+    return Private(pinner.locks)
+
+
+def drained(device: FakeAccelerator, pinner: Pinner) -> None:
+    device.run()
+    assert pinner.locks is not None
+    pinner.locks.collect()
+    assert not page_locks._waiting
+
+
+def test_a_batch_that_somebody_keeps_longer_than_the_thread_is_read_by_the_copies_all_the_same() -> (
+    None
+):
+    """A sampler, a cache or a hook may hold it, and let it go where nothing tells of the copy."""
+    device = FakeAccelerator()
+    moving = Mover(device, 2, BUFFER_BYTES)
+    moving.prepare()
+    slots = slots_of(moving)
+    batch = slots.batch(1)
+    first = address(batch)
+    sent = moving.send([batch])
+    del batch  # on the default stream, which knows nothing of the copy
+    device.run(device.default)
+    assert address(slots.batch(2)) != first
+    data = moving.take(sent)
+    device.run()
+    assert (data == 1).all()
+    drained(device, moving)
+
+
+def test_a_pinned_batch_is_read_by_the_stream_that_it_was_handed_to_wherever_it_dies() -> None:
+    device = FakeAccelerator()
+    pinning = Pinner(device)
+    slots, own = slots_of(pinning), device.new_stream()
+    batch = slots.batch(1)
+    first = address(batch)
+    sent = pinning.send([batch])
+    with device.on(own):
+        taken = pinning.take(sent)
+        copy = device.move(taken)
+    sent.data = None
+    del batch, taken
+    device.run(device.default)
+    assert address(slots.batch(2)) != first
+    device.run()
+    assert (copy == 1).all()
+    drained(device, pinning)
+
+
+@pytest.mark.parametrize("kind", [Apart, OneStream])
+def test_a_slot_that_was_copied_with_the_host_waiting_is_used_again(
+    kind: type[FakeAccelerator],
+) -> None:
+    device = kind()
+    moving = Mover(device, 2, BUFFER_BYTES)
+    moving.prepare()
+    slots = slots_of(moving)
+    batch = slots.batch(1)
+    first = address(batch)
+    data = moving.take(moving.send([batch]))
+    del batch
+    assert (data == 1).all()
+    drained(device, moving)
+    assert address(slots.batch(2)) == first
+    drained(device, moving)
+    assert device.refused == []
+
+
+# -- the fake refuses what torch and a driver refuse ------------------------------------------------
+
+
+def refusals() -> dict[str, tuple[Callable[[FakeAccelerator], object], type[Exception], str]]:
+    other = FakeAccelerator("fake:1")
+    foreign = other.new_stream()
+    locked = torch.zeros(64)
+    where = locked.data_ptr()
+
+    def twice(device: FakeAccelerator, address: int, size: int) -> None:
+        device.page_lock(where, 256)
+        device.page_lock(address, size)
+
+    def pinned(device: FakeAccelerator) -> None:
+        tensor = device.pin(locked)
+        device.page_lock(tensor.data_ptr(), 8)
+
+    return {
+        "host": (
+            lambda d: d.keep_for(torch.ones(2), d.default),
+            NotImplementedError,
+            "aten::record_stream.*'CPU'",
+        ),
+        "elsewhere": (
+            lambda d: d.keep_for(other.move(torch.ones(2)), d.default),
+            NotImplementedError,
+            "aten::record_stream",
+        ),
+        "keep": (lambda d: d.keep_for(d.move(torch.ones(2)), foreign), TypeError, "no stream of"),
+        "mark": (lambda d: d.mark(foreign), TypeError, "no stream of fake:0"),
+        "no stream": (lambda d: d.mark(None), TypeError, "no stream of"),
+        "wait": (lambda d: d.hold_up(foreign, d.mark(d.default)), TypeError, "no stream of"),
+        "no mark": (lambda d: d.hold_up(d.default, None), TypeError, "no mark"),
+        "on": (lambda d: d.on(None).__enter__(), TypeError, "no stream of"),
+        "nothing": (lambda d: d.page_lock(0, 4096), OSError, "no 4096 bytes"),
+        "no bytes": (lambda d: d.page_lock(where, 0), OSError, "no 0 bytes"),
+        "twice": (lambda d: twice(d, where, 256), OSError, "locked already"),
+        "overlapping": (lambda d: twice(d, where + 128, 256), OSError, "locked already"),
+        "pinned": (pinned, OSError, "locked already"),
+    }
+
+
+@pytest.mark.parametrize("case", list(refusals()))
+def test_the_fake_refuses(case: str) -> None:
+    device = FakeAccelerator()
+    call, kind, words = refusals()[case]
+    with pytest.raises(kind, match=words) as caught:
+        call(device)
+    assert device.refused == [str(caught.value)]
+
+
+def test_where_there_is_no_record_stream_or_one_stream_the_fake_refuses_that_too() -> None:
+    device = Apart()
+    with pytest.raises(NotImplementedError, match="aten::record_stream"):
+        device.keep_for(device.move(torch.ones(1)), device.default)
+    with pytest.raises(RuntimeError, match="one stream"):
+        OneStream().new_stream()
+
+
+def test_what_may_not_be_raised_is_noted() -> None:
+    device = FakeAccelerator()
+    device.page_unlock(4096)
+    assert device.refused == ["no pages at 0x1000 are locked"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_fake_that_was_used_is_refused_in_a_fork() -> None:
+    device = FakeAccelerator()
+
+    def unused() -> None:
+        device.enter()
+
+    def used() -> None:
+        with pytest.raises(RuntimeError, match="was in use before this fork"):
+            device.mark(device.default)
+
+    assert in_a_fork(unused) == 0
+    device.enter()
+    assert in_a_fork(used) == 0

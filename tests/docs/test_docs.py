@@ -1,0 +1,160 @@
+"""The documents: their examples run, what they point to exists, and they stand alone."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import math
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import hybridloader
+from hybridloader import engine
+from hybridloader.testing import BackendContract, Gate
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+pool_backend = load(ROOT / "examples" / "pool_backend.py")
+
+
+class TestWorkedExample(BackendContract):
+    """The backend that docs/backends.md shows."""
+
+    backend = pool_backend.Pool()
+
+
+def test_the_worked_example_serves_a_loader_and_a_pipeline() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(10))
+    loader = hybridloader.DataLoader(data, 3, num_workers=2, backend=pool_backend.Pool())
+    for _ in range(2):
+        assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    # Results of a stage of ours are not sent on unopened to one that does not say that it takes them.
+    pipe = hybridloader.Pipeline.from_iterable(range(20)).map(abs, backend="fork")
+    with pipe.map(math.sqrt, backend=pool_backend.Pool()).run() as run:
+        assert list(run) == [math.sqrt(i) for i in range(20)]
+
+
+def test_a_worker_of_the_worked_example_that_dies_is_told_of_and_replaced(tmp_path: Path) -> None:
+    def fetch(index: int) -> int:
+        if index == 5 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os._exit(3)
+        return index
+
+    class Items(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            return fetch(index)
+
+    given = {"batch_size": 2, "num_workers": 2, "backend": pool_backend.Pool()}
+    with pytest.raises(hybridloader.WorkerDied, match="exited with code 3"):
+        list(hybridloader.DataLoader(Items(), **given))
+    (tmp_path / "died").unlink()
+    loader = hybridloader.DataLoader(Items(), **given, on_worker_death="restart")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_worked_example_kills_a_worker_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(tmp_path)
+    monkeypatch.setattr("hybridloader.engine.contract.GRACE", 0.0)
+    crew = pool_backend.Pool().open()
+    crew.start(0, BackendContract.spec(lambda index: gate.arrive()))
+    crew.send(0, engine.Task(0, None))
+    gate.await_arrivals()
+    crew.close()
+    assert [handle.exitcode for handle in crew.handles()] == [-signal.SIGKILL]
+
+
+def test_the_worked_example_is_short_and_imports_one_module_of_ours() -> None:
+    source = (ROOT / "examples" / "pool_backend.py").read_text()
+    assert len(source.splitlines()) < 100
+    found = {line for line in source.splitlines() if "import" in line and "hybridloader" in line}
+    assert found == {"from hybridloader import engine"}
+
+
+def test_the_page_names_every_method_of_a_crew_and_all_that_a_backend_says_of_itself() -> None:
+    page = (ROOT / "docs" / "backends.md").read_text()
+    authors = page[page.index("## Writing one") :]
+    for kind in (engine.Backend, engine.Crew):
+        public = {*vars(kind), *vars(kind)["__annotations__"]}
+        for name in {name for name in public if not name.startswith("_")}:
+            assert re.search(rf"\b{name}\b", authors), f"{kind.__name__}.{name}"
+
+
+def test_the_worked_example_is_the_one_in_the_page() -> None:
+    page = (ROOT / "docs" / "backends.md").read_text()
+    assert (ROOT / "examples" / "pool_backend.py").read_text() in page
+
+
+def test_the_examples_in_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        Image.new("RGB", (80, 60), (number, 0, 0)).save(tmp_path / "photos" / f"{number}.jpg")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    loader, pipeline = ({"__name__": "readme"} for _ in range(2))
+    for block, names in zip(blocks, (loader, pipeline), strict=True):
+        exec(compile(block, "README.md", "exec"), names)
+    assert loader["images"].shape == (1000 % 64, 3, 32, 32)
+    assert pipeline["images"].shape == (3, 64, 64, 3)
+    assert "bottleneck" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere_and_the_page_stands_alone(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / target).exists(), target
+    assert "shared/" not in text.replace("/dev/shm", "")
+
+
+def test_the_tables_in_the_design_page_are_those_of_the_scheduler() -> None:
+    from hybridloader.engine.scheduler import RUN_TABLE, WORK_TABLE
+
+    page = (ROOT / "docs" / "design.md").read_text()
+    for name, table in (("run", RUN_TABLE), ("worker", WORK_TABLE)):
+        found: dict[tuple[str, str], str] = {}
+        lines = iter(page.splitlines())
+        head = next(line for line in lines if line.startswith(f"| {name} | "))
+        events = [cell.strip() for cell in head.strip("|").split("|")][1:]
+        next(lines)
+        for line in lines:
+            if not line.startswith("|"):
+                break
+            state, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            found |= {(state, e): c for e, c in zip(events, cells, strict=True) if c}
+        assert found == {(state.value, e): to.value for (state, e), to in table.items()}
+
+
+@pytest.mark.parametrize("module", ["dataloader", "testing.suite"])
+def test_examples_in_docstrings_run(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"hybridloader.{module}"))
+    assert result.attempted
+    assert not result.failed

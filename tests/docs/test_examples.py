@@ -1,0 +1,286 @@
+"""The pages about pipelines and their examples: what they show runs, and what they list is there."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import FunctionType
+from typing import Any, get_type_hints
+
+import pytest
+
+import hybridloader
+from hybridloader import Operator, Pipeline
+from hybridloader.demo.photographs import PHOTOGRAPHS, prepare
+from hybridloader.pipeline.operators.work import Where
+from hybridloader.pipeline.steps import Steps
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "pipelines.md"
+BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+CROPS = 4
+"""Of each photograph: 40 images, which make two batches."""
+
+
+def blocks(page: Path) -> list[tuple[str, str, int]]:
+    """The kind, the text and the line of every block of code."""
+    text = page.read_text()
+    return [(m[1], m[2], text.count("\n", 0, m.start()) + 1) for m in BLOCK.finditer(text)]
+
+
+def read(path: str) -> str:
+    return path
+
+
+def decode(path: str) -> list[float]:
+    return [float(len(path))]
+
+
+def augment(pixels: list[float]) -> tuple[list[float], int]:
+    return pixels, 0
+
+
+@pytest.fixture
+def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
+    """The names that the page uses without saying what they are."""
+    text = tmp_path / "words.txt"
+    text.write_text("one two\nthree\n")
+    files = [f"{number}.jpg" for number in range(10)]
+    seen: list[Any] = []
+    return {
+        "__name__": "__main__",
+        "files": files,
+        "paths": [str(text)] * 2,
+        "read": read,
+        "decode": decode,
+        "augment": augment,
+        "seen": seen,
+        "train_on": lambda images, labels: seen.append(labels),
+    }
+
+
+def test_every_block_of_the_page_runs(
+    taken_for_granted: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = taken_for_granted
+    try:
+        _run_blocks(names)
+        assert len(names["seen"]) == 2 * 3  # two epochs of three batches
+        assert list(names["words"]) == [["one", "two"]] * 2 + [["three"]] * 2
+        assert list(names["rows"]) == ["a", "b"]
+        assert names["kept"] == [0.5, 0.25]
+        assert "left out: ZeroDivisionError" in capsys.readouterr().out
+    finally:
+        names.clear()  # a kept iterator keeps a descriptor for each worker process, closed or not
+
+
+def _run_blocks(names: dict[str, Any]) -> None:
+    out = io.StringIO()
+    runner = doctest.DocTestRunner(verbose=False)
+    for kind, text, line in blocks(PAGE):
+        if kind == "python":
+            exec(compile(text, f"{PAGE.name}:{line}", "exec"), names)
+            continue
+        example = doctest.DocTestParser().get_doctest(text, names, PAGE.name, None, line)
+        assert example.examples
+        runner.run(example, out=out.write, clear_globs=False)
+        names.update(example.globs)
+    assert runner.failures == 0, out.getvalue()
+    assert runner.tries > 10
+
+
+def test_the_page_names_every_public_method() -> None:
+    names = {*vars(Steps), *vars(Pipeline)} - {"operators"}
+    public = {name for name in names if not name.startswith("_")}
+    text = PAGE.read_text()
+    heads = "\n".join(line.split(" | ")[0] for line in text.splitlines() if line.startswith("| "))
+    missing = {name for name in public if not re.search(rf"\.{name}[(`]", heads)}
+    assert not missing
+
+
+def test_the_table_of_operators_names_nothing_else() -> None:
+    text = PAGE.read_text()
+    table = text[text.index("| operator | does") : text.index("And what is not an operator")]
+    named = re.findall(r"^\| `\.(\w+)\(", table, re.MULTILINE)
+    assert len(named) == len(set(named)) > 20
+    for name in named:
+        assert isinstance(getattr(Pipeline, name), FunctionType), name
+
+
+LENGTHS = {
+    ".map(f)": lambda pipe: pipe.map(abs),
+    ".filter(f)": lambda pipe: pipe.filter(abs),
+    ".flat_map(f)": lambda pipe: pipe.flat_map(range),
+    ".batch(batch_size)": lambda pipe: pipe.batch(2),
+    ".padded_batch(batch_size)": lambda pipe: pipe.padded_batch(2),
+    ".batch_by(cost, budget)": lambda pipe: pipe.batch_by(abs, 9),
+    ".bucket_by(key, batch_size)": lambda pipe: pipe.bucket_by(abs, 2),
+    ".unbatch()": lambda pipe: pipe.unbatch(),
+    ".shuffle(buffer_size)": lambda pipe: pipe.shuffle(3),
+    ".take(count)": lambda pipe: pipe.take(3),
+    ".skip(count)": lambda pipe: pipe.skip(3),
+    ".enumerate()": lambda pipe: pipe.enumerate(),
+    ".repeat(times)": lambda pipe: pipe.repeat(3),
+    ".shard(num_replicas, rank)": lambda pipe: pipe.shard(2, 0),
+    ".cache()": lambda pipe: pipe.cache(),
+    ".prefetch(count)": lambda pipe: pipe.prefetch(3),
+    ".zip(other, ...)": lambda pipe: pipe.zip(pipe),
+    ".concat(other, ...)": lambda pipe: pipe.concat(pipe),
+    ".interleave(other, ...)": lambda pipe: pipe.interleave(pipe),
+    ".mix(other, ...)": lambda pipe: pipe.mix(pipe),
+    ".fork(count)": lambda pipe: pipe.fork(2)[0],
+    ".pin_memory()": lambda pipe: pipe.pin_memory(),
+    ".to(device)": lambda pipe: pipe.to("cuda"),
+}
+WORDS = {
+    "n": 10,
+    "?": None,
+    "n / batch_size": 5,
+    "n / num_replicas": 5,
+    "at most count": 3,
+    "n - count": 7,
+    "n * times": 30,
+    "that of each": 10,
+    "the sum": 20,
+    "the sum, or ?": 20,
+    "n each": 10,
+}
+
+
+def test_the_lengths_in_the_table_are_right() -> None:
+    cells = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
+    told = {row[0].strip("`"): row[2] for row in cells if len(row) == 4 and row[0][:2] == "`."}
+    assert LENGTHS.keys() <= told.keys()
+    pipe = Pipeline.from_dataset(range(10))
+    for method, made in LENGTHS.items():
+        assert made(pipe).length == WORDS[told[method]], method
+
+
+def test_the_page_names_every_keyword_of_a_stage() -> None:
+    text = PAGE.read_text()
+    named = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert named == set(get_type_hints(Where))
+
+
+def test_the_operator_of_the_page_is_the_example() -> None:
+    source = (ROOT / "examples" / "own_operator.py").read_text()
+    assert f"```python\n{source}```\n" in PAGE.read_text()
+
+
+@pytest.fixture
+def windows() -> Any:
+    names: dict[str, Any] = {"__name__": "own_operator"}
+    source = (ROOT / "examples" / "own_operator.py").read_text()
+    sys.modules["own_operator"] = module = type(sys)("own_operator")  # dataclasses look there
+    vars(module).update(names)
+    exec(compile(source, "own_operator.py", "exec"), vars(module))
+    yield vars(module)["Windows"]
+    del sys.modules["own_operator"]
+
+
+@pytest.mark.parametrize("count", [0, 3, 4, 5, 10])
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_the_example_operator_gives_windows_and_knows_how_many(
+    windows: Any, count: int, step: int
+) -> None:
+    pipe = Pipeline.from_dataset(range(count)).apply(windows(4, step))
+    wanted = [tuple(range(k, k + 4)) for k in range(0, count - 3, step)]
+    assert list(pipe) == list(pipe) == wanted
+    assert len(pipe) == len(wanted)
+    assert Pipeline.from_iterable(lambda: range(count)).apply(windows(4, step)).length is None
+    assert pipe.repeat().length == (math.inf if wanted else 0)
+
+
+def test_the_example_operator_goes_on_behind_an_error(windows: Any) -> None:
+    def trip(item: int) -> int:
+        if item == 2:
+            raise KeyError(item)
+        return item
+
+    run = iter(Pipeline.from_dataset(range(5)).map(trip, backend="threads").apply(windows(2)))
+    assert isinstance(windows(2), Operator)
+    found: list[Any] = []
+    for _ in range(4):
+        try:
+            found.append(next(run))
+        except KeyError as error:
+            found.append(error.args)
+    assert found == [(0, 1), (2,), (1, 3), (3, 4)]
+    assert list(run) == []
+
+
+def test_the_example_operator_refuses_windows_of_nothing(windows: Any) -> None:
+    with pytest.raises(ValueError, match="windows: size must be at least 1, not 0"):
+        windows(0)
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """What an example prints. A warning, or anything else on standard error, fails."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_own_operator_runs_as_a_script() -> None:
+    assert run_example("own_operator.py") == "3 clips: 0-1-2-3 3-4-5-6 6-7-8-9\n"
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("cache"), crops=CROPS)
+
+
+def test_hybrid_images_runs_as_a_script(photographs: Path) -> None:
+    told = run_example("hybrid_images.py", str(photographs), "--images", "36")
+    plan, summary, stats = told.strip().split("\n\n")
+    assert re.search(r"^map\(Augment\) +spawn x 2 +36$", plan, re.MULTILINE)
+    assert summary.startswith("36 images in ")
+    rows = dict(re.findall(r"^(\S+(?: loop)?) +\w+(?: x \d)? +(\d+) ", stats, re.MULTILINE))
+    items = {"map(read)": "36", "map(decode)": "36", "map(Augment)": "36", "your loop": "2"}
+    assert items.items() <= rows.items()
+
+
+def test_hybrid_images_takes_all_and_draws_the_picture_of_the_page(photographs: Path) -> None:
+    told = run_example("hybrid_images.py", str(photographs), "--mermaid")
+    picture, summary, _ = told.strip().split("\n\n")
+    assert f"{CROPS * len(PHOTOGRAPHS)} images in " in summary
+    counts = re.compile(r"(?<=take\()\d+|(?<=list of )\d+")
+    assert f"```mermaid\n{counts.sub('N', picture)}\n```" in counts.sub("N", PAGE.read_text())
+
+
+def test_the_table_of_the_page_has_the_stages_of_the_example() -> None:
+    text = PAGE.read_text()
+    table = text[text.index("stage ", text.index("## What it did")) :].split("```")[0]
+    names = re.findall(r"^(map\(\w+\)|batch\(32\)|your loop) ", table, re.MULTILINE)
+    assert names == ["map(read)", "map(decode)", "map(Augment)", "batch(32)", "your loop"]
+
+
+def test_what_the_other_page_says_of_ours_can_be_described(tmp_path: Path) -> None:
+    """Its blocks for us are pipelines that can be made and laid out; nothing is run."""
+    text = (ROOT / "docs" / "coming-from.md").read_text()
+    ours = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "    Pipeline." in b]
+    assert len(ours) == 6
+    for block in ours:
+        names: dict[str, Any] = {"Pipeline": hybridloader.Pipeline}
+        for one in ("load", "augment", "collate", "members"):
+            names[one] = lambda item: item
+        for one in ("dataset", "files", "paths", "shards"):
+            names[one] = ["a", "b", "c"]
+        described = block.split("with iter(pipe)")[0]
+        exec(compile(described, "coming-from.md", "exec"), names)
+        assert "pipe" in names
+        assert str(names["pipe"])

@@ -1,0 +1,32 @@
+"""The page about faults: what it shows of bad samples runs, and says what it says."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_every_block_about_bad_samples_runs() -> None:
+    text = PAGE.read_text()
+    section = text[text.index("## Bad samples") :].split("\n## ")[0]
+    names: dict[str, Any] = {"__name__": "faults"}
+    out = io.StringIO()
+    runner = doctest.DocTestRunner(verbose=False)
+    for kind, block in BLOCK.findall(section):
+        if kind == "python":
+            exec(compile(block, PAGE.name, "exec"), names)
+            continue
+        example = doctest.DocTestParser().get_doctest(block, names, PAGE.name, None, None)
+        runner.run(example, out=out.write, clear_globs=False)
+        names.update(example.globs)
+    assert runner.failures == 0, out.getvalue()
+    assert runner.tries >= 6

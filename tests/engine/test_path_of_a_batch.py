@@ -1,0 +1,176 @@
+"""Calls of Python functions that a plain batch costs, ours alone, in the middle of an epoch.
+
+No clock is read. What nobody has asked for (statistics, restarts, states, seeds by sample) costs no
+call, and a call that comes to every batch is seen here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
+
+import hybridloader
+from hybridloader import DataLoader, backends
+from hybridloader.loader.record import record_of
+
+OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))
+SIZE, FIRST, BATCHES = 4, 100, 200
+
+
+class Calls(collections.Counter[str]):
+    """Counts calls of our functions, by name, while it is the profiling function of this thread."""
+
+    def __call__(self, frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            self[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"] += 1
+
+    def a_batch(self) -> float:
+        return sum(self.values()) / BATCHES
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count / BATCHES:.2f} {name}" for name, count in self.most_common())
+
+
+def plainly(samples: Any) -> Any:
+    return samples
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Counted(Numbers):
+    """Has a worker count its calls; the sample after the last batch that counts is what it counted."""
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == SIZE * FIRST:
+            sys.setprofile(self.calls)
+        if index == SIZE * (FIRST + BATCHES):
+            sys.setprofile(None)
+            return dict(self.calls)
+        return index
+
+
+def calls_of_the_consumer(backend: Any, workers: int) -> tuple[DataLoader, Calls]:
+    loader = DataLoader(
+        Numbers(),  # type: ignore[arg-type]
+        SIZE,
+        num_workers=workers,
+        backend=backend,
+        collate_fn=plainly,
+    )
+    iterator = iter(loader)
+    for _ in range(FIRST):
+        next(iterator)
+    calls, before = Calls(), sys.getprofile()
+    sys.setprofile(calls)
+    try:
+        for _ in range(BATCHES):
+            next(iterator)
+    finally:
+        sys.setprofile(before)
+    iterator.close()  # type: ignore[attr-defined]
+    return loader, calls
+
+
+def calls_of_a_worker(backend: Any) -> Calls:
+    loader = DataLoader(Counted(), SIZE, num_workers=1, backend=backend, collate_fn=plainly)  # type: ignore[arg-type]
+    return Calls(next(batch[0] for batch in loader if type(batch[0]) is dict))
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers", "most"),
+    [("inline", 0, 25), ("threads", 2, 22), ("fork", 2, 35), ("shared-memory", 2, 35)],
+)
+def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, most: int) -> None:
+    loader, calls = calls_of_the_consumer(backend, workers)
+    assert calls.a_batch() <= most, str(calls)
+    assert not [name for name in calls if name.startswith("progress.")], "states were not asked for"
+    assert len(record_of(loader).progress.log) <= 2 * workers + 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("backend", ["fork", "shared-memory"])
+def test_a_plain_batch_costs_a_worker_few_calls(backend: Any) -> None:
+    calls = calls_of_a_worker(backend)
+    assert calls.a_batch() <= 30, str(calls)
+
+
+def told(heading: str) -> tuple[set[str], set[str]]:
+    """Functions that docs/design.md names under a heading: of each batch, and those it marks."""
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    _, _, rest = page.partition(f"**{heading}** (")
+    head, _, lines = rest.partition("\n\n**")[0].partition("\n\n## ")[0].partition("\n")
+    numbers = re.match(r"(\d+) functions a batch, (\d+) more marked", head)
+    assert numbers, f"docs/design.md has nothing under {heading!r}"
+    each, marked = set[str](), set[str]()
+    for line in lines.strip().splitlines():
+        names = re.findall(r"`(\w+\.\w+)`", line)
+        (marked if re.match(r"\d+\. \\\*", line) else each).update(names)
+    assert (len(each), len(marked)) == (int(numbers[1]), int(numbers[2]))
+    return each, marked
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("side", ["consumer", "worker"])
+def test_the_path_of_a_batch_is_as_the_page_tells_it(backend: str, side: str) -> None:
+    if side == "consumer":
+        calls = calls_of_the_consumer(backend, 2)[1]
+        each, marked = told(f"`{backend}`, on your thread")
+    else:
+        calls = calls_of_a_worker(backend)
+        where = "on the worker's thread" if backend == "threads" else "in the worker"
+        each, marked = told(f"`{backend}`, {where}")
+    usual = {name for name, count in calls.items() if count > BATCHES / 20}
+    assert usual <= each | marked, "the page does not tell all"
+    assert each | marked <= set(calls), "the page tells what is not so"
+    # What had come before the first batch that counts, or comes behind the last, is a window at most.
+    often = {name: calls[name] / BATCHES for name in each}
+    assert all(0.9 < count < 2.2 for count in often.values()), often
+    twice = {name for name, count in often.items() if count > 1.1}
+    assert twice <= {"packing.pack", "stage._fill", "scheduler.pop"}
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_torchs_profiler_range_is_entered_where_something_is_to_be_seen_by_it(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's `__next__`, which enters it, is for who profiles or has asked for the length."""
+    entered: list[str] = []
+
+    class Range(contextlib.nullcontext[None]):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            entered.append(name)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", Range)
+    loader = DataLoader(Stream(), 4, backend="threads", num_workers=1)
+    if asked:
+        assert len(loader) == 1
+        with pytest.warns(UserWarning, match="was reported to be 1"):
+            list(loader)
+    else:
+        list(loader)
+    assert bool(entered) == asked

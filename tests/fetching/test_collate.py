@@ -1,0 +1,609 @@
+"""Collation into recycled slots: torch's function is the oracle, and the memory is watched."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from support import alike
+from support.alike import same_tensors
+from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data._utils import collate as torchs
+
+from hybridloader import DataLoader, Memory, Threads
+from hybridloader.engine.worker_info import worker_info_set
+from hybridloader.fetching.collate import set_slots, slot_for, teach_torch
+from hybridloader.memory.slots import OWN, PrivateSlots
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:backend=.* has no workers"),
+]
+
+WAYS = [
+    pytest.param("inline", 0, id="caller"),
+    pytest.param("inline", 2, id="inline"),
+    pytest.param("threads", 2, id="threads"),
+    pytest.param("fork", 2, id="fork"),
+    pytest.param("shared-memory", 2, id="shared-memory"),
+    pytest.param("spawn", 1, id="spawn"),
+]
+IN_PROCESS = WAYS[:3]
+
+SIDE = 300
+"""Of a square sample: with 4 bytes an element, two of them are well above OWN."""
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Marked(torch.Tensor):
+    """A user's own kind of tensor."""
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of their index."""
+
+    def __init__(self, make: Callable[[int], Any], length: int = 8) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def square(index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(SIDE * SIDE).reshape(SIDE, SIDE) % 97 + index).to(dtype)
+
+
+def ours(make: Callable[[int], Any], backend: Any, workers: int, **options: Any) -> list[Any]:
+    loader = DataLoader(Made(make), 4, num_workers=workers, backend=backend, **options)
+    with iter(loader) as batches:
+        return list(batches)
+
+
+def torchs_own(make: Callable[[int], Any], **options: Any) -> list[Any]:
+    return list(torch.utils.data.DataLoader(Made(make), 4, **options))
+
+
+def same(a: Any, b: Any) -> None:
+    """Also in the order of dimensions."""
+
+    def tensors(a: torch.Tensor, b: torch.Tensor) -> None:
+        same_tensors(a, b)
+        assert a.layout is not torch.strided or a.stride() == b.stride()
+
+    alike.same(a, b, tensors)
+
+
+@pytest.fixture
+def slots() -> Iterator[PrivateSlots]:
+    """Slots for the thread of the test, as for a worker."""
+    teach_torch()
+    mine = PrivateSlots(1 << 30)
+    before = set_slots(mine)
+    yield mine
+    set_slots(before)
+
+
+@pytest.fixture
+def torchs_map() -> Iterator[dict[Any, Any]]:
+    """torch's map, put back as it was afterwards."""
+    before = dict(torchs.default_collate_fn_map)
+    yield torchs.default_collate_fn_map
+    torchs.default_collate_fn_map.clear()
+    torchs.default_collate_fn_map.update(before)
+
+
+# -- equal to torch's ------------------------------------------------------------------------------
+
+
+def squares(index: int) -> Any:
+    return square(index), index
+
+
+def nested(index: int) -> Any:
+    return {
+        "tuple": (square(index), [square(index, torch.int64), float(index)]),
+        "ordered": collections.OrderedDict(image=square(index, torch.float16), name=f"n{index}"),
+        "pair": Pair(square(index), b"x"),
+        "flag": index % 2 == 0,
+    }
+
+
+def arrays(index: int) -> Any:
+    whole = np.arange(SIDE * SIDE, dtype=np.float64).reshape(SIDE, SIDE) % 97 + index
+    return {
+        **{kind: whole.astype(kind) for kind in ("f2", "f4", "f8", "u1", "i2", "i8", "c8", "?")},
+        "transposed": whole.T,
+        "cut": whole[:, 1::2],
+        "scalar": np.float32(index),
+        "0-d": np.array(index),
+    }
+
+
+class Tagged(torch.Tensor):
+    """Carries an attribute along, and knows what was done to it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(found, cls) and isinstance(args[0], (list, cls)):
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            vars(found).update({**vars(first), "by": getattr(func, "__name__", None)})
+        return found
+
+
+class Unwrapped(torch.Tensor):
+    """Gives plain tensors, as torchvision's `tv_tensors` do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Fussy(torch.Tensor):
+    """Knows nothing of memory that it is given."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.new:
+            raise TypeError("I make no others")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def of_subclasses(index: int) -> Any:
+    tagged = square(index).as_subclass(Tagged)
+    tagged.label = {"of": [index]}  # type: ignore[attr-defined]
+    return {
+        "marked": square(index).as_subclass(Marked),
+        "tagged": tagged,
+        "unwrapped": square(index).as_subclass(Unwrapped),
+        "frozen": torch.nn.Parameter(square(index), requires_grad=False),
+        "small": square(index)[0].as_subclass(Tagged),
+    }
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 1)])
+def test_subclasses_keep_type_and_attributes_as_torchs_workers_have_them(
+    backend: Any, workers: int
+) -> None:
+    expected = torchs_own(of_subclasses, num_workers=workers)
+    for batch, other in zip(ours(of_subclasses, backend, workers), expected, strict=True):
+        for name, tensor in batch.items():
+            assert type(tensor) is type(other[name])
+            assert vars(tensor) == vars(other[name])
+        same(batch, other)
+
+
+@pytest.mark.parametrize("kind", [Marked, Tagged, Unwrapped])
+def test_subclasses_are_collated_into_slots_where_torchs_workers_give_memory(
+    kind: Any, slots: PrivateSlots
+) -> None:
+    samples = [square(k).as_subclass(kind) for k in range(4)]
+    default_collate(samples)
+    assert slots.size == 0
+    with worker_info_set(Info()):  # type: ignore[arg-type]
+        found = default_collate(samples)
+    assert slots.size >= found.nbytes
+    assert slots._pool.find(found.data_ptr(), found.nbytes) is not None
+    assert torch.equal(found[3].as_subclass(torch.Tensor), square(3))
+
+
+class Info:
+    """That of a worker, whichever."""
+
+
+def test_a_subclass_that_refuses_a_slot_is_collated_all_the_same(slots: PrivateSlots) -> None:
+    with worker_info_set(Info()):  # type: ignore[arg-type]
+        found = default_collate([square(k).as_subclass(Fussy) for k in range(4)])
+    assert type(found) is Fussy
+    assert torch.equal(found[3].as_subclass(torch.Tensor), square(3))
+
+
+@pytest.mark.parametrize("make", [squares, nested, arrays])
+@pytest.mark.parametrize(("backend", "workers"), WAYS)
+def test_large_batches_equal_torchs(backend: str, workers: int, make: Any) -> None:
+    for batch, expected in zip(ours(make, backend, workers), torchs_own(make), strict=True):
+        same(batch, expected)
+
+
+_DTYPES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
+    "complex64 complex128 float8_e4m3fn float8_e5m2"
+)
+
+
+@pytest.mark.parametrize("name", _DTYPES.split())
+def test_a_batch_of_every_dtype_lies_in_a_slot_and_equals_torchs(
+    name: str, slots: PrivateSlots
+) -> None:
+    samples = [square(k).to(getattr(torch, name)) for k in range(8)]
+    batch = default_collate(samples)
+    assert slots.size >= batch.nbytes
+    assert batch.dtype is samples[0].dtype
+    assert batch._base is None
+    for sample, row in zip(samples, batch, strict=True):
+        assert torch.equal(sample.view(torch.uint8), row.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        pytest.param(lambda t: t.T, id="transposed"),
+        pytest.param(lambda t: t[::2], id="with gaps"),
+        pytest.param(lambda t: t[:1].expand(SIDE, SIDE), id="expanded"),
+        pytest.param(lambda t: torch.complex(t, t + 1).conj(), id="conjugated"),
+        pytest.param(lambda t: torch.complex(t, t + 1).conj().imag, id="negated"),
+        pytest.param(lambda t: t.reshape(-1), id="flat"),
+        pytest.param(lambda t: t.reshape(SIDE, SIDE // 4, 4).permute(2, 0, 1), id="channels last"),
+        pytest.param(
+            lambda t: t.reshape(3, 4, 75, 100).to(memory_format=torch.channels_last), id="4-d"
+        ),
+    ],
+)
+def test_samples_of_any_strides_collate_to_what_torchs_workers_give(
+    of: Any, slots: PrivateSlots
+) -> None:
+    samples = [of(square(k)) for k in range(8)]
+    batch = default_collate(samples)
+    assert slots.size >= batch.nbytes
+    # torch's worker stacks into shared memory of its own, which is contiguous.
+    expected = torch.empty((8, *samples[0].shape), dtype=samples[0].dtype)
+    torch.stack(samples, out=expected)
+    same(batch, expected)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        pytest.param(lambda t: t.requires_grad_(), id="requires grad"),
+        pytest.param(lambda t: torch.nn.Parameter(t), id="parameter"),
+        pytest.param(lambda t: t.as_subclass(Marked), id="subclass"),
+        pytest.param(lambda t: torch.empty(SIDE, SIDE, device="meta"), id="meta"),
+    ],
+)
+def test_odd_tensors_are_left_to_torch(of: Any, slots: PrivateSlots) -> None:
+    got = default_collate([of(square(k)) for k in range(8)])
+    set_slots(None)
+    expected = default_collate([of(square(k)) for k in range(8)])
+    assert (type(got), got.layout, got.device) == (type(expected), expected.layout, expected.device)
+    assert (got.grad_fn is None) == (expected.grad_fn is None)
+    if got.device.type != "meta":
+        same(got.detach(), expected.detach())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_raise_torchs_own_words(slots: PrivateSlots) -> None:
+    with pytest.raises(RuntimeError, match="nested tensors are not currently supported"):
+        default_collate([torch.nested.nested_tensor([square(k)]) for k in range(8)])
+
+
+def test_sparse_tensors_raise_torchs_own_words(slots: PrivateSlots) -> None:
+    with pytest.raises(RuntimeError, match="sparse tensors are not currently supported"):
+        default_collate([square(k).to_sparse() for k in range(8)])
+    assert slots.size == 0
+
+
+def test_one_odd_tensor_among_plain_ones_is_left_to_torch(slots: PrivateSlots) -> None:
+    plain = [square(k) for k in range(8)]
+    grad = default_collate([*plain, square(9).requires_grad_()])
+    assert grad.requires_grad
+    grad.sum().backward()
+    mixed = default_collate([*plain, square(9, torch.float64)])
+    assert mixed.dtype is torch.float64
+    assert torch.equal(mixed[3], plain[3].double())
+    marked = default_collate([*plain, square(9).as_subclass(Marked)])
+    assert type(marked) is Marked
+
+
+def unequal(index: int) -> Any:
+    return torch.zeros(SIDE, SIDE + (index == 6))
+
+
+@pytest.mark.parametrize(("backend", "workers"), WAYS)
+def test_samples_of_unequal_shapes_raise_torchs_own_words_and_the_rest_goes_on(
+    backend: str, workers: int
+) -> None:
+    with pytest.raises(RuntimeError) as torchs_words:
+        default_collate([unequal(4), unequal(5), unequal(6), unequal(7)])
+    loader = DataLoader(Made(unequal, 12), 4, num_workers=workers, backend=backend)
+    with iter(loader) as batches:
+        assert next(batches).shape == (4, SIDE, SIDE)
+        with pytest.raises(RuntimeError) as words:
+            next(batches)
+        assert str(torchs_words.value) in str(words.value)
+        assert next(batches).shape == (4, SIDE, SIDE)
+
+
+# -- where the memory is ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "workers"), IN_PROCESS)
+def test_batches_within_this_process_are_not_in_shared_memory(backend: str, workers: int) -> None:
+    for image, label in ours(squares, backend, workers):
+        assert not image.is_shared()
+        assert not label.is_shared()
+
+
+@pytest.mark.parametrize(("backend", "workers"), WAYS)
+def test_memory_comes_again_when_batches_are_dropped_and_one_that_is_kept_never_changes(
+    backend: str, workers: int
+) -> None:
+    dataset = Made(squares, 160)
+    loader = DataLoader(dataset, 4, num_workers=workers, backend=backend)
+    seen, kept = [], []
+    with iter(loader) as batches:
+        for number, (image, _) in enumerate(batches):
+            seen.append(image.data_ptr())
+            if number in (3, 4, 17):
+                kept.append((number, image[1:3], image.clone()))
+            del image
+    addresses = collections.Counter(seen)
+    assert len(addresses) <= 20  # of 40: window, those kept, those on their way
+    assert max(addresses.values()) >= 3
+    for number, part, whole in kept:
+        assert torch.equal(part, whole[1:3])
+        assert torch.equal(part[0], square(4 * number + 1))
+
+
+def calls_default_collate(samples: list[Any]) -> Any:
+    images, labels = zip(*samples, strict=True)
+    return default_collate(images), default_collate(labels)
+
+
+def passes_the_map_on(samples: list[Any]) -> Any:
+    return torchs.collate(samples, collate_fn_map=torchs.default_collate_fn_map)
+
+
+def passes_a_map_of_its_own(samples: list[Any]) -> Any:
+    chosen = {**torchs.default_collate_fn_map, int: lambda batch, **_: torch.tensor(batch)}
+    return torchs.collate(samples, collate_fn_map=chosen)
+
+
+@pytest.mark.parametrize(
+    "collate_fn", [calls_default_collate, passes_the_map_on, passes_a_map_of_its_own]
+)
+@pytest.mark.parametrize(("backend", "workers"), [*IN_PROCESS, WAYS[3]])
+def test_a_users_own_collate_function_gets_slots_too(
+    backend: str, workers: int, collate_fn: Any
+) -> None:
+    loader = DataLoader(
+        Made(squares, 160), 4, num_workers=workers, collate_fn=collate_fn, backend=backend
+    )
+    seen = []
+    with iter(loader) as batches:
+        for number, (image, label) in enumerate(batches):
+            seen.append(image.data_ptr())
+            assert label.tolist() == list(range(4 * number, 4 * number + 4))
+            assert torch.equal(image[3], square(4 * number + 3))
+            del image
+    assert len(set(seen)) <= 20
+
+
+class Hoarding(Dataset[Any]):
+    """Keeps what it has collated, and looks whether somebody wrote to it."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        for number, tensor in self.kept:
+            assert (tensor == number).all(), f"what {number} had kept has changed"
+        self.kept.append((index, default_collate([torch.full((SIDE, SIDE), index)] * 4)))
+        return torch.full((SIDE, SIDE), index)
+
+
+@pytest.mark.parametrize(("backend", "workers"), WAYS)
+def test_what_a_workers_own_code_collates_and_keeps_stays_its_own(
+    backend: str, workers: int
+) -> None:
+    loader = DataLoader(Hoarding(), 4, num_workers=workers, backend=backend)
+    with iter(loader) as batches:
+        for number, batch in enumerate(batches):
+            assert batch[:, 0, 0].tolist() == list(range(4 * number, 4 * number + 4))
+            batch.zero_()  # ours to write to
+
+
+def keeps_its_batches(samples: list[Any]) -> Any:
+    batch = default_collate(samples)
+    keeps_its_batches.all.append((batch[0], batch[0].clone()))  # type: ignore[attr-defined]
+    for kept, before in keeps_its_batches.all:  # type: ignore[attr-defined]
+        assert torch.equal(kept, before)
+    return batch
+
+
+@pytest.mark.parametrize(("backend", "workers"), [*IN_PROCESS, WAYS[3]])
+def test_a_batch_that_the_collate_function_keeps_is_not_written_over(
+    backend: str, workers: int
+) -> None:
+    keeps_its_batches.all = []  # type: ignore[attr-defined]
+    loader = DataLoader(
+        Made(square, 80), 4, num_workers=workers, collate_fn=keeps_its_batches, backend=backend
+    )
+    with iter(loader) as batches:
+        for number, batch in enumerate(batches):
+            assert torch.equal(batch[2], square(4 * number + 2))
+    keeps_its_batches.all = []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("size", [OWN // 4 - 1, OWN // 4])
+def test_small_batches_take_no_slot(size: int, slots: PrivateSlots) -> None:
+    batch = default_collate([torch.ones(size, dtype=torch.uint8)] * 4)
+    assert batch.shape == (4, size)
+    assert (slots.size > 0) == (size == OWN // 4)
+
+
+def test_an_elements_size_counts_for_what_is_small(slots: PrivateSlots) -> None:
+    assert slot_for((OWN // 8,), torch.float32) is None
+    assert slot_for((OWN // 8,), torch.float64).shape == (OWN // 8,)
+    assert slot_for((0, 1 << 40), torch.float64) is None
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (square(k) for k in range(80))
+
+
+def test_batches_of_an_iterable_dataset_take_slots_too() -> None:
+    with iter(DataLoader(Stream(), 4, num_workers=1, backend="threads")) as batches:
+        seen = set()
+        for number, batch in enumerate(batches):
+            seen.add(batch.data_ptr())
+            assert torch.equal(batch[1], square(4 * number + 1))
+            del batch
+    assert len(seen) <= 10  # of 20
+
+
+# -- whose function it is --------------------------------------------------------------------------
+
+
+def test_who_has_changed_torchs_map_finds_it_as_it_was(torchs_map: dict[Any, Any]) -> None:
+    def mine(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        return "mine", len(batch)
+
+    torchs_map[torch.Tensor] = mine
+    for backend, workers in (("threads", 2), ("fork", 1), ("inline", 0)):
+        assert ours(square, backend, workers) == [("mine", 4)] * 2
+    assert torchs_map[torch.Tensor] is mine
+
+
+NUMBERS = [
+    [1, 2], [1, True], [1, 2.5], [1, np.int64(2)], [1, torch.tensor(2)], [-(2**63), 2**63 - 1],
+    [1, np.float32(2)], [1.5, 2], [1.5, float("nan")], [1.5, np.float64(2)], [1.5, np.longdouble(2)],
+    [1.5, torch.tensor(2.0)], [1.5, torch.ones(1, requires_grad=True)[0]], [2.5, True], (1, 2),
+    [1, 2**63], [1, "2"], [1.5, None], [1, [2]],
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("numbers", NUMBERS, ids=repr)
+def test_numbers_collate_to_what_torch_makes_of_them(numbers: Any, device: str) -> None:
+    def tensor(batch: Any) -> Any:
+        return torch.tensor(batch, dtype=torch.float64 if type(batch[0]) is float else None)
+
+    def outcome(collate: Callable[[Any], Any]) -> Any:
+        try:
+            made = collate(numbers)
+        except Exception as error:
+            return type(error), str(error)
+        return made.dtype, made.device, None if device == "meta" else repr(made), made.requires_grad
+
+    teach_torch()
+    with torch.device(device):
+        assert outcome(default_collate) == outcome(tensor)
+
+
+def test_torchs_function_is_the_same_and_is_changed_once() -> None:
+    teach_torch()
+    code = torchs.collate_tensor_fn.__code__
+    teach_torch()
+    assert torchs.collate_tensor_fn.__code__ is code
+    assert torchs.default_collate_fn_map[torch.Tensor] is torchs.collate_tensor_fn
+    assert pickle.loads(pickle.dumps(torchs.collate_tensor_fn)) is torchs.collate_tensor_fn
+
+
+def test_who_calls_torchs_function_for_tensors_itself_gets_a_slot(slots: PrivateSlots) -> None:
+    held = torchs.collate_tensor_fn  # as a library that has taken it from there
+    found = held([square(k) for k in range(4)])
+    assert torch.equal(found[3], square(3))
+    assert slots.size >= found.nbytes
+
+
+def test_a_thread_without_slots_collates_as_ever() -> None:
+    teach_torch()
+    mine = PrivateSlots(1 << 30)
+    before = set_slots(mine)
+    try:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(default_collate([square(1)] * 4)))
+        thread.start()
+        thread.join()
+        assert mine.size == 0
+        assert torch.equal(found[0][2], square(1))
+    finally:
+        assert set_slots(before) is mine
+
+
+class Spying(PrivateSlots):
+    """Notes which thread has asked."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.threads: set[str] = set()
+        spies.append(self)
+
+    def empty(self, size: int) -> Any:
+        self.threads.add(threading.current_thread().name)
+        return super().empty(size)
+
+
+spies: list[Spying] = []
+
+
+def test_the_training_threads_own_collation_takes_no_slot_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hybridloader.backends import threads
+
+    monkeypatch.setattr(threads, "PrivateSlots", Spying)
+    spies.clear()
+    backend = Threads(memory=Memory(limit=1 << 28))
+    with iter(DataLoader(Made(square, 40), 4, num_workers=2, backend=backend)) as batches:
+        for batch in batches:
+            again = default_collate([batch[0]] * 4)
+            assert torch.equal(again[3], batch[0])
+    (spy,) = spies
+    assert spy.threads == {"hybridloader-DataLoader-0", "hybridloader-DataLoader-1"}
+    spies.clear()
+
+
+def test_a_loader_in_the_caller_gives_the_thread_back_without_slots(slots: PrivateSlots) -> None:
+    ours(square, "inline", 0)
+    ours(square, "inline", 2)
+    assert set_slots(slots) is slots
+    assert slots.size == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_own_loader_works_as_ever_after_ours(workers: int) -> None:
+    expected = ours(nested, "threads", 1)  # and torch is taught
+    options: dict[str, Any] = {"multiprocessing_context": "fork"} if workers else {}
+    found = torchs_own(nested, num_workers=workers, **options)
+    for batch, ours_ in zip(found, expected, strict=True):
+        same(batch, ours_)
+    assert found[0]["tuple"][0].is_shared() == (workers > 0)  # by torch's own way
+
+
+def test_a_large_batch_of_the_caller_is_resized_as_little_as_one_of_torchs_workers() -> None:
+    """As docs/backends.md says; and what it says to do instead does it."""
+    [batch, *_] = ours(square, "inline", 0)
+    [theirs, *_] = torchs_own(square, num_workers=1, multiprocessing_context="fork")
+    for one in (batch, theirs):
+        assert one.clone().resize_(5, SIDE, SIDE).shape == (5, SIDE, SIDE)
+        with pytest.raises(RuntimeError, match="resize storage that is not resizable"):
+            one[:].resize_(5, SIDE, SIDE)  # a view: what torch refuses to resize is in ruins
+    [small, *_] = ours(index_alone, "inline", 0)
+    assert small.resize_(9).shape == (9,)
+
+
+def index_alone(index: int) -> int:
+    return index

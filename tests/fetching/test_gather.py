@@ -1,0 +1,128 @@
+"""Datasets in memory are gathered by batch; torch's loader, sample by sample, is the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.alike import same
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+
+import hybridloader
+from hybridloader.fetching.gather import gatherer
+
+TENSORS = {
+    "floats": torch.randn(23, 4),
+    "labels": torch.arange(23),
+    "bools": torch.arange(23) % 3 == 0,
+    "halves": torch.randn(23, 2, 3).bfloat16(),
+    "complex": torch.randn(23, dtype=torch.complex64),
+    "strided": torch.randn(4, 23).T,
+    "scalars in rows": torch.randn(23, 1),
+    "large": torch.arange(23 * 60_000, dtype=torch.float32).reshape(23, 60_000),
+}
+
+
+def datasets() -> dict[str, Any]:
+    pair = TensorDataset(TENSORS["floats"], TENSORS["labels"])
+    subset = Subset(pair, [5, 3, 22, 0, 7, 7, 1])
+    return {
+        **{name: TensorDataset(tensor) for name, tensor in TENSORS.items()},
+        "pair": pair,
+        "subset": subset,
+        "subset of a subset": Subset(subset, range(1, 6)),
+        "subset by tensor": Subset(pair, torch.tensor([2, 4, 6])),  # type: ignore[arg-type]
+        "subset from the end": Subset(pair, [-1, -2, 4]),
+        "stack": StackDataset(pair, TensorDataset(TENSORS["halves"])),
+        "stack by name": StackDataset(x=pair, y=TensorDataset(TENSORS["bools"])),
+        "concat": ConcatDataset(
+            [pair, pair, TensorDataset(torch.ones(2, 4), torch.tensor([8, 9]))]
+        ),
+        "subset of concat": Subset(ConcatDataset([pair, pair]), [45, 0, 22, 23, 24]),
+        "concat of unlike": ConcatDataset([pair, TensorDataset(torch.ones(2, 5), torch.ones(2))]),
+        "concat of stacks": ConcatDataset([StackDataset(pair), StackDataset(pair)]),
+    }
+
+
+def outcome(loader: Any) -> Any:
+    try:
+        return list(loader)
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("name", list(datasets()))
+def test_batches_are_those_of_torch(name: str, shuffle: bool, workers: int) -> None:
+    def loader(module: Any, **more: Any) -> Any:
+        torch.manual_seed(1)
+        return outcome(module.DataLoader(datasets()[name], 5, shuffle=shuffle, **more))
+
+    theirs = loader(torch.utils.data)
+    ours = loader(hybridloader, num_workers=workers, backend="threads" if workers else None)
+    same([theirs], [ours])
+
+
+def test_samples_are_not_fetched_one_by_one() -> None:
+    """What makes it fast: no indexing of the dataset itself."""
+    fetch = gatherer(datasets()["pair"], torch.utils.data.default_collate)
+    assert fetch is not None
+    same(fetch([1, 2]), [TENSORS["floats"][1:3], TENSORS["labels"][1:3]])
+
+
+def test_classes_of_the_user_are_left_alone() -> None:
+    calls: list[Any] = []
+
+    class Mine(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            calls.append(index)
+            return super().__getitem__(index)
+
+    mine = Mine(TENSORS["labels"])
+    assert gatherer(mine, torch.utils.data.default_collate) is None
+    assert gatherer(Subset(mine, [1]), torch.utils.data.default_collate) is None
+    assert gatherer(datasets()["pair"], list) is None
+    list(hybridloader.DataLoader(mine, 23))
+    assert len(calls) == 23
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [[0, 23], [0, -1], [True, False], [1.0], ["a"], [[1, 2]], [2**70], [0, None], [-24]],
+    ids=str,
+)
+def test_odd_indices_do_what_they_do_with_torch(indices: list[Any]) -> None:
+    data = datasets()["pair"]
+    theirs = outcome(torch.utils.data.DataLoader(data, batch_sampler=[indices]))
+    ours = outcome(hybridloader.DataLoader(data, batch_sampler=[indices]))
+    same([theirs], [ours])
+
+
+def test_tensors_that_require_grad_keep_their_graph() -> None:
+    weight = torch.ones(6, requires_grad=True)
+    ((batch,),) = hybridloader.DataLoader(TensorDataset(weight), 6)
+    batch.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0] * 6
+
+
+def test_tensors_written_between_batches_are_seen() -> None:
+    tensor = torch.zeros(4)
+    it = iter(hybridloader.DataLoader(TensorDataset(tensor), 2))
+    assert next(it)[0].tolist() == [0, 0]
+    tensor += 1
+    assert next(it)[0].tolist() == [1, 1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.integers(-5, 48), max_size=9), max_size=4), st.sampled_from([0, 1, 2]))
+def test_any_batches_of_indices(batches: list[list[int]], which: int) -> None:
+    name = ("pair", "concat", "stack by name")[which]
+    data: Dataset[Any] = datasets()[name]
+    theirs = outcome(torch.utils.data.DataLoader(data, batch_sampler=batches))
+    ours = outcome(hybridloader.DataLoader(data, batch_sampler=batches))
+    same([theirs], [ours])

@@ -1,0 +1,305 @@
+"""`threads_per_worker`: a loader whose workers fetch the samples of a batch together."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.alike import same
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import get_worker_info as imported_earlier
+
+import hybridloader
+from hybridloader import DataLoader, Threads, backend_names, caller
+from hybridloader.testing import Gate
+
+LONG = 60.0
+"""Seconds after which a test gives up; never reached when all is well."""
+
+PLACES = [("inline", 0), *((name, 1) for name in backend_names()), (None, 2), ("threads", 2)]
+places = pytest.mark.parametrize(("backend", "workers"), PLACES)
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def fanout_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("hybridloader-fanout")}
+
+
+class Samples(Dataset[Any]):
+    """Numbers, arrays and strings; one that is too large for a small batch's slot."""
+
+    def __len__(self) -> int:
+        return 21
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < 21:
+            raise IndexError(index)
+        generator = np.random.default_rng(int(index))  # it may be a tensor
+        large = torch.full((300, 300), index / 7)
+        return {
+            "i": index,
+            "a": generator.normal(size=5),
+            "large": large,
+            "s": (f"n{index}", index),
+        }
+
+
+class Batches(Samples):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(index, threading.current_thread().name) for index in indices]
+
+
+def first(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+DATASETS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (Samples(), {"batch_size": 8}),
+    "dropped": (Samples(), {"batch_size": 8, "drop_last": True}),
+    "batches": (Samples(), {"batch_sampler": [[3, 3, 0], (1,), torch.tensor([5, 6])]}),
+    "subset": (Subset(Subset(Samples(), range(20)), [5, 2, 9, 11]), {"batch_size": 3}),
+    "stack": (StackDataset(a=Samples(), b=Subset(Samples(), range(21))), {"batch_size": 4}),
+    "tensors": (TensorDataset(torch.arange(9.0)), {"batch_size": 4}),
+    "not collated": (Samples(), {"batch_size": 2, "collate_fn": first}),
+}
+
+
+# Fresh processes take 2 s to import torch: two kinds do for them.
+@pytest.mark.parametrize(
+    ("backend", "workers", "kind"),
+    [(*p, k) for p in PLACES for k in DATASETS if p[0] != "spawn" or k in ("subset", "tensors")],
+)
+def test_batches_are_torchs(backend: str | None, workers: int, kind: str) -> None:
+    dataset, options = DATASETS[kind]
+    ours = DataLoader(
+        dataset, num_workers=workers, backend=backend, threads_per_worker=4, **options
+    )
+    for one, other in zip(ours, TorchLoader(dataset, **options), strict=True):
+        same(one, other)
+
+
+MEETING = threading.Barrier(4)
+
+
+class Meeting(Samples):
+    """Samples that are given only four at a time."""
+
+    def __getitem__(self, index: int) -> Any:
+        MEETING.wait(LONG)
+        ours, torchs = hybridloader.get_worker_info(), imported_earlier()
+        assert ours is torchs
+        if ours is None:
+            return index, None, None, True
+        return index, ours.id, ours.seed, ours.dataset is self
+
+
+@places
+@pytest.mark.parametrize("wrap", [False, True])
+def test_the_samples_of_a_batch_are_fetched_together(
+    backend: str | None, workers: int, wrap: bool
+) -> None:
+    if (backend, workers) == ("threads", 2):
+        workers = 1  # they would share the barrier
+    meeting: Any = Meeting()
+    dataset = Subset(meeting, range(8)) if wrap else meeting
+    loader = DataLoader(
+        dataset,
+        sampler=range(8),
+        batch_size=4,
+        num_workers=workers,
+        backend=backend,
+        collate_fn=list,
+        threads_per_worker=4,
+    )
+    iterator: Any = iter(loader)
+    seed = iterator._base_seed
+    for batch, samples in enumerate(iterator):
+        worker = batch % workers if workers else None
+        told = seed + worker if worker is not None else None
+        mine = not wrap or not workers
+        assert samples == [(4 * batch + i, worker, told, mine) for i in range(4)]
+
+
+class Fragile(Samples):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise KeyError("five")
+        if index == 17:
+            raise StopIteration
+        return index
+
+
+@places
+def test_an_error_names_the_sample_and_costs_one_batch(backend: str | None, workers: int) -> None:
+    loader = DataLoader(Fragile(), 4, num_workers=workers, backend=backend, threads_per_worker=3)
+    iterator, good = iter(loader), []
+    errors: list[BaseException] = []
+    for _ in range(6):
+        try:
+            good.append(next(iterator).tolist())
+        except Exception as error:
+            errors.append(error)
+    assert good == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15], [20]]
+    assert [type(error) for error in errors] == [KeyError, RuntimeError]
+    assert errors[0].args == ("five",)
+    assert "sample 5" in errors[0].__notes__
+    assert isinstance(errors[1].__cause__, StopIteration) or "StopIteration" in str(errors[1])
+
+
+class Stuck(Samples):
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def __getitem__(self, index: int) -> int:
+        self.gate.arrive()
+        return index
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork", "spawn"])
+def test_closing_while_samples_are_stuck_leaves_nothing(backend: str, tmp_path: Path) -> None:
+    gate, before = Gate(tmp_path), set(threading.enumerate())
+    iterator: Any = iter(
+        DataLoader(Stuck(gate), 21, num_workers=1, backend=backend, threads_per_worker=4)
+    )
+    gate.await_arrivals(4)
+    iterator.close()
+    gate.open()  # for threads, which can't be killed
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG)
+    assert len(list(tmp_path.glob("arrived-*"))) == 4  # and no other sample was begun
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("inline", 2), ("threads", 2)])
+def test_letting_an_iterator_go_ends_its_threads(backend: str, workers: int) -> None:
+    before = fanout_threads()
+    iterator = iter(
+        DataLoader(Samples(), 4, num_workers=workers, backend=backend, threads_per_worker=3)
+    )
+    next(iterator)
+    threads = fanout_threads() - before
+    assert threads
+    del iterator
+    gc.collect()
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
+class Remembering(Dataset[int]):
+    """Keeps something per thread, as one keeps open files."""
+
+    def __init__(self) -> None:
+        self.mine = threading.local()
+        self.opened = count()
+        self.meeting = threading.Barrier(3)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        self.meeting.wait(LONG)
+        if not hasattr(self.mine, "number"):
+            self.mine.number = next(self.opened)
+        return int(self.mine.number)
+
+
+def test_persistent_workers_keep_their_threads_over_epochs() -> None:
+    before = fanout_threads()
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "backend": "threads"}
+    loader = DataLoader(Remembering(), 3, threads_per_worker=3, **options)
+    for _ in range(4):
+        (batch,) = loader
+        assert sorted(batch.tolist()) == [0, 1, 2]
+        assert len(fanout_threads() - before) == 2
+
+
+class Drawing(Samples):
+    def __getitem__(self, index: int) -> float:
+        info: Any = imported_earlier()
+        generator: random.Random = info.rng.random_generator
+        return generator.random()
+
+
+def test_the_threads_of_a_worker_share_its_generators() -> None:
+    def draws(threads: int) -> list[float]:
+        generator = torch.Generator().manual_seed(3)
+        options: dict[str, Any] = {"generator": generator, "backend": "threads", "num_workers": 1}
+        (batch,) = DataLoader(Drawing(), 21, threads_per_worker=threads, **options)
+        return sorted(batch.tolist())
+
+    assert draws(4) == draws(1)
+
+
+def test_the_threads_of_a_worker_without_torch_do_without() -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "LONG": LONG}
+    exec(
+        "import sys, threading\n"
+        "class Plain:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index):\n"
+        "        import hybridloader\n"
+        "        meeting = vars(hybridloader).setdefault('_meeting', threading.Barrier(4))\n"
+        "        meeting.wait(LONG)\n"
+        "        return 'torch' in sys.modules, hybridloader.get_worker_info().id\n",
+        names,
+    )
+    loader = DataLoader(names["Plain"](), 4, num_workers=1, backend="spawn", threads_per_worker=4)
+    ((imported, ids),) = loader
+    assert imported.tolist() == [False] * 4
+    assert ids.tolist() == [0] * 4
+
+
+# -- where there is nothing to share out -----------------------------------------------------------
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "options", "words"),
+    [
+        (Stream(), {"batch_size": 2}, "iterable dataset.*one next.. after the other.*num_workers"),
+        (Stream(), {"batch_size": None}, "iterable dataset"),
+        (Samples(), {"batch_size": None}, "batch_size=None.*one sample at a time.*num_workers"),
+    ],
+)
+def test_what_has_no_batches_of_indices_is_refused(
+    dataset: Any, options: dict[str, Any], words: str, workers: int
+) -> None:
+    with pytest.raises(ValueError, match=f"threads_per_worker=2 .*{words}"):
+        DataLoader(dataset, num_workers=workers, threads_per_worker=2, **options)
+    loader = DataLoader(dataset, num_workers=workers, **options)
+    assert loader.threads_per_worker == 1
+    loader.threads_per_worker = 2
+    with pytest.raises(ValueError, match=words):
+        iter(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_makes_batches_itself_is_asked_for_them_with_one_warning(
+    workers: int,
+) -> None:
+    caller.warn_once.cache_clear()
+    options: dict[str, Any] = {"num_workers": workers, "backend": Threads() if workers else None}
+    loader = DataLoader(
+        Subset(Batches(), range(6)), 6, collate_fn=list, threads_per_worker=3, **options
+    )
+    with pytest.warns(UserWarning, match="no effect for Subset.*__getitems__") as caught:
+        (batch,) = loader
+    assert [index for index, _ in batch] == list(range(6))
+    assert len({name for _, name in batch}) == 1
+    assert os.path.samefile(caught[0].filename, __file__)
+    assert len(list(loader)) == 1  # a second warning would be an error

@@ -1,0 +1,436 @@
+"""What frameworks lean on, R1 to R11: the class, its constructor, its attributes.
+
+No framework is imported. A test does with our loader what the framework does with any loader.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.compat import (
+    EVERY,
+    QUICK,
+    Numbers,
+    Told,
+    Watched,
+    do_nothing,
+    flat,
+    keep,
+    parameters,
+    public,
+    quick,
+)
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from hybridloader import (
+    DataLoader,
+    SharedMemory,
+    Skip,
+    Threads,
+    Transfer,
+    backend_names,
+    loader_record,
+)
+
+
+def test_every_backend_there_is_is_in_the_tables_of_this_file() -> None:
+    assert sorted(EVERY) == sorted(backend_names())
+
+
+def test_r01_a_loader_is_one_of_torchs_and_a_subclass_of_the_bare_class() -> None:
+    assert isinstance(DataLoader(Numbers()), TorchLoader)
+    assert DataLoader.__bases__ == (TorchLoader,)
+    assert DataLoader.__name__ == "DataLoader"
+
+
+def test_r01_the_class_takes_the_type_of_its_samples_as_torchs_does() -> None:
+    class Mine(DataLoader[int]):  # type: ignore[type-arg]
+        pass
+
+    assert Mine.__mro__[1:3] == (DataLoader, TorchLoader)
+    loader = DataLoader[int](Numbers(2), batch_size=2)  # type: ignore[type-arg,misc]
+    assert type(loader) is DataLoader
+    assert flat(loader) == flat(Mine(Numbers(2))) == [0, 1]
+
+
+def test_r02_the_signature_is_torchs_with_ours_keyword_only_at_the_end() -> None:
+    theirs, ours = parameters(TorchLoader.__init__), parameters(DataLoader.__init__)
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
+    for name in list(ours)[len(theirs) :]:
+        assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert {name: ours[name].default for name in list(ours)[len(theirs) :]} == {
+        "backend": None,
+        "threads_per_worker": 1,
+        "on_error": "raise",
+        "on_worker_death": "raise",
+        "task_timeout": 0,
+        "seeding": "worker",
+        "shard_remainders": "keep",
+        "device": None,
+    }
+
+
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    {"batch_size": 3, "shuffle": True, "drop_last": True},
+    {"batch_size": None, "num_workers": 1, "backend": "threads"},
+    {"batch_size": 2, "num_workers": 1, "persistent_workers": True, "backend": Threads()},
+    {"num_workers": 2, "prefetch_factor": 1, "in_order": False, "timeout": 60, "backend": "inline"},
+    {"num_workers": 1, "multiprocessing_context": "fork", "worker_init_fn": do_nothing},
+    {"sampler": [3, 1], "generator": torch.Generator(), "collate_fn": keep},
+    {"batch_size": 2, "num_workers": 1, "backend": "threads", "threads_per_worker": 3},
+    {"num_workers": 1, "backend": "threads", "on_error": Skip(3), "on_worker_death": "restart"},
+    {"num_workers": 1, "backend": "threads", "task_timeout": 60, "seeding": "sample"},
+]
+
+configurations = pytest.mark.parametrize(
+    "options", CONFIGURATIONS, ids=lambda o: "+".join(o) or "-"
+)
+
+
+@configurations
+def test_r03_public_attributes_are_parameters(options: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(), **options)
+    assert set(public(loader)) <= set(parameters(DataLoader.__init__))
+    assert list(loader)
+    assert set(public(loader)) <= set(parameters(DataLoader.__init__))
+
+
+@configurations
+def test_r03_ignite_rebuilds_the_loader_with_another_batch_sampler(options: dict[str, Any]) -> None:
+    loader = DataLoader(Numbers(), **options)
+    kept = public(loader)
+    for name in ("batch_size", "sampler", "drop_last", "batch_sampler", "dataset_kind"):
+        kept.pop(name, None)
+    rebuilt = type(loader)(batch_sampler=[[5, 6], [7]], **kept)
+    assert type(rebuilt) is DataLoader
+    assert {name: getattr(rebuilt, name) for name in kept} == kept
+    collated = list(rebuilt)
+    assert sorted(len(batch) for batch in collated) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "backend", [None, *EVERY, "Shared_Memory", Threads(), SharedMemory("fork")]
+)
+def test_r04_our_arguments_are_stored_under_their_names_as_passed(backend: Any) -> None:
+    loader = DataLoader(Numbers(), num_workers=1, backend=backend)
+    assert vars(loader)["backend"] is backend
+    extra = set(parameters(DataLoader.__init__)) - set(parameters(TorchLoader.__init__))
+    assert extra <= set(vars(loader))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 1000])
+def test_r04_threads_per_worker_is_stored_under_its_name_as_passed(threads: int) -> None:
+    assert vars(DataLoader(Numbers(), threads_per_worker=threads))["threads_per_worker"] is threads
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), Transfer("cpu", prefetch=3)])
+def test_r04_and_r05_the_device_is_stored_as_passed_and_nothing_else_is(device: Any) -> None:
+    loader = DataLoader(Numbers(), device=device)
+    assert vars(loader)["device"] is device
+    assert not loader.pin_memory, "it is implied, and not stored"
+    assert pickle.loads(pickle.dumps(loader)).device == device
+    clone = type(loader)(**lightning_arguments(loader, loader.sampler))
+    assert clone.device is device
+    assert flat(clone) == list(range(8))
+
+
+def lightning_arguments(loader: Any, sampler: Any) -> dict[str, Any]:
+    """How Lightning finds the arguments to re-create a loader with another sampler."""
+    attributes = public(loader)
+    attributes["multiprocessing_context"] = loader.multiprocessing_context
+    signature = inspect.signature(loader.__init__).parameters
+    assert not any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    changed = {
+        n for n, p in signature.items() if n in attributes and p.default is not attributes[n]
+    }
+    arguments = {n: v for n, v in attributes.items() if n in changed | {"dataset"}}
+    if isinstance(loader.dataset, IterableDataset):
+        arguments |= {"batch_sampler": None, "sampler": None}
+    else:
+        arguments |= {"sampler": sampler, "shuffle": False, "batch_sampler": None}
+    required = {n for n, p in signature.items() if p.default is p.empty}
+    assert required <= set(arguments)
+    assert set(arguments) <= set(signature)
+    return arguments
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 2, "shuffle": True},
+        {"batch_size": 2, "num_workers": 2, "backend": "threads", "persistent_workers": True},
+        {"batch_size": 2, "num_workers": 1, "multiprocessing_context": "fork"},
+        {"batch_size": 2, "num_workers": 1, "multiprocessing_context": "fork", "backend": "fork"},
+        {"batch_size": 2, "num_workers": 1, "backend": "threads", "threads_per_worker": 2},
+        {"batch_size": 2, "threads_per_worker": 300},
+    ],
+    ids="+".join,
+)
+def test_r04_lightning_recreates_the_loader_with_a_distributed_sampler(
+    options: dict[str, Any],
+) -> None:
+    loader = DataLoader(Numbers(), **options)
+    sampler = DistributedSampler(Numbers(), num_replicas=2, rank=1, shuffle=False)
+    clone = type(loader)(**lightning_arguments(loader, sampler))
+    assert clone.backend == options.get("backend")
+    assert clone.threads_per_worker == options.get("threads_per_worker", 1)
+    assert clone.multiprocessing_context is loader.multiprocessing_context
+    assert clone.sampler is sampler
+    assert flat(clone) == [1, 3, 5, 7]
+
+
+def test_r04_lightning_wraps_the_constructor_and_replays_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrapped(init: Callable[..., None]) -> Callable[..., None]:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            if not hasattr(self, "__pl_saved_args"):
+                object.__setattr__(self, "__pl_saved_args", args)
+                object.__setattr__(self, "__pl_saved_kwargs", kwargs)
+            init(self, *args, **kwargs)
+
+        return wrapper
+
+    for kind in (TorchLoader, DataLoader):
+        monkeypatch.setattr(kind, "__init__", wrapped(kind.__init__))
+    loader = DataLoader(Numbers(), 4, num_workers=1, backend="threads", threads_per_worker=2)
+    saved = vars(loader)
+    assert saved["__pl_saved_args"] == (loader.dataset, 4)
+    clone = type(loader)(*saved["__pl_saved_args"], **saved["__pl_saved_kwargs"])
+    assert clone.backend == "threads"
+    assert clone.threads_per_worker == 2
+    assert flat(clone) == list(range(8))
+
+
+@configurations
+def test_r05_what_is_stored_makes_a_loader_of_torchs(options: dict[str, Any]) -> None:
+    """accelerate, Megatron and Ray read torch's names and call torch's constructor."""
+    loader = DataLoader(Numbers(), **options)
+    left_to_the_sampler = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+    names = set(parameters(TorchLoader.__init__)) - {"dataset", *left_to_the_sampler}
+    kept = {name: getattr(loader, name) for name in names}
+    if loader.batch_sampler is None:
+        theirs = TorchLoader(loader.dataset, sampler=loader.sampler, batch_size=None, **kept)
+    else:
+        theirs = TorchLoader(loader.dataset, batch_sampler=loader.batch_sampler, **kept)
+    assert type(theirs) is TorchLoader
+    assert {name: getattr(theirs, name) for name in names} == kept
+    assert isinstance(loader.num_workers, int)
+    if loader.num_workers == 0:
+        assert loader.prefetch_factor is None
+        assert not loader.persistent_workers
+
+
+class FastCollate:
+    def __call__(self, samples: list[int]) -> torch.Tensor:
+        return torch.tensor(samples) * 10
+
+
+@quick
+def test_r06_what_the_user_passed_stays_the_users_object(backend: str) -> None:
+    dataset, sampler, collate_fn = Numbers(), SequentialSampler(range(8)), FastCollate()
+    loader = DataLoader(
+        dataset,
+        2,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        worker_init_fn=do_nothing,
+        num_workers=1,
+        backend=backend,
+        persistent_workers=True,
+    )
+    for _ in range(2):
+        assert loader.dataset is dataset
+        assert loader.sampler is sampler
+        assert loader.batch_sampler.sampler is sampler  # type: ignore[union-attr]
+        assert loader.worker_init_fn is do_nothing
+        assert isinstance(loader.collate_fn, FastCollate)  # as timm asks
+        assert loader.collate_fn is collate_fn
+        assert flat(loader) == list(range(0, 80, 10))
+
+
+def test_r06_without_a_collate_fn_it_is_torchs_own() -> None:
+    assert DataLoader(Numbers()).collate_fn is TorchLoader(Numbers()).collate_fn
+    theirs = TorchLoader(Numbers(), batch_size=None)
+    assert DataLoader(Numbers(), batch_size=None).collate_fn is theirs.collate_fn
+
+
+def test_r07_no_name_of_ours_is_mangled_into_torchs() -> None:
+    def mangled(thing: Any) -> set[str]:
+        return {name for name in vars(thing) if name.startswith("_DataLoader__")}
+
+    loader, theirs = DataLoader(Numbers(), num_workers=1), TorchLoader(Numbers(), num_workers=1)
+    assert mangled(DataLoader) == set()
+    assert mangled(loader) == mangled(theirs) != set()
+
+
+def test_r08_the_six_guarded_attributes_are_guarded() -> None:
+    loader = DataLoader(Numbers())
+    for name in (
+        "batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} attribute should not be set"):
+            setattr(loader, name, getattr(loader, name))
+
+
+def test_r08_other_attributes_are_read_when_the_iterator_is_made() -> None:
+    loader = DataLoader(Watched(4), collate_fn=keep)
+    assert list(loader) == [[None]] * 4
+    loader.num_workers = 2
+    loader.backend = "threads"
+    assert list(loader) == [[(0, 2, "thread")], [(1, 2, "thread")]] * 2
+    loader.backend = "inline"
+    loader.collate_fn = len
+    assert list(loader) == [1] * 4
+    loader.collate_fn = keep
+    assert list(loader) == [[(0, 2, "inline")], [(1, 2, "inline")]] * 2
+    loader.backend = None
+    loader.num_workers = 1
+    assert list(loader) == [[(0, 1, "multiprocessing")]] * 4
+
+
+def test_r08_generator_init_fn_and_prefetch_factor_are_read_when_the_iterator_is_made() -> None:
+    told = Told()
+    loader = DataLoader(Watched(), sampler=told, num_workers=1, backend="threads", collate_fn=keep)
+    called: list[int] = []
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    loader.worker_init_fn = called.append
+    loader.generator = generator
+    loader.prefetch_factor = 3
+    iterator = iter(loader)
+    assert called == [0]
+    assert told.given == [0, 1, 2]
+    assert not torch.equal(before, generator.get_state())
+    assert len(list(iterator)) == 8
+
+
+@pytest.mark.parametrize("backend", [None, "threads", Threads(copy_dataset=True), SharedMemory()])
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_r09_a_loader_can_be_pickled_and_copied(backend: Any, duplicate: Any) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(5)), 2, num_workers=1, backend=backend)
+    assert [batch[0].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    other = duplicate(loader)
+    assert type(other) is DataLoader
+    assert other.backend == backend
+    assert [batch[0].tolist() for batch in other] == [[0, 1], [2, 3], [4]]
+
+
+def test_r09_the_dict_of_a_loader_can_be_copied_to_another() -> None:
+    loader = DataLoader(Numbers(), 4, num_workers=1, backend="threads")
+    other = DataLoader.__new__(DataLoader)
+    other.__dict__.update(loader.__dict__)
+    assert flat(other) == list(range(8))
+
+
+@quick
+def test_r09_an_iterator_can_not_be_pickled(backend: str) -> None:
+    loader = DataLoader(Numbers(), num_workers=1, backend=backend, persistent_workers=True)
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(iter(loader))
+    with pytest.raises(NotImplementedError):
+        copy.deepcopy(loader)
+
+
+@pytest.mark.parametrize("backend", [None, *QUICK])
+def test_r10_after_the_constructor_only_the_iterator_is_set(backend: str | None) -> None:
+    class Recorded(DataLoader):
+        _replayed: list[str] = []  # noqa: RUF012
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            self._replayed.append(name)
+            super().__setattr__(name, value)
+
+    loader = Recorded(Numbers(), num_workers=1, backend=backend, persistent_workers=True)
+    Recorded._replayed.clear()
+    for _ in range(2):
+        assert flat(loader) == list(range(8))
+    assert len(loader) == 8
+    assert Recorded._replayed == ["_iterator"]
+
+
+class Alike(DataLoader[Any]):
+    """A user's subclass that compares; it can't be hashed, unless it says how."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+
+class AlikeAndHashed(Alike):
+    def __hash__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("kind", [Alike, AlikeAndHashed])
+def test_what_is_kept_beside_a_loader_is_its_own_whatever_it_is_equal_to(
+    kind: type[DataLoader[Any]],
+) -> None:
+    one, other = (
+        kind(
+            Numbers(6),
+            2,
+            on_error="skip",
+            persistent_workers=True,
+            num_workers=1,
+            backend="threads",
+        )
+        for _ in range(2)
+    )
+    assert one == other
+    with iter(one) as batches:
+        next(batches)
+        assert one.state_dict()["_num_yielded"] == 1
+        assert other.state_dict()["_num_yielded"] == 0
+        other.load_state_dict(one.state_dict())
+        with iter(other) as rest:
+            assert len(flat(rest)) == 4
+        other.set_epoch(5)
+        assert len(flat(batches)) == 4
+        assert not one.skipped
+    before = len(loader_record._records)
+    del one, batches
+    gc.collect()
+    assert len(loader_record._records) == before - 1
+
+
+def test_r11_the_context_is_none_or_tells_its_start_method() -> None:
+    assert DataLoader(Numbers(), num_workers=1).multiprocessing_context is None
+    for method in ("fork", "spawn", "forkserver"):
+        loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context=method)
+        assert loader.multiprocessing_context.get_start_method() == method
+        again = DataLoader(
+            Numbers(), num_workers=1, multiprocessing_context=loader.multiprocessing_context
+        )
+        assert again.multiprocessing_context is loader.multiprocessing_context
+
+
+_inherited = False
+
+
+class Inheriting(Numbers):
+    """Tells whether the worker has what this process had in memory when it was started."""
+
+    def __getitem__(self, index: int) -> bool:
+        return _inherited
+
+
+@pytest.mark.parametrize(("method", "inherits"), [("fork", True), ("spawn", False)])
+def test_r11_workers_are_started_as_the_context_says(
+    method: str, inherits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "_inherited", True)
+    loader = DataLoader(Inheriting(2), num_workers=1, multiprocessing_context=method)
+    assert flat(loader) == [inherits] * 2

@@ -1,0 +1,152 @@
+"""Beside the rows: `set_epoch` and persistent workers, batches of threads, what is sent."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.compat import Numbers, Randomized, every, flat, keep, quick, set_state
+from torch.utils.data import ConcatDataset, RandomSampler, StackDataset, Subset, default_collate
+
+from hybridloader import DataLoader, Spawn, Threads
+
+
+class Plain(Numbers):
+    """The epoch is an attribute that is bound anew."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+class Reordered(Numbers):
+    """The epoch's order is an array that is bound anew; the array before must not be seen."""
+
+    def __init__(self, length: int = 8) -> None:
+        super().__init__(length)
+        self.set_epoch(-1)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = np.full(self.length, epoch)
+        self.parts = {"names": [epoch]}
+
+    def __getitem__(self, index: int) -> int:
+        assert self.parts["names"] == [self.order[index]]
+        return int(self.order[index])
+
+
+class Wrapper:
+    """No `Dataset`, and holds one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+def stacked() -> tuple[Any, list[Any]]:
+    """A dataset that holds others in all the ways there are, and these; only one is spawned."""
+    leaves: list[Any] = [Plain(4), Reordered(4), Plain(4), Plain(2), Reordered(2)]
+    plain, reordered, in_subset, *in_concat = leaves
+    subset = Subset(Subset(in_subset, [3, 2, 1, 0]), [0, 1, 2, 3])
+    whole = StackDataset(plain, reordered, subset, ConcatDataset(in_concat))
+    return Wrapper(whole), leaves
+
+
+@every
+def test_set_epoch_in_the_parent_is_seen_by_all_persistent_workers(backend: str) -> None:
+    dataset, leaves = stacked()
+    loader = DataLoader(
+        dataset, num_workers=2, backend=backend, collate_fn=keep, persistent_workers=True
+    )
+    for epoch in range(3):
+        for leaf in leaves:
+            leaf.set_epoch(epoch)
+        assert [batch[0] for batch in loader] == [(epoch,) * 4] * 4
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork", Threads(copy_dataset=True)])
+def test_set_epoch_is_seen_when_an_epoch_is_begun_twice(backend: Any) -> None:
+    """As with two loops over the loader, of which the first is given up before its first batch."""
+    dataset = Plain(4)
+    loader = DataLoader(dataset, num_workers=2, backend=backend, persistent_workers=True)
+    assert flat(loader) == [-1] * 4
+    dataset.set_epoch(5)
+    iter(loader)
+    assert flat(iter(loader)) == [5] * 4
+
+
+@quick
+def test_what_a_worker_changed_on_its_copy_stays_in_the_next_epoch(backend: str) -> None:
+    dataset = Randomized(4)
+    chosen: Any = Threads(copy_dataset=True) if backend == "threads" else backend
+    loader = DataLoader(
+        dataset, num_workers=2, backend=chosen, persistent_workers=True, worker_init_fn=set_state
+    )
+    for _ in range(2):
+        assert flat(loader) == [0, 1, 0, 1]
+    dataset.state = 7
+    assert flat(loader) == [7] * 4
+
+
+@quick
+def test_without_persistent_workers_each_epoch_reads_the_dataset_as_it_is(backend: str) -> None:
+    dataset = Reordered(4)
+    loader = DataLoader(dataset, num_workers=1, backend=backend)
+    for epoch in range(2):
+        dataset.order[:] = epoch
+        dataset.parts["names"] = [epoch]
+        assert flat(loader) == [epoch] * 4
+
+
+# -- batches of threads ----------------------------------------------------------------------------
+
+
+def collate_pairs(samples: list[Any]) -> Any:
+    return {"own": default_collate(samples)}
+
+
+class Pairs(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3,), index), np.float32(index)
+
+
+@pytest.mark.parametrize("collate_fn", [None, collate_pairs])
+@pytest.mark.parametrize("backend", ["inline", "threads"])
+def test_batches_made_in_this_process_are_not_moved_to_shared_memory(
+    backend: str, collate_fn: Any
+) -> None:
+    loader = DataLoader(Pairs(4), 2, num_workers=2, backend=backend, collate_fn=collate_fn)
+    for batch in loader:
+        one, two = batch["own"] if collate_fn else batch
+        assert one.shape == (2, 3)
+        assert not one.is_shared()
+        assert not two.is_shared()
+
+
+# -- what a spawned worker must not need -----------------------------------------------------------
+
+
+def test_a_random_sampler_is_not_sent_to_workers() -> None:
+    """R19 again, where a copy would be easiest: the sampler holds what can't be pickled."""
+
+    class Unpicklable(RandomSampler):
+        lock = threading.Lock()
+
+        def __reduce__(self) -> Any:
+            raise TypeError("a sampler is the parent's own")
+
+    sampler = Unpicklable(Numbers(4))
+    loader = DataLoader(Numbers(4), sampler=sampler, num_workers=1, backend=Spawn())
+    assert sorted(flat(loader)) == [0, 1, 2, 3]

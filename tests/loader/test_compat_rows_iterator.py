@@ -1,0 +1,461 @@
+"""What frameworks lean on, R13 to R24: the iterator, and how long it lives.
+
+No framework is imported. A test does with our loader what the framework does with any loader.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.compat import QUICK, Numbers, Told, do_nothing, flat, quick
+from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.distributed import DistributedSampler
+
+from hybridloader import DataLoader
+
+
+class Transformed:
+    """PyG's iterator around an iterator."""
+
+    def __init__(self, iterator: Any, transform: Callable[[Any], Any]) -> None:
+        self.iterator, self.transform = iterator, transform
+
+    def __iter__(self) -> Transformed:
+        return self
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.iterator._reset(loader, first_iter)
+
+    def __len__(self) -> int:
+        return len(self.iterator)
+
+    def __next__(self) -> Any:
+        return self.transform(next(self.iterator))
+
+
+class TheirLoader(TorchLoader):  # type: ignore[type-arg]
+    """A framework's loader that knows nothing of ours."""
+
+    def __init__(self, length: int, **options: Any) -> None:
+        options.pop("collate_fn", None)
+        super().__init__(Numbers(length), collate_fn=self.sampled, **options)
+
+    def sampled(self, samples: list[int]) -> list[int]:
+        return [10 * sample for sample in samples]
+
+    def _get_iterator(self) -> Any:
+        return Transformed(super()._get_iterator(), lambda batch: [x + 1 for x in batch])
+
+
+class Mixed(TheirLoader, DataLoader):
+    pass
+
+
+@pytest.mark.parametrize("backend", [None, *QUICK])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_r13_a_subclass_of_a_framework_adopts_us_by_mixin(backend: Any, workers: int) -> None:
+    if workers == 0:
+        backend = None
+    more = {"persistent_workers": True, "backend": backend} if workers else {}
+    loader = Mixed(5, batch_size=2, num_workers=workers, **more)
+    assert type(iter(loader).iterator).__module__ == "hybridloader.loader.iterator"  # type: ignore[attr-defined]
+    for _ in range(2):
+        iterator = iter(loader)
+        assert len(iterator) == 3
+        assert list(iterator) == [[1, 11], [21, 31], [41]]
+    loader._iterator = None
+
+
+def test_r13_monai_passes_all_by_keyword_through_the_mixin() -> None:
+    class Theirs(TorchLoader):  # type: ignore[type-arg]
+        def __init__(self, dataset: Any, num_workers: int = 0, **options: Any) -> None:
+            options.setdefault("worker_init_fn", do_nothing)
+            super().__init__(dataset=dataset, num_workers=num_workers, **options)
+
+    class Mine(Theirs, DataLoader):
+        pass
+
+    loader = Mine(Numbers(), num_workers=1, batch_size=4, backend="threads")
+    assert loader.worker_init_fn is do_nothing
+    assert {worker.name for worker in iter(loader)._workers} == {"thread"}
+    assert flat(loader) == list(range(8))
+
+
+@quick
+def test_r14_the_iterator_is_torchs_base_with_its_counters(backend: str) -> None:
+    told = Told(6)
+    loader = DataLoader(Numbers(), sampler=told, num_workers=1, backend=backend, prefetch_factor=2)
+    iterator: Any = iter(loader)
+    assert isinstance(iterator, _BaseDataLoaderIter)
+    assert (iterator._num_yielded, told.given) == (0, [0, 1])
+    next(iterator)
+    assert (iterator._num_yielded, told.given) == (1, [0, 1, 2])
+    assert next(iterator._sampler_iter) == [3]  # a CombinedLoader may look, and take
+    assert flat(iterator) == [1, 2, 4, 5]
+    assert iterator._num_yielded == 5
+
+
+@quick
+def test_r14_reset_begins_anew_with_the_same_workers(backend: str) -> None:
+    loader = DataLoader(Numbers(4), num_workers=1, backend=backend, persistent_workers=True)
+    iterator: Any = iter(loader)
+    workers = list(iterator._workers)
+    next(iterator)
+    iterator._reset(loader)
+    assert iterator._num_yielded == 0
+    assert flat(iterator) == [0, 1, 2, 3]
+    iterator._reset(loader, first_iter=False)
+    assert flat(iterator) == [0, 1, 2, 3]
+    assert list(iterator._workers) == workers
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@quick
+def test_r14_speechbrain_skips_ahead_by_patching_the_base_class(
+    backend: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old_init, old_next = _BaseDataLoaderIter.__init__, _BaseDataLoaderIter.__next__
+    asked: list[Any] = []
+
+    def new_init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        old_init(self, loader, *args, **kwargs)
+        if loader._speechbrain_recovery_skip_to is not None:
+            for step in range(loader._speechbrain_recovery_skip_to):
+                next(self._sampler_iter)
+                self._num_yielded = step + 1
+            loader._speechbrain_recovery_skip_to = None
+
+    def new_reset(self: Any, loader: Any, first_iter: bool = False, *args: Any) -> None:
+        if not first_iter:
+            self._sampler_iter = iter(self._index_sampler)
+            self._num_yielded = 0
+            self._IterableDataset_len_called = loader._IterableDataset_len_called
+
+    def new_next(self: Any) -> Any:
+        asked.append(self)
+        return old_next(self)
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__init__", new_init)
+    monkeypatch.setattr(_BaseDataLoaderIter, "_reset", new_reset)
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", new_next)
+    more: dict[str, Any] = {"backend": backend, "persistent_workers": True} if workers else {}
+    loader: Any = DataLoader(Numbers(6), num_workers=workers, **more)
+    loader._speechbrain_recovery_skip_to = 4
+    iterator: Any = iter(loader)
+    assert iterator._num_yielded == 4
+    assert flat(iterator) == [4, 5]
+    assert iterator._num_yielded == 6
+    assert len(asked) == 3
+    assert flat(loader) == list(range(6))
+
+
+@quick
+def test_r15_workers_stop_when_the_last_reference_goes(backend: str) -> None:
+    """A CombinedLoader sets `_iterator` to None; no garbage collection is needed."""
+    loader = DataLoader(Numbers(), num_workers=2, backend=backend, persistent_workers=True)
+    iterator: Any = iter(loader)
+    assert loader._iterator is iterator
+    next(iterator)
+    workers = list(iterator._workers)
+    assert [worker.is_alive() for worker in workers] == [True, True]
+    gc.disable()
+    try:
+        loader._iterator = None
+        assert all(worker.is_alive() for worker in workers)
+        del iterator
+        assert not any(worker.is_alive() for worker in workers)
+    finally:
+        gc.enable()
+    assert flat(loader) == list(range(8))
+
+
+@quick
+def test_r15_a_loader_that_collates_by_its_own_method_can_be_collected(backend: str) -> None:
+    """As PyG's: ``collate_fn=self.sampled`` closes a circle over the persistent iterator."""
+    loader = Mixed(5, num_workers=1, persistent_workers=True, backend=backend)
+    assert len(list(loader)) == 5
+    gone = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert gone() is None
+
+
+class Repeating:
+    """ultralytics' sampler that never ends."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+class Endless(DataLoader):
+    """ultralytics' InfiniteDataLoader."""
+
+    iterator: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", Repeating(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+    def reset(self) -> None:
+        self.iterator = self._get_iterator()
+
+    def end(self) -> None:
+        for worker in self.iterator._workers:
+            if worker.is_alive():
+                worker.terminate()
+        self.iterator._shutdown_workers()
+
+
+@quick
+def test_r16_ultralytics_reuses_and_terminates_the_workers(backend: str) -> None:
+    loader = Endless(Numbers(4), 2, num_workers=2, backend=backend)
+    for _ in range(3):
+        assert flat(loader) == [0, 1, 2, 3]
+    loader.reset()
+    assert flat(loader) == [0, 1, 2, 3]
+    workers = list(loader.iterator._workers)
+    loader.end()
+    assert not any(worker.is_alive() for worker in workers)
+    loader.iterator._shutdown_workers()
+
+
+@quick
+def test_r16_workers_are_handles_like_processes(backend: str) -> None:
+    iterator: Any = iter(DataLoader(Numbers(), num_workers=2, backend=backend))
+    next(iterator)
+    workers = iterator._workers
+    assert len(workers) == 2
+    assert all(worker.is_alive() and worker.pid > 0 for worker in workers)
+    assert (workers[0].pid == os.getpid()) is (backend != "fork")
+    for _ in range(3):
+        iterator._shutdown_workers()
+    for worker in workers:
+        worker.join(timeout=60)
+        assert not worker.is_alive()
+
+
+def test_r16_without_workers_there_is_nothing_to_shut_down_twice() -> None:
+    iterator: Any = iter(DataLoader(Numbers()))
+    next(iterator)
+    for _ in range(2):
+        iterator._shutdown_workers()
+
+
+@pytest.mark.parametrize("backend", [None, *QUICK])
+def test_r17_the_loader_holds_an_iterator_only_when_persistent(backend: str | None) -> None:
+    loader = DataLoader(Numbers(), num_workers=1, backend=backend)
+    assert loader._iterator is None
+    iterator = iter(loader)
+    next(iterator)
+    assert loader._iterator is None
+    persistent = DataLoader(Numbers(), num_workers=1, backend=backend, persistent_workers=True)
+    assert persistent._iterator is None
+    assert persistent._iterator is not iter(persistent)
+    assert persistent._iterator is iter(persistent)
+
+
+@quick
+def test_r18_persistent_iterators_are_one_and_others_are_independent(backend: str) -> None:
+    persistent = DataLoader(Numbers(4), num_workers=1, backend=backend, persistent_workers=True)
+    first = iter(persistent)
+    next(first)
+    assert iter(persistent) is first
+    assert flat(first) == [0, 1, 2, 3]
+
+    loader = DataLoader(Numbers(4), num_workers=1, backend=backend)
+    one, two = iter(loader), iter(loader)
+    assert one is not two
+    taken = [int(next(one)), int(next(two)), int(next(one)), int(next(one)), int(next(two))]
+    assert taken == [0, 0, 1, 2, 1]
+    assert (flat(one), flat(two)) == ([3], [2, 3])
+
+
+class Recording(BatchSampler):
+    """Lightning's wrapper that remembers the indices of each batch for the prediction writer."""
+
+    seen: list[list[int]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.seen = []
+        for batch in super().__iter__():
+            self.seen.append(batch)
+            yield batch
+
+
+@quick
+def test_r19_indices_are_drawn_here_from_that_very_sampler_in_order(backend: str) -> None:
+    told = Told(7)
+    recording = Recording(told, 2, drop_last=False)
+    loader = DataLoader(Numbers(), batch_sampler=recording, num_workers=2, backend=backend)
+    batches = [batch.tolist() for batch in loader]
+    assert recording.seen == batches == [[0, 1], [2, 3], [4, 5], [6]]
+    assert told.places == {(os.getpid(), threading.get_ident())}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@quick
+def test_r20_nothing_of_an_epoch_is_drawn_before_iter(backend: str, persistent: bool) -> None:
+    class Shuffled(DistributedSampler[int]):
+        begun: list[int] = []  # noqa: RUF012
+
+        def __iter__(self) -> Iterator[int]:
+            self.begun.append(self.epoch)
+            return super().__iter__()
+
+    sampler = Shuffled(Numbers(), num_replicas=1, rank=0, seed=3)
+    loader = DataLoader(
+        Numbers(), sampler=sampler, num_workers=1, backend=backend, persistent_workers=persistent
+    )
+    Shuffled.begun.clear()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        orders = flat(loader)
+        assert set(Shuffled.begun) == {epoch}
+        Shuffled.begun.clear()
+        assert orders == list(DistributedSampler.__iter__(sampler))
+
+
+def draws(seed: int, count: int) -> torch.Tensor:
+    """The state of a generator after `count` seeds were drawn from it."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return generator.get_state()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@quick
+def test_r21_an_iterator_draws_one_seed_and_a_reset_none(backend: str, workers: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    more: dict[str, Any] = {"backend": backend, "persistent_workers": True} if workers else {}
+    loader = DataLoader(Numbers(2), num_workers=workers, generator=generator, **more)
+    globals_before = torch.get_rng_state()
+    for epoch in range(3):
+        assert len(list(loader)) == 2
+        drawn = 1 if workers else epoch + 1
+        assert torch.equal(generator.get_state(), draws(5, drawn))
+    assert torch.equal(torch.get_rng_state(), globals_before)
+
+
+@quick
+def test_r21_a_pipe_draws_a_shared_seed_more_and_again_at_a_reset(backend: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    pipe = IterableWrapper(range(4)).shuffle()
+    loader = DataLoader(
+        pipe, num_workers=1, generator=generator, backend=backend, persistent_workers=True
+    )
+    assert sorted(flat(loader)) == [0, 1, 2, 3]
+    after_one = generator.get_state()
+    assert sorted(flat(loader)) == [0, 1, 2, 3]
+
+    theirs = torch.Generator().manual_seed(5)
+    torchs = TorchLoader(pipe, num_workers=1, generator=theirs, persistent_workers=True)
+    assert len(list(torchs)) == 4
+    assert torch.equal(after_one, theirs.get_state())
+    assert len(list(torchs)) == 4
+    assert torch.equal(generator.get_state(), theirs.get_state())
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@quick
+def test_r22_the_sampler_is_asked_to_begin_as_often_as_by_torch(
+    backend: str, workers: int, persistent: bool
+) -> None:
+    def begun(kind: Any, **more: Any) -> list[int]:
+        told = Told(4)
+        loader = kind(
+            Numbers(4), sampler=told, num_workers=workers, persistent_workers=persistent, **more
+        )
+        found = []
+        for _ in range(3):
+            iterator = iter(loader)
+            found.append(told.begun)
+            list(iterator)
+            found.append(told.begun)
+        return found
+
+    ours = begun(DataLoader, **({"backend": backend} if workers else {}))
+    assert ours == begun(TorchLoader)
+
+
+class Unsized(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Sized(Unsized):
+    def __len__(self) -> int:
+        return 3
+
+
+def test_r23_lengths_are_torchs() -> None:
+    loader = DataLoader(Numbers(7), 2, num_workers=1, backend="threads")
+    assert len(loader) == len(iter(loader)) == 4
+    assert len(DataLoader(Numbers(7), 2, drop_last=True)) == 3
+    assert len(DataLoader(Sized(), 2)) == 2
+    with pytest.raises(TypeError):
+        len(DataLoader(Unsized()))
+    assert not hasattr(iter(DataLoader(Unsized())), "length_hint")
+
+
+def test_r23_more_samples_than_the_length_said_are_warned_of_as_by_torch() -> None:
+    class Liar(Sized):
+        def __len__(self) -> int:
+            return 2
+
+    loader = DataLoader(Liar(), num_workers=1, backend="threads")
+    assert len(loader) == 2
+    with pytest.warns(UserWarning, match="Length of IterableDataset"):
+        assert flat(loader) == [0, 1, 2]
+
+
+class Counting(Numbers):
+    """Counts, in shared memory, how many samples were fetched by all workers."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.fetched = torch.zeros(2, length, dtype=torch.uint8).share_memory_()
+
+    def __getitem__(self, index: int) -> int:
+        worker = get_worker_info()
+        self.fetched[0 if worker is None else worker.id, index] = 1
+        return index
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@quick
+def test_r24_a_break_drains_nothing(backend: str, persistent: bool) -> None:
+    dataset, told = Counting(500), Told(500)
+    loader = DataLoader(
+        dataset, sampler=told, num_workers=2, backend=backend, persistent_workers=persistent
+    )
+    for _ in loader:
+        break
+    window = 2 * 2
+    assert len(told.given) == 1 + window
+    if persistent:
+        assert int(next(iter(loader))) == 0
+    loader._iterator = None
+    assert 1 <= int(dataset.fetched.sum()) <= 1 + window

@@ -1,0 +1,411 @@
+"""What frameworks lean on, R25 to R34: what code finds inside workers.
+
+No framework is imported. A test does with our loader what the framework does with any loader.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from support.compat import (
+    Numbers,
+    Randomized,
+    Watched,
+    do_nothing,
+    every,
+    flat,
+    keep,
+    quick,
+    set_state,
+)
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils.worker import WorkerInfo
+
+import hybridloader
+from hybridloader import DataLoader, Inline, Threads, WorkerDied
+
+
+def test_r25_references_taken_before_our_import_tell_the_thread_who_it_is() -> None:
+    script = """
+        from torch.utils.data import get_worker_info as one
+        from torch.utils.data._utils.worker import get_worker_info as two
+        import torch.utils.data
+
+        assert one is two
+        from hybridloader import DataLoader
+
+        class Data(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                ids = {f().id for f in (one, two, torch.utils.data.get_worker_info)}
+                return ids, torch.utils.data._utils.worker._worker_info
+
+        def keep(samples):
+            return samples
+
+        for backend in ("threads", "inline"):
+            loader = DataLoader(Data(), num_workers=2, backend=backend, collate_fn=keep)
+            found = []
+            for batch in loader:
+                assert one() is None
+                found += batch
+            assert found == [({0}, None), ({1}, None)] * 2, found
+        theirs = torch.utils.data.DataLoader(Data(), num_workers=1, collate_fn=keep)
+        assert [batch[0][1].id for batch in theirs] == [0] * 4
+        print("fine")
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("fine\n", 0), done.stderr
+
+
+def test_r25_two_loaders_of_threads_do_not_mix_up_their_workers() -> None:
+    two = iter(DataLoader(Watched(6), num_workers=2, backend="threads", collate_fn=keep))
+    one = iter(DataLoader(Watched(6), num_workers=1, backend="threads", collate_fn=keep))
+    for step in range(6):
+        assert next(two) == [(step % 2, 2, "thread")]
+        assert next(one) == [(0, 1, "thread")]
+        assert get_worker_info() is None
+        assert hybridloader.get_worker_info() is None
+
+
+def describe(index: int) -> Any:
+    info = get_worker_info()
+    assert info is hybridloader.get_worker_info()
+    assert type(info) is WorkerInfo
+    with pytest.raises(FrozenInstanceError):
+        info.id = 7  # type: ignore[misc]
+    return info.id, info.num_workers, info.seed, info.worker_method, info.rng is not None
+
+
+class Described(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return describe(index)
+
+
+@every
+def test_r26_worker_info_is_torchs_and_frozen_and_tells_all(backend: str) -> None:
+    loader = DataLoader(
+        Described(4),
+        num_workers=2,
+        backend=backend,
+        collate_fn=keep,
+        generator=torch.Generator().manual_seed(9),
+    )
+    base = int(
+        torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(9))
+    )
+    method = {"inline": "inline", "threads": "thread"}.get(backend, "multiprocessing")
+    told = [(worker, 2, base + worker, method, backend == "threads") for worker in (0, 1)]
+    assert [batch[0] for batch in loader] == told * 2
+
+
+class Augmented(Numbers):
+    """Draws from the generator that torch recommends for threads, and from those in `rng`."""
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.random.thread_safe_generator()
+        info = get_worker_info()
+        assert info is not None
+        assert (generator is None) == (info.rng is None)
+        if info.rng is None:
+            return None
+        draws: Any = info.rng
+        assert generator is draws.torch_generator
+        return (
+            torch.rand(2, generator=generator).tolist(),
+            draws.random_generator.random(),
+            draws.numpy_generator.random(),
+        )
+
+
+def test_r26_threads_draw_from_generators_of_their_own() -> None:
+    def run() -> list[Any]:
+        generator = torch.Generator().manual_seed(9)
+        loader = DataLoader(
+            Augmented(6), num_workers=2, backend="threads", collate_fn=keep, generator=generator
+        )
+        return [batch[0] for batch in loader]
+
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first = run()
+    assert run() == first
+    assert len({str(sample) for sample in first}) == 6
+    base = int(
+        torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(9))
+    )
+    for worker in (0, 1):
+        mine = torch.Generator().manual_seed(base + worker)
+        python = random.Random(base + worker)
+        for sample in first[worker::2]:
+            assert sample[:2] == (torch.rand(2, generator=mine).tolist(), python.random())
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert torch.random.thread_safe_generator() is None
+
+
+@pytest.mark.parametrize("backend", ["inline", "fork"])
+def test_r26_other_workers_have_no_thread_safe_generator(backend: str) -> None:
+    loader = DataLoader(Augmented(2), num_workers=1, backend=backend, collate_fn=keep)
+    assert list(loader) == [[None]] * 2
+
+
+def lightning_seeds(found: torch.Tensor, worker: int) -> None:
+    """Lightning's `pl_worker_init_function`; writes down the seed that it was given."""
+    process_seed = torch.initial_seed()
+    found[worker] = process_seed
+    sequence = np.random.SeedSequence([process_seed - worker, worker, 0])
+    np.random.seed(sequence.generate_state(4))
+    torch_sequence, python_sequence = sequence.spawn(2)
+    torch.manual_seed(int(torch_sequence.generate_state(1, dtype=np.uint64)[0] >> 1))
+    random.seed(int(python_sequence.generate_state(2, dtype=np.uint64)[0]))
+
+
+@every
+def test_r27_init_functions_find_their_seed_and_leave_the_main_thread_alone(backend: str) -> None:
+    found = torch.zeros(2, dtype=torch.int64).share_memory_()
+    torch.manual_seed(11)
+    random.seed(12)
+    np.random.seed(13)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    loader = DataLoader(
+        Numbers(4),
+        num_workers=2,
+        backend=backend,
+        worker_init_fn=partial(lightning_seeds, found),
+        generator=torch.Generator().manual_seed(9),
+    )
+    iterator: Any = iter(loader)
+    assert flat(iterator) == [0, 1, 2, 3]
+    assert found.tolist() == [iterator._base_seed, iterator._base_seed + 1]
+    assert torch.initial_seed() == 11
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads"])
+def test_r27_workers_of_this_process_do_not_reseed_the_devices(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.manual_seed` seeds the generators of all devices, which the training code draws from."""
+    seeded: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    loader = DataLoader(Numbers(2), num_workers=1, backend=backend, worker_init_fn=do_nothing)
+    assert flat(loader) == [0, 1]
+    assert seeded == []
+    torch.manual_seed(0)
+    assert seeded == [0]  # the test would see it
+
+
+class Seeded(Dataset[Any]):
+    """How much a traceback would show in the worker, and how it was seeded."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        limit = getattr(sys, "tracebacklimit", None)
+        return limit, torch.initial_seed(), random.random(), np.random.rand()
+
+
+@pytest.mark.parametrize("limit", [None, 7])
+def test_r27_a_process_is_seeded_without_a_trace_of_how(
+    limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit is not None:
+        monkeypatch.setattr(sys, "tracebacklimit", limit, raising=False)
+    loaders = [
+        make(
+            Seeded(),
+            batch_size=None,
+            num_workers=1,
+            generator=torch.Generator().manual_seed(9),
+            **more,
+        )
+        for make, more in ((DataLoader, {"backend": "fork"}), (torch.utils.data.DataLoader, {}))
+    ]
+    [ours], [torchs] = map(list, loaders)
+    assert ours == torchs
+    assert ours[0] == limit
+
+
+class Shard(IterableDataset[Any]):
+    """Keeps its place on itself, so that two workers must not share it."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        for _ in range(3):
+            self.place += 1
+            yield info.id, self.place, id(self)
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", Inline(copy_dataset=False)])
+def test_r29_each_worker_iterates_a_copy_of_an_iterable_dataset(backend: Any) -> None:
+    dataset = Shard()
+    loader = DataLoader(dataset, num_workers=2, backend=backend, collate_fn=keep)
+    iterator = iter(loader)  # held, so that the copies live and their ids differ
+    found = [batch[0] for batch in iterator]
+    assert [item[:2] for item in found] == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3)]
+    assert len({item[2] for item in found} | {id(dataset)}) == 3
+    assert dataset.place == 0
+
+
+class Epoch:
+    """The epoch of a streaming dataset of Hugging Face: a tensor in shared memory."""
+
+    def __init__(self) -> None:
+        self.value = torch.tensor(0).share_memory_()
+
+
+class Streaming(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self._epoch = Epoch()
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.value.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        for _ in range(2):
+            yield info.id, int(self._epoch.value)
+
+
+@every
+def test_r30_an_epoch_in_shared_memory_is_seen_by_every_worker(backend: str) -> None:
+    dataset = Streaming()
+    loader = DataLoader(
+        dataset, num_workers=2, backend=backend, collate_fn=keep, persistent_workers=True
+    )
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
+        assert [batch[0] for batch in loader] == [(0, epoch), (1, epoch)] * 2
+    assert dataset._epoch.value.is_shared()
+
+
+@pytest.mark.parametrize("backend", [Threads(copy_dataset=True), "inline", "fork"])
+def test_r31_init_functions_change_the_workers_own_dataset(backend: Any) -> None:
+    dataset = Randomized(4)
+    loader = DataLoader(dataset, num_workers=2, backend=backend, worker_init_fn=set_state)
+    assert flat(loader) == [0, 1, 0, 1]
+    assert dataset.state == -1
+
+
+def test_r31_threads_share_a_map_style_dataset_unless_told_to_copy_it() -> None:
+    dataset = Randomized(4)
+    loader = DataLoader(dataset, num_workers=1, backend="threads", worker_init_fn=set_state)
+    assert flat(loader) == [0] * 4
+    assert dataset.state == 0
+
+
+class Batchwise:
+    """No `Dataset` of torch's, and asked for a batch at once: a dataset of Hugging Face."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("a dataset with __getitems__ is asked for batches")
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [100 * len(indices) + index for index in indices]
+
+
+class Declined(Numbers):
+    __getitems__ = None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@quick
+def test_r33_getitems_is_used_where_it_is(backend: str, workers: int) -> None:
+    more: dict[str, Any] = {"num_workers": 1, "backend": backend} if workers else {}
+    data: Any = Batchwise()
+    assert flat(DataLoader(data, 2, **more)) == [200, 201, 202, 203, 104]
+    assert flat(DataLoader(Declined(3), 2, **more)) == [0, 1, 2]
+    assert flat(DataLoader([7, 8, 9], 2, **more)) == [7, 8, 9]  # type: ignore[arg-type]
+
+
+class Unfit(Exception):
+    def __init__(self, index: int, *, why: str) -> None:
+        super().__init__(f"sample {index} is unfit: {why}")
+        self.index = index
+
+
+class Fragile(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            raise Unfit(index, why="rotten")
+        return index
+
+
+def refuse(worker: int) -> None:
+    raise Unfit(worker, why="no worker")
+
+
+@quick
+def test_r34_errors_keep_type_message_and_the_workers_traceback(backend: str) -> None:
+    iterator = iter(DataLoader(Fragile(3), num_workers=1, backend=backend))
+    assert int(next(iterator)) == 0
+    with pytest.raises(Unfit, match="sample 1 is unfit: rotten") as caught:
+        next(iterator)
+    assert caught.value.index == 1
+    shown = "".join(caught.value.__notes__) + str(caught.getrepr(style="native"))
+    assert 'raise Unfit(index, why="rotten")' in shown
+    assert "worker 0" in shown
+    assert int(next(iterator)) == 2
+
+
+@quick
+def test_r34_errors_of_init_functions_reach_the_consumer(backend: str) -> None:
+    loader = DataLoader(Numbers(3), num_workers=1, backend=backend, worker_init_fn=refuse)
+    with pytest.raises(Unfit, match="no worker"):
+        list(loader)
+
+
+def leave(worker: int) -> None:
+    raise SystemExit(3)
+
+
+class Leaving(Numbers):
+    def __getitem__(self, index: int) -> int:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("where", ["in a sample", "at the start"])
+def test_r34_what_escapes_a_worker_never_hangs_the_consumer(backend: str, where: str) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "backend": backend}
+    if where == "at the start":
+        loader = DataLoader(Numbers(), worker_init_fn=leave, **options)
+    else:
+        loader = DataLoader(Leaving(), **options)
+    with pytest.raises(WorkerDied, match=r"SystemExit|code 3"):
+        list(loader)

@@ -1,0 +1,280 @@
+"""The state of a loader: wherever a pass is left, the rest of it comes, on any backend.
+
+The uninterrupted run is the oracle, and torch's loader that of the uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sampled import (
+    BATCH,
+    LENGTH,
+    NUMBERS,
+    PLACES,
+    SAMPLERS,
+    InIter,
+    epochs_of,
+    every_sampler,
+    flat,
+    left_after,
+    make,
+    some_counts,
+    through_a_file,
+)
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+from hybridloader import DataLoader
+from hybridloader.sampling import ShuffleSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+# -- the rest of the epoch comes -------------------------------------------------------------------
+
+
+@every_sampler
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_left_after_any_batch_the_rest_comes_under_other_settings_and_twice(
+    sampler: str, place: tuple[int, str]
+) -> None:
+    (whole,) = epochs_of(TorchLoader(NUMBERS, **SAMPLERS[sampler]()), 1)
+    others = [other for other in PLACES if other != place]
+    for count in some_counts(len(whole), PLACES.index(place), sorted(SAMPLERS).index(sampler)):
+        torch.manual_seed(0)
+        taken, state = left_after(make(sampler, *place), count)
+        torch.manual_seed(99)
+        between = make(sampler, *others[count % len(others)], prefetch_factor=None)
+        between.load_state_dict(through_a_file(state))
+        more, again = left_after(between, min(1, len(whole) - count))
+        torch.manual_seed(98)
+        last = make(sampler, *others[(count + 1) % len(others)])
+        last.load_state_dict(again)
+        assert taken + more + flat(last) == whole
+
+
+@pytest.mark.parametrize(
+    "sampler", ["generator", "own generator", "replacement", "ours", "our batches", "batches"]
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epochs_after_it_are_those_of_the_uninterrupted_run(sampler: str, workers: int) -> None:
+    backend = "threads" if workers else "inline"
+    # The uninterrupted run is ours: torch's of as many workers is the same, as test_parity.py shows.
+    whole = epochs_of(make(sampler, workers, backend), 3)
+    loader = make(sampler, workers, backend)
+    torch.manual_seed(0)
+    first = flat(loader)
+    taken, state = left_after(loader, 2)
+    other = make(sampler)
+    other.load_state_dict(state)
+    assert [first, taken + flat(other), flat(other)] == whole
+
+
+@every_sampler
+@pytest.mark.parametrize("workers", [0, 2])
+def test_at_the_end_of_an_epoch_the_next_one_comes_once(sampler: str, workers: int) -> None:
+    backend = "threads" if workers else "inline"
+    whole = epochs_of(make(sampler, workers, backend), 2)
+    loader = make(sampler, workers, backend)
+    torch.manual_seed(0)
+    assert flat(loader) == whole[0]
+    state = loader.state_dict()
+    assert state["_iterator_finished"] is True
+    training = torch.get_rng_state()
+    other = make(sampler)
+    other.load_state_dict(state)
+    assert flat(other) == whole[1], "where the training code has restored torch's generator"
+    torch.manual_seed(5)
+    other = make(sampler)
+    other.load_state_dict(state)
+    if sampler != "sequential":
+        assert flat(other) == whole[1], "and where it has not"
+    assert not torch.equal(training, torch.get_rng_state())
+
+
+@every_sampler
+def test_a_state_before_the_first_batch_is_that_of_the_whole_epoch(sampler: str) -> None:
+    torch.manual_seed(0)
+    loader = make(sampler)
+    state = loader.state_dict()
+    iterator = iter(loader)
+    begun = loader.state_dict()
+    whole = flat(iterator)
+    for found in (state, begun):
+        torch.manual_seed(7)
+        other = make(sampler)
+        other.load_state_dict(found)
+        assert flat(other) == whole
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from(sorted(SAMPLERS)))
+@settings(max_examples=60, deadline=None)
+def test_left_any_number_of_times_the_stream_is_one(steps: list[int], sampler: str) -> None:
+    torch.manual_seed(0)
+    loader = make(sampler)
+    whole = flat(loader)
+    torch.manual_seed(0)
+    loader, taken = make(sampler), []
+    for step in steps:
+        iterator = iter(loader)
+        for _ in range(min(step, len(whole) - len(taken))):
+            taken.append(next(iterator)[0].tolist())
+        state = loader.state_dict()
+        torch.manual_seed(len(taken) + 1)
+        loader = make(sampler)
+        loader.load_state_dict(state)
+        assert_alike(loader.state_dict(), state)
+    assert taken + flat(loader) == whole
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert set(one) == set(other)
+        for key in one:
+            assert_alike(one[key], other[key])
+    else:
+        assert one == other
+
+
+# -- what it does to generators --------------------------------------------------------------------
+
+
+def test_the_training_codes_generator_is_put_back() -> None:
+    torch.manual_seed(0)
+    _, state = left_after(make("shuffle"), 3)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    other = make("shuffle", 2, "threads")
+    other.load_state_dict(state)
+    iterator = iter(other)
+    assert torch.equal(before, torch.get_rng_state())
+    next(iterator)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_it_is_put_back_where_nothing_can_be_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, state = left_after(make("in iter"), 3)
+    other = make("in iter")
+    monkeypatch.setattr(InIter, "__iter__", lambda self: iter(range(LENGTH)))
+    other.load_state_dict(state)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="item 2 of BatchSampler is not what it was"):
+        iter(other)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_workers_have_the_seed_that_they_had() -> None:
+    torch.manual_seed(0)
+    loader = make("sequential", 1, "threads")
+    first = iter(loader)
+    state = loader.state_dict()
+    torch.manual_seed(5)
+    other = make("sequential", 1, "threads")
+    other.load_state_dict(state)
+    second = iter(other)
+    assert isinstance(first, Iterator)
+    assert first._base_seed == second._base_seed
+    for iterator in (first, second):
+        iterator.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@every_sampler
+def test_asking_for_a_state_changes_nothing(sampler: str, workers: int) -> None:
+    def run(asks: bool) -> list[Any]:
+        torch.manual_seed(0)
+        loader = make(sampler, workers, "threads" if workers else "inline")
+        found: list[Any] = [loader.state_dict() if asks else None]
+        for _ in range(2):
+            for batch in loader:
+                found.append(batch[0].tolist())
+                if asks:
+                    loader.state_dict()
+        return [*found[1:], torch.get_rng_state().tolist()]
+
+    assert run(True) == run(False)
+
+
+# -- what a state is -------------------------------------------------------------------------------
+
+
+def test_it_counts_what_was_yielded_and_not_what_was_prefetched() -> None:
+    loader = make("sequential", 2, "threads", prefetch_factor=2)
+    _, state = left_after(loader, 1)
+    assert (state["_num_yielded"], state["_sampler_iter_yielded"]) == (1, 1)
+    assert state["_index_sampler_state"]["samples_yielded"] == BATCH
+
+
+@every_sampler
+def test_but_for_generators_it_is_json(sampler: str) -> None:
+    torch.manual_seed(0)
+    (whole,) = epochs_of(make(sampler), 1)
+    torch.manual_seed(0)
+    taken, state = left_after(make(sampler), 2)
+    generators = state["_hybridloader"].pop("generators")
+    state = json.loads(json.dumps(state))
+    assert all(isinstance(value, torch.Tensor) for value in generators.values())
+    state["_hybridloader"]["generators"] = generators
+    other = make(sampler)
+    other.load_state_dict(state)
+    assert taken + flat(other) == whole
+    assert len(pickle.dumps(state)) < 10_000
+
+
+def test_its_size_does_not_depend_on_the_number_of_samples() -> None:
+    sizes = set()
+    for length in (100, 100_000):
+        loader = DataLoader(range(length), 10, sampler=ShuffleSampler(length, seed=0))  # type: ignore[arg-type]
+        iterator = iter(loader)
+        next(iterator)
+        text = json.dumps({**loader.state_dict(), "_hybridloader": None})
+        sizes.add(len(text) - 2 * len(str(length)))
+    assert max(sizes) - min(sizes) < 10
+
+
+def test_a_state_starts_no_worker_and_is_a_dict_of_its_own_each_time() -> None:
+    class Silent(Dataset[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            raise AssertionError("nobody asked for a sample")
+
+    loader = DataLoader(Silent(), num_workers=2, backend="fork")
+    one, other = loader.state_dict(), loader.state_dict()
+    assert one is not other
+    assert one["_hybridloader"] is not other["_hybridloader"]
+    one["_hybridloader"]["counts"].append(1)
+    assert loader.state_dict()["_hybridloader"]["counts"] == [0, 0]
+    assert loader._iterator is None
+
+
+def test_going_on_in_the_middle_of_many_costs_nothing_by_the_place() -> None:
+    asked = 0
+
+    class Counting(ShuffleSampler):
+        def _items(self, place: Any) -> list[int]:
+            nonlocal asked
+            asked += 1
+            return super()._items(place)
+
+    length = 100_000_000
+    loader = DataLoader(range(length), 256, sampler=Counting(length, seed=0))  # type: ignore[arg-type]
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    state["_index_sampler_state"]["sampler_state"]["position"] = length // 2
+    asked = 0
+    other = DataLoader(range(length), 256, sampler=Counting(length, seed=0))  # type: ignore[arg-type]
+    other.load_state_dict(state)
+    next(iter(other))
+    assert asked == 1

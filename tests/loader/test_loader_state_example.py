@@ -1,0 +1,38 @@
+"""The examples of docs/resuming.md: what is gone on with loses nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "resume.py"
+
+
+def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore:This DataLoader will create", str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "by signal 9" in done.stdout
+    assert done.stdout.endswith("the same to the last bit\n")
+    assert len(done.stdout.splitlines()) > 10
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_sampler_and_a_dataset_of_ones_own_go_on_as_the_page_says() -> None:
+    page = (ROOT / "docs" / "support.resuming.md").read_text()
+    _, block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {"__name__": "__page__"}
+    exec(block, found)  # it asserts
+    assert found["batch"].shape == (8,)
+    found["batches"].close()

@@ -1,0 +1,316 @@
+"""The state of a loader as frameworks use it, with workers that stay, epochs and ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support.sampled import (
+    BATCH,
+    BATCHES,
+    NUMBERS,
+    epochs_of,
+    flat,
+    left_after,
+    make,
+)
+from torch.utils.data import TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from hybridloader import DataLoader, StateError
+from hybridloader.sampling import DistributedShuffleSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+# -- frameworks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", ["shuffle", "generator", "ours", "our batches", "sequential"])
+def test_what_accelerate_edits_is_honoured(sampler: str) -> None:
+    (whole,) = epochs_of(make(sampler), 1)
+    torch.manual_seed(0)
+    _, state = left_after(make(sampler, 2, "threads"), 4)
+    factor = 1
+    state["_sampler_iter_yielded"] -= factor
+    state["_num_yielded"] -= factor
+    batch_size = make(sampler).batch_size
+    assert ("samples_yielded" in state["_index_sampler_state"]) is (batch_size is not None)
+    if (
+        batch_size is not None
+    ):  # behind a batch sampler there is none for accelerate to multiply with
+        state["_index_sampler_state"]["samples_yielded"] -= batch_size * factor
+    state["_iterator_finished"] = False
+    other = make(sampler)
+    other.load_state_dict(state)
+    assert flat(other) == whole[3:]
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["", "set_epoch"])
+@pytest.mark.parametrize("sampler", ["generator", "ours", "our batches", "own generator"])
+def test_an_iterator_that_was_declared_finished_is_followed_by_the_next(
+    sampler: str, told: bool
+) -> None:
+    whole = epochs_of(make(sampler), 3)
+    torch.manual_seed(0)
+    _, state = left_after(make(sampler, 2, "threads"), 3)
+    state["_iterator_finished"] = True
+    other = make(sampler)
+    other.load_state_dict(state)
+    if told:
+        other.set_epoch(1)
+    assert [flat(other), flat(other)] == whole[1:]
+
+
+@pytest.mark.parametrize("sampler", ["sequential", "generator", "ours", "own generator"])
+def test_an_end_that_was_declared_none_leaves_an_empty_rest(sampler: str) -> None:
+    whole = epochs_of(make(sampler), 2)
+    torch.manual_seed(0)
+    loader = make(sampler, 2, "threads")
+    list(loader)
+    state = {**loader.state_dict(), "_iterator_finished": False}
+    other = make(sampler)
+    other.load_state_dict(state)
+    assert flat(other) == []
+    assert other.state_dict()["_hybridloader"]["epoch"] == 1
+    assert flat(other) == whole[1]
+
+
+def test_an_empty_state_is_none() -> None:
+    _, state = left_after(make("sequential"), 3)
+    loader = make("sequential")
+    loader.load_state_dict(state)
+    loader.load_state_dict({})
+    assert len(flat(loader)) == BATCHES
+
+
+# -- several iterators, workers that stay ----------------------------------------------------------
+
+
+def test_a_state_is_taken_of_the_last_iterator_and_loaded_into_the_next() -> None:
+    loader = make("sequential")
+    first, second = iter(loader), iter(loader)
+    for _ in range(3):
+        next(first)
+    next(second)
+    state = loader.state_dict()
+    assert state["_num_yielded"] == 1
+    loader.load_state_dict(state)
+    assert [len(flat(loader)), len(flat(loader))] == [BATCHES - 1, BATCHES]
+
+
+def test_what_was_loaded_last_counts() -> None:
+    (_, one), (_, two) = left_after(make("sequential"), 1), left_after(make("sequential"), 2)
+    loader = make("sequential")
+    loader.load_state_dict(one)
+    loader.load_state_dict(two)
+    assert len(flat(loader)) == BATCHES - 2
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("sampler", ["generator", "ours", "replacement"])
+def test_workers_that_stay_go_on_from_a_state(sampler: str, backend: str) -> None:
+    options: dict[str, Any] = {"persistent_workers": True}
+    reference = make(sampler, 2, backend, **options)
+    whole = epochs_of(reference, 4)
+    loader = make(sampler, 2, backend, **options)
+    torch.manual_seed(0)
+    first = flat(loader)
+    taken, state = left_after(loader, 2)
+    flat(loader)
+    loader.load_state_dict(state)
+    assert [first, taken + flat(loader), flat(loader), flat(loader)] == whole
+    for one in (loader, reference):
+        assert one._iterator is not None
+        one._iterator.close()
+
+
+def test_a_copy_and_a_pickled_loader_begin_at_the_beginning() -> None:
+    loader = make("sequential")
+    _, state = left_after(loader, 2)
+    loader.load_state_dict(state)
+    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert len(flat(other)) == BATCHES
+    assert len(flat(loader)) == BATCHES - 2
+
+
+# -- epochs ----------------------------------------------------------------------------------------
+
+
+def test_passes_are_counted_and_set_epoch_names_the_next() -> None:
+    loader = make("ours")
+    assert loader.state_dict()["_hybridloader"]["epoch"] == 0
+    list(loader)
+    iter(loader)
+    assert loader.state_dict()["_hybridloader"]["epoch"] == 1
+    loader.set_epoch(7)
+    assert pickle.loads(pickle.dumps(loader))._epoch == 7
+    assert loader.sampler.epoch == 7  # type: ignore[union-attr]
+    iter(loader)
+    assert loader.state_dict()["_hybridloader"]["epoch"] == 7
+    assert not [name for name in vars(loader) if "epoch" in name and not name.startswith("_")]
+
+
+def test_set_epoch_tells_whoever_wants_to_know_once() -> None:
+    class Told(TensorDataset):
+        epochs: list[int]
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    data = Told(torch.arange(8))
+    data.epochs = []
+    sampler = DistributedSampler(data, num_replicas=1, rank=0)
+    loader = DataLoader(data, sampler=sampler)
+    loader.set_epoch(4)
+    assert (sampler.epoch, data.epochs) == (4, [4])
+    for wrong in (-1, True, 1.0, "1"):
+        with pytest.raises((TypeError, ValueError), match="epoch must be"):
+            loader.set_epoch(wrong)  # type: ignore[arg-type]
+
+
+def test_set_epoch_keeps_a_place_in_that_epoch_and_says_that_it_drops_another() -> None:
+    loader = make("ours")
+    list(loader)
+    whole = flat(loader)
+    loader = make("ours")
+    list(loader)
+    taken, state = left_after(loader, 2)
+    for epoch, kept in ((1, True), (5, False)):
+        other = make("ours")
+        other.load_state_dict(state)
+        if kept:
+            other.set_epoch(epoch)
+            assert taken + flat(other) == whole
+        else:
+            with pytest.warns(UserWarning, match=r"set_epoch\(5\) drops the place.*epoch 1"):
+                other.set_epoch(epoch)
+            assert len(flat(other)) == BATCHES
+
+
+def test_a_pass_that_was_broken_off_is_not_gone_on_with_by_the_next() -> None:
+    loader = make("ours")
+    whole = epochs_of(make("ours"), 2)
+    left_after(loader, 2)
+    begun = iter(loader)
+    state = loader.state_dict()
+    other = make("ours")
+    other.load_state_dict(state)
+    assert flat(begun) == flat(other) == whole[1]
+
+
+def test_a_sampler_that_is_told_epochs_is_told_the_one_that_it_was_in() -> None:
+    def distributed() -> DataLoader:
+        return DataLoader(NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, 1, 0))
+
+    loader = distributed()
+    loader.set_epoch(3)
+    taken, state = left_after(loader, 2)
+    other = distributed()
+    other.load_state_dict(state)
+    whole = distributed()
+    whole.set_epoch(3)
+    assert taken + flat(other) == flat(whole)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("count", [BATCHES, 2], ids=["at the end", "declared finished"])
+def test_an_epoch_that_it_is_told_behind_the_end_is_not_taken_back(
+    count: int, before: bool
+) -> None:
+    """As in ``for epoch in range(saved, epochs): loader.set_epoch(epoch)``."""
+
+    def distributed() -> DataLoader:
+        return DataLoader(NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, 1, 0))
+
+    loader = distributed()
+    loader.set_epoch(1)
+    iterator = iter(loader)
+    for _ in range(count):
+        next(iterator)
+    if count == BATCHES:
+        assert next(iterator, None) is None
+    state = {**loader.state_dict(), "_iterator_finished": True}
+    whole = distributed()
+    whole.set_epoch(2)
+    other = distributed()
+    if before:
+        other.set_epoch(2)
+    other.load_state_dict(state)
+    if not before:
+        other.set_epoch(2)
+    taken, state = left_after(other, 2)
+    rest = distributed()
+    rest.load_state_dict(state)
+    assert taken + flat(rest) == flat(whole)
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def ranks(replicas: int, length: int, batch: int, uneven: str) -> list[DataLoader]:
+    return [
+        DataLoader(
+            range(length),  # type: ignore[arg-type]
+            batch,
+            sampler=DistributedShuffleSampler(
+                length, 2, num_replicas=replicas, rank=rank, uneven=uneven
+            ),
+        )
+        for rank in range(replicas)
+    ]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4)])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_another_number_of_ranks_loses_and_doubles_nothing(
+    before: int, after: int, steps: int
+) -> None:
+    seen, states = [], []
+    for loader in ranks(before, 40, 4, "exact"):
+        iterator = iter(loader)
+        for _ in range(steps):
+            seen += next(iterator).tolist()
+        states.append(loader.state_dict())
+    for loader in ranks(after, 40, 4, "exact"):
+        loader.load_state_dict(states[0])
+        seen += [index for batch in loader for index in batch.tolist()]
+    assert sorted(seen) == list(range(40))
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_what_is_too_little_for_more_ranks_is_dropped_and_not_filled_from_the_next_epoch(
+    steps: int,
+) -> None:
+    seen, states = [], []
+    for loader in ranks(2, 10, 1, "drop"):
+        iterator = iter(loader)
+        seen += [next(iterator).item() for _ in range(steps)]
+        states.append(loader.state_dict())
+    assert states[0]["_index_sampler_state"] == states[1]["_index_sampler_state"]
+    resumed, fresh = ranks(4, 10, 1, "drop"), ranks(4, 10, 1, "drop")
+    for loader in resumed:
+        loader.load_state_dict(states[0])
+        seen += [index for batch in loader for index in batch.tolist()]
+    assert len(seen) == len(set(seen)) == (10 if steps == 3 else 8)
+    for loader, other in zip(resumed, fresh, strict=True):
+        other.set_epoch(1)
+        assert flat([[batch] for batch in loader]) == flat([[batch] for batch in other])
+
+
+def test_the_state_of_one_rank_serves_all_with_torchs_sampler_and_no_other_number_of_them() -> None:
+    """Lightning and accelerate save one state for all ranks."""
+
+    def ranked(rank: int, replicas: int) -> DataLoader:
+        sampler = DistributedSampler(NUMBERS, replicas, rank, seed=3)
+        return DataLoader(NUMBERS, BATCH, sampler=sampler)
+
+    _, state = left_after(ranked(0, 2), 1)
+    for rank in range(2):
+        whole, other = flat(ranked(rank, 2)), ranked(rank, 2)
+        other.load_state_dict(state)
+        assert flat(other) == whole[1:]
+    with pytest.raises(StateError, match="of rank 0 of 2, and this is rank 0 of 3"):
+        ranked(0, 3).load_state_dict(state)

@@ -1,0 +1,476 @@
+"""The state of a loader whose dataset is iterable, and of datasets with a state of their own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from support.sampled import some_counts
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from hybridloader import DataLoader, WorkerTimeout
+from hybridloader._support.caller import warn_once
+
+SIZES = (7, 3, 10)
+"""Samples of three workers: one ends long before the others, and no two end on a full batch together."""
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:.* so each worker reads its part of it again"),
+]
+
+
+def place() -> tuple[int, int]:
+    """The worker, and how many samples it has."""
+    info = get_worker_info()
+    return (0, 9) if info is None else (info.id, SIZES[info.id % 3])
+
+
+class Plain(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        worker, size = place()
+        return iter([worker * 100 + n for n in range(size)])
+
+
+class Stateful(IterableDataset[int]):
+    """Keeps the place itself, and begins again once it is through, as torchdata's examples do."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        worker, size = place()
+        while self.at < size:
+            self.at += 1
+            yield worker * 100 + self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Walk:
+    """An iterator with a state. It reads nothing again."""
+
+    bad: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.worker, self.size = place()
+        self.at = 0
+
+    def __iter__(self) -> Walk:
+        return self
+
+    def __next__(self) -> int:
+        if self.at >= self.size:
+            raise StopIteration
+        self.at += 1
+        if self.at - 1 in self.bad:
+            raise ValueError(f"sample {self.at - 1}")
+        return self.worker * 100 + self.at - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Walks(IterableDataset[int]):
+    def __iter__(self) -> Walk:
+        return Walk()
+
+
+class BadWalk(Walk):
+    bad = (2, 5)
+
+
+class Failing(IterableDataset[int]):
+    def __iter__(self) -> Walk:
+        return BadWalk()
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (Plain, {}),
+    "dataset": (Stateful, {}),
+    "iterator": (Walks, {}),
+    "failing": (Failing, {"on_error": "skip"}),
+    "samples": (Stateful, {"batch_size": None}),
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "drop_last": {"drop_last": True},
+    "join": {"shard_remainders": "join"},
+    "join, drop_last": {"shard_remainders": "join", "drop_last": True},
+}
+
+
+def make(case: str, options: str, workers: int, backend: str) -> DataLoader:
+    dataset, more = CASES[case]
+    return DataLoader(
+        dataset(),
+        **{"batch_size": 4, **OPTIONS[options], **more},
+        num_workers=workers,
+        backend=backend,
+    )
+
+
+def flat(batches: Any) -> list[Any]:
+    return [b.tolist() if isinstance(b, torch.Tensor) else b for b in batches]
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    own = copy.copy(state["_hybridloader"])
+    generators = own.pop("generators")
+    found: dict[str, Any] = json.loads(json.dumps({**state, "_hybridloader": own}))
+    found["_hybridloader"]["generators"] = generators
+    return found
+
+
+GRID = [
+    (case, options) for case in CASES for options in OPTIONS if case != "samples" or options == ""
+]
+
+
+@pytest.mark.parametrize("where", [(0, "inline"), (3, "threads"), (3, "fork")], ids=str)
+@pytest.mark.parametrize(("case", "options"), GRID)
+def test_left_after_any_batch_the_rest_comes_on_another_backend_and_twice(
+    case: str, options: str, where: tuple[int, str]
+) -> None:
+    workers, backend = where
+    whole = flat(make(case, options, workers, backend))
+    other = "inline" if backend == "inline" else "threads"
+    counts: Iterable[int] = range(len(whole) + 1)
+    if backend == "fork":  # every worker takes 40 ms: a third of the counts, another in each row
+        counts = some_counts(len(whole), GRID.index((case, options)))
+    for count in counts:
+        loader = make(case, options, workers, backend)
+        iterator = iter(loader)
+        taken = flat(next(iterator) for _ in range(count))
+        state = through_json(loader.state_dict())
+        loader = make(case, options, workers, other)
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        if count < len(whole):
+            taken += flat([next(iterator)])
+        state = loader.state_dict()
+        loader = make(case, options, workers, other)
+        loader.load_state_dict(state)
+        assert taken + flat(loader) == whole
+        assert flat(loader) == whole, "and the pass after it is a whole one"
+
+
+@pytest.mark.parametrize("case", ["plain", "dataset"])
+def test_workers_that_stay_read_all_of_the_next_pass(case: str) -> None:
+    dataset, _ = CASES[case]
+    options: dict[str, Any] = {"num_workers": 3, "backend": "threads", "persistent_workers": True}
+    loader = DataLoader(dataset(), 4, **options)
+    whole = flat(loader)
+    iterator = iter(loader)
+    next(iterator)
+    loader.load_state_dict(loader.state_dict())
+    assert [flat(loader), flat(loader)] == [whole[1:], whole]
+    assert loader._iterator is not None
+    loader._iterator.close()
+
+
+class Waiting(IterableDataset[int]):
+    """Begins when it may."""
+
+    free = threading.Event()  # shared by the copies of threads
+
+    def __iter__(self) -> Iterator[int]:
+        self.free.wait(30)
+        return iter(range(6))
+
+
+def test_a_timeout_at_the_beginning_of_a_pass_is_not_at_the_end_of_the_one_before() -> None:
+    options: dict[str, Any] = {"num_workers": 1, "backend": "threads", "persistent_workers": True}
+    loader = DataLoader(Waiting(), 2, **options, timeout=0.05)
+    Waiting.free.set()
+    left, taken = iter(loader), []
+    while len(taken) < 2:
+        with suppress(WorkerTimeout):  # on a busy machine
+            taken += flat([next(left)])
+    Waiting.free.clear()
+    iterator = iter(loader)
+    with pytest.raises(WorkerTimeout):
+        next(iterator)
+    state = loader.state_dict()
+    Waiting.free.set()
+    other = DataLoader(Waiting(), 2, num_workers=1, backend="threads")
+    other.load_state_dict(state)
+    assert flat(other) == [*taken, [4, 5]]
+    assert loader._iterator is not None
+    loader._iterator.close()
+
+
+def test_a_worker_that_dies_goes_on_behind_its_start() -> None:
+    options: dict[str, Any] = {"num_workers": 2, "backend": "threads", "on_worker_death": "restart"}
+    loader = DataLoader(Long(), 2, num_workers=2, backend="threads")
+    whole = flat(loader)
+    iterator = iter(loader)
+    taken = flat([next(iterator), next(iterator)])
+    state = loader.state_dict()
+    iterator.close()
+    LongDying.left = [5]
+    other = DataLoader(LongDying(), 2, **options)
+    other.load_state_dict(state)
+    assert taken + flat(other) == whole
+    assert not LongDying.left
+
+
+def test_a_worker_that_dies_in_a_later_pass_reads_its_part_from_the_beginning() -> None:
+    options: dict[str, Any] = {"num_workers": 2, "backend": "threads", "persistent_workers": True}
+    loader = DataLoader(LongDying(), 2, **options, on_worker_death="restart")
+    LongDying.left = []
+    whole = flat(loader)
+    iterator = iter(loader)
+    for _ in range(6):
+        next(iterator)
+    loader.load_state_dict(loader.state_dict())
+    assert flat(loader) == whole[6:]
+    LongDying.left = [1]
+    assert flat(loader) == whole
+    assert not LongDying.left
+    assert loader._iterator is not None
+    loader._iterator.close()
+
+
+class Long(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        worker, _ = place()
+        return iter([worker * 100 + n for n in range(8)])
+
+
+class LongDying(Long):
+    left: list[int] = []  # noqa: RUF012  # shared by the copies of two threads
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if number == 105 and self.left:
+                self.left.pop()
+                raise SystemExit
+            yield number
+
+
+# -- what is left of shards ------------------------------------------------------------------------
+
+
+class Shards(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        worker, _ = place()
+        return iter(range(worker * 100, worker * 100 + 100))
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_ten_shards_of_100_in_batches_of_128_are_7_batches_and_not_0(backend: str) -> None:
+    def sizes(loader: Any) -> list[int]:
+        return [len(batch) for batch in loader]
+
+    options: dict[str, Any] = {"batch_size": 128, "num_workers": 10, "drop_last": True}
+    assert sizes(DataLoader(Shards(), **options, backend=backend)) == []
+    assert (
+        sizes(DataLoader(Shards(), **options, backend=backend, shard_remainders="join"))
+        == [128] * 7
+    )
+    options["drop_last"] = False
+    joined = DataLoader(Shards(), **options, backend=backend, shard_remainders="join")
+    assert [number for batch in joined for number in batch.tolist()] == list(range(1000))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_one_shard_is_as_torchs(workers: int, drop_last: bool) -> None:
+    loader = DataLoader(
+        Shards(), 7, num_workers=workers, drop_last=drop_last, shard_remainders="join",
+        backend="threads" if workers else "inline",
+    )  # fmt: skip
+    assert flat(loader) == flat(TorchLoader(Shards(), 7, drop_last=drop_last))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "words"),
+    [
+        (Plain(), {"shard_remainders": "mix"}, "must be 'keep' or 'join', got 'mix'"),
+        (range(3), {"shard_remainders": "join"}, "iterable dataset; leave it out"),
+        (Plain(), {"shard_remainders": "join", "batch_size": None}, "batch_size=None"),
+    ],
+)
+def test_shard_remainders_are_for_batches_of_iterable_datasets(
+    dataset: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        DataLoader(dataset, **options)
+
+
+# -- what is read again ----------------------------------------------------------------------------
+
+
+def test_reading_again_is_told_once_and_how_far_it_is() -> None:
+    def left() -> DataLoader:
+        loader = DataLoader(Plain(), 2, num_workers=3, backend="threads")
+        iterator = iter(loader)
+        for _ in range(4):
+            next(iterator)
+        state = loader.state_dict()
+        other = DataLoader(Plain(), 2, num_workers=3, backend="threads")
+        other.load_state_dict(state)
+        return other
+
+    warn_once.cache_clear()
+    loader = left()
+    assert loader.resuming is None
+    with pytest.warns(
+        UserWarning, match=r"Plain has no state_dict\(\).*reads its part of it again"
+    ):
+        iterator = iter(loader)
+    assert loader.resuming == (0, 8)
+    next(iterator)
+    assert loader.resuming == (2, 8)
+    for _ in iterator:
+        pass
+    assert loader.resuming is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(left())
+
+
+def test_a_state_is_gone_on_from_without_reading_again() -> None:
+    class Told(Walk):
+        asked = 0
+
+        def __next__(self) -> int:
+            Told.asked += 1
+            return super().__next__()
+
+    class Tellers(IterableDataset[int]):
+        def __iter__(self) -> Walk:
+            return Told()
+
+    loader = DataLoader(Tellers(), 2)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    other = DataLoader(Tellers(), 2)
+    other.load_state_dict(loader.state_dict())
+    Told.asked = 0
+    assert flat(other) == [[8]]
+    assert Told.asked == 2
+
+
+def test_counts_that_were_edited_are_come_by_by_making_batches() -> None:
+    whole = flat(make("dataset", "", 3, "threads"))
+    loader = make("dataset", "", 3, "threads")
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    state = loader.state_dict()
+    for name in ("_num_yielded", "_sampler_iter_yielded"):
+        state[name] -= 1
+    other = make("dataset", "", 3, "threads")
+    other.load_state_dict(state)
+    assert flat(other) == whole[2:]
+
+
+# -- map-style datasets with a state ---------------------------------------------------------------
+
+
+class Curriculum(Dataset[int]):
+    """Harder with every sample."""
+
+    def __init__(self) -> None:
+        self.level = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        self.level += 1
+        return self.level * 100 + index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.level = state["level"]
+
+
+@pytest.mark.parametrize("where", [(0, "inline"), (2, "inline"), (2, "fork")], ids=str)
+def test_a_map_style_dataset_has_the_state_that_it_had(where: tuple[int, str]) -> None:
+    workers, backend = where
+
+    def loader() -> DataLoader:
+        return DataLoader(Curriculum(), 2, num_workers=workers, backend=backend)
+
+    whole = flat(loader())
+    for count in range(1, 6):
+        one = loader()
+        iterator = iter(one)
+        taken = flat(next(iterator) for _ in range(count))
+        other = loader()
+        other.load_state_dict(one.state_dict())
+        assert taken + flat(other) == whole
+
+
+# -- what can't be ---------------------------------------------------------------------------------
+
+
+class Locked(Walks):
+    def state_dict(self) -> dict[str, Any]:
+        import threading
+
+        return {"at": 3, "lock": threading.Lock()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("where", [(0, "inline"), (1, "threads"), (1, "fork")], ids=str)
+def test_a_state_that_cannot_be_pickled_fails_who_asks_for_it_alone(where: tuple[int, str]) -> None:
+    workers, backend = where
+    loader = DataLoader(Locked(), 4, num_workers=workers, backend=backend)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"Locked\).*can't be pickled, because of 'lock'"):
+        loader.state_dict()
+    assert flat(iterator)
+
+
+class LockedInOne(Walks):
+    """Its first worker's state can't be taken."""
+
+    def state_dict(self) -> dict[str, Any]:
+        info = torch.utils.data.get_worker_info()
+        return Locked.state_dict(self) if info and info.id == 0 else {"at": 3}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_state_that_one_worker_lacks_is_not_made_up_for_by_another() -> None:
+    iterator = iter(loader := DataLoader(LockedInOne(), 4, num_workers=2, backend="threads"))
+    for _ in range(2):  # one of each
+        next(iterator)
+    with pytest.raises(ValueError, match="can't be pickled, because of 'lock'"):
+        loader.state_dict()
+
+
+def test_another_number_of_workers_is_refused() -> None:
+    loader = make("plain", "", 3, "threads")
+    next(iter(loader))
+    other = make("plain", "", 0, "inline")
+    with pytest.raises(ValueError, match="_num_workers is 3 in the state and 0 in this loader"):
+        other.load_state_dict(loader.state_dict())

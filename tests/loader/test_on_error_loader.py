@@ -1,0 +1,576 @@
+"""`on_error` of a `DataLoader` over a map-style dataset: what fails, what comes, what is told."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support.alike import same
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
+
+from hybridloader import DataLoader, Replace, Retry, Skip, TooManyErrors
+from hybridloader._support.errors import WorkerDied
+from hybridloader.engine.fetcher import Abandoned, TaskContext
+from hybridloader.fetching.fetch import GivenUp, MapFetch, Spared
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+PLACES = [
+    ("inline", 0),
+    ("inline", 2),
+    ("threads", 1),
+    ("threads", 5),
+    ("fork", 2),
+    ("shared-memory", 3),
+]
+
+
+def loader(dataset: Any, *args: Any, **more: Any) -> DataLoader:
+    """Without the warning that a backend without workers gives once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return DataLoader(dataset, *args, **more)
+
+
+def run(made: DataLoader) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return list(made)
+
+
+class Samples(Dataset[Any]):
+    """`length` samples, of which those in `bad` raise."""
+
+    def __init__(self, length: int = 40, bad: Any = (3, 10, 17, 24, 31, 38)) -> None:
+        self.length, self.bad = length, frozenset(bad)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.bad:
+            raise ValueError("bad", index)
+        return torch.full((3,), index)
+
+
+class Together(Samples):
+    """The same, a batch at a time; all of it fails if one does."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [super(Together, self).__getitem__(index) for index in indices]
+
+
+class OnlyTogether(Dataset[Any]):
+    """No single samples at all: torch's base class has a `__getitem__` that only raises."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [Samples()[index] for index in indices]
+
+    def __len__(self) -> int:
+        return 40
+
+
+def numbers(batches: list[Any]) -> list[list[int]]:
+    return [batch[:, 0].tolist() for batch in batches]
+
+
+EXPECTED = [
+    [4, 5, 6, 7],
+    [0, 1, 2, 8],
+    [12, 13, 14, 15],
+    [9, 11, 16, 18],
+    [20, 21, 22, 23],
+    [19, 25, 26, 27],
+    [32, 33, 34, 35],
+    [28, 29, 30, 36],
+    [37, 39],
+]
+
+
+@pytest.mark.parametrize(("backend", "workers"), [*PLACES, ("spawn", 1)])
+def test_batches_are_full_and_the_same_everywhere(backend: str, workers: int) -> None:
+    made = loader(Samples(), 4, backend=backend, num_workers=workers, on_error="skip")
+    assert made.skipped == ()
+    assert numbers(run(made)) == EXPECTED
+    assert [record.index for record in made.skipped] == [3, 10, 17, 24, 31, 38]
+    for record in made.skipped:
+        assert type(record.error) is ValueError
+        assert record.error.args == ("bad", record.index)
+        assert "in __getitem__" in record.traceback
+        assert (record.stage, record.epoch, record.replaced) == ("DataLoader", 0, False)
+        assert record.worker == (record.index // 4 % workers if workers else None)
+
+
+@pytest.mark.parametrize("prefetch", [1, 7])
+def test_prefetching_changes_nothing(prefetch: int) -> None:
+    made = DataLoader(
+        Samples(), 4, backend="fork", num_workers=2, prefetch_factor=prefetch, on_error="skip"
+    )
+    assert numbers(list(made)) == EXPECTED
+
+
+@pytest.mark.parametrize("make", [Together, OnlyTogether, lambda: Subset(Samples(), range(40))])
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("fork", 2)])
+def test_of_a_batch_that_comes_in_one_go_only_the_bad_are_lost(
+    make: Callable[[], Any], backend: str, workers: int
+) -> None:
+    made = loader(make(), 4, backend=backend, num_workers=workers, on_error="skip")
+    assert numbers(run(made)) == EXPECTED
+    assert [record.index for record in made.skipped] == [3, 10, 17, 24, 31, 38]
+
+
+def test_several_threads_per_worker_change_nothing() -> None:
+    made = loader(
+        Samples(), 4, backend="threads", num_workers=2, threads_per_worker=3, on_error="skip"
+    )
+    assert numbers(run(made)) == EXPECTED
+    raising = DataLoader(Samples(), 4, threads_per_worker=3, on_error=Retry(1, 0))
+    with pytest.raises(ValueError, match="bad") as caught:
+        list(raising)
+    assert "sample 3" in caught.value.__notes__
+
+
+def test_arrival_order_does_for_batches_out_of_order() -> None:
+    made = loader(Samples(), 4, backend="threads", num_workers=3, in_order=False, on_error="skip")
+    found = numbers(run(made))
+    assert sorted(map(len, found)) == sorted(map(len, EXPECTED))
+    assert sorted(chain(*found)) == sorted(chain(*EXPECTED))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_last_batch_is_dropped_as_torch_drops_its_own(drop_last: bool) -> None:
+    made = DataLoader(Samples(), 4, drop_last=drop_last, on_error="skip")
+    assert numbers(list(made)) == (EXPECTED[:-1] if drop_last else EXPECTED)
+
+
+def test_what_waits_is_forgotten_with_its_pass() -> None:
+    made = loader(
+        Samples(8, [1]),
+        4,
+        backend="threads",
+        num_workers=1,
+        persistent_workers=True,
+        on_error="skip",
+    )
+    for epoch in range(3):
+        steps = iter(made)
+        assert next(steps)[:, 0].tolist() == [4, 5, 6, 7]
+        if epoch < 2:
+            continue  # [0, 2, 3] still waits
+        assert numbers(list(steps)) == [[0, 2, 3]]
+        assert [(r.index, r.epoch) for r in steps.skipped] == [(1, 2)]
+        assert made.skipped == steps.skipped
+    steps.close()
+
+
+@pytest.mark.parametrize(("backend", "workers"), PLACES)
+def test_without_batches_a_bad_sample_is_missing(backend: str, workers: int) -> None:
+    made = loader(Samples(9, [0, 5]), None, backend=backend, num_workers=workers, on_error="skip")
+    assert [int(sample[0]) for sample in run(made)] == [1, 2, 3, 4, 6, 7, 8]
+    assert [record.index for record in made.skipped] == [0, 5]
+
+
+def test_a_list_of_indices_without_collation_is_one_sample() -> None:
+    made = DataLoader(Keys(), None, sampler=[["a"], ["b", "bad"], ["c"]], on_error="skip")
+    assert list(made) == [["a"], ["c"]]
+    assert [record.index for record in made.skipped] == [["b", "bad"]]
+
+
+class Keys(Dataset[Any]):
+    def __getitem__(self, keys: list[str]) -> list[str]:
+        if "bad" in keys:
+            raise KeyError(keys)
+        return keys
+
+
+@pytest.mark.parametrize(("backend", "workers"), [*PLACES, ("spawn", 1)])
+@pytest.mark.parametrize("make", [Samples, Together])
+def test_others_take_the_places_of_what_fails(
+    make: Callable[[], Any], backend: str, workers: int
+) -> None:
+    if backend == "spawn" and make is Together:
+        pytest.skip("one start of a fresh process is enough")
+    made = loader(
+        make(), 4, backend=backend, num_workers=workers, on_error=Replace(negative, budget=6)
+    )
+    expected = [[-n if n in Samples().bad else n for n in range(k, k + 4)] for k in range(0, 40, 4)]
+    assert numbers(run(made)) == expected
+    assert [(r.index, r.replaced) for r in made.skipped] == [(n, True) for n in range(3, 40, 7)]
+
+
+def negative(index: int, error: Exception) -> torch.Tensor:
+    assert error.args == ("bad", index)
+    return torch.full((3,), -index)
+
+
+class Flaky(Samples):
+    """Fails `times` times before each sample comes."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(8, ())
+        self.times, self.tried = times, [0] * 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.tried[index] += 1
+        if self.tried[index] <= self.times:
+            raise OSError("again", index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("backend", "workers"), PLACES)
+def test_what_passes_is_not_seen_if_it_is_tried_again(backend: str, workers: int) -> None:
+    made = loader(Flaky(2), 4, backend=backend, num_workers=workers, on_error=Retry(2, 0, OSError))
+    assert numbers(run(made)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert made.skipped == ()
+    made = loader(Flaky(3), 4, backend=backend, num_workers=workers, on_error=Retry(2, 0, OSError))
+    with pytest.raises(OSError, match="again"):
+        list(made)
+    then = Retry(2, 0, OSError, then=Skip(8))
+    made = loader(Flaky(3), 4, backend=backend, num_workers=workers, on_error=then)
+    assert run(made) == []
+    assert len(made.skipped) == 8
+
+
+def test_closing_ends_a_wait_in_a_worker() -> None:
+    tried = threading.Event()
+
+    class Never(Samples):
+        def __getitem__(self, index: int) -> Any:
+            tried.set()
+            raise OSError
+
+    made = loader(Never(), 4, backend="threads", num_workers=1, on_error=Retry(9, 60))
+    with iter(made):
+        tried.wait()
+    # That no thread is left is looked at after every test.
+
+
+def test_the_default_raises_what_a_sample_raised_and_goes_on() -> None:
+    for policy in ("raise", Retry(1, 0)):
+        steps = iter(DataLoader(Samples(8, [1]), 4, on_error=policy))
+        with pytest.raises(ValueError, match="bad"):
+            next(steps)
+        assert numbers(list(steps)) == [[4, 5, 6, 7]]
+        assert steps.skipped == ()
+
+
+def test_too_much_is_raised_at_the_same_place_everywhere() -> None:
+    found = []
+    for backend, workers in PLACES:
+        steps = iter(loader(Samples(), 4, backend=backend, num_workers=workers, on_error=Skip(2)))
+        batches, errors = [], []
+        while True:
+            try:
+                batches.append(next(steps)[:, 0].tolist())
+            except StopIteration:
+                break
+            except TooManyErrors as error:
+                errors.append((len(batches), str(error), repr(error.__cause__)))
+        steps.close()
+        found.append((batches, errors))
+    assert found == [found[0]] * len(PLACES)
+    batches, errors = found[0]
+    assert batches == EXPECTED
+    assert [at for at, *_ in errors] == [3, 5, 6, 7]
+    assert "3 of 20 samples failed" in errors[0][1]
+    assert errors[0][1].splitlines()[2].split() == ["3", "ValueError('bad',", "3)"]
+    assert errors[0][2] == "ValueError('bad', 17)"
+
+
+def test_a_share_of_a_run_counts_what_was_tried_in_this_pass() -> None:
+    every = DataLoader(Samples(4000, range(0, 4000, 99)), 100, on_error=Skip(0.01))
+    with pytest.raises(TooManyErrors, match="11 of 1000 samples failed"):
+        list(every)
+    late = DataLoader(Samples(4000, range(2000, 4000, 50)), 100, on_error=Skip(0.01))
+    assert sum(map(len, late)) == 3960
+    for _ in range(2):  # each pass has a budget of its own
+        assert len(late.skipped) == 40
+        assert sum(map(len, late)) == 3960
+
+
+# -- batches that can't be made, or sent -------------------------------------------------------------
+
+
+class Ragged(Samples):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(3 + (index == 5))
+
+
+@pytest.mark.parametrize(("backend", "workers"), PLACES)
+def test_a_batch_that_does_not_fit_together_is_skipped_and_listed(
+    backend: str, workers: int
+) -> None:
+    made = loader(Ragged(12), 4, backend=backend, num_workers=workers, on_error=Skip(4))
+    assert len(run(made)) == 2
+    assert [record.index for record in made.skipped] == [4, 5, 6, 7]
+    assert {type(record.error) for record in made.skipped} == {RuntimeError}
+    raising = loader(
+        Ragged(12), 4, backend=backend, num_workers=workers, on_error=Replace(negative)
+    )
+    with pytest.raises(RuntimeError, match="stack expects"):
+        list(raising)
+
+
+class Locks(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            raise ValueError("bad", index)
+        return threading.Lock() if index in (2, 5) else index
+
+
+@pytest.mark.parametrize("backend", ["fork", "shared-memory"])
+def test_what_can_not_be_sent_is_skipped_and_listed(backend: str) -> None:
+    where: dict[str, Any] = {"backend": backend, "num_workers": 1}
+    made = DataLoader(Locks(), None, on_error="skip", **where)
+    assert list(made) == [0, 3, 4, 6, 7]
+    assert [record.index for record in made.skipped] == [1, 2, 5]
+    made = DataLoader(Locks(), 4, collate_fn=list, on_error="skip", **where)
+    assert list(made) == [[0, 3]]  # the second batch was whole, and so it is lost as a whole
+    assert [record.index for record in made.skipped] == [1, 2, 4, 5, 6, 7]
+    made = DataLoader(Locks(), 4, collate_fn=list, on_error=Replace(lambda i, e: -i), **where)
+    with pytest.raises(TypeError, match="lock"):
+        list(made)
+
+
+class Leaks(Samples):
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+def test_a_stop_iteration_ends_nothing() -> None:
+    made = DataLoader(Leaks(8, ()), 4, on_error="skip")
+    assert numbers(list(made)) == [[4, 5, 6, 7], [0, 2, 3]]
+    assert type(made.skipped[0].error) is RuntimeError
+
+
+def test_what_waits_does_not_lie_in_memory_that_is_used_again() -> None:
+    made = DataLoader(
+        Large(), 4, backend="shared-memory", num_workers=1, collate_fn=list, on_error="skip"
+    )
+    batches = [[array.copy() for array in batch] for batch in made]
+    assert [[int(array[0]) for array in batch] for batch in batches] == [
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+        [0, 1, 2],
+    ]
+    assert all((array == array[0]).all() for batch in batches for array in batch)
+
+
+class Large(Dataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise ValueError
+        return np.full(300_000, index, np.int64)
+
+
+# -- nothing fails ---------------------------------------------------------------------------------
+
+
+def datasets() -> dict[str, Any]:
+    x, y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
+    tensors = TensorDataset(x, y)
+    return {
+        "tensors": tensors,
+        "subset": Subset(tensors, list(range(19, 3, -1))),
+        "stack": StackDataset(a=tensors, b=Samples(20, ())),
+        "together": Together(20, ()),
+        "one by one": Samples(20, ()),
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(datasets()))
+@pytest.mark.parametrize(
+    "policy", ["skip", Retry(2), Replace(negative)], ids=["skip", "retry", "replace"]
+)
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 2)])
+def test_if_nothing_fails_batches_are_those_of_torch(
+    kind: str, policy: Any, backend: str, workers: int
+) -> None:
+    dataset = datasets()[kind]
+    for more in ({"batch_size": 3, "shuffle": True}, {"batch_size": None}):
+        torch.manual_seed(5)
+        expected = list(torch.utils.data.DataLoader(dataset, **more))
+        torch.manual_seed(5)
+        found = run(loader(dataset, backend=backend, num_workers=workers, on_error=policy, **more))
+        same(found, expected)
+
+
+def test_batches_of_different_sizes_are_filled_up_to_what_each_wanted() -> None:
+    made = DataLoader(Samples(), batch_sampler=[[0, 3, 1], [10, 4], [5, 6, 7]], on_error="skip")
+    assert numbers(list(made)) == [[0, 1], [5, 6, 7], [4]]
+    assert len(made) == 3
+
+
+# -- the loader as frameworks see it -----------------------------------------------------------------
+
+
+def test_only_the_parameter_is_an_attribute() -> None:
+    made = DataLoader(Samples(), 4, on_error="skip")
+    before = set(vars(made))
+    list(made)
+    assert made.skipped
+    assert set(vars(made)) == before
+    assert vars(made)["on_error"] == "skip"
+    for again in (copy.copy(made), pickle.loads(pickle.dumps(made))):
+        assert again.skipped == ()
+        assert numbers(list(again)) == EXPECTED
+    policy = Retry(2, 0.5, OSError, Skip(3))
+    again = pickle.loads(pickle.dumps(DataLoader(Samples(), on_error=policy)))
+    assert again.on_error == policy
+
+
+def test_a_wrong_policy_is_refused_at_once_and_if_it_is_set_later() -> None:
+    with pytest.raises(ValueError, match='must be "raise", "skip"'):
+        DataLoader(Samples(), on_error="ignore")
+    made = DataLoader(Samples())
+    made.on_error = "ignore"
+    with pytest.raises(ValueError, match='must be "raise", "skip"'):
+        iter(made)
+    made.on_error = Skip()
+    assert len(list(made)) == 34
+
+
+def test_each_iterator_and_each_pass_has_its_own_records() -> None:
+    made = DataLoader(Samples(8, [1]), 4, on_error="skip")
+    first, second = iter(made), iter(made)
+    list(first)
+    assert [r.epoch for r in first.skipped] == [0]
+    assert second.skipped == made.skipped == ()
+    list(second)
+    assert [r.epoch for r in made.skipped] == [1]
+
+
+# -- samples that kill workers -----------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """What a fetcher gave, and what it put beside it."""
+
+    value: Any
+    outcome: Any
+
+
+def opened(dataset: Any, flag: TaskContext, policy: Any = None, **more: Any) -> Any:
+    more = {"collate_fn": list, "batched": True, **more}
+    fetcher = MapFetch(dataset, on_error=policy, **more).open(None, flag)
+
+    def fetch(index: Any) -> Answer:
+        value = fetcher.fetch(index)
+        return Answer(value, (flag.take_extras() or {}).get("outcome"))
+
+    return fetch
+
+
+class At:
+    """Notes where the flag is when each sample is fetched."""
+
+    def __init__(self, flag: TaskContext) -> None:
+        self.flag, self.seen = flag, []  # type: ignore[var-annotated]
+
+    def __getitem__(self, index: int) -> int:
+        self.seen.append(self.flag.at)
+        if index < 0:
+            raise ValueError(index)
+        return index
+
+
+@pytest.mark.parametrize("policy", [None, Skip()])
+@pytest.mark.parametrize("noting", [True, False])
+def test_who_wants_to_know_sees_which_sample_a_worker_is_at(policy: Any, noting: bool) -> None:
+    flag = TaskContext(tracked=True) if noting else TaskContext()
+    dataset = At(flag)
+    collated: list[int] = []
+    fetch = opened(dataset, flag, policy, collate_fn=lambda batch: collated.append(flag.at))
+    fetch([7, 8, 9])
+    assert dataset.seen == ([0, 1, 2] if noting else [-1] * 3)
+    assert collated == [-1]  # not one of them, if it dies there
+    try:
+        fetch([7, -8, 9])
+    except ValueError:
+        pass
+    flag.at = -1  # as the worker does after each task
+    alone = opened(dataset, flag, policy, batched=False, collate_fn=abs)
+    dataset.seen.clear()
+    alone(7)
+    assert dataset.seen == ([0] if noting else [-1])
+    flag.at = -1
+    dataset.seen.clear()
+    opened(Subset(dataset, range(9)), flag, policy)([3, 4])  # type: ignore[arg-type]
+    assert dataset.seen == ([0, 1] if noting else [-1] * 2)
+
+
+def test_a_sample_that_was_given_up_is_as_one_that_failed() -> None:
+    lost = GivenUp(7, "it kills")
+    for dataset in (Samples(9, ()), Together(9, ()), TensorDataset(torch.arange(9))):
+        with pytest.raises(WorkerDied, match="it kills"):
+            opened(dataset, TaskContext())(Spared([1, lost]))
+        short = opened(dataset, TaskContext(), Skip())(Spared([1, lost, 2]))
+        assert (short.outcome.short, short.outcome.wanted) == ([1, 2], 3)
+        ((index, position, failure, replaced),) = short.outcome.misses
+        assert (index, position, replaced) == (7, 1, False)
+        assert str(failure.exception) == "it kills"
+        whole = opened(dataset, TaskContext(), Replace(lambda i, e: -i))(Spared([lost]))
+        assert whole.value == [-7]
+        with pytest.raises(WorkerDied, match="it kills"):
+            opened(dataset, TaskContext(), batched=False, collate_fn=abs)(lost)
+        alone = opened(dataset, TaskContext(), Skip(), batched=False)(lost)
+        assert (alone.value, alone.outcome.misses[0].index) == ([], 7)
+
+
+def test_of_a_batch_that_is_lost_each_sample_keeps_its_own_error() -> None:
+    def collate(samples: list[Any]) -> None:
+        raise TypeError("odd")
+
+    short = opened(Samples(9, (3,)), TaskContext(), Skip(), collate_fn=collate, fill=False)(
+        [2, 3, 4]
+    )
+    assert [(m.index, type(m.failure.exception)) for m in short.outcome.misses] == [
+        (2, TypeError),
+        (3, ValueError),
+        (4, TypeError),
+    ]
+
+
+class Greedy(Samples):
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        return indices
+
+
+def test_a_dataset_never_sees_what_was_given_up() -> None:
+    short = opened(Greedy(), TaskContext(), Skip())(Spared([1, GivenUp(7, "it kills")]))
+    assert [missing.index for missing in short.outcome.misses] == [7]
+    assert len(short.value) == 1
+
+
+def test_a_batch_is_abandoned_between_two_samples() -> None:
+    flag = TaskContext()
+
+    class Stops:
+        seen = 0
+
+        def __getitem__(self, index: int) -> int:
+            self.seen += 1
+            flag.cancelled = True
+            raise ValueError
+
+    dataset = Stops()
+    with pytest.raises(Abandoned):
+        opened(dataset, flag, Skip())([1, 2, 3])
+    assert dataset.seen == 1

@@ -1,0 +1,686 @@
+"""A loader that pins, or moves to a device, by a thread: order, bounds, errors, ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.failing import Samples, at_gate, outcomes
+from support.pinned import (
+    NO_ACCELERATOR,
+    Counting,
+    Pinnable,
+    Rows,
+    Stream,
+    first_of,
+    on_backends,
+    start,
+)
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Sampler
+
+from hybridloader import (
+    DataLoader,
+    IteratorClosed,
+    Transfer,
+    WorkerDied,
+    WorkerTimeout,
+)
+from hybridloader.devices.accelerator import taken_for_current
+from hybridloader.memory.slots import OWN
+from hybridloader.testing import FakeAccelerator, Gate
+
+PIN_THREAD = "hybridloader-pin_memory"
+TO_THREAD = "hybridloader-to"
+
+
+def main() -> str:
+    return threading.current_thread().name
+
+
+# -- what comes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", [Rows(10), Stream(10)], ids=["map", "iterable"])
+@pytest.mark.parametrize("backend", ["threads", "fork", "inline"])
+def test_batches_come_on_the_device_in_the_order_that_they_have_without(
+    backend: str, dataset: Any
+) -> None:
+    fake = FakeAccelerator()
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "backend": backend}
+    wanted = [first_of(batch) for batch in DataLoader(dataset, **options)]
+    batches = list(DataLoader(dataset, device=fake, **options))
+    assert all(fake.holds(batch) for batch in batches)
+    fake.run()
+    assert [first_of(batch) for batch in batches] == wanted
+
+
+@on_backends
+def test_one_thread_enters_the_device_and_moves_and_the_caller_takes(backend: str) -> None:
+    fake = Counting()
+    loader = DataLoader(Rows(), 2, num_workers=2, backend=backend, device=fake)
+    assert len(list(loader)) == 6
+    assert TO_THREAD in fake.entries
+    assert main() not in fake.entries
+    assert set(fake.movers) == {TO_THREAD}
+    assert fake.takers == [main()] * 6
+    assert len(fake.kept) == 6
+
+
+@pytest.mark.filterwarnings(NO_ACCELERATOR)
+@on_backends
+def test_pin_memory_pins_on_a_thread_that_has_entered_the_current_device(backend: str) -> None:
+    fake = Counting()
+    loader = DataLoader(Rows(), 2, num_workers=2, backend=backend, pin_memory=True)
+    with taken_for_current(fake):
+        iterator = iter(loader)
+    batches = list(iterator)
+    assert all(fake.is_pinned(batch) for batch in batches)
+    assert [first_of(batch) for batch in batches] == [[k, k + 1] for k in range(0, 12, 2)]
+    assert PIN_THREAD in fake.entries
+    assert set(fake.pinners) == {PIN_THREAD}
+    assert fake.movers == fake.takers == []
+
+
+@pytest.mark.filterwarnings(NO_ACCELERATOR)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "backend": "inline"}], ids=["0", "2"])
+@pytest.mark.parametrize("moves", [False, True])
+def test_where_the_caller_does_the_work_it_also_pins(options: Any, moves: bool) -> None:
+    fake = Counting()
+    loader = DataLoader(Rows(), 4, pin_memory=True, device=fake if moves else None, **options)
+    with taken_for_current(fake):
+        batches = list(loader)
+    fake.run()
+    assert [first_of(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert set(fake.pinners) == {main()}
+    assert all(fake.holds(batch) if moves else fake.is_pinned(batch) for batch in batches)
+    assert fake.entries == [], "the caller's device is the caller's"
+    assert fake.takers == [], "its own stream has the copies"
+
+
+def test_a_device_is_found_by_its_name_when_the_iterator_is_made() -> None:
+    fake = FakeAccelerator("fake:0")
+    loader = DataLoader(Rows(), 4)
+    loader.device = fake.name
+    assert vars(loader)["device"] == "fake:0"
+    with taken_for_current(fake):
+        assert fake.holds(next(iter(loader)))
+    loader.device = None
+    assert not fake.holds(next(iter(loader)))
+
+
+@on_backends
+def test_the_stream_of_the_caller_waits_for_each_batch_and_the_caller_for_none(
+    backend: str,
+) -> None:
+    fake = FakeAccelerator()
+    seen: list[torch.Tensor] = []
+    for batch in DataLoader(Rows(), 3, num_workers=2, backend=backend, device=fake):
+        fake.launch(lambda batch=batch: seen.append(batch.clone()))
+    fake.run(fake.default)
+    assert seen == []
+    fake.run()
+    assert [first_of(batch) for batch in seen] == [[k, k + 1, k + 2] for k in range(0, 12, 3)]
+
+
+@on_backends
+def test_slots_that_the_device_has_yet_to_read_are_not_filled_again(backend: str) -> None:
+    """The copies read the slots when they happen, at the very end: anything reused would show."""
+    fake = FakeAccelerator()
+    size = OWN // 4  # a batch has a slot of its own
+    loader = DataLoader(Rows(40, size), 2, num_workers=2, backend=backend, device=fake)
+    seen: list[torch.Tensor] = []
+    for number, batch in enumerate(loader):
+        fake.launch(lambda batch=batch: seen.append(batch[:, ::1024].clone()))
+        del batch
+        if number == 5:
+            assert fake.locked
+            fake.run()
+    fake.run()
+    assert [first_of(batch) for batch in seen] == [[k, k + 1] for k in range(0, 40, 2)]
+
+
+@on_backends
+def test_tensors_in_page_locked_slots_are_not_copied_on_the_host(backend: str) -> None:
+    fake = FakeAccelerator(manual=False)
+    pins: list[int] = []
+    for batch in DataLoader(Rows(8, OWN), 2, num_workers=1, backend=backend, device=fake):
+        pins.append(len(fake.pinned))
+        del batch
+    assert pins == [0] * 4
+
+
+# -- the sampler -----------------------------------------------------------------------------------
+
+
+class Told(Sampler[int]):
+    """Notes who asks it, and how often it was."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+        self.threads: set[str] = set()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Any:
+        for index in range(12):
+            self.given.append(index)
+            self.threads.add(main())
+            yield index
+
+
+@on_backends
+def test_the_sampler_is_asked_by_the_caller_when_torch_asks_it(backend: str) -> None:
+    def rhythm(kind: Any, **options: Any) -> list[int]:
+        sampler = Told()
+        iterator = iter(kind(Rows(), 2, sampler=sampler, num_workers=1, **options))
+        drawn = [len(sampler.given)]
+        for _ in iterator:
+            drawn.append(len(sampler.given))
+        assert sampler.threads == {main()}
+        return drawn
+
+    ours = rhythm(DataLoader, backend=backend, device=FakeAccelerator())
+    assert ours == rhythm(TorchLoader)
+    assert ours[0] == 4
+
+
+def test_what_the_sampler_raises_comes_behind_what_it_had_given() -> None:
+    def indices() -> Any:
+        yield from range(5)
+        raise KeyError("no more")
+
+    class Failing(Told):
+        def __iter__(self) -> Any:
+            return indices()
+
+    loader = DataLoader(
+        Rows(), None, sampler=Failing(), num_workers=1, backend="threads", device=FakeAccelerator()
+    )
+    found = outcomes(iter(loader))
+    assert [type(item) for item in found] == [torch.Tensor] * 5 + [KeyError]
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transfer", "most"),
+    [({"prefetch": 3}, 3), ({"prefetch": 99, "buffer_bytes": 40}, 2), ({"buffer_bytes": 1}, 1)],
+    ids=["batches", "bytes", "one batch is larger"],
+)
+def test_so_many_wait_and_one_more_is_at_hand(transfer: Any, most: int) -> None:
+    fake = Counting()
+    fake.enough = most + 1
+    loader = DataLoader(
+        Rows(60),
+        1,
+        num_workers=2,
+        prefetch_factor=20,
+        backend="threads",
+        device=Transfer(fake, **transfer),
+    )
+    with start(loader) as iterator:
+        for taken in range(1, 30):
+            next(iterator)
+            assert fake.many.wait(60)
+            assert len(fake.pinners) <= taken + most + 1
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def pinnable(samples: list[int]) -> Pinnable:
+    return Pinnable(samples[0], LookupError("not this one", 3) if samples[0] == 2 else None)
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork", None])
+def test_what_fails_on_the_way_comes_in_its_place_and_says_where(backend: str | None) -> None:
+    workers = 0 if backend is None else 2
+    loader = DataLoader(
+        Samples(int, 5),
+        collate_fn=pinnable,
+        num_workers=workers,
+        backend=backend,
+        device=Counting(),
+    )
+    found = outcomes(iter(loader))
+    assert [getattr(item, "number", None) for item in found] == [0, 1, None, 3, 4]
+    error = found[2]
+    assert type(error) is LookupError
+    assert error.args == ("not this one", 3)
+    if sys.version_info >= (3, 11):
+        assert error.__notes__ == ["In stage 'to' of the loader, at batch 2 of this pass."]
+
+
+def failing_at_two(index: int) -> int:
+    if index == 2:
+        raise ValueError("bad sample")
+    return index
+
+
+@on_backends
+def test_errors_of_workers_keep_their_place_and_their_words(backend: str) -> None:
+    loader = DataLoader(
+        Samples(failing_at_two, 5), num_workers=2, backend=backend, device=FakeAccelerator()
+    )
+    found = outcomes(iter(loader))
+    assert [type(item) for item in found] == [torch.Tensor] * 2 + [ValueError] + [torch.Tensor] * 2
+    if sys.version_info >= (3, 11):
+        assert "In stage 'DataLoader', worker 0" in found[2].__notes__[0]
+
+
+def exit_at_two(index: int) -> int:
+    if index == 2:
+        os._exit(3)
+    return index
+
+
+def test_a_worker_that_dies_is_told_of_behind_what_was_there_and_again() -> None:
+    loader = DataLoader(
+        Samples(exit_at_two, 5), num_workers=1, backend="fork", device=FakeAccelerator()
+    )
+    iterator = start(loader)
+    assert len([next(iterator), next(iterator)]) == 2
+    for _ in range(2):
+        with pytest.raises(WorkerDied, match="3"):
+            next(iterator)
+
+
+def test_a_timeout_counts_while_the_caller_waits_and_loses_nothing(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    loader = DataLoader(
+        Samples(at_gate(gate, 1), 3),
+        num_workers=1,
+        backend="threads",
+        timeout=60,
+        collate_fn=list,
+        device=FakeAccelerator(),
+    )
+    iterator = start(loader)
+    results: Any = iterator._next_batch.__self__  # type: ignore[attr-defined]
+    assert next(iterator) == [0]
+    gate.await_arrivals()
+    results._timeout = 0.01  # only now: the first batch may take its time
+    for _ in range(2):
+        with pytest.raises(WorkerTimeout, match=r"worker 0.*which was to fetch"):
+            next(iterator)
+    gate.open()
+    results._timeout = 60
+    assert list(iterator) == [[1], [2]]
+
+
+@pytest.mark.parametrize("failure", [SystemExit(4), KeyboardInterrupt()], ids=["exit", "interrupt"])
+def test_the_death_of_the_thread_is_noticed_at_once(failure: BaseException) -> None:
+    def collate(samples: list[int]) -> Pinnable:
+        return Pinnable(samples[0], failure if samples[0] == 1 else None)
+
+    loader = DataLoader(
+        Samples(int, 9), collate_fn=collate, num_workers=1, backend="threads", device=Counting()
+    )
+    iterator = start(loader)
+    assert next(iterator).number == 0
+    with pytest.raises(type(failure)):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(IteratorClosed):
+            next(iterator)
+
+
+def test_a_device_that_can_not_be_entered_is_an_error_and_no_early_end() -> None:
+    class Gone(FakeAccelerator):
+        pins = False  # type: ignore[assignment]
+
+        def enter(self) -> None:
+            raise RuntimeError("the device has fallen off the bus")
+
+    iterator = start(DataLoader(Rows(), num_workers=1, backend="threads", device=Gone()))
+    with pytest.raises(RuntimeError, match="fallen off"):
+        next(iterator)
+    with pytest.raises(IteratorClosed):
+        next(iterator)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_refused_pinning_is_one_warning_and_every_batch_comes(workers: int) -> None:
+    fake = FakeAccelerator(pinnable=0, lockable=0)
+    loader = DataLoader(
+        Rows(), 4, num_workers=workers, backend="threads" if workers else None, device=fake
+    )
+    with pytest.warns(UserWarning, match="the fake device pins at most 0 bytes") as caught:
+        batches = list(loader)
+    fake.run()
+    assert [first_of(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert len([w for w in caught if "could not be put" in str(w.message)]) == 1
+
+
+def test_an_interrupt_while_the_caller_waits_ends_all(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    loader = DataLoader(
+        Samples(at_gate(gate, 0)), num_workers=1, backend="fork", device=FakeAccelerator()
+    )
+    iterator = start(loader)
+    gate.await_arrivals()
+    relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
+    sleep = relay._sleep
+
+    def interrupted(timeout: float | None) -> None:
+        raise KeyboardInterrupt
+
+    relay._sleep = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    relay._sleep = sleep
+    assert not relay.alive
+    assert not any(worker.is_alive() for worker in iterator._workers)
+    with pytest.raises(IteratorClosed):
+        next(iterator)
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+@on_backends
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterator_that_is_let_go_ends_workers_and_thread(backend: str, persistent: bool) -> None:
+    loader = DataLoader(
+        Rows(),
+        num_workers=1,
+        backend=backend,
+        persistent_workers=persistent,
+        device=FakeAccelerator(),
+    )
+    iterator = start(loader)
+    next(iterator)
+    workers, relay = list(iterator._workers), iterator._pin_thread._relay  # type: ignore[union-attr]
+    known, stage = weakref.ref(iterator), weakref.ref(iterator._stage)
+    assert relay is not None
+    gc.disable()
+    try:
+        del iterator, loader
+        assert known() is None
+        assert not relay.alive
+        assert not any(worker.is_alive() for worker in workers)
+        del relay
+        assert stage() is None
+    finally:
+        gc.enable()
+
+
+@on_backends
+def test_a_closed_iterator_is_over_and_has_no_thread(backend: str) -> None:
+    iterator = start(DataLoader(Rows(), num_workers=1, backend=backend, device=FakeAccelerator()))
+    next(iterator)
+    for _ in range(2):
+        iterator.close()
+        with pytest.raises(IteratorClosed):
+            next(iterator)
+    assert not iterator._pin_thread._relay.alive  # type: ignore[union-attr]
+
+
+def test_a_close_from_another_thread_ends_the_wait(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    iterator = start(
+        DataLoader(
+            Samples(at_gate(gate, 0)), num_workers=1, backend="fork", device=FakeAccelerator()
+        )
+    )
+    gate.await_arrivals()
+    waiting, found = threading.Event(), []
+    relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
+    sleep = relay._sleep
+
+    def told(timeout: float | None) -> None:
+        waiting.set()
+        sleep(timeout)
+
+    relay._sleep = told
+
+    def pull() -> None:
+        found.extend(outcomes_of_one(iterator))
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    assert waiting.wait(60)
+    iterator.close()
+    thread.join(60)
+    assert [type(item) for item in found] == [IteratorClosed]
+
+
+def outcomes_of_one(iterator: Any) -> list[Any]:
+    try:
+        return [next(iterator)]
+    except Exception as error:
+        return [error]
+
+
+def test_a_thread_that_is_stuck_in_foreign_code_holds_up_nobody_for_long() -> None:
+    arrived, free = threading.Event(), threading.Event()
+
+    class Stuck:
+        def pin_memory(self) -> Stuck:
+            arrived.set()
+            assert free.wait(60)
+            return self
+
+    loader = DataLoader(
+        Samples(int),
+        collate_fn=lambda _: Stuck(),
+        num_workers=1,
+        backend="threads",
+        device=Counting(),
+    )
+    iterator = start(loader)
+    assert arrived.wait(60)
+    relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
+    iterator.close()
+    assert relay.alive
+    assert not any(worker.is_alive() for worker in iterator._workers)
+    free.set()
+
+
+def test_a_fork_of_this_process_has_no_thread_and_is_told_so() -> None:
+    iterator = start(DataLoader(Rows(), num_workers=1, backend="threads", device=FakeAccelerator()))
+    next(iterator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from 3.12 on
+        pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            next(iterator)
+        except IteratorClosed:
+            iterator.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    next(iterator)
+    iterator.close()
+
+
+def test_a_process_may_end_with_a_batch_in_every_place() -> None:
+    script = """
+        import torch
+        from torch.utils.data import TensorDataset
+        from hybridloader import DataLoader
+        from hybridloader.testing import FakeAccelerator
+
+        data = TensorDataset(torch.zeros(64, 1000))
+        kept = []
+        for backend in ("threads", "fork"):
+            loader = DataLoader(data, 2, num_workers=2, backend=backend, device=FakeAccelerator())
+            kept.append(iter(loader))
+            next(kept[-1])
+    """
+    code = textwrap.dedent(script)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- epochs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["map", "iterable"])
+@on_backends
+def test_persistent_workers_go_on_after_an_early_break_with_another_thread(
+    backend: str, dataset: Any
+) -> None:
+    fake = FakeAccelerator(manual=False)
+    loader = DataLoader(
+        dataset, 2, num_workers=2, backend=backend, persistent_workers=True, device=fake
+    )
+    whole = [first_of(batch) for batch in loader]
+    workers = list(loader._iterator._workers)  # type: ignore[union-attr]
+    for taken in (1, 3):
+        iterator = iter(loader)
+        assert [first_of(next(iterator)) for _ in range(taken)] == whole[:taken]
+    assert [first_of(batch) for batch in loader] == whole
+    assert list(loader._iterator._workers) == workers  # type: ignore[union-attr]
+    assert all(worker.is_alive() for worker in workers)
+
+
+def test_an_epoch_begins_while_the_thread_still_waits_for_the_one_before(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    loader = DataLoader(
+        Samples(at_gate(gate, 1), 3),
+        num_workers=1,
+        backend="threads",
+        persistent_workers=True,
+        collate_fn=list,
+        device=FakeAccelerator(),
+    )
+    assert next(iter(loader)) == [0]
+    gate.await_arrivals()
+    again = iter(loader)
+    gate.open()
+    assert list(again) == [[0], [1], [2]]
+
+
+@on_backends
+def test_a_persistent_iterator_that_was_closed_starts_again(backend: str) -> None:
+    fake = FakeAccelerator(manual=False)
+    loader = DataLoader(
+        Rows(4), 2, num_workers=1, backend=backend, persistent_workers=True, device=fake
+    )
+    for _ in range(2):
+        assert [first_of(batch) for batch in loader] == [[0, 1], [2, 3]]
+        loader._iterator.close()  # type: ignore[union-attr]
+
+
+def test_an_exhausted_iterator_stays_exhausted() -> None:
+    for persistent in (False, True):
+        loader = DataLoader(
+            Rows(2),
+            num_workers=1,
+            backend="threads",
+            persistent_workers=persistent,
+            device=FakeAccelerator(),
+        )
+        iterator = start(loader)
+        assert len(list(iterator)) == 2
+        assert list(iterator) == []
+        iterator.close()
+        assert list(iterator) == []
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Stream has no state_dict")
+@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["map", "iterable"])
+@pytest.mark.parametrize("taken", [0, 1, 3, 6])
+def test_a_state_is_behind_what_was_taken_and_not_behind_what_was_moved(
+    dataset: Any, taken: int
+) -> None:
+    fake = Counting(manual=False)
+    fake.enough = min(6, taken + 3)  # two that wait, and the one behind them
+
+    def make(**options: Any) -> DataLoader:
+        return DataLoader(dataset, 2, num_workers=2, backend="threads", **options)
+
+    whole = [first_of(batch) for batch in make()]
+    loader = make(device=fake)
+    iterator = start(loader)
+    got = [first_of(next(iterator)) for _ in range(taken)]
+    assert fake.many.wait(60)
+    state = loader.state_dict()
+    assert state["_num_yielded"] == taken
+    iterator.close()
+    for options in ({}, {"device": FakeAccelerator(manual=False)}):
+        rest = make(**options)
+        rest.load_state_dict(state)
+        assert got + [first_of(batch) for batch in rest] == whole
+
+
+def sometimes(index: int) -> torch.Tensor:
+    if index % 5 == 1:
+        raise ValueError("bad")
+    return torch.full((4,), index, dtype=torch.int32)
+
+
+@on_backends
+def test_samples_that_are_left_out_make_full_batches_which_are_moved_too(backend: str) -> None:
+    fake = FakeAccelerator(manual=False)
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "on_error": "skip"}
+    data = Samples(sometimes, 40)
+    wanted = [first_of(batch) for batch in DataLoader(data, backend=backend, **options)]
+    loader = DataLoader(data, backend=backend, device=fake, **options)
+    batches = list(loader)
+    assert [first_of(batch) for batch in batches] == wanted
+    assert all(fake.holds(batch) for batch in batches)
+    assert [skipped.index for skipped in loader.skipped] == [1, 6, 11, 16, 21, 26, 31, 36]
+
+
+# -- without an accelerator ------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_an_accelerator_pin_memory_warns_as_torch_does_and_all_comes(workers: int) -> None:
+    def told(loader: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert [first_of(batch) for batch in loader] == [[0, 1], [2, 3]]
+        return [str(w.message) for w in caught]
+
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "pin_memory": True}
+    ours = DataLoader(Rows(4), backend="threads" if workers else None, **options)
+    assert told(ours) == told(TorchLoader(Rows(4), **options))
+    assert len(told(ours)) == 1
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
+def test_a_device_that_is_not_there_is_refused_before_any_worker_starts() -> None:
+    for device in ("cuda", "cuda:7", torch.device("cuda")):
+        with pytest.raises(ValueError, match="is not there"):
+            DataLoader(Rows(), num_workers=1, device=device)
+    loader = DataLoader(Rows(), num_workers=1)
+    drawn = torch.get_rng_state()
+    loader.device = "cuda"
+    with pytest.raises(ValueError, match="is not there"):
+        iter(loader)
+    assert torch.equal(drawn, torch.get_rng_state())
+    for wrong, kind in (("cuad", ValueError), (3, TypeError), (True, TypeError)):
+        with pytest.raises(kind, match="device"):
+            DataLoader(Rows(), device=wrong)  # type: ignore[arg-type]
+
+
+def test_the_cpu_is_where_batches_are_and_takes_no_thread() -> None:
+    iterator = start(DataLoader(Rows(), num_workers=1, backend="threads", device="cpu"))
+    assert iterator._pin_thread is None
+    assert first_of(next(iterator)) == [0]
+    iterator.close()

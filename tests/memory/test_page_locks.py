@@ -1,0 +1,587 @@
+"""Page-locked slots: locked once, used again after the device has read them, unlocked in the end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from support.forked import in_a_fork
+
+from hybridloader.memory import page_locks, segments, slots
+from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.shared_slots import Reader, Writer
+from hybridloader.memory.slots import OWN, PrivateSlots
+from hybridloader.memory.tensors import tensor_over
+from hybridloader.testing import FakeAccelerator
+
+LARGE = 1 << 40
+
+
+class Private:
+    """Slots of inline and threaded workers."""
+
+    def __init__(self, locks: PageLocks, limit: int = LARGE) -> None:
+        self.slots = PrivateSlots(limit)
+        self.slots.page_lock(locks)
+        self.lower, self.close = self.slots._pool.lower, self.slots.close
+
+    def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:
+        """A new batch that is full of `value`; None if there is no slot for it."""
+        buffer = self.slots.empty(size)
+        return None if buffer is None else tensor_over(buffer, torch.uint8, (size,)).fill_(value)
+
+
+class Shared:
+    """Slots of one worker process, and its parent, in one process."""
+
+    def __init__(self, locks: PageLocks, limit: int = LARGE) -> None:
+        self.writer, self.reader = Writer(limit), Reader(limit, locks=locks)
+        self.lower = self.writer.lower
+
+    def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:
+        self.writer.release(self.reader.returned())
+        parcel, fds = self.writer.write([memoryview(bytes([value]) * size)])
+        self.reader.learn(parcel, fds)
+        if parcel.spans == (None,):
+            return None
+        [buffer] = self.reader.buffers(parcel, [])
+        return tensor_over(buffer, torch.uint8, (size,))
+
+    def close(self) -> None:
+        self.writer.close()
+        self.reader.close()
+
+
+@pytest.fixture
+def device() -> FakeAccelerator:
+    return FakeAccelerator()
+
+
+@pytest.fixture
+def locks(device: FakeAccelerator) -> Iterator[PageLocks]:
+    yield PageLocks(device)
+    device.run()
+    PageLocks(device).collect()
+    assert not page_locks._waiting
+    page_locks._inherited.clear()
+
+
+@pytest.fixture(params=[Private, Shared])
+def lane(request: pytest.FixtureRequest, locks: PageLocks) -> Any:
+    return request.param(locks)
+
+
+def address(batch: torch.Tensor | None) -> int:
+    assert batch is not None
+    return batch.data_ptr()
+
+
+# -- the device comes first --------------------------------------------------------------------------
+
+
+def test_a_slot_is_used_again_after_the_device_has_read_it_and_not_before(
+    lane: Any, device: FakeAccelerator
+) -> None:
+    batch = lane.batch(1)
+    first = address(batch)
+    copy = device.move(batch)
+    del batch
+    second = address(lane.batch(2))
+    assert second != first
+    device.run()
+    assert (copy == 1).all()
+    assert {address(lane.batch(k)) for k in (3, 4)} == {first, second}
+    assert len(device.locked) == 2
+
+
+def test_pages_are_locked_once_and_counted(lane: Any, device: FakeAccelerator) -> None:
+    locks = lane.slots.locks if isinstance(lane, Private) else lane.reader._locks
+    assert device.locked == {}
+    for k in range(5):
+        batch = lane.batch(k)
+        assert device.is_pinned(batch)
+        assert list(device.locked.values()) == [locks.size]
+        assert locks.size >= OWN
+        del batch
+        device.run()
+
+
+def test_what_the_user_copies_on_a_stream_of_its_own_is_waited_for_if_it_is_dropped_there(
+    lane: Any, device: FakeAccelerator
+) -> None:
+    side = device.side_stream()
+    batch = lane.batch(1)
+    first = address(batch)
+    with device.on(side):
+        copy = device.move(batch)
+        del batch
+    device.run(device.default)
+    assert address(lane.batch(2)) != first
+    device.run(side)
+    assert (copy == 1).all()
+
+
+def test_or_after_the_current_stream_was_told_to_wait_for_it(
+    lane: Any, device: FakeAccelerator
+) -> None:
+    side = device.side_stream()
+    batch = lane.batch(1)
+    with device.on(side):
+        copy = device.move(batch)
+    device.hold_up(device.default, device.mark(side))
+    first = address(batch)
+    del batch
+    device.run(device.default)
+    assert address(lane.batch(2)) != first
+    device.run()
+    assert (copy == 1).all()
+
+
+def test_whoever_drops_the_last_view_the_consumers_stream_is_waited_for(
+    lane: Any, device: FakeAccelerator, locks: PageLocks
+) -> None:
+    """A collection may run on any thread, the streams of which know nothing of the batch."""
+    training = device.side_stream()
+    locks.wait_for(training)
+    batch = lane.batch(1)
+    first = address(batch)
+    with device.on(training):
+        copy = device.move(batch)
+    cycle: list[Any] = [batch]
+    cycle.append(cycle)
+    del batch, cycle
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join()
+    device.run(device.default)
+    assert address(lane.batch(2)) != first
+    device.run()
+    assert (copy == 1).all()
+
+
+def test_each_of_two_batches_over_one_slot_is_waited_for(
+    device: FakeAccelerator, locks: PageLocks
+) -> None:
+    lane, side = Shared(locks), device.side_stream()
+    parcel, fds = lane.writer.write([memoryview(bytes(OWN))])
+    lane.reader.learn(parcel, fds)
+    view = memoryview(lane.writer._pool.segments[0].mapping.view(0, OWN)).cast("B")
+    again, _ = lane.writer.write([view])
+    one, other = (lane.reader.buffers(p, []) for p in (parcel, again))
+    with device.on(side):
+        del one
+    del other
+    assert lane.reader.returned() == []
+    device.run(device.default)
+    assert lane.reader.returned() == [0]
+    assert lane.reader.returned() == []
+    device.run(side)
+    assert lane.reader.returned() == [0]
+
+
+def test_many_batches_that_are_kept_take_few_locks(lane: Any, device: FakeAccelerator) -> None:
+    kept = [lane.batch(k % 250) for k in range(300)]
+    assert len(device.locked) < 15
+    assert all(device.is_pinned(batch) and batch[-1] == k % 250 for k, batch in enumerate(kept))
+    kept.clear()
+    device.run()
+    for _ in range(300 // page_locks._LOOKS):
+        PageLocks(device).collect()
+
+
+def test_memory_that_is_not_locked_waits_for_nothing(device: FakeAccelerator) -> None:
+    device.lockable = 0
+    lane = Private(PageLocks(device))
+    first = address(lane.batch(1))
+    assert address(lane.batch(2)) == first
+    assert device.queued == 0
+
+
+def test_more_waits_than_one_look_takes_all_have_their_turn(
+    device: FakeAccelerator, locks: PageLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind a stream that stands still."""
+    monkeypatch.setattr(page_locks, "_LOOKS", 4)
+    stands, lane = device.side_stream(), Private(locks)
+    batches = [lane.batch(k) for k in range(12)]
+    with device.on(stands):
+        del batches[:8]
+    batches.clear()
+    device.run(device.default)
+    for _ in range(3):
+        locks.collect()
+    assert len(page_locks._waiting) == 8
+
+
+def test_within_a_lock_of_the_slots_a_collection_may_end_a_batch(
+    device: FakeAccelerator, locks: PageLocks
+) -> None:
+    lane = Private(locks)
+    cycle: list[Any] = [lane.batch(1)]
+    cycle.append(cycle)
+    del cycle
+
+    def collect() -> None:
+        with lane.slots._taking:
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert device.queued == 1
+
+
+# -- a device that makes trouble ---------------------------------------------------------------------
+
+
+class Captured(FakeAccelerator):
+    """A device on which no marks can be made or asked for a while, as while a graph is captured."""
+
+    capturing = False
+
+    def mark(self, stream: Any) -> Any:
+        if self.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().mark(stream)
+
+
+def test_a_mark_that_can_not_be_made_now_is_made_later_on_the_same_stream() -> None:
+    device = Captured()
+    side, locks = device.side_stream(), PageLocks(device)
+    lane = Private(locks)
+    batch = lane.batch(1)
+    first = address(batch)
+    device.capturing = True
+    with device.on(side):
+        copy = device.move(batch)
+        del batch
+    second = address(lane.batch(2))
+    device.capturing = False
+    assert first not in (second, address(lane.batch(3)))
+    device.run(device.default)
+    assert address(lane.batch(4)) != first
+    device.run()
+    assert (copy == 1).all()
+    assert first in {address(lane.batch(k)) for k in range(5, 9)}
+
+
+class Failed(FakeAccelerator):
+    failed = False
+
+    def current_stream(self) -> Any:
+        if self.failed:
+            raise RuntimeError("device-side assert triggered")
+        return super().current_stream()
+
+
+def test_of_a_device_that_has_failed_no_memory_is_used_again_and_nothing_is_raised() -> None:
+    device = Failed()
+    lane = Private(PageLocks(device))
+    batch = lane.batch(1)
+    first = address(batch)
+    device.failed = True
+    del batch
+    device.run()
+    assert first not in {address(lane.batch(k)) for k in range(4)}
+    page_locks._waiting.clear()
+
+
+# -- a lock that is refused --------------------------------------------------------------------------
+
+
+def test_a_lock_that_is_refused_costs_a_warning_and_nothing_else(
+    lane: Any, device: FakeAccelerator, locks: PageLocks
+) -> None:
+    device.lockable = OWN
+    kept = [lane.batch(k) for k in range(4)]
+    assert [device.is_pinned(batch) for batch in kept] == [True, False, False, False]
+    assert [int(batch[-1]) for batch in kept] == [0, 1, 2, 3]
+    with pytest.warns(UserWarning, match="is not page-locked") as caught:
+        locks.warn()
+    locks.warn()  # an error if it warned
+    [message] = [str(warning.message) for warning in caught]
+    assert f"the fake device locks at most {OWN:,} bytes" in message
+    assert f"{OWN:,} bytes are locked already" in message
+    assert "Memory(limit=...)" in message
+
+
+def test_without_a_refusal_there_is_no_warning(lane: Any, locks: PageLocks) -> None:
+    lane.batch(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        locks.warn()
+    assert locks.refusal is None
+
+
+def test_a_later_slot_is_locked_again_if_there_is_room_by_then(device: FakeAccelerator) -> None:
+    device.lockable, device.manual = OWN, False
+    lane = Private(PageLocks(device))
+    kept = [lane.batch(1), lane.batch(2)]
+    assert not device.is_pinned(kept[1])  # type: ignore[arg-type]
+    device.lockable = LARGE
+    third = lane.batch(3)
+    assert third is not None
+    assert device.is_pinned(third)
+
+
+# -- the end -----------------------------------------------------------------------------------------
+
+
+def mapped(where: int) -> bool:
+    starts = (line.partition("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(
+        int(start, 16) <= where < int(rest.partition(" ")[0], 16) for start, _, rest in starts
+    )
+
+
+class Suspicious(FakeAccelerator):
+    """Notes whether pages were still mapped when they were unlocked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def page_unlock(self, address: int) -> None:
+        self.seen.append(mapped(address))
+        super().page_unlock(address)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+@pytest.mark.parametrize("kind", [Private, Shared])
+@pytest.mark.parametrize("closed", [False, True], ids=["dropped", "closed first"])
+def test_pages_are_unlocked_before_they_are_unmapped_and_not_while_they_are_looked_at(
+    kind: Any, closed: bool
+) -> None:
+    device = Suspicious()
+    lane = kind(PageLocks(device))
+    lane.batch(0, 3 * OWN)
+    kept = lane.batch(7, OWN)
+    device.run()
+    if closed:
+        lane.close()
+        assert [size >= OWN for size in device.locked.values()] == [True]
+        assert device.is_pinned(kept)
+        assert (kept == 7).all()
+    where = address(kept)
+    copy = device.move(kept)
+    del kept, lane
+    assert device.is_pinned(torch.empty(0)) is False
+    device.run()
+    assert (copy == 7).all()
+    PageLocks(device).collect()
+    assert device.locked == {}
+    assert device.seen == [True, True]
+    gc.collect()
+    assert not mapped(where) or kind is Private  # the allocator may have put something else there
+
+
+def test_slots_that_are_given_back_are_unlocked(
+    device: FakeAccelerator, locks: PageLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "IDLE", 3)
+    device.manual = False
+    lane = Private(locks)
+    for _ in range(3):
+        lane.batch(1, 8 * OWN)
+    for _ in range(10):
+        lane.batch(2)
+    assert [size < 2 * OWN for size in device.locked.values()] == [True]
+    lane.lower(1)
+    assert lane.batch(3) is None
+    assert device.locked == {}
+
+
+def test_what_the_device_reads_is_neither_given_back_nor_unlocked_by_a_lower_limit(
+    lane: Any, device: FakeAccelerator
+) -> None:
+    batch = lane.batch(1)
+    copy = device.move(batch)
+    del batch
+    lane.lower(1)
+    lane.batch(2)
+    lane.close()
+    del lane
+    assert len(device.locked) == 1
+    device.run()  # it raises if the pages were unlocked, and reads them
+    assert (copy == 1).all()
+
+
+def test_an_interpreter_that_ends_while_the_device_reads_ends_quietly() -> None:
+    code = """
+import torch
+from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.tensors import tensor_over
+from hybridloader.memory.slots import OWN, PrivateSlots
+from hybridloader.testing import FakeAccelerator
+device = FakeAccelerator()
+slots = PrivateSlots(1 << 40)
+slots.page_lock(PageLocks(device))
+kept = [tensor_over(slots.empty(OWN), torch.uint8, (OWN,)) for _ in range(3)]
+copy = device.move(kept.pop())
+cycle = [kept.pop()]
+cycle.append(cycle)
+del cycle
+print(len(device.locked))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+# -- forks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_fork_leaves_the_device_alone_and_writes_to_no_slot_of_its_parents(
+    lane: Any, device: FakeAccelerator, locks: PageLocks
+) -> None:
+    batch, other = lane.batch(1), lane.batch(9)
+    first = address(batch)
+    copy = device.move(other)
+    del other
+    queued, held = device.queued, dict(device.locked)
+
+    def child() -> None:  # with numpy: torch's threads are not there in a fork
+        nonlocal batch
+        assert {*batch.numpy().tolist()} == {1}
+        batch = None
+        gc.collect()
+        if isinstance(lane, Private):
+            for _ in range(4):
+                own = np.frombuffer(lane.slots.empty(OWN), np.uint8)
+                own[:] = 50
+            assert lane.slots.locks is None
+        lane.close()
+        assert not locks.lock(segments.make_private(OWN))
+        locks.collect()
+        assert (device.queued, device.locked) == (queued, held)
+
+    assert in_a_fork(child) == 0
+    assert (batch == 1).all()
+    device.run()
+    assert (copy == 9).all()
+    assert address(batch) == first
+    assert device.locked == held
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_fork_does_not_move_the_parent_to_other_pages_than_the_device_reads(
+    lane: Any,
+) -> None:
+    """As a copy on write would: the pages are the same on both sides."""
+    batch = lane.batch(1)
+
+    def child() -> None:
+        batch.numpy()[:] = 77
+
+    assert in_a_fork(child) == 0
+    assert (batch == 77).all()
+
+
+# -- any order of all that ---------------------------------------------------------------------------
+
+
+class Slots(RuleBasedStateMachine):
+    """Copies that the device makes late show whether a slot was written to, or unlocked, too early."""
+
+    kind: Any = Private
+    batches = Bundle("batches")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = FakeAccelerator()
+        self.side = self.device.side_stream()
+        self.locks = PageLocks(self.device)
+        self.locks.wait_for(self.side)
+        self.lane = self.kind(self.locks, 5 * OWN)
+        self.value = 0
+        self.copies: list[tuple[torch.Tensor, int]] = []
+        self.held: list[list[tuple[torch.Tensor, int]]] = []
+        self.closed = False
+        self._before = slots.GROWTH
+        slots.GROWTH = 2
+
+    @rule(target=batches, size=st.sampled_from([OWN, OWN + 4096, 2 * OWN]))
+    def take(self, size: int) -> list[tuple[torch.Tensor, int]]:
+        self.value = self.value % 250 + 1
+        batch = None if self.closed else self.lane.batch(self.value, size)
+        self.held.append([] if batch is None else [(batch, self.value)])
+        return self.held[-1]
+
+    @rule(batch=batches, side=st.booleans())
+    def copy(self, batch: list[tuple[torch.Tensor, int]], side: bool) -> None:
+        if batch:
+            tensor, value = batch[0]
+            with self.device.on(self.side if side else self.device.default):
+                self.copies.append((self.device.move(tensor), value))
+
+    @rule(batch=consumes(batches), thread=st.booleans())
+    def drop(self, batch: list[tuple[torch.Tensor, int]], thread: bool) -> None:
+        if thread:
+            other = threading.Thread(target=batch.clear)
+            other.start()
+            other.join()
+        else:
+            batch.clear()
+
+    @rule(which=st.sampled_from(["default", "side", "both"]))
+    def run(self, which: str) -> None:
+        both = {"default": self.device.default, "side": self.side}
+        self.device.run(*([both[which]] if which in both else both.values()))
+
+    @rule()
+    def allow_fewer_locks(self) -> None:
+        self.device.lockable = 3 * OWN
+
+    @rule()
+    def lower(self) -> None:
+        self.lane.lower(3 * OWN)
+
+    @rule()
+    def collect(self) -> None:
+        self.locks.collect()
+
+    @rule()
+    def close(self) -> None:
+        if not self.closed and self.value > 8:
+            self.closed = True
+            self.lane.close()
+
+    @invariant()
+    def what_is_locked_is_counted(self) -> None:
+        assert self.locks.size == sum(self.device.locked.values())
+
+    def teardown(self) -> None:
+        slots.GROWTH = self._before
+        self.lane.close()
+        for batch in self.held:
+            batch.clear()
+        self.device.run()
+        self.locks.collect()
+        for copy, value in self.copies:
+            assert (copy == value).all()
+        assert self.device.locked == {}
+        assert self.locks.size == 0
+
+
+class SharedSlots(Slots):
+    kind = Shared
+
+
+TestPrivateSlots = Slots.TestCase
+TestSharedSlots = SharedSlots.TestCase
+_SETTINGS = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestPrivateSlots.settings = TestSharedSlots.settings = _SETTINGS

@@ -1,0 +1,134 @@
+"""What a source does in its `finally` and `with` is done in workers too, however a pass ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.closed_sources import Noting, note
+from torch.utils.data import IterableDataset
+
+from hybridloader import DataLoader, Pipeline
+from hybridloader.testing.tools import DEADLINE
+
+BACKENDS = ("inline", "threads", "fork", "spawn")
+
+
+def notes(folder: Path) -> list[list[str]]:
+    """What each reader has noted, without the numbers of processes."""
+    return [
+        [line.split()[0] for line in file.read_text().splitlines()]
+        for file in sorted(folder.iterdir())
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_generator_is_closed_when_its_pass_is_left_and_before_its_worker_ends(
+    backend: str, tmp_path: Path
+) -> None:
+    workers = 1 if backend == "inline" else 2
+    pipe = Pipeline.from_iterable(Noting(tmp_path), backend=backend, num_workers=workers)
+    with pipe.epochs(2) as epochs:
+        for epoch in epochs:
+            assert [next(epoch) for _ in range(2 * workers)][-1] == 1
+    expected = ["began", "ended", "began", "ended"]
+    if backend == "spawn":  # multiprocessing runs no atexit in what it forks
+        expected += ["exit", "exit"]
+    assert notes(tmp_path) == [expected] * workers
+
+
+class Rows(IterableDataset[Any]):
+    """Three samples, the second of which may raise."""
+
+    def __init__(self, folder: Path, policy: str) -> None:
+        self.path, self.policy = folder / "log", policy
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield 0
+            if self.policy == "fails":
+                raise ValueError("second")
+            yield 1
+            yield 2
+        finally:
+            note(self.path, "ended")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize(
+    ("backend", "workers"), [("inline", 0), ("inline", 1), ("threads", 1), ("fork", 1)]
+)
+def test_the_generator_of_a_dataset_ends_once_however_its_pass_does(
+    backend: str, workers: int, on_error: str, tmp_path: Path
+) -> None:
+    for number, (policy, taken) in enumerate([("goes on", 1), ("goes on", 9), ("fails", 9)]):
+        rows = Rows(tmp_path, policy)
+        loader = DataLoader(
+            rows, batch_size=1, num_workers=workers, backend=backend, on_error=on_error
+        )
+        iterator: Any = iter(loader)
+        try:
+            for _ in range(taken):
+                next(iterator)
+        except (StopIteration, ValueError, RuntimeError):
+            pass
+        iterator.close()
+        assert notes(tmp_path) == [["ended"] * (number + 1)]
+
+
+def test_a_generator_that_is_stuck_does_not_hold_up_close(tmp_path: Path) -> None:
+    pipe = Pipeline.from_iterable(Noting(tmp_path, stuck=True), backend="fork", num_workers=1)
+    run = iter(pipe)
+    next(run)
+    worker = int((tmp_path / "0").read_text().split()[1])
+    run.close()
+    assert not psutil.pid_exists(worker)
+    assert notes(tmp_path) == [["began"]]
+
+
+def test_an_error_while_a_generator_is_closed_is_shown_and_no_more(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def rows() -> Iterator[int]:
+        try:
+            yield from range(9)
+        finally:
+            raise ValueError("while it was closed")
+
+    with iter(Pipeline.from_iterable(rows, backend="threads", num_workers=1)) as run:
+        assert next(run) == 0
+    assert "ValueError: while it was closed" in capfd.readouterr().err
+
+
+def test_a_generator_is_closed_when_the_parent_is_killed(tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from support.closed_sources import Noting
+        from hybridloader import Pipeline
+
+        pipe = Pipeline.from_iterable(Noting(Path(sys.argv[1])), backend="fork", num_workers=1)
+        run = iter(pipe)
+        next(run)
+        print((Path(sys.argv[1]) / "0").read_text().split()[1], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.stdout, done.stderr
+    try:
+        psutil.Process(int(done.stdout)).wait(DEADLINE)
+    except psutil.NoSuchProcess:
+        pass
+    assert notes(tmp_path) == [["began", "ended"]]

@@ -1,0 +1,158 @@
+"""Files of caches that are not as they should be: what comes is what was written, or an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.alike import same
+from support.operator_context import Script, context, drain, items_in
+
+from hybridloader._support.errors import CacheError, HybridLoaderError
+from hybridloader.pipeline.operators import cache_file
+from hybridloader.pipeline.operators.cache import Cache
+from hybridloader.pipeline.operators.cache_file import Reader
+
+in_a_folder = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def begin(cache: Cache, *steps: Any) -> Any:
+    return cache.begin(lambda: Script(*steps), context())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+ITEMS = [1, "two", np.arange(9_000), {"four": torch.ones(3)}]
+
+
+def written(file: Path, fingerprint: str = "of this") -> bytes:
+    drain(begin(Cache(file, fingerprint), *ITEMS))
+    return file.read_bytes()
+
+
+def test_a_file_of_another_pipeline_is_refused(file: Path) -> None:
+    written(file)
+    with pytest.raises(
+        CacheError, match="by another pipeline, 'of this', and this one is 'of that'"
+    ):
+        begin(Cache(file, "of that"))
+    assert issubclass(CacheError, HybridLoaderError)
+
+
+def test_a_file_of_another_format_is_refused(file: Path) -> None:
+    whole = bytearray(written(file))
+    whole[8] = 1
+    file.write_bytes(whole)
+    with pytest.raises(CacheError, match="of format 1, and this release reads format 2; delete it"):
+        begin(Cache(file, "of this"))
+
+
+@pytest.mark.parametrize(
+    ("at", "told"),
+    [
+        (9, "is of format"),
+        (-80, "its index is not as it was written"),  # in the fingerprint
+        (-60, "its index is not"),  # in the places of records
+        (-40, "its index is not"),  # where the index begins
+        (-20, "its index is not"),  # in the digest of the index
+        (-3, "or its end was changed"),  # in the last letters
+    ],
+)
+def test_damage_to_the_frame_is_found_at_once(file: Path, at: int, told: str) -> None:
+    whole = bytearray(written(file, "of this and more"))
+    whole[at] ^= 1
+    file.write_bytes(whole)
+    with pytest.raises(CacheError, match=told):
+        begin(Cache(file, "of this and more"))
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"not a cache " * 100])
+def test_a_foreign_file_is_refused_and_left_as_it_is(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    with pytest.raises(CacheError, match="is no cache file; give another path"):
+        begin(Cache(file))
+    assert file.read_bytes() == content
+
+
+@in_a_folder
+@given(st.data())
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, data: st.DataObject) -> None:
+    file = tmp_path / "cache"
+    file.unlink(missing_ok=True)
+    whole = written(file)
+    file.write_bytes(whole[: data.draw(st.integers(8, len(whole) - 1))])
+    with pytest.raises(CacheError, match=r"cache' is damaged: it is cut off, .*delete it"):
+        begin(Cache(file, "of this"))
+
+
+@in_a_folder
+@given(st.data())
+def test_damage_is_found_wherever_it_is(tmp_path: Path, data: st.DataObject) -> None:
+    """What comes is what was written, or an error; never anything else."""
+    file = tmp_path / "cache"
+    file.unlink(missing_ok=True)
+    whole = bytearray(written(file))
+    # As often in the small parts as in the large array.
+    at = data.draw(st.one_of(st.integers(0, 1000), st.integers(0, len(whole) - 1)))
+    at = data.draw(st.sampled_from([at, len(whole) - 1 - at]))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(whole)
+    try:
+        found = drain(begin(Cache(file, "of this")))
+    except CacheError:
+        return
+    assert len(found) == len(ITEMS)
+    for number, (item, expected) in enumerate(zip(found, ITEMS, strict=True)):
+        if isinstance(item, CacheError):
+            assert f"damaged: record {number} of 4 is not as it was written; delete" in str(item)
+        else:
+            same(item, expected)
+
+
+def test_damage_to_a_record_costs_that_record(file: Path) -> None:
+    whole = bytearray(written(file))
+    whole[whole.index(b"two")] ^= 1
+    file.write_bytes(whole)
+    found = drain(begin(Cache(file, "of this")))
+    assert isinstance(found[1], CacheError)
+    same(items_in(found), [ITEMS[0], *ITEMS[2:]])
+
+
+def test_digests_are_checked_before_anything_is_unpickled(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = bytearray(written(file))
+    whole[whole.index(b"two")] ^= 1
+    file.write_bytes(whole)
+    unpickled = []
+    monkeypatch.setattr(cache_file, "unpack", lambda *parts: unpickled.append(parts))
+    reader = Reader(str(file), "of this")
+    with pytest.raises(CacheError):
+        reader.read(1)
+    assert not unpickled
+    reader.close()
+
+
+class Gone:
+    pass
+
+
+def test_a_class_that_is_gone_is_an_error_that_names_the_record(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain(begin(Cache(file), 1, Gone(), 3))
+    monkeypatch.delattr(f"{__name__}.Gone")
+    one, error, three = drain(begin(Cache(file)))
+    assert (one, three) == (1, 3)
+    assert isinstance(error, AttributeError)
+    assert "record 1 of the cache file" in vars(error)["__notes__"][0]

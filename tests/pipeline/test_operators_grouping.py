@@ -1,0 +1,261 @@
+"""Batches: collated as torch collates, by number, by budget and by key."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.alike import same
+from support.operator_context import (
+    Oops,
+    Script,
+    context,
+    errors_in,
+    items_in,
+    no_deadline,
+    outcome,
+    run,
+)
+from torch.utils.data import default_collate
+
+from hybridloader.fetching.collate import set_slots
+from hybridloader.memory.limits import Memory
+from hybridloader.pipeline.operators.base import Operator
+from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch
+from hybridloader.pipeline.operators.padding import Pad
+
+SAMPLES: list[Any] = [
+    {"x": torch.full((3,), float(i)), "y": i, "name": f"n{i}", "pair": (i, np.full(2, i))}
+    for i in range(7)
+]
+
+
+@pytest.mark.parametrize("collate_fn", [None, default_collate])
+def test_batches_are_those_of_default_collate(collate_fn: Any) -> None:
+    theirs = [default_collate(SAMPLES[at : at + 3]) for at in (0, 3, 6)]
+    same(outcome(Batch(3, collate_fn=collate_fn), *SAMPLES), theirs)
+
+
+GROUPING: dict[str, Operator] = {
+    "batch": Batch(2),
+    "padded_batch": PaddedBatch(2),
+    "batch_by": BatchBy(lambda sample: 1, 2),
+    "bucket_by": BucketBy(lambda sample: 0, 2),
+}
+
+
+@pytest.mark.parametrize("name", GROUPING)
+def test_large_batches_are_made_in_slots_that_are_used_again(name: str) -> None:
+    samples = [torch.full((300_000,), float(i)) for i in range(8)]
+    places = set()
+    for number, batch in enumerate(run(GROUPING[name], *samples)):
+        assert batch.shape == (2, 300_000)
+        assert batch[:, 7].tolist() == [2.0 * number, 2.0 * number + 1]
+        places.add(batch.data_ptr())
+        del batch
+    assert len(places) <= 2  # one that is being made, one that the loop still holds
+
+
+@pytest.mark.parametrize("name", GROUPING)
+def test_batches_that_are_kept_stay_as_they_are(name: str) -> None:
+    samples = [torch.full((100_000,), float(i)) for i in range(8)]
+    kept = outcome(GROUPING[name], *samples)
+    gc.collect()
+    assert [batch[:, 0].tolist() for batch in kept] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "operator", [Batch(2, memory=Memory(1 << 20)), PaddedBatch(2, memory=Memory(1 << 20))]
+)
+def test_full_slots_are_told_once_and_lose_nothing(operator: Operator) -> None:
+    samples = [torch.full((100_000,), float(i)) for i in range(10)]
+    with pytest.warns(UserWarning, match="ordinary memory") as told:
+        kept = outcome(operator, *samples)
+    assert len(told) == 1
+    assert [batch[:, 0].tolist() for batch in kept] == [[i, i + 1] for i in range(0, 10, 2)]
+
+
+def test_the_slots_of_the_thread_are_put_back_also_behind_an_error() -> None:
+    class Mine:
+        def empty(self, size: int) -> None: ...
+
+    mine = Mine()
+    before = set_slots(mine)
+    try:
+        found = outcome(Batch(2), 1, "a", 3, 4)
+        assert set_slots(mine) is mine
+    finally:
+        set_slots(before)
+    assert isinstance(found[0], Exception)
+    assert found[1].tolist() == [3, 4]
+
+
+def test_a_plain_list_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from operator_context import outcome\n"
+        "from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, Unbatch\n"
+        "import hybridloader.pipeline.operators.join, hybridloader.pipeline.operators.order\n"
+        "import hybridloader.pipeline.operators.sources, hybridloader.pipeline.operators.cache\n"
+        "assert outcome(Batch(2, collate_fn=list), 1, 2, 3) == [[1, 2], [3]]\n"
+        "assert outcome(BatchBy(int, 3, collate_fn=tuple), 1, 2, 3) == [(1, 2), (3,)]\n"
+        "assert outcome(BucketBy(int, 2, collate_fn=list), 1, 2, 1) == [[1, 1], [2]]\n"
+        "assert outcome(Unbatch(), [1, 2], (3,)) == [1, 2, 3]\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules), sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", GROUPING)
+def test_a_collate_fn_that_raises_costs_its_batch_and_no_other(name: str) -> None:
+    def collate(samples: list[int]) -> list[int]:
+        if 2 in samples:
+            raise Oops(2)
+        if 4 in samples:
+            raise StopIteration
+        return samples
+
+    operators = {
+        "batch": Batch(2, collate_fn=collate),
+        "batch_by": BatchBy(lambda sample: 1, 2, collate_fn=collate),
+        "bucket_by": BucketBy(lambda sample: 0, 2, collate_fn=collate),
+    }
+    if name not in operators:
+        return
+    found = outcome(operators[name], *range(7))
+    assert found[0] == [0, 1]
+    assert found[1] == Oops(2)
+    assert isinstance(found[2], RuntimeError)
+    assert "collate_fn raised StopIteration" in str(found[2])
+    assert found[3:] == [[6]]
+
+
+# -- by a budget ---------------------------------------------------------------------------------
+
+
+def by_cost(**more: Any) -> BatchBy:
+    return BatchBy(lambda item: item, 10, collate_fn=list, **more)
+
+
+def test_an_item_that_alone_costs_too_much_is_an_error_that_names_it() -> None:
+    found = outcome(by_cost(), 4, 11, 5, 6)
+    assert items_in(found) == [[4, 5], [6]]
+    (error,) = errors_in(found)
+    assert isinstance(error, ValueError)
+    assert str(error).startswith("batch_by: an item costs 11, more than budget=10: 11 (a int)")
+
+
+def test_what_is_skipped_is_counted_and_told_once() -> None:
+    found: Any = run(by_cost(oversize="skip"), 4, 11, 5, 12, 6)
+    with pytest.warns(UserWarning, match=r"skips items.*the first costs 11: 11") as told:
+        batches = list(found)
+    assert batches == [[4, 5], [6]]
+    assert found.skipped == 2
+    assert len(told) == 1
+
+
+@no_deadline
+@given(st.lists(st.integers(0, 30)), st.booleans())
+def test_alone_means_with_no_other(costs: list[int], padded: bool) -> None:
+    found = outcome(by_cost(oversize="alone", padded=padded), *costs)
+    assert [item for batch in found for item in batch] == costs
+    for batch in found:
+        total = max(batch) * len(batch) if padded else sum(batch)
+        assert total <= 10 or len(batch) == 1
+
+
+@pytest.mark.parametrize(
+    ("cost", "kind", "told"),
+    [
+        (-1, ValueError, "from 0 up, not -1"),
+        (-0.5, ValueError, "from 0 up, not -0.5"),
+        (float("nan"), ValueError, "from 0 up, not nan"),
+        ("7", TypeError, "must give a number, not '7'"),
+        (None, TypeError, "must give a number, not None"),
+        (True, TypeError, "must give a number, not True"),
+        (torch.ones(2), TypeError, "must give a number, not tensor"),
+        (float("inf"), ValueError, "costs inf, more than budget=10"),
+    ],
+)
+def test_a_bad_cost_is_an_error_at_its_item(cost: Any, kind: type[Exception], told: str) -> None:
+    found = outcome(by_cost(), 3, cost, 4)
+    assert items_in(found) == [[3, 4]]
+    (error,) = errors_in(found)
+    assert type(error) is kind
+    assert told in str(error)
+
+
+def test_a_cost_may_be_any_number() -> None:
+    costs = [np.float32(2.5), torch.tensor(3), 4.5, np.int64(1)]
+    assert list(map(len, outcome(by_cost(), *costs))) == [3, 1]
+
+
+def raises_at(bad: Any, result: Any) -> Any:
+    def function(item: Any) -> Any:
+        if item == bad:
+            raise result
+        return 1
+
+    return function
+
+
+@pytest.mark.parametrize("make", [lambda f: BatchBy(f, 9), lambda f: BucketBy(f, 9)])
+def test_a_function_that_raises_costs_its_item_and_no_other(make: Any) -> None:
+    found = outcome(make(raises_at(2, Oops(2))), 1, 2, 3)
+    assert found[0] == Oops(2)
+    assert found[1].tolist() == [1, 3]
+    error, batch = outcome(make(raises_at(2, StopIteration())), 1, 2, 3)
+    assert type(error) is RuntimeError
+    assert "raised StopIteration" in str(error)
+    assert batch.tolist() == [1, 3]
+
+
+# -- by a key ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [[1], {}, torch.tensor(1)], ids=["list", "dict", "tensor"])
+def test_a_key_without_a_hash_by_value_is_an_error_at_its_item(key: Any) -> None:
+    found = outcome(BucketBy(lambda item: key if item == 2 else 0, 2, collate_fn=list), 1, 2, 3)
+    assert items_in(found) == [[1, 3]]
+    (error,) = errors_in(found)
+    assert isinstance(error, TypeError)
+    assert "which has no hash by value, for the item 2" in str(error)
+
+
+def test_a_key_without_a_size_is_an_error_at_its_item() -> None:
+    found = outcome(BucketBy(kind, {"int": 2}, collate_fn=list), 1, "a", 3)
+    assert items_in(found) == [[1, 3]]
+    assert "batch_size has no entry for the key 'str'" in str(errors_in(found)[0])
+
+    found = outcome(
+        BucketBy(kind, lambda key: 2 if key == "int" else 0, collate_fn=list), 1, "a", 3
+    )
+    assert items_in(found) == [[1, 3]]
+    assert "batch_size('str') must be at least 1" in str(errors_in(found)[0])
+
+
+def kind(item: Any) -> str:
+    return type(item).__name__
+
+
+def test_only_what_waits_is_held() -> None:
+    """Full buckets are forgotten, so that many keys do not fill the memory."""
+    found: Any = BucketBy(lambda item: item // 2, 2, collate_fn=list).open(
+        Script(*range(100)), context()
+    )
+    assert sum(1 for _ in found) == 50
+    assert not found._buckets
+
+
+def test_padding_goes_with_budgets() -> None:
+    tokens = [[1] * n for n in (3, 2, 5, 1)]
+    first, second = outcome(BatchBy(len, 10, padded=True, collate_fn=Pad()), *tokens)
+    assert first.tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert second.tolist() == [[1] * 5, [1, 0, 0, 0, 0]]

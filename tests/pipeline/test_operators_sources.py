@@ -1,0 +1,292 @@
+"""Sources: the order of a dataset's indices is torch's; an iterable is read as it is."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.operator_context import Oops, Script, Stand, context, drain
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from hybridloader.pipeline.operators.sources import Indices, Items
+
+
+def indices(epoch: int = 0, **parameters: Any) -> list[Any]:
+    return drain(Indices(**parameters).start(context(epoch)))
+
+
+class OnlyLength:
+    """A dataset that must not be read."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("read")
+
+
+class NoLength:
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+# -- indices -----------------------------------------------------------------------------------------
+
+
+def test_the_plain_order_is_that_of_a_range() -> None:
+    assert indices(dataset=OnlyLength(5)) == [0, 1, 2, 3, 4]
+    assert Indices(OnlyLength(5)).length(None) == 5
+
+
+def test_a_seeded_shuffle_is_that_of_torch_with_the_epoch_added() -> None:
+    for epoch in (0, 3):
+        generator = torch.Generator().manual_seed(17 + epoch)
+        theirs = list(RandomSampler(range(20), generator=generator))
+        assert indices(epoch, dataset=OnlyLength(20), shuffle=True, seed=17) == theirs
+    sampler: Any = DistributedSampler(range(20), num_replicas=1, rank=0, seed=17)  # type: ignore[arg-type]
+    sampler.set_epoch(3)
+    assert indices(3, dataset=OnlyLength(20), shuffle=True, seed=17) == list(sampler)
+
+
+def test_the_seed_of_the_run_is_that_of_a_shuffle_without_one() -> None:
+    run = context(epoch=2, seed=40)
+    generator = torch.Generator().manual_seed(42)
+    theirs = list(RandomSampler(range(20), generator=generator))
+    assert drain(Indices(OnlyLength(20), shuffle=True).start(run)) == theirs
+    assert drain(Indices(OnlyLength(20), shuffle=True, seed=7).start(run)) != theirs
+
+
+def test_a_shuffle_without_a_seed_draws_from_torchs_generator_as_torch_does() -> None:
+    torch.manual_seed(5)
+    theirs = list(RandomSampler(range(20)))
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    assert indices(dataset=OnlyLength(20), shuffle=True) == theirs
+    assert torch.rand(1) == after
+
+
+def test_an_empty_dataset_may_be_shuffled() -> None:
+    assert indices(dataset=[], shuffle=True) == []
+    assert indices(dataset=[], shuffle=True, seed=1) == []
+    assert Indices([], shuffle=True).length(None) == 0
+
+
+def test_samplers_say_the_order() -> None:
+    data = OnlyLength(7)
+    assert indices(dataset=data, sampler=[3, 1]) == [3, 1]
+    sampler = BatchSampler(SequentialSampler(range(7)), 3, False)
+    assert indices(dataset=data, batch_sampler=sampler) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert Indices(data, batch_sampler=sampler).length(None) == 3
+    assert Indices(data, [3, 1]).length(None) == 2
+    assert indices(dataset=NoLength(), sampler=[3, 1]) == [3, 1]
+
+
+def test_a_sampler_without_a_length_is_as_good() -> None:
+    class Inherited(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from (1, 2)
+
+    class Refuses(Inherited):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    for sampler in (Inherited(), Refuses()):
+        operator = Indices(OnlyLength(3), sampler)
+        assert operator.length(None) is None
+        for _ in range(2):
+            assert drain(operator.start(context())) == [1, 2]
+
+
+def test_a_sampler_is_told_the_epoch_before_every_pass() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.epochs[-1:])
+
+    told = Told()
+    for operator in (Indices([1, 2], told), Indices([1, 2], batch_sampler=told), Items(told)):
+        for epoch in (0, 1):
+            assert drain(operator.start(context(epoch))) == [epoch]
+    assert drain(Items(lambda: told).start(context(7))) == [7]
+
+
+def test_the_length_is_read_anew_for_every_pass() -> None:
+    data = [1, 2]
+    operator = Indices(data)
+    data.append(3)
+    assert operator.length(None) == 3
+    assert drain(operator.start(context())) == [0, 1, 2]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter((1, 2))
+
+
+class Unfinished(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sampler": [1], "batch_sampler": [[1]]}, ValueError, "sampler and batch_sampler both say"),
+    ({"sampler": [1], "shuffle": True}, ValueError, "shuffle=True and a sampler both say"),
+    ({"batch_sampler": [[1]], "shuffle": True}, ValueError, "shuffle=True and a batch_sampler"),
+    ({"seed": 3}, ValueError, "seed=3 is of no use without shuffle=True"),
+    ({"seed": -3, "shuffle": True}, ValueError, "seed must be at least 0"),
+    ({"shuffle": 1}, TypeError, "shuffle must be True or False, got 1"),
+    ({"sampler": 3}, TypeError, "sampler must be an iterable, not 3"),
+    ({"sampler": iter([1])}, TypeError, "an iterator, which is over after one"),
+    ({"batch_sampler": iter([[1]])}, TypeError, r"give list\(batch_sampler\)"),
+    ({"dataset": {1, 2}}, TypeError, "a set can't be read by index.*from_iterable"),
+    ({"dataset": Stream()}, TypeError, "a Stream can't be read by index"),
+    ({"dataset": NoLength()}, TypeError, "a NoLength, has no __len__.*give a sampler"),
+    ({"dataset": Unfinished()}, TypeError, "an? Unfinished, has no __len__"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "kind", "told"), BAD, ids=[told for _, _, told in BAD])
+def test_what_contradicts_itself_is_refused_at_once(
+    parameters: dict[str, Any], kind: type[Exception], told: str
+) -> None:
+    with pytest.raises(kind, match=told):
+        Indices(**{"dataset": [1, 2, 3], **parameters})
+
+
+# -- items -------------------------------------------------------------------------------------------
+
+
+def test_an_iterable_is_read_in_every_pass() -> None:
+    operator = Items([1, None, "a"])
+    for _ in range(2):
+        assert drain(operator.start(context())) == [1, None, "a"]
+    assert operator.length(None) == 3
+    assert Items(Stream()).length(None) is None
+    assert drain(Items(Stream()).start(context())) == [1, 2]
+    assert drain(Items(DataLoader([1, 2, 3], 2)).start(context()))[0].tolist() == [1, 2]  # type: ignore[arg-type]
+
+
+def test_a_function_is_called_for_every_pass() -> None:
+    made: list[Script] = []
+
+    def make() -> Script:
+        made.append(Script(1, Oops(1), 2))
+        return made[-1]
+
+    operator = Items(make)
+    assert operator.length(None) is None
+    for _ in range(2):
+        assert drain(operator.start(context())) == [1, Oops(1), 2]
+    assert len(made) == 2
+    assert drain(Items(Stream).start(context())) == [1, 2]  # a class is a function, too
+
+
+def test_an_iterator_is_read_once() -> None:
+    operator = Items(iter([1, 2, 3]))
+    first = operator.start(context())
+    assert next(first) == 1
+    with pytest.raises(
+        ValueError, match=r"an iterator, which can be read once.*give a list, or a func"
+    ):
+        operator.start(context())
+    assert drain(first) == [2, 3]
+    assert operator.length(None) is None
+    again = pickle.loads(pickle.dumps(Items(iter([1, 2]))))
+    assert drain(again.start(context())) == [1, 2]
+
+
+def test_a_generator_that_it_made_is_closed_and_one_that_was_given_is_not() -> None:
+    ended = []
+
+    def numbers() -> Iterator[int]:
+        try:
+            yield from (1, 2, 3)
+        finally:
+            ended.append(True)
+
+    class Iterable:
+        def __iter__(self) -> Iterator[int]:
+            return numbers()
+
+    for source in (numbers, Iterable()):
+        ended.clear()
+        found: Any = Items(source).start(context())
+        assert next(found) == 1
+        found.close()
+        found.close()
+        assert ended == [True]
+        assert drain(found) == []
+
+    ended.clear()
+    generator = numbers()
+    found = Items(generator).start(context())
+    assert next(found) == 1
+    found.close()
+    assert drain(found) == []
+    assert not ended
+    assert next(generator) == 2
+
+    file = io.StringIO("a\nb\n")
+    found = Items(file).start(context())
+    assert next(found) == "a\n"
+    found.close()
+    assert file.readline() == "b\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (3, "source must be an iterable, or a function that gives one, not 3"),
+        (None, "not None"),
+        ("images/", "would be read letter by letter: 'images/'"),
+        (b"x", "a bytes would be read"),
+        (NoLength(), "is read by index, with from_dataset"),
+    ],
+)
+def test_what_is_no_iterable_is_refused_at_once(source: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        Items(source)
+
+
+def test_a_function_that_gives_no_iterable_is_an_error_when_the_pass_begins() -> None:
+    with pytest.raises(TypeError, match=r"the function .* must give an iterable, not 3"):
+        Items(lambda: 3).start(Stand())
+
+    def leaks() -> Any:
+        raise StopIteration
+
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        Items(leaks).start(Stand())
+
+
+def test_a_description_tells_the_kind_of_data_and_is_the_same_in_every_run() -> None:
+    assert (
+        Indices([1, 2], shuffle=True, seed=3).describe()
+        == "from_dataset(list of 2, shuffle=True, seed=3)"
+    )
+    assert Items(range(9)).describe() == "from_iterable(range of 9)"
+    assert Items(Stream).describe() == "from_iterable(Stream)"
+    assert Items(iter([1])).describe() == "from_iterable(list_iterator)"
+    one, other = (Indices(NoLength(), Stream()).describe() for _ in range(2))
+    assert one == other
+    assert " at 0x" not in one

@@ -1,0 +1,331 @@
+"""`Pipeline.pin_memory` and `Pipeline.to`: on a thread of their own, for the thread that takes."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support.failing import outcomes
+from support.pinned import Counting, Pinnable, first_of, on_backends
+
+from hybridloader import IteratorClosed, NotReady, Pipeline
+from hybridloader.devices.accelerator import taken_for_current
+from hybridloader.memory.slots import OWN
+from hybridloader.testing import FakeAccelerator
+
+TO_THREAD = "hybridloader-to"
+PIN_THREAD = "hybridloader-pin_memory"
+
+
+def row(number: int, size: int = 4) -> torch.Tensor:
+    return torch.full((size,), number, dtype=torch.int32)
+
+
+def large(number: int) -> torch.Tensor:
+    return row(number, OWN // 4)
+
+
+def rows(count: int = 12, **where: Any) -> Pipeline:
+    return Pipeline.from_dataset(range(count)).map(row, **where)
+
+
+def batches_of(size: int, count: int = 12) -> list[list[int]]:
+    return [list(range(k, min(k + size, count))) for k in range(0, count, size)]
+
+
+# -- what comes ------------------------------------------------------------------------------------
+
+
+@on_backends
+def test_batches_come_on_the_device_copied_by_one_thread_and_taken_by_the_caller(
+    backend: str,
+) -> None:
+    fake = Counting()
+    pipe = rows(backend=backend, num_workers=2).batch(4).to(fake)
+    for _ in range(2):
+        found = list(pipe)
+        assert all(fake.holds(batch) for batch in found)
+        fake.run()
+        assert [first_of(batch) for batch in found] == batches_of(4)
+    assert set(fake.movers) == {TO_THREAD}
+    assert set(fake.takers) == {threading.current_thread().name}
+    assert TO_THREAD in fake.entries
+
+
+@on_backends
+def test_batches_are_pinned_by_a_thread_that_has_entered_the_device_of_the_start(
+    backend: str,
+) -> None:
+    fake = Counting()
+    with taken_for_current(fake):
+        run = iter(rows(backend=backend, num_workers=2).batch(4).pin_memory())
+    found = list(run)
+    assert all(fake.is_pinned(batch) for batch in found)
+    assert [first_of(batch) for batch in found] == batches_of(4)
+    assert set(fake.pinners) == {PIN_THREAD}
+    assert PIN_THREAD in fake.entries
+
+
+def test_without_workers_there_is_a_thread_all_the_same() -> None:
+    fake = Counting()
+    assert len(list(rows().pin_memory(fake))) == 12
+    assert set(fake.pinners) == {PIN_THREAD}
+    assert fake.entries == [PIN_THREAD]
+
+
+def test_the_stream_of_the_loop_waits_and_not_the_loop() -> None:
+    fake = FakeAccelerator()
+    seen: list[torch.Tensor] = []
+    own = fake.side_stream()
+    for batch in rows(backend="threads", num_workers=2).batch(4).to(fake):
+        fake.launch(lambda batch=batch: seen.append(batch.clone()))
+    with fake.on(own):
+        for batch in rows(4).to(fake):
+            fake.launch(lambda batch=batch: seen.append(batch[None].clone()))
+    fake.run(fake.default, own)
+    assert seen == []
+    fake.run()
+    assert [first_of(batch) for batch in seen] == [*batches_of(4), [0], [1], [2], [3]]
+
+
+@on_backends
+def test_collated_in_page_locked_slots_and_these_not_filled_before_they_are_read(
+    backend: str,
+) -> None:
+    fake = Counting()
+    pipe = (
+        Pipeline.from_dataset(range(40))
+        .map(large, backend=backend, num_workers=2)
+        .batch(2)
+        .to(fake)
+    )
+    seen: list[torch.Tensor] = []
+    for number, batch in enumerate(pipe):
+        fake.launch(lambda batch=batch: seen.append(batch[:, ::1024].clone()))
+        del batch
+        assert fake.pinned == {}, "they were collated where the device reads them"
+        if number == 5:
+            assert fake.locked
+            fake.run()
+    fake.run()
+    assert [first_of(batch) for batch in seen] == batches_of(2, 40)
+
+
+def test_results_of_workers_lie_in_page_locked_slots_if_nothing_stands_between() -> None:
+    fake = Counting(manual=False)
+    pipe = (
+        Pipeline.from_dataset(range(6)).map(large, backend="fork", num_workers=1).take(5).to(fake)
+    )
+    for number, item in enumerate(pipe):
+        assert int(item[0]) == number
+        assert fake.locked
+        assert fake.pinned == {}
+
+
+def test_what_was_pinned_may_go_on_to_other_workers_and_be_repeated() -> None:
+    fake = Counting()
+    pipe = rows(4).pin_memory(fake).map(torch.neg, backend="fork", num_workers=2).repeat(2)
+    assert [int(item[0]) for item in pipe] == [0, -1, -2, -3] * 2
+    assert fake.entries == [PIN_THREAD] * 2
+
+
+def test_what_goes_from_processes_to_processes_is_opened_to_be_pinned() -> None:
+    fake = Counting()
+    pipe = rows(4, backend="fork", num_workers=1).pin_memory(fake)
+    for item in pipe.map(torch.neg, backend="fork", num_workers=1, fuse=False):
+        assert len(item) == 4
+    assert len(fake.pinners) == 4
+
+
+def test_steps_that_the_loop_itself_runs_may_come_behind() -> None:
+    fake = Counting(manual=False)
+    names: list[str] = []
+
+    def on_device(batch: torch.Tensor) -> torch.Tensor:
+        assert fake.holds(batch)
+        names.append(threading.current_thread().name)
+        return -batch
+
+    pipe = rows(8, backend="threads", num_workers=1).batch(4).to(fake).map(on_device).enumerate()
+    assert [(k, first_of(-batch)) for k, batch in pipe] == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])]
+    assert set(names) == {threading.current_thread().name}
+
+
+def test_the_next_item_can_be_asked_for_without_waiting() -> None:
+    fake = FakeAccelerator(manual=False)
+    gate = threading.Event()
+
+    def held(number: int) -> torch.Tensor:
+        assert gate.wait(60)
+        return row(number)
+
+    with (
+        Pipeline.from_dataset([5]).map(held, backend="threads", num_workers=1).to(fake).run() as run
+    ):
+        with pytest.raises(NotReady):
+            run.next_nowait()
+        gate.set()
+        assert fake.holds(next(run))
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ahead", "most"),
+    [({"prefetch": 3}, 3), ({"prefetch": 99, "buffer_bytes": 40}, 2), ({"buffer_bytes": 1}, 1)],
+    ids=["items", "bytes", "one item is larger"],
+)
+def test_so_many_wait_and_one_more_is_at_hand(ahead: Any, most: int) -> None:
+    fake = Counting()
+    fake.enough = most + 1
+    with rows(60).to(fake, **ahead).run() as run:
+        for taken in range(1, 30):
+            next(run)
+            assert fake.many.wait(60)
+            assert len(fake.pinners) <= taken + most + 1
+
+
+# -- errors and ends -------------------------------------------------------------------------------
+
+
+def test_what_fails_comes_in_its_place_and_says_where() -> None:
+    def made(number: int) -> Pinnable:
+        return Pinnable(number, LookupError("not this one", 3) if number == 2 else None)
+
+    run = iter(Pipeline.from_dataset(range(4)).map(made).pin_memory(FakeAccelerator("fake:3")))
+    found = outcomes(run)
+    assert [getattr(item, "number", None) for item in found] == [0, 1, None, 3]
+    assert type(found[2]) is LookupError
+    assert found[2].args == ("not this one", 3)
+    if sys.version_info >= (3, 11):
+        where = "In stage \"pin_memory(device=FakeAccelerator('fake:3'))\", at item 2 of this pass."
+        assert found[2].__notes__ == [where]
+
+
+def test_what_fails_before_keeps_its_place_too() -> None:
+    found = outcomes(
+        iter(Pipeline.from_dataset([4, 0, 2]).map((8).__truediv__).to(FakeAccelerator()))
+    )
+    assert [type(item) for item in found] == [float, ZeroDivisionError, float]
+
+
+def test_a_run_that_is_closed_has_no_thread() -> None:
+    run = rows(backend="fork", num_workers=1).to(FakeAccelerator()).run()
+    next(run)
+    run.close()
+    with pytest.raises(IteratorClosed):
+        next(run)
+
+
+def test_the_death_of_the_thread_is_noticed_at_once() -> None:
+    pipe = Pipeline.from_dataset(range(3)).map(lambda k: Pinnable(k, SystemExit(k) if k else None))
+    run = iter(pipe.pin_memory(FakeAccelerator()))
+    assert next(run).number == 0
+    with pytest.raises(SystemExit):
+        next(run)
+    run.close()
+
+
+def test_refused_pinning_is_one_warning_and_all_comes() -> None:
+    fake = FakeAccelerator(pinnable=0)
+    with pytest.warns(UserWarning, match="could not be put into page-locked memory") as caught:
+        found = list(rows().batch(4).to(fake))
+    fake.run()
+    assert [first_of(batch) for batch in found] == batches_of(4)
+    assert len(caught) == 1
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_a_state_is_behind_what_was_taken_and_where_it_was_taken_does_not_matter(
+    taken: int,
+) -> None:
+    fake = Counting(manual=False)
+    fake.enough = min(3, taken + 3)
+    pipe = rows(backend="threads", num_workers=2).batch(4).to(fake)
+    with pipe.run(seed=1) as run:
+        got = [first_of(next(run)) for _ in range(taken)]
+        assert fake.many.wait(60)
+        state = run.state_dict()
+    assert state["given"] == taken
+    for other in (pipe, rows().batch(4), rows().batch(4).pin_memory(fake)):
+        assert got + [first_of(batch) for batch in other.run(state=state)] == batches_of(4)
+
+
+# -- what can't be ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("behind", "words"),
+    [
+        (lambda pipe: pipe.prefetch(2), r"prefetch\(2\) comes behind to\("),
+        (
+            lambda pipe: pipe.map(abs, backend="threads", num_workers=1),
+            "another thread than your loop's",
+        ),
+        (lambda pipe: pipe.pin_memory(FakeAccelerator()), r"pin_memory\(.*comes behind to\("),
+        (lambda pipe: Pipeline.zip(pipe, rows()), "is in a part of a pipeline that is joined"),
+        (lambda pipe: Pipeline.concat(rows(), pipe), "move the items behind that"),
+    ],
+    ids=["prefetch", "stage", "pin", "zip", "concat"],
+)
+def test_what_another_thread_would_take_is_refused_before_anything_starts(
+    behind: Any, words: str
+) -> None:
+    pipe = behind(rows(backend="fork", num_workers=1).to(FakeAccelerator()))
+    with pytest.raises(ValueError, match=words):
+        iter(pipe)
+
+
+def test_parameters_that_can_not_be_are_refused_where_they_are_given() -> None:
+    with pytest.raises(ValueError, match=r"^to: prefetch must be at least 1, got 0"):
+        rows().to("cuda", prefetch=0)
+    with pytest.raises(TypeError, match=r"^pin_memory: buffer_bytes must be a whole number"):
+        rows().pin_memory(buffer_bytes=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="names no device"):
+        iter(rows().to("cuad"))
+    with pytest.raises(TypeError, match=r"^to: give a device"):
+        iter(rows().to(None))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
+def test_without_an_accelerator_items_pass_with_a_warning_and_a_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="'cuda' is not there"):
+        iter(rows(backend="fork", num_workers=1).to("cuda"))
+    with pytest.warns(UserWarning, match="no accelerator that pins memory was found") as caught:
+        assert len(list(rows().pin_memory().repeat(2))) == 24
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_the_cpu_changes_nothing() -> None:
+    pipe = rows()
+    for device in ("cpu", torch.device("cpu"), "cpu:0"):
+        assert pipe.to(device) is pipe
+
+
+# -- what it is ------------------------------------------------------------------------------------
+
+
+def test_it_is_a_line_of_the_table_the_picture_and_the_statistics() -> None:
+    fake = FakeAccelerator(manual=False)
+    pipe = rows(backend="threads", num_workers=1).batch(4).to(fake)
+    assert "to(device=FakeAccelerator('fake:0'))  a thread of its own" in str(pipe)
+    assert "n4(\"to(device=FakeAccelerator('fake:0'))\")" in pipe.to_mermaid()
+    with pipe.run() as run:
+        found = [next(run) for _ in range(3)]
+        assert "batch(4) + to(device=FakeAccelerator('fake:0'))" in str(run.stats())
+    assert len(found) == len(pipe) == 3
+
+
+def test_it_can_be_pickled_and_compared() -> None:
+    pipe = rows(4).to("cuda:1", prefetch=3)
+    again = pickle.loads(pickle.dumps(pipe))
+    assert again.operators[-1] == pipe.operators[-1]
+    assert str(again) == str(pipe)

@@ -1,0 +1,287 @@
+"""Ends from outside: workers that are killed, forks of the loop, Ctrl-C, the end of the interpreter."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.forked import in_a_fork
+
+import hybridloader
+from hybridloader import IteratorClosed, Pipeline, WorkerDied
+from hybridloader.engine.relay import Relay
+
+WORKERS = ("threads", "fork", "shared-memory")
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def count() -> Iterator[int]:
+    return itertools.count()
+
+
+def endless(backend: str, most: int) -> Pipeline:
+    pipe = Pipeline.from_iterable(count).map(abs, backend=backend, num_workers=2)
+    pipe = pipe.batch(2, collate_fn=list).map(tuple, backend=backend, num_workers=1)
+    return pipe.take(most)
+
+
+def pids(item: Any) -> Any:
+    return (*item, os.getpid()) if isinstance(item, tuple) else (item, os.getpid())
+
+
+@needs_fork
+@pytest.mark.parametrize("victim", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["fork", "shared-memory"])
+def test_a_worker_that_is_killed_is_told_with_its_stage(backend: str, victim: int) -> None:
+    pipe = Pipeline.from_iterable(count)
+    for name in ("first", "second", "third"):
+        pipe = pipe.map(pids, backend=backend, num_workers=1, name=f"the {name}", fuse=False)
+    run = iter(pipe)
+    found = next(run)
+    os.kill(found[victim], signal.SIGKILL)
+    name = ("first", "second", "third")[victim - 1]
+    with pytest.raises(WorkerDied, match=f"stage 'the {name}', worker 0 .*SIGKILL"):
+        for _ in run:
+            pass
+    assert run.closed
+    for _ in range(2):
+        with pytest.raises(IteratorClosed, match="ended") as caught:
+            next(run)
+    assert isinstance(caught.value.__cause__, WorkerDied)
+
+
+def test_a_thread_that_exits_is_told_with_its_stage() -> None:
+    def leave_at_5(item: int) -> int:
+        if item == 5:
+            sys.exit("enough")
+        return item
+
+    pipe = Pipeline.from_iterable(count).map(abs, backend="threads", num_workers=1)
+    pipe = pipe.map(leave_at_5, backend="threads", num_workers=1, fuse=False).batch(
+        1, collate_fn=list
+    )
+    run = iter(pipe)
+    with pytest.raises(WorkerDied, match=r"stage 'map\(leave_at_5\)'.*SystemExit: enough"):
+        for _ in run:
+            pass
+    with pytest.raises(IteratorClosed, match="ended"):
+        next(run)
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("backend", WORKERS)
+def test_a_fork_of_the_loop_does_not_disturb_it(backend: str) -> None:
+    run = iter(endless(backend, 50))
+
+    def ask() -> None:
+        with pytest.raises(IteratorClosed, match="belongs to the process"):
+            next(run)
+        with pytest.raises(IteratorClosed):
+            run.next_nowait()
+
+    assert next(run) == (0, 1)
+    assert in_a_fork(ask) == 0
+    assert next(run) == (2, 3)
+    assert in_a_fork(run.close) == 0
+    assert list(run) == [(2 * k, 2 * k + 1) for k in range(2, 50)]
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_while_another_thread_asks_or_closes_does_not_wait_for_its_locks() -> None:
+    run = Pipeline.from_iterable(range(3)).map(abs).run()
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with run._asking, run._machine._ending:
+            held.set()
+            release.wait()
+
+    def ask() -> None:
+        with pytest.raises(IteratorClosed, match="belongs to the process"):
+            next(run)
+        run.close()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert in_a_fork(ask, seconds=5) == 0
+    finally:
+        release.set()
+        thread.join()
+    assert list(run) == [0, 1, 2]
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang() -> None:
+    relay = Relay(iter(range(3)), "r")
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:  # as the relay's thread does for a moment with each item
+        with relay._belt.came:
+            held.set()
+            release.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert in_a_fork(relay._finalizer, seconds=2) == 0
+    finally:
+        release.set()
+        thread.join()
+        relay.close()
+        gc.collect()
+
+
+# -- scripts ---------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import itertools, os, signal, sys, threading, time
+    from hybridloader import IteratorClosed, Pipeline
+
+    backend, state, ending = sys.argv[1:]
+    reading, writing = os.pipe()
+
+    def work(item):
+        if item == 20:
+            os.write(writing, b"!")
+            while state == "stuck":
+                time.sleep(1000)
+        return item, os.getpid()
+
+    where = dict(backend=backend, num_workers=2, fuse=False)
+    pipe = Pipeline.from_dataset(range(10**9)).map(work, **where)  # the loop pulls the stage itself
+    if ending != "interrupt at a stage":
+        pipe = pipe.batch(1, collate_fn=list)
+        pipe = pipe.map(lambda batch: (batch[0][0], batch[0][1], os.getpid()), **where).shuffle(1)
+    run = iter(pipe)
+    pids = {pid for item in itertools.islice(run, 5) for pid in item[1:]}
+    print(*pids - {os.getpid()}, flush=True)
+    if state == "stuck":
+        os.read(reading, 1)
+
+    if ending.startswith("interrupt"):
+        def interrupt():
+            name = "_sleep" if "relay" in ending else "_listen"
+            while not waits_in(name):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def waits_in(name):
+            frame = sys._current_frames()[threading.main_thread().ident]
+            while frame is not None and frame.f_code.co_name != name:
+                frame = frame.f_back
+            return frame is not None
+
+        threading.Thread(target=interrupt).start()
+        try:
+            for item in run:
+                pass
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        if ending.endswith("go on"):
+            assert next(run)
+        run.close()
+        try:
+            next(run)
+        except IteratorClosed:
+            print("closed", flush=True)
+    elif ending == "raise":
+        raise LookupError("the end of the script")
+    elif ending == "sys.exit":
+        sys.exit(7)
+    elif ending == "fork":
+        child = os.fork()
+        if not child:
+            sys.exit(5)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), next(run) is not None)
+"""
+
+
+def run_script(tmp_path: Path, *words: str) -> tuple[int, list[str], str]:
+    """Its exit code, what it printed behind its workers' pids, and what it complained of."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    root = str(Path(hybridloader.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, script, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=dict(os.environ, PYTHONPATH=root),
+    )
+    pids, *printed = done.stdout.splitlines() or [""]
+    workers = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
+    assert not psutil.wait_procs(workers, 10)[1]
+    return done.returncode, printed, done.stderr
+
+
+# Few of them have threads: these import torch first, which takes seconds on a busy machine.
+
+
+@needs_fork
+@pytest.mark.parametrize(
+    "trial", ["threads stuck", "fork going", "fork stuck", "shared-memory stuck"]
+)
+def test_a_script_may_end_with_a_live_iterator(trial: str, tmp_path: Path) -> None:
+    assert run_script(tmp_path, *trial.split(), "fall off the end") == (0, [], "")
+
+
+@needs_fork
+@pytest.mark.parametrize(("backend", "ending"), [("fork", "raise"), ("shared-memory", "sys.exit")])
+def test_a_script_may_be_left_with_a_live_iterator(
+    backend: str, ending: str, tmp_path: Path
+) -> None:
+    code, _, errors = run_script(tmp_path, backend, "stuck", ending)
+    if ending == "raise":
+        assert code == 1
+        assert errors.count("Traceback") == 1
+        assert errors.splitlines()[-1] == "LookupError: the end of the script"
+    else:
+        assert (code, errors) == (7, "")
+
+
+@needs_fork
+@pytest.mark.parametrize(
+    ("where", "trial"),
+    [
+        ("interrupt at a stage", "threads stuck"),
+        ("interrupt at a stage", "fork stuck"),
+        ("interrupt at a stage", "fork going"),
+        ("interrupt at a relay", "fork stuck"),
+        ("interrupt at a relay", "shared-memory going"),
+    ],
+)
+def test_an_interrupt_goes_through_and_the_run_can_be_closed(
+    where: str, trial: str, tmp_path: Path
+) -> None:
+    found = run_script(tmp_path, *trial.split(), where)
+    assert found == (0, ["interrupted", "closed"], "")
+
+
+@needs_fork
+def test_an_interrupt_at_a_relay_leaves_the_run_usable(tmp_path: Path) -> None:
+    found = run_script(tmp_path, "fork", "going", "interrupt at a relay, then go on")
+    assert found == (0, ["interrupted", "closed"], "")
+
+
+@needs_fork
+@pytest.mark.parametrize("backend", ["shared-memory", "fork"])
+def test_a_fork_may_end_as_a_script_does(backend: str, tmp_path: Path) -> None:
+    assert run_script(tmp_path, backend, "going", "fork") == (0, ["5 True"], "")

@@ -1,0 +1,255 @@
+"""States that can't be gone on from exactly are refused, with the reason, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.resuming import events, saved
+
+from hybridloader import IteratorClosed, Operator, Pipeline
+from hybridloader._support.errors import HybridLoaderError, StateError
+from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
+
+started: list[int] = []
+
+
+def make(count: int = 20, size: int = 2, **place: Any) -> Pipeline:
+    place = place or {"backend": "threads", "num_workers": 1, "worker_init_fn": started.append}
+    pipe = Pipeline.from_dataset(range(count), shuffle=True).map(abs, **place)
+    return pipe.batch(size, collate_fn=list)
+
+
+def a_state(pipe: Pipeline, given: int = 3, epoch: int = 2) -> Any:
+    with pipe.run(epoch=epoch) as run:
+        events(run, given)
+        return saved(run)
+
+
+def change(**fields: Any) -> Callable[[Any], Any]:
+    return lambda state: {**state, **fields}
+
+
+def without(name: str) -> Callable[[Any], Any]:
+    return lambda state: {key: value for key, value in state.items() if key != name}
+
+
+BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a list": (lambda state: list(state), "is a dict, got list"),
+    "a text": (json.dumps, "is a dict, got str"),
+    "empty": (lambda _: {}, "not the state of a pipeline's run: it has nothing"),
+    "of a sampler": (
+        lambda _: ShuffleSampler(3, seed=0).state_dict(),
+        "not the state of a pipeline's run: it has .*sampler",
+    ),
+    "of another kind": (change(kind="loader"), "the state of a loader, not of a pipeline"),
+    "of another version": (change(version=2), "version is 2 in the state.* reads 1"),
+    "version True": (change(version=True), "version is True in the state"),
+    "foreign": (change(extra=1, more=2), "the state has extra, more, which no state"),
+    "operators": (change(operators=7), "operators is 7 in the state, and must be a list of texts"),
+    "seed": (change(seed="1"), "seed is '1' in the state, and must be a whole number"),
+    "seeded": (change(seeded=1), "seeded is 1 in the state, and must be True or False"),
+    "epoch": (change(epoch=-1), "epoch is -1 in the state, and must be a whole number, 0"),
+    "given": (change(given=-1), "given is -1 in the state, and must be a whole number, 0"),
+    "given True": (change(given=True), "given is True in the state, and must be a whole number, 0"),
+    "given a float": (
+        change(given=3.0),
+        "given is 3.0 in the state, and must be a whole number, 0",
+    ),
+    "raised": (change(raised=None), "raised is None in the state, and must be a whole number, 0"),
+    "more raised": (change(raised=4), "raised: 4 errors among given=3"),
+    "finished": (change(finished="no"), "finished is 'no' in the state"),
+    "beyond": (change(given=11), "given: the state is behind item 11, and this pipeline gives 10"),
+    "draws": (change(draws=[1]), r"draws is \[1\] in the state, and must be a dict of whole"),
+    "a draw": (change(draws={"": "x"}), "draws is {'': 'x'} in the state"),
+    "marks": (change(marks=None), "marks is None in the state, and must be a dict of marks"),
+    "a mark": (change(marks={":0": {"at": 1}}), "marks is {':0': {'at': 1}} in the state"),
+    "where a mark is": (
+        change(marks={":0": {"at": "1", "epoch": 2, "value": None}}),
+        "marks is {':0': {'at': '1', ",
+    ),
+}
+for _name in a_state(make(), 0):
+    if _name not in ("version", "kind"):
+        BAD[f"without {_name}"] = (without(_name), f"the state lacks {_name}: was it cut off?")
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_what_is_wrong_is_said_before_anything_is_started(name: str) -> None:
+    spoil, message = BAD[name]
+    pipe = make()
+    state = a_state(pipe)
+    started.clear()
+    for begin in (pipe.run, pipe.epochs):
+        with pytest.raises(StateError, match=message):
+            begin(state=spoil(state))
+    assert started == []
+    with pipe.run() as run:
+        with pytest.raises(StateError, match=message):
+            run.load_state_dict(spoil(state))
+        assert len(list(run)) == 10  # as if nothing had been
+    assert issubclass(StateError, HybridLoaderError)
+    assert issubclass(StateError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("pipe", "message"),
+    [
+        (make(21), r"number 0 is 'from_dataset\(range of 20.*' in the state and .*range of 21"),
+        (make(size=3), r"number 3 is 'batch\(2, .*' in the state and 'batch\(3, .*' in this"),
+        (make().take(2), r"number 4 is 'nothing more' in the state and 'take\(2\)' in this"),
+        (
+            Pipeline.from_dataset(range(20), shuffle=True).map(abs),
+            r"number 3 is 'batch\(2, .*' in the state and 'nothing more' in this",
+        ),
+        (
+            make(backend="threads", num_workers=1, on_error="skip"),
+            r"number 2 is 'map\(abs\)' in the state and 'map\(abs\) with on_error=Skip",
+        ),
+        (make().concat(make()), r"number 0 is 'from_dataset.* and 'concat"),
+    ],
+)
+def test_the_first_operator_that_differs_is_named(pipe: Pipeline, message: str) -> None:
+    state = a_state(make())
+    started.clear()
+    with pytest.raises(StateError, match=message):
+        pipe.run(state=state)
+    assert started == []
+
+
+def test_branches_forks_readers_and_shards_must_agree() -> None:
+    def read() -> Iterator[int]:
+        return iter(range(9))
+
+    def readers(workers: int) -> Pipeline:
+        return Pipeline.from_iterable(read, backend="threads", num_workers=workers)
+
+    def forked(second: bool) -> Pipeline:
+        pipe = Pipeline.from_dataset(range(9))
+        one, other = pipe.fork()
+        _, third = pipe.map(abs).fork()
+        return one.zip(third if second else other)
+
+    def ranked(replicas: int) -> Pipeline:
+        sampler = DistributedShuffleSampler(9, 0, num_replicas=replicas, rank=0)
+        return Pipeline.from_dataset(range(9), sampler=sampler)
+
+    line = Pipeline.from_dataset(range(9))
+    for one, other, message in (
+        (ranked(2), ranked(3), r"for 2 ranks' in the state and .* for 3 ranks'"),
+        (line.zip(line), line.zip(line.map(abs)), r"nothing more.*\| map\(abs\)"),
+        (readers(2), readers(3), r"'2 x read\(read\)' in the state and '3 x read"),
+        (line.shard(2, 0), line.shard(2, 1), r"num_replicas=2, rank=0.*num_replicas=2, rank=1"),
+        (line.fork(1)[0], line, "of fork 0"),
+    ):
+        state = a_state(one, 1)
+        with pytest.raises(StateError, match=message):
+            other.run(state=state)
+
+
+def test_where_and_how_fast_need_not_agree() -> None:
+    state = a_state(make(), 4)
+    rest = list(make().run(state=state))
+    for pipe in (
+        make(backend="inline"),
+        make(backend="threads", num_workers=3, prefetch=1, fuse=False),
+        make(backend="fork", num_workers=1),
+        make().prefetch(4),
+    ):
+        assert list(pipe.run(state=state)) == rest
+    assert len(rest) == 6
+
+
+def test_an_epoch_or_a_seed_that_differs_is_refused() -> None:
+    state = a_state(make())
+    with pytest.raises(StateError, match=r"epoch: the state is of epoch 2, .* to have epoch 1"):
+        make().run(state=state, epoch=1)
+    with pytest.raises(StateError, match=rf"seed: the state is of seed {state['seed']}, .* seed 7"):
+        make().run(state=state, seed=7)
+    assert len(list(make().run(state=state, epoch=2, seed=state["seed"]))) == 7
+    with pytest.raises(StateError, match=r"epoch: the state is of epoch 2, .* first=3"):
+        make().epochs(5, first=3, state=state)
+    with pytest.raises(StateError, match=r"epoch: the state is of epoch 2, .* end before epoch 2"):
+        make().epochs(2, state=state)
+
+
+def test_a_state_is_loaded_before_the_first_item() -> None:
+    pipe = make()
+    state = a_state(pipe)
+    with pipe.run() as run:
+        next(run)
+        with pytest.raises(StateError, match=r"before the first item .* has begun"):
+            run.load_state_dict(state)
+    with pytest.raises(StateError, match=r"before the first item .* is over"):
+        run.load_state_dict(state)
+    with pipe.epochs(2) as epochs, pytest.raises(StateError, match="epochs"):
+        next(epochs).load_state_dict(state)
+
+
+def test_what_is_unordered_has_no_state_but_between_epochs() -> None:
+    pipe = make(backend="threads", num_workers=2, in_order=False)
+    with pipe.run() as run:
+        assert saved(run)["given"] == 0
+        next(run)
+        with pytest.raises(StateError, match=r"stage 'map\(abs\)' is in_order=False"):
+            run.state_dict()
+        list(run)
+        assert saved(run)["finished"]
+
+
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
+@pytest.mark.parametrize("behind", ["source", "filter"])
+def test_data_that_have_become_fewer_are_noticed(place: dict[str, Any], behind: str) -> None:
+    def shrinking(count: int) -> Pipeline:
+        pipe = Pipeline.from_iterable(lambda: iter(range(count))).map(abs, **place)
+        return (pipe.filter(bool, **place) if behind == "filter" else pipe).batch(
+            3, collate_fn=list
+        )
+
+    state = a_state(shrinking(30), 9)
+    for count in (10, 24):
+        with shrinking(count).run(state=state) as run:
+            with pytest.raises(StateError, match=r"behind item 27 of .*, which ended behind item"):
+                next(run)
+            with pytest.raises(IteratorClosed):
+                next(run)
+            assert saved(run)["given"] == 9
+
+
+def test_a_sampler_that_refuses_its_state_is_named() -> None:
+    state = a_state(Pipeline.from_dataset(range(9), sampler=ShuffleSampler(9, seed=1)), 2)
+    with pytest.raises(StateError, match=r"from_dataset: ShuffleSampler.* seed is 1 .* and 2"):
+        Pipeline.from_dataset(range(9), sampler=ShuffleSampler(9, seed=2)).run(state=state)
+    state["marks"][":0"]["at"] = 5
+    with pytest.raises(StateError, match=r"would have to begin at item 2, .* from item 5 on"):
+        Pipeline.from_dataset(range(9), sampler=ShuffleSampler(9, seed=1)).run(state=state)
+
+
+# -- operators of one's own --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Numbered(Operator):
+    """Says where it begins."""
+
+    knows: bool
+
+    def open(self, items: Iterator[Any], context: Any) -> Iterator[Any]:
+        return iter(enumerate(items, context.start))
+
+    def seek(self, n: int) -> int | None:
+        return n if self.knows else None
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_an_operator_of_ones_own_may_say_where_it_is(knows: bool) -> None:
+    calls: list[int] = []
+    pipe = Pipeline.from_dataset(range(10)).map(lambda x: calls.append(x) or x)
+    pipe = pipe.apply(Numbered(knows)).batch(2, collate_fn=list)
+    state = a_state(pipe, 3)
+    calls.clear()
+    assert list(pipe.run(state=state)) == [[(6, 6), (7, 7)], [(8, 8), (9, 9)]]
+    assert calls == list(range(6 if knows else 0, 10))

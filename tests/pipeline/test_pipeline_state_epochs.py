@@ -1,0 +1,152 @@
+"""Errors in the places of items, and epochs, when a run goes on from a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from support.resuming import Counting, changed, events, saved
+
+from hybridloader import Pipeline, WorkerTimeout
+from hybridloader.testing import Gate
+
+# -- errors in the places of items -------------------------------------------------------------------
+
+
+def fails(item: int) -> int:
+    if item % 5 == 2:
+        raise ArithmeticError(f"no {item}")
+    return item
+
+
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
+@pytest.mark.parametrize("stop", range(11))
+def test_an_error_in_the_place_of_an_item_counts_as_one(place: dict[str, Any], stop: int) -> None:
+    pipe = (
+        Pipeline.from_dataset(range(20)).map(fails, **place).enumerate().batch(3, collate_fn=list)
+    )
+    with pipe.run() as run:
+        found = events(run, stop)
+        state, rest = saved(run), events(run)
+    assert state["given"] == stop
+    assert state["raised"] == sum(what == "error" for what, _ in found)
+    with pipe.run(state=state) as run:
+        assert events(run) == rest
+
+
+def test_errors_do_not_have_work_done_again_where_each_item_stands_for_itself() -> None:
+    work = Counting()
+    pipe = Pipeline.from_dataset(range(20)).map(work).map(fails).prefetch(2)
+    with pipe.run() as run:
+        events(run, 9)
+        state, rest = saved(run), events(run)
+    work.calls = 0
+    with pipe.run(state=state) as run:
+        assert events(run) == rest
+    assert work.calls == 11
+
+
+@pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 2}])
+def test_what_is_left_out_is_left_out_again(place: dict[str, Any]) -> None:
+    pipe = Pipeline.from_dataset(range(40)).map(fails, on_error="skip", **place)
+    pipe = pipe.batch(3, collate_fn=list)
+    with pipe.run() as run:
+        events(run, 5)
+        state, rest = saved(run), events(run)
+        skipped = len(run.skipped)
+    with pipe.run(state=state) as run:
+        assert events(run) == rest
+        assert len(run.skipped) == skipped == 8
+
+
+def test_a_timeout_is_not_in_the_place_of_an_item() -> None:
+    gate = Gate()
+
+    def wait(item: int) -> int:
+        if item == 1:
+            gate.arrive()
+        return item
+
+    pipe = Pipeline.from_dataset(range(4))
+
+    def rest(run: Iterator[int], most: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < most:
+            with suppress(WorkerTimeout):  # on a busy machine
+                found.append(next(run))
+        return found
+
+    with pipe.map(wait, backend="threads", num_workers=1, timeout=0.05).run() as run:
+        assert rest(run, 1) == [0]
+        with pytest.raises(WorkerTimeout):
+            next(run)
+        assert (saved(run)["given"], saved(run)["raised"]) == (1, 0)
+        gate.open()
+        assert rest(run, 3) == [1, 2, 3]
+
+
+# -- epochs ------------------------------------------------------------------------------------------
+
+
+def shuffled() -> Pipeline:
+    pipe = Pipeline.from_dataset(range(10), shuffle=True).shuffle(3)
+    return pipe.map(changed, backend="threads", num_workers=2).batch(2, collate_fn=list)
+
+
+@pytest.mark.parametrize("stop", range(22))
+def test_epochs_go_on_in_the_epoch_and_with_those_behind_it(stop: int) -> None:
+    found: list[Any] = []
+    state = None
+    with shuffled().epochs(4, first=2) as epochs:
+        if stop == 0:
+            state = saved(epochs)
+        for epoch in epochs:
+            for item in epoch:
+                found.append((epoch.epoch, item))
+                if len(found) == stop:
+                    state = saved(epochs)
+                    assert state == saved(epoch)
+    assert len(found) == 20
+    if stop > 20:
+        state = saved(epochs)
+    for _ in range(2):
+        with shuffled().epochs(4, first=2, state=state) as again:
+            assert saved(again) == state
+            rest = [(epoch.epoch, item) for epoch in again for item in epoch]
+        assert rest == found[stop:]
+
+
+def test_a_state_from_the_end_of_an_epoch_begins_the_next_one_once() -> None:
+    with shuffled().epochs(3) as epochs:
+        first, *others = [(list(epoch), saved(epoch)) for epoch in epochs]
+    with shuffled().epochs(3, state=first[1]) as again:
+        assert [(list(epoch), saved(epoch)) for epoch in again] == others
+    with shuffled().epochs(3, state=others[-1][1]) as again:
+        assert list(again) == []
+    with shuffled().epochs(state=others[-1][1]) as endless:
+        assert next(endless).epoch == 3
+
+
+def test_an_epoch_that_was_left_is_not_gone_on_with() -> None:
+    with shuffled().epochs(3) as epochs:
+        next(next(epochs))
+        second = next(epochs)
+        next(second)
+        state = saved(epochs)
+        assert (state["epoch"], state["given"]) == (1, 1)
+        rest = list(second)
+    with shuffled().epochs(3, state=state) as again:
+        assert list(next(again)) == rest
+
+
+def test_one_of_several_epochs_can_be_gone_on_with_alone() -> None:
+    with shuffled().epochs(3) as epochs:
+        next(epochs)
+        second = next(epochs)
+        next(second)
+        state, rest = saved(second), list(second)
+    with shuffled().run(state=state) as run:
+        assert run.epoch == 1
+        assert list(run) == rest

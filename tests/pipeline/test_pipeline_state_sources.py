@@ -1,0 +1,426 @@
+"""Sources with a state of their own are found again by it, and all others by the number of the item."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.resuming import events, saved
+from support.sampled import Every
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from hybridloader import Pipeline
+from hybridloader._support.errors import StateError
+from hybridloader.sampling import (
+    BucketBatchSampler,
+    DistributedShuffleSampler,
+    ShuffleSampler,
+    TokenBudgetBatchSampler,
+    WeightedSampler,
+)
+
+LENGTHS = [1 + k * 7 % 13 for k in range(2000)]
+
+
+@pytest.fixture
+def cadence(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how often a mark that would be due is made; else that depends on what it costs."""
+
+    def pace(steps: int) -> None:
+        monkeypatch.setattr(
+            "hybridloader.pipeline.operators.stateful.Cadence", lambda: Every(steps)
+        )
+
+    return pace
+
+
+@pytest.fixture(autouse=True)
+def _marks_whenever_they_are_due(cadence: Callable[[int], None]) -> None:
+    cadence(1)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "ShuffleSampler": lambda: ShuffleSampler(1500, seed=1),
+    "ShuffleSampler, a full mark": lambda: ShuffleSampler(2048, seed=1),
+    "DistributedShuffleSampler": lambda: DistributedShuffleSampler(
+        4000, seed=2, num_replicas=3, rank=1
+    ),
+    "WeightedSampler": lambda: WeightedSampler(LENGTHS, 1500, seed=3),
+    "RandomSampler": lambda: RandomSampler(range(1500)),
+    "RandomSampler, its generator": lambda: RandomSampler(range(1500), generator=generator(5)),
+    "WeightedRandomSampler, its generator": lambda: WeightedRandomSampler(
+        LENGTHS, 1500, generator=generator(5)
+    ),
+    "a list": lambda: list(range(0, 3000, 2)),
+}
+
+BATCH_SAMPLERS: dict[str, Callable[[], Any]] = {
+    "BucketBatchSampler": lambda: BucketBatchSampler(LENGTHS, 4, buckets=9, seed=1),
+    "TokenBudgetBatchSampler": lambda: TokenBudgetBatchSampler(LENGTHS, budget=40, seed=1),
+    "BatchSampler": lambda: BatchSampler(SequentialSampler(range(2000)), 3, False),
+    "BatchSampler, at random": lambda: BatchSampler(RandomSampler(range(2000)), 3, True),
+    "BatchSampler, its generator": lambda: BatchSampler(
+        RandomSampler(range(2000), generator=generator(4)), 3, True
+    ),
+    "BatchSampler of ours": lambda: BatchSampler(ShuffleSampler(2000, seed=9), 3, False),
+}
+
+
+def check(make: Callable[[], Pipeline], stops: tuple[int, ...], epochs: int = 2) -> None:
+    """Stop in each of the last epochs, in a pipeline that is new each time."""
+    for epoch in range(epochs):
+        for stop in stops:
+            with make().epochs(epochs + 1) as whole:
+                for _ in range(epoch):
+                    list(next(whole))
+                run = next(whole)
+                events(run, stop)
+                state = saved(run)
+                rest = [events(run), *map(list, whole)]
+            for _ in range(2):
+                with make().epochs(epochs + 1, state=state) as again:
+                    run = next(again)
+                    assert saved(run) == state
+                    found = [events(run), *map(list, again)]
+                assert found == rest
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("behind", ["", "shuffle", "filter"])
+def test_samplers(name: str, behind: str) -> None:
+    def make() -> Pipeline:
+        pipe = Pipeline.from_dataset(range(5000), sampler=SAMPLERS[name]())
+        # A window of a stage is ahead of what is given.
+        pipe = pipe.map(abs, backend="threads", num_workers=1, prefetch=64)
+        if behind == "filter":
+            pipe = pipe.filter(lambda x: x % 9, backend="threads", num_workers=1)
+        return (pipe.shuffle(9) if behind == "shuffle" else pipe).batch(16, collate_fn=list)
+
+    check(make, (70,) if behind else (0, 1, 70))
+
+
+@pytest.mark.parametrize("name", BATCH_SAMPLERS)
+def test_batch_samplers(name: str) -> None:
+    def make() -> Pipeline:
+        sampler = BATCH_SAMPLERS[name]()
+        return Pipeline.from_dataset(range(2000), batch_sampler=sampler, collate_fn=list)
+
+    check(make, (0, 100))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 3100), st.integers(0, 3100), st.integers(1, 2))
+def test_a_sampler_is_found_again_anywhere(first: int, second: int, epoch: int) -> None:
+    def make() -> Pipeline:
+        return Pipeline.from_dataset(range(3072), sampler=ShuffleSampler(3072, seed=7))
+
+    whole = list(make().run(epoch=epoch))
+    with make().run(epoch=epoch) as run:
+        assert [item for _, item in events(run, first)] == whole[:first]
+        state = saved(run)
+    with make().run(state=state) as run:
+        assert [item for _, item in events(run, second)] == whole[first : first + second]
+        state = saved(run)
+    assert list(make().run(state=state)) == whole[first + second :]
+
+
+@pytest.mark.parametrize("count", [64, 1024, 2048])
+def test_behind_the_last_item_is_not_the_next_epoch(count: int) -> None:
+    """Samplers tell the end of an epoch as the beginning of the next."""
+    for make in (
+        lambda: Pipeline.from_dataset(range(count), sampler=ShuffleSampler(count, seed=1)),
+        lambda: Pipeline.from_iterable(Walk(count)),
+    ):
+        for size in (1, count - 9):  # a last batch that is not full has met the end
+            with make().batch(size, collate_fn=list).run(epoch=4) as run:
+                events(run, count // size + (size > 1))
+                state = saved(run)
+            assert not state["finished"]
+            assert list(make().batch(size, collate_fn=list).run(state=state)) == []
+
+
+class Counted(ShuffleSampler):
+    """Counts the indices that are drawn from it."""
+
+    drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            self.drawn += 1
+            yield index
+
+
+def test_a_sampler_is_found_again_without_what_it_gave_before() -> None:
+    sampler = Counted(10**8, seed=1)
+    pipe = Pipeline.from_dataset(range(10**8), sampler=sampler)
+    with pipe.batch(100, collate_fn=list).run() as run:
+        events(run, 1000)
+        state, expected = saved(run), next(run)
+    ((_, mark),) = state["marks"].items()
+    assert 0 <= 100_000 - mark["at"] < 1024 + 1
+    # As it would be far into an epoch.
+    mark["at"] += 5 * 10**7
+    mark["value"]["position"] += 5 * 10**7
+    state["given"] += 5 * 10**5
+    sampler.drawn = 0
+    with pipe.batch(100, collate_fn=list).run(state=state) as run:
+        order = ShuffleSampler(10**8, seed=1)
+        assert next(run) == [order.order(0)[5 * 10**7 + 100_000 + k] for k in range(100)]
+        assert len(expected) == 100
+    assert sampler.drawn <= 1024 + 100
+
+
+@pytest.mark.parametrize("behind", ["", "shuffle", "repeat", "mix", "concat", "fork"])
+def test_marks_do_not_pile_up(behind: str) -> None:
+    class Often(ShuffleSampler):
+        """Every pass is another, and begins with a mark."""
+
+    sampler = Often(3, seed=1)
+    pipe = Pipeline.from_dataset(range(3), sampler=sampler)
+    if behind == "concat":
+        pipe = pipe.concat(Pipeline.from_dataset(range(2), sampler=Often(2, seed=2)))
+    if behind == "fork":
+        pipe = Pipeline.zip(*pipe.fork())
+    pipe = pipe.repeat()
+    if behind == "shuffle":
+        pipe = pipe.shuffle(5)
+    if behind == "repeat":
+        pipe = pipe.take(12).repeat()
+    if behind == "mix":
+        pipe = pipe.mix(Pipeline.from_dataset(range(1000)).repeat())
+    with pipe.run() as run:
+        events(run, 10_000)
+        kept = sum(len(m.marks) for found in run._trail._places.values() for m in found)
+        assert kept <= 600
+        state, rest = saved(run), events(run, 50)
+    assert len(state["marks"]) <= 6
+    if behind not in ("shuffle", "mix"):  # these would begin anew with the same sampler object
+        with pipe.run(state=state) as again:
+            assert events(again, 50) == rest
+
+
+# -- iterables ---------------------------------------------------------------------------------------
+
+
+class Walk:
+    """A random walk whose state is on the object, in the way of torchdata's protocol. It goes on from
+    pass to pass, so a pass can't be made again from its number."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.number, self.random, self.read = count, 0, random.Random(3), 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while self.number < self.count:
+            self.number += 1
+            self.read += 1
+            yield self.number, self.random.getrandbits(16)
+        self.number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number, self.read = state["number"], state["read"]
+        self.random = random.Random(3)
+        for _ in range(self.read):
+            self.random.getrandbits(16)
+
+
+class Steps:
+    """The same with the state on the iterator."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return StepsIterator(self.count)
+
+
+class Both(Steps):
+    """And one on the object that is of no use."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("the state is that of the iterator")
+
+
+class StepsIterator:
+    read = 0
+
+    def __init__(self, count: int) -> None:
+        self.number, self.count, self.sum = 0, count, 1
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        if self.number == self.count:
+            raise StopIteration
+        self.number += 1
+        type(self).read += 1
+        self.sum = self.sum * 5 % 7919
+        return self.sum
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "sum": self.sum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number, self.sum = state["number"], state["sum"]
+
+
+ITERABLES: dict[str, Callable[[], Any]] = {
+    "state on the object": lambda: Walk(300),
+    "state on the iterator": lambda: Steps(300),
+    "state on both": lambda: Both(300),
+    "a function": lambda: lambda: Steps(300),
+    "a list": lambda: list(range(300)),
+    "a range": lambda: range(300),
+    "a set": lambda: dict.fromkeys(range(300)),
+    "a generator function": lambda: lambda: (k for k in range(300)),
+}
+
+
+@pytest.mark.parametrize("name", ITERABLES)
+@pytest.mark.parametrize("behind", [False, True])
+def test_iterables(name: str, behind: bool) -> None:
+    def make() -> Pipeline:
+        pipe = Pipeline.from_iterable(ITERABLES[name]())
+        pipe = pipe.map(repr, backend="threads", num_workers=1, prefetch=3)
+        return pipe.shuffle(5) if behind else pipe
+
+    check(make, (130, 300) if behind else (0, 256))
+
+
+def test_an_iterator_is_read_anew_up_to_where_it_was() -> None:
+    with Pipeline.from_iterable(iter(range(50))).run() as run:
+        events(run, 20)
+        state = saved(run)
+    assert list(Pipeline.from_iterable(iter(range(50))).run(state=state)) == list(range(20, 50))
+
+
+def test_what_tells_its_state_is_not_read_again_from_its_beginning() -> None:
+    pipe = Pipeline.from_iterable(Steps(100_000))
+    with pipe.run() as run:
+        events(run, 60_000)
+        state, expected = saved(run), next(run)
+    StepsIterator.read = 0
+    with pipe.run(state=state) as run:
+        assert next(run) == expected
+    assert StepsIterator.read <= 65
+
+
+def test_what_is_dear_to_tell_is_told_less_often_and_found_again(
+    cadence: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    tell = StepsIterator.state_dict
+
+    def told(self: StepsIterator) -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        return tell(self)
+
+    monkeypatch.setattr(StepsIterator, "state_dict", told)
+    cadence(500)
+    pipe = Pipeline.from_iterable(Steps(2000))
+    with pipe.run() as run:
+        events(run, 900)
+        state, expected = saved(run), [next(run), next(run)]
+    assert asked == 2
+    with pipe.run(state=state) as run:
+        assert [next(run), next(run)] == expected
+
+
+def test_a_state_that_can_not_be_told_troubles_only_who_asks_for_it() -> None:
+    class Broken(Steps):
+        def state_dict(self) -> dict[str, Any]:
+            raise OSError("no disk")
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+        def __iter__(self) -> Any:
+            return iter(range(9))
+
+    with Pipeline.from_iterable(Broken(9)).run() as run:
+        assert next(run) == 0
+        with pytest.raises(StateError, match=r"could not tell its state.*no disk"):
+            run.state_dict()
+        assert list(run) == list(range(1, 9))
+        assert run.state_dict()["finished"]
+
+
+# -- caches ------------------------------------------------------------------------------------------
+
+
+def cached(path: Any = None) -> Pipeline:
+    pipe = Pipeline.from_dataset(range(12), shuffle=True).map(str, backend="threads", num_workers=1)
+    return pipe.cache(path).shuffle(2)
+
+
+@pytest.mark.parametrize("stop", [3, 12])
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("same", [False, True])
+def test_a_cache_in_memory_is_filled_again_with_what_it_held(
+    stop: int, epoch: int, same: bool
+) -> None:
+    pipe = cached()
+    with pipe.epochs(3) as epochs:
+        for _ in range(epoch):
+            list(next(epochs))
+        run = next(epochs)
+        events(run, stop)
+        state = saved(run)
+        rest = [list(run), *map(list, epochs)]
+    again = pipe if same else cached()
+    with again.epochs(3, state=state) as epochs:
+        assert [list(run) for run in epochs] == rest
+
+
+def test_a_cache_behind_which_nothing_is_random_is_read_from_the_place() -> None:
+    pipe = Pipeline.from_dataset(range(12)).map(str).cache()
+    whole = list(pipe)
+    with pipe.run(seed=1) as run:
+        events(run, 5)
+        state = saved(run)
+    with pipe.run(state=state) as run:
+        assert run.resuming is None
+        assert list(run) == whole[5:]
+
+
+def test_a_cache_that_another_run_had_filled_can_not_be_filled_again() -> None:
+    pipe = cached()
+    list(pipe.run(seed=1))
+    with pipe.run(seed=2) as run:
+        next(run)
+        state = saved(run)
+    with pytest.raises(StateError, match=r"cache: .* seed 1, epoch 0, which another run had made"):
+        cached().run(state=state)
+    other = cached()
+    list(other.run(seed=3))
+    with pytest.raises(StateError, match=r"cache: .* seed 1, epoch 0, and this cache holds .* 3"):
+        other.run(state=state)
+
+
+def test_a_cache_in_a_file_is_gone_on_with_by_another_process(tmp_path: Any) -> None:
+    path = str(tmp_path / "kept")
+    with cached(path).epochs(2) as epochs:
+        list(next(epochs))
+        run = next(epochs)
+        events(run, 5)
+        state, rest = saved(run), list(run)
+    assert list(cached(path).run(state=state)) == rest
+    (tmp_path / "kept").unlink()
+    with pytest.raises(StateError, match=r"cache file .*kept.* gone"):
+        cached(path).run(state=state)

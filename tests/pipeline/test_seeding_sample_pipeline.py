@@ -1,0 +1,330 @@
+"""``seeding="sample"`` in pipelines: an item draws by its place in a step's input, wherever it runs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.resuming import events, saved
+from tests.drawing import (
+    Drawing,
+    Failing,
+    add,
+    add_again,
+    collate,
+    digest,
+    drawn,
+    fails_at_times,
+    often,
+    replacement,
+    several,
+    states,
+)
+
+from hybridloader import Pipeline, Replace, SampleSeeding, Skip, get_worker_info
+
+STEPS = (
+    ("map", add),
+    ("map", add_again),
+    ("filter", often),
+    ("flat_map", several),
+    ("map", add_again),
+)
+INLINE: dict[str, Any] = {}
+
+
+def threads(workers: int = 2, **options: Any) -> dict[str, Any]:
+    return {"backend": "threads", "num_workers": workers, **options}
+
+
+def fork(workers: int = 2, **options: Any) -> dict[str, Any]:
+    return {"backend": "fork", "num_workers": workers, **options}
+
+
+def pipeline(places: Any, count: int = 40, steps: Any = STEPS) -> Pipeline:
+    pipe = Pipeline.from_dataset(range(count))
+    for (kind, function), where in zip(steps, places, strict=True):
+        pipe = getattr(pipe, kind)(function, **{"seeding": "sample", **where})
+    return pipe
+
+
+def run(pipe: Pipeline, epochs: int = 2, seed: int = 9) -> list[Any]:
+    random.gauss(0, 1)
+    before = states()
+    found = [item for epoch in pipe.epochs(epochs, seed=seed) for item in epoch]
+    assert states() == before
+    return found
+
+
+@cache
+def expected() -> str:
+    return digest(run(pipeline([INLINE] * 5)))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+
+
+PLACES: dict[str, Any] = {
+    "one thread": [threads(1)] * 5,
+    "threads": [threads(3)] * 5,
+    "one process": [fork(1)] * 5,
+    "processes": [fork(3)] * 5,
+    "shared memory": [{"backend": "shared-memory", "num_workers": 2}] * 5,
+    "not fused, on threads": [threads(fuse=False)] * 5,
+    "not fused, on processes": [fork(fuse=False)] * 5,  # results pass unopened
+    "hybrid": [fork(), threads(3), INLINE, fork(1), threads(1)],
+    "hybrid, the other way": [threads(2), INLINE, fork(2), INLINE, fork(3, fuse=False)],
+    "threads in processes": [fork(threads_per_worker=3)] * 5,
+    "threads in threads": [threads(threads_per_worker=3)] * 5,
+    "far ahead": [fork(prefetch=50)] * 5,
+    "one at a time": [fork(buffer_bytes=1)] * 5,
+    "under a policy": [threads(on_error="skip")] * 5,
+    "inline under a policy": [{"on_error": "skip"}] * 5,
+}
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_the_items_are_the_same_wherever_they_are_made(places: str) -> None:
+    assert digest(run(pipeline(PLACES[places]))) == expected()
+
+
+@pytest.mark.slow
+def test_and_on_fresh_processes() -> None:
+    assert digest(run(pipeline([{"backend": "spawn", "num_workers": 1}] * 5))) == expected()
+
+
+def test_epochs_seeds_steps_and_items_differ() -> None:
+    steps = (("map", add_again), ("map", add_again))
+    found = run(pipeline([INLINE] * 2, steps=steps)) + run(
+        pipeline([INLINE] * 2, steps=steps), 1, 8
+    )
+    numbers = [number for (inner, *mine) in found for number in (inner[1], mine[0])]
+    assert len(set(numbers)) == 2 * 3 * 40
+
+
+def test_a_run_of_one_epoch_is_that_epoch() -> None:
+    for places in (INLINE, threads(), fork()):
+        pipe = pipeline([places] * 5)
+        both = run(pipe)
+        alone = list(pipe.run(epoch=1, seed=9))
+        assert digest(both[-len(alone) :]) == digest(alone)
+
+
+@pytest.mark.parametrize("where", [INLINE, threads(), fork()], ids=["inline", "threads", "fork"])
+def test_repetitions_are_passes_of_their_own(where: Any) -> None:
+    steps = (("map", add_again),)
+    one = run(pipeline([where], 9, steps).repeat(2), 2)
+    assert len({item[1] for item in one}) == 36
+    assert digest(one) == digest(run(pipeline([INLINE], 9, steps).repeat(2), 2))
+
+
+@pytest.mark.parametrize("where", [INLINE, threads(), fork()], ids=["inline", "threads", "fork"])
+def test_branches_draw_apart_and_the_same_everywhere(where: Any) -> None:
+    def joined(where: Any) -> Pipeline:
+        steps = (("map", add_again),)
+        return pipeline([where], 9, steps).zip(pipeline([where], 9, steps))
+
+    found = run(joined(where), 1)
+    assert len({item[1] for pair in found for item in pair}) == 18
+    assert digest(found) == digest(run(joined(INLINE), 1))
+
+
+@pytest.mark.parametrize("where", [INLINE, threads(), fork(3)], ids=["inline", "threads", "fork"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_samples_of_a_dataset_are_seeded_by_their_index(where: Any, batched: bool) -> None:
+    order = random.Random(4).sample(range(23), 23)
+    options: Any = {"sampler": order}
+    if batched:
+        batches = [order[at : at + 4] for at in range(0, 23, 4)]
+        options = {"batch_sampler": batches, "collate_fn": collate}
+
+    def made(where: Any) -> list[Any]:
+        pipe = Pipeline.from_dataset(Drawing(), seeding="sample", **options, **where)
+        return run(pipe.map(add_again, seeding="sample", **where))
+
+    assert digest(made(where)) == digest(made(INLINE))
+
+
+def lines() -> Iterator[Any]:
+    info = get_worker_info()
+    opened = random.random()
+    for number in range(info.id if info else 0, 40, info.num_workers if info else 1):
+        yield number, opened, drawn()
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_readers_are_seeded_by_reader_and_number(backend: str, on_error: str) -> None:
+    def made(backend: str) -> list[Any]:
+        pipe = Pipeline.from_iterable(
+            lines, backend=backend, num_workers=3, seeding="sample", on_error=on_error
+        )
+        return run(pipe.map(add_again, seeding="sample"))
+
+    found = made(backend)
+    assert len({repr(item[0][2]) for item in found}) == 80
+    assert digest(found) == digest(made("inline"))
+
+
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn() -> None:
+    steps = (("map", add), ("map", add_again))
+    for places in ([fork(), threads(3)], [INLINE, INLINE], [threads(), INLINE]):
+        whole = list(pipeline(places, steps=steps).run(epoch=1, seed=9))
+        with pipeline(places, steps=steps).run(epoch=1, seed=9) as first:
+            begun = [next(first) for _ in range(13)]
+            state = first.state_dict()
+        for elsewhere in ([fork(3), fork(1)], [INLINE, INLINE]):
+            rest = list(pipeline(elsewhere, steps=steps).run(state=state))
+            assert digest(begun + rest) == digest(whole)
+
+
+def fails(item: int) -> int:
+    if item % 4 == 1:
+        raise ArithmeticError(f"no {item}")
+    return item
+
+
+@pytest.mark.parametrize("where", [INLINE, threads(fuse=False)], ids=["inline", "threads"])
+@pytest.mark.parametrize("stop", [1, 2, 5])
+def test_nor_do_errors_before_the_place_change_that(where: Any, stop: int) -> None:
+    """They did not come through to the step, so its numbers are not those of what was given."""
+    pipe = Pipeline.from_iterable(range(12)).map(fails, **threads(1, fuse=False))
+    pipe = pipe.map(add, seeding="sample", **where)
+    with pipe.run(seed=9) as first:
+        events(first, stop)
+        state, rest = saved(first), events(first)
+    with pipe.run(state=state) as second:
+        assert digest(events(second)) == digest(rest)
+
+
+def test_nor_does_what_stands_between_a_step_and_a_shard_behind_it() -> None:
+    """The shard is taken before the step, and its numbers are those of the shard."""
+    pipe = Pipeline.from_dataset(range(12)).map(add, seeding="sample")
+    found = list(pipe.shard(3, 1).run(seed=9))
+    assert digest(list(pipe.prefetch(2).shard(3, 1).run(seed=9))) == digest(found)
+    with pipe.shard(3, 1).run(seed=9) as first:
+        begun = [next(first)]
+        state = first.state_dict()
+    rest = list(pipe.prefetch(2).shard(3, 1).run(state=state))
+    assert digest(begun + rest) == digest(found)
+
+
+class Deadly:
+    """Kills its process once, at item 21."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __call__(self, item: int) -> Any:
+        if item == 21 and not self.marker.exists():
+            random.random()
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item, drawn()
+
+
+def test_a_worker_that_was_replaced_draws_the_same(tmp_path: Path) -> None:
+    def made(marker: Path, **where: Any) -> list[Any]:
+        pipe = Pipeline.from_dataset(range(60)).map(Deadly(marker), seeding="sample", **where)
+        return run(pipe.map(add_again, seeding="sample", **where), 2)
+
+    untouched = tmp_path / "untouched"
+    untouched.touch()
+    found = made(tmp_path / "died", **fork(on_worker_death="restart"))
+    assert (tmp_path / "died").exists()
+    assert digest(found) == digest(made(untouched))
+
+
+@pytest.mark.parametrize("policy", [Skip(budget=None), Replace(replacement, budget=None)])
+@pytest.mark.parametrize(
+    "where", [threads(), fork(), fork(fuse=False)], ids=["threads", "fork", "not fused"]
+)
+def test_items_that_fail_are_the_same_ones(where: Any, policy: Any) -> None:
+    def made(where: Any) -> list[Any]:
+        steps = (("map", fails_at_times), ("map", add_again))
+        return run(pipeline([{**where, "on_error": policy}] * 2, steps=steps), 2)
+
+    found = made(where)
+    assert digest(found) == digest(made(INLINE))
+    assert 40 < len(found) < 72 if isinstance(policy, Skip) else len(found) == 80
+
+
+@pytest.mark.parametrize("where", [INLINE, threads(), fork()], ids=["inline", "threads", "fork"])
+def test_samples_that_fail_are_the_same_ones(where: Any) -> None:
+    def made(where: Any) -> list[Any]:
+        pipe = Pipeline.from_dataset(
+            Failing(), seeding="sample", on_error=Replace(replacement), **where
+        )
+        return run(pipe)
+
+    assert digest(made(where)) == digest(made(INLINE))
+
+
+class Held:
+    """An item that can't be pickled if it is number 13, so that a task with others is taken apart."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        if self.number == 13:
+            raise TypeError("not this one")
+        return Held, (self.number,)
+
+
+def test_items_of_a_task_that_could_not_be_sent_keep_their_numbers() -> None:
+    def made(**where: Any) -> list[Any]:
+        pipe = Pipeline.from_iterable(lambda: map(Held, range(30)))
+        found: list[Any] = []
+        with pipe.map(number_of, seeding="sample", **where).run(seed=9) as items:
+            while True:
+                try:
+                    found.append(next(items))
+                except StopIteration:
+                    return found
+                except Exception as error:
+                    found.append(type(error).__name__)
+
+    found, whole = made(**fork(threads_per_worker=4)), made()
+    assert [item[0] for item in whole] == list(range(30))
+    assert isinstance(found[13], str)
+    assert found[:13] + found[14:] == whole[:13] + whole[14:]
+
+
+def number_of(item: Any) -> Any:
+    return item.number, random.random()
+
+
+def test_steps_without_it_are_seeded_as_ever() -> None:
+    def made(**first: Any) -> list[Any]:
+        pipe = Pipeline.from_dataset(range(20)).map(add_again, **fork(1), **first)
+        return list(pipe.run(seed=3))
+
+    assert digest(made()) == digest(made(seeding="worker"))
+    assert digest(made()) != digest(made(seeding="sample"))
+
+
+def test_a_seed_of_its_own_makes_a_step_apart_from_the_run() -> None:
+    def made(seed: int, seeding: Any) -> str:
+        pipe = pipeline([{**threads(), "seeding": seeding}], steps=(("map", add_again),))
+        return digest(run(pipe, 1, seed))
+
+    assert made(1, SampleSeeding(5)) == made(2, SampleSeeding(5)) != made(2, SampleSeeding(6))
+    assert made(1, "sample") != made(2, "sample")
+
+
+def test_what_is_no_seeding_is_refused_by_the_step() -> None:
+    with pytest.raises(ValueError, match="stage 'map\\(add\\)': seeding must be"):
+        Pipeline.from_dataset(range(3)).map(add, seeding="samples")

@@ -1,0 +1,331 @@
+"""``seeding="sample"``: one digest for the same data, wherever and however it is made."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.drawing import (
+    Drawing,
+    DrawingStream,
+    DrawingWhole,
+    Dying,
+    DyingStream,
+    Failing,
+    collate,
+    digest,
+    replacement,
+    states,
+)
+from tests.importing_late import ImportsLate
+from torch.utils.data import TensorDataset
+
+import hybridloader
+from hybridloader import DataLoader, Replace, Retry, SampleSeeding, WorkerDied
+from hybridloader.rng.worker_seeds import (
+    CallerSeeds,
+    InlineSeeds,
+    ProcessSeeds,
+    ThreadSeeds,
+    seeds_by_sample,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+IN_PROCESS = ("inline", "threads")
+FORKED = ("fork", "shared-memory")
+
+
+def run(dataset: Any, epochs: int = 2, **options: Any) -> list[Any]:
+    """All batches; fails if the caller's generators have moved."""
+    options = {"batch_size": 4, "collate_fn": collate, "seeding": SampleSeeding(7), **options}
+    # With a generator: else torch draws the seed of its workers from the default one.
+    loader = DataLoader(dataset, generator=torch.Generator().manual_seed(1), **options)
+    random.gauss(0, 1)  # so that there is half a pair, which must survive
+    before = states()
+    found = [batch for _ in range(epochs) for batch in loader]
+    assert states() == before
+    return found
+
+
+@cache
+def expected(kind: type[Any]) -> str:
+    return digest(run(kind(), num_workers=0))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+
+
+# -- one digest --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 8])
+@pytest.mark.parametrize("backend", [*IN_PROCESS, *FORKED])
+@pytest.mark.parametrize("kind", [Drawing, DrawingWhole])
+def test_the_data_is_the_same_on_every_backend_with_any_number_of_workers(
+    kind: type[Any], backend: str, workers: int
+) -> None:
+    assert digest(run(kind(), backend=backend, num_workers=workers)) == expected(kind)
+
+
+@pytest.mark.slow
+def test_and_on_fresh_processes() -> None:
+    found = run(Drawing(), backend="spawn", num_workers=2)
+    assert digest(found) == expected(Drawing)
+
+
+@pytest.mark.parametrize("backend", [None, *IN_PROCESS, *FORKED])
+@pytest.mark.parametrize("kind", [Drawing, DrawingWhole])
+@pytest.mark.filterwarnings("ignore:threads_per_worker has no effect")
+def test_several_threads_in_each_worker_change_nothing(
+    kind: type[Any], backend: str | None
+) -> None:
+    workers = 0 if backend is None else 2
+    found = run(kind(), backend=backend, num_workers=workers, threads_per_worker=3)
+    assert digest(found) == expected(kind)
+
+
+@pytest.mark.parametrize("prefetch", [1, 4, 16])
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_nor_does_how_far_workers_read_ahead(backend: str, prefetch: int) -> None:
+    found = run(Drawing(), backend=backend, num_workers=3, prefetch_factor=prefetch)
+    assert digest(found) == expected(Drawing)
+
+
+@pytest.mark.parametrize("backend", [*IN_PROCESS, *FORKED])
+def test_nor_do_workers_that_stay(backend: str) -> None:
+    found = run(Drawing(), backend=backend, num_workers=2, persistent_workers=True)
+    assert digest(found) == expected(Drawing)
+
+
+@pytest.mark.parametrize("backend", [*IN_PROCESS, *FORKED])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_iterable_is_seeded_by_worker_and_number(backend: str, workers: int) -> None:
+    one = run(DrawingStream(), backend="inline", num_workers=workers)
+    assert digest(run(DrawingStream(), backend=backend, num_workers=workers)) == digest(one)
+    if workers == 1:
+        assert digest(one) == expected(DrawingStream)
+
+
+def test_a_sample_draws_the_same_whatever_is_around_it() -> None:
+    alone: dict[int, Any] = {}
+    for samples, *_ in run(Drawing(), 1, batch_size=1):
+        for index, found in samples:
+            alone[index] = found
+    order = random.Random(5).sample(range(23), 23)
+    for samples, *_ in run(Drawing(), 1, sampler=order, num_workers=2, backend="threads"):
+        for index, found in samples:
+            assert found == alone[index]
+
+
+def test_a_batch_size_of_none_is_seeded_too() -> None:
+    single = dict(run(Drawing(), 1, batch_size=None, collate_fn=None))
+    for samples, *_ in run(Drawing(), 1):
+        for index, found in samples:
+            assert single[index] == found
+
+
+def test_epochs_differ_and_so_do_seeds_and_samples() -> None:
+    first = [s[1][0] for batch in run(Drawing(), 2) for s in batch[0]]
+    other = [s[1][0] for batch in run(Drawing(), 1, seeding=SampleSeeding(8)) for s in batch[0]]
+    assert len({*first, *other}) == 3 * 23
+
+
+def test_collation_draws_by_its_batch() -> None:
+    drawn = [batch[1:] for batch in run(Drawing(), 2)]
+    assert len({repr(one) for one in drawn}) == len(drawn)
+    again = run(
+        Drawing(), 1, batch_size=5
+    )  # other batches, but the first begins with the same sample
+    assert again[0][1:] == drawn[0]
+    assert again[1][1:] != drawn[1]
+
+
+def test_the_epoch_is_counted_by_the_loader_not_by_its_workers() -> None:
+    loader = DataLoader(Drawing(), 4, collate_fn=collate, seeding=SampleSeeding(7))
+    iter(loader)  # a pass that is broken off at once
+    second = list(loader)
+    assert digest(second) == digest(run(Drawing(), 2)[6:])
+
+
+# -- the seed ----------------------------------------------------------------------------------------
+
+
+def test_without_a_seed_of_its_own_torchs_decides() -> None:
+    def once(seed: int, backend: str) -> str:
+        torch.manual_seed(seed)
+        loader = DataLoader(
+            Drawing(), 4, collate_fn=collate, seeding="sample", num_workers=2, backend=backend
+        )
+        return digest([list(loader), list(loader), torch.rand(1)])
+
+    assert once(1, "threads") == once(1, "fork") == once(1, "inline")
+    assert once(1, "threads") != once(2, "threads")
+
+
+@pytest.mark.parametrize("seeding", ["sample", SampleSeeding(3)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_more_is_drawn_from_the_callers_generators_than_by_torch(
+    seeding: Any, workers: int
+) -> None:
+    def after(**options: Any) -> Any:
+        torch.manual_seed(4)
+        list(DataLoader(range(9), 2, shuffle=True, num_workers=workers, **options))
+        return states()
+
+    backend = {"backend": "threads"} if workers else {}
+    assert after(seeding=seeding, **backend) == after(**backend)
+
+
+def test_what_draws_nothing_is_what_it_was() -> None:
+    data = TensorDataset(torch.arange(20), torch.rand(20, 3))
+    plain = list(DataLoader(data, 6, num_workers=1, backend="threads"))
+    for options in ({}, {"on_error": "skip"}):
+        seeded = DataLoader(data, 6, num_workers=1, backend="threads", seeding="sample", **options)
+        for one, other in zip(plain, seeded, strict=True):
+            assert all(map(torch.equal, one, other))
+
+
+# -- faults ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", FORKED)
+def test_a_worker_that_was_replaced_draws_the_same(backend: str, tmp_path: Path) -> None:
+    marker = tmp_path / "died"
+    options: Any = {"backend": backend, "num_workers": 2, "on_worker_death": "restart"}
+    found = run(Dying(marker), **options)
+    assert marker.exists()
+    marker2 = tmp_path / "untouched"
+    marker2.touch()
+    assert digest(found) == digest(run(Dying(marker2), num_workers=0))
+
+
+def test_nor_is_the_rest_of_a_shard_another(tmp_path: Path) -> None:
+    marker, untouched = tmp_path / "died", tmp_path / "untouched"
+    untouched.touch()
+    options: Any = {"num_workers": 2, "batch_size": 2}
+    found = run(DyingStream(marker), backend="fork", on_worker_death="restart", **options)
+    assert marker.exists()
+    assert digest(found) == digest(run(DyingStream(untouched), backend="inline", **options))
+
+
+def test_one_that_is_not_replaced_is_told_as_ever(tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied):
+        run(Dying(tmp_path / "died"), backend="fork", num_workers=2)
+
+
+POLICIES = {
+    "skip": "skip",
+    "replace": Replace(replacement),
+    "retry": Retry(2, backoff=0, then="skip"),
+    "retry and replace": Retry(1, backoff=0, then=Replace(replacement)),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", [*IN_PROCESS, "fork"])
+def test_samples_that_fail_are_the_same_under_every_policy(backend: str, policy: str) -> None:
+    options: Any = {"on_error": POLICIES[policy]}
+    one = run(Failing(), 2, num_workers=0, **options)
+    assert digest(run(Failing(), 2, backend=backend, num_workers=2, **options)) == digest(one)
+    if "replace" in policy:
+        assert sum(len(batch[0]) for batch in one) == 2 * 23
+
+
+@pytest.mark.slow
+def test_what_is_imported_in_the_middle_of_a_sample_is_seeded() -> None:
+    def found(**options: Any) -> list[Any]:
+        loader = DataLoader(
+            ImportsLate(), batch_size=3, collate_fn=list, seeding=SampleSeeding(1), **options
+        )
+        return [sample for batch in loader for sample in batch]
+
+    fresh = found(backend="spawn", num_workers=1)
+    assert "numpy" not in fresh[1][1], "the worker had numpy before"
+    here = found(num_workers=0)
+    assert [s[2:] for s in fresh] == [s[2:] for s in here]
+
+
+def test_only_workers_that_the_caller_plays_have_something_to_do_around_a_task() -> None:
+    for seeds in (CallerSeeds(), ProcessSeeds(), ThreadSeeds(borrows=True)):
+        assert seeds.working is None
+    for seeds in (CallerSeeds(), InlineSeeds()):
+        assert seeds_by_sample(seeds, any_thread=False).working is not None
+        assert seeds_by_sample(seeds, any_thread=True).working is None
+
+
+# -- bad input ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seeding", "hint"),
+    [
+        ("Sample", '"worker"'),
+        (None, '"worker"'),
+        (True, '"worker"'),
+        (7, r"SampleSeeding\(seed=7\)"),
+        (SampleSeeding, "is the class"),
+        (b"sample", '"worker"'),
+    ],
+)
+def test_what_is_no_seeding_is_refused_with_what_there_is(seeding: Any, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        DataLoader(range(3), seeding=seeding)
+
+
+def test_so_it_is_if_it_was_set_later() -> None:
+    loader = DataLoader(range(3))
+    loader.seeding = "smaple"
+    with pytest.raises(ValueError, match="seeding must be"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("seed", [1.0, "7", True, b"1"])
+def test_a_seed_is_an_int(seed: Any) -> None:
+    with pytest.raises(TypeError, match="seed must be a whole number"):
+        SampleSeeding(seed)
+
+
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1])
+def test_of_the_size_that_torch_takes(seed: int) -> None:
+    with pytest.raises(ValueError, match="torch takes"):
+        SampleSeeding(seed)
+    assert SampleSeeding((1 << 64) - 1).seed == (1 << 64) - 1
+
+
+class Odd:
+    """No index of which anything is the same tomorrow."""
+
+
+@pytest.mark.parametrize("backend", ["threads", None])
+def test_an_index_without_a_stable_key_is_refused(backend: str | None) -> None:
+    index = Odd()
+    loader = DataLoader(
+        {index: 1},
+        sampler=[index],
+        seeding="sample",
+        backend=backend,
+        num_workers=0 if backend is None else 1,
+    )
+    with pytest.raises(TypeError, match="Odd has nothing that would be the same in every process"):
+        list(loader)
+
+
+def test_rng_outside_of_a_sample_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match='seeding="sample"'):
+        hybridloader.rng()
+    run(Drawing(), 1)
+    with pytest.raises(RuntimeError, match='seeding="sample"'):
+        hybridloader.rng()
+    loader = DataLoader(Drawing(), num_workers=1, backend="threads")
+    with pytest.raises(RuntimeError, match='seeding="sample"'):
+        list(loader)

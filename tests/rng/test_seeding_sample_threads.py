@@ -1,0 +1,384 @@
+"""``seeding="sample"`` on threads: what is put in place of the global generators, and what gets past."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from random import getrandbits as taken_bits
+from random import random as taken
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import rand as taken_rand
+from numpy.random import sample as taken_sample
+from numpy.random import seed as taken_seed
+from tests.drawing import Drawing, add, collate, states
+from torch.utils.data import Dataset, get_worker_info
+
+from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
+from hybridloader.rng.sample_rng import Draws, now
+from hybridloader.rng.sample_seeds import Origin
+from hybridloader.rng.thread_generators import installation
+from hybridloader.rng.thread_sample_rng import ThreadDraws
+
+taken_instance: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadDraws]:
+    draws = ThreadDraws(Origin(1), 0, stage="augment")
+    draws.prepare()
+    yield draws
+    draws.release()
+
+
+def on_a_process(function: Callable[[], Any]) -> Any:
+    """What `function` gives where the generators are its own."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        return Draws(Origin(1), 0).call(b"", b"key", function)
+    finally:
+        now.digest = None
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+DRAWN: dict[str, Callable[[], Any]] = {
+    "random": lambda: [random.random(), random.gauss(0, 1), random.gauss(0, 1)],
+    "bits": lambda: [random.getrandbits(77), random.randbytes(5), random.randrange(10**30)],
+    "order": lambda: [random.sample(range(50), 9), random.choices("abc", k=7)],
+    "shuffle": lambda: [random.shuffle(list(range(9))), random.random()],
+    "reseeded": lambda: [random.seed(4), random.random(), random.seed("x"), random.random()],
+    "random's state": lambda: [random.setstate(random.getstate()), random.getstate()],
+    "numpy": lambda: [np.random.rand(2).tolist(), np.random.randn(3).tolist()],
+    "numpy ints": lambda: [
+        np.random.randint(9, size=4).tolist(),
+        np.random.permutation(9).tolist(),
+    ],
+    "numpy others": lambda: [np.random.sample(2).tolist(), np.random.ranf(), np.random.bytes(3)],
+    "numpy reseeded": lambda: [np.random.seed(4), np.random.rand()],
+    "numpy's state": lambda: np.random.get_state()[1].tolist(),
+    "numpy mtrand": lambda: np.random.mtrand.rand(),
+    "numpy's instance": lambda: [
+        np.random.mtrand._rand.permutation(9).tolist(),
+        np.random.RandomState(np.random.get_bit_generator()).rand(),
+    ],
+    "numpy by name": lambda: [taken_seed(4), taken_sample(2).tolist()],
+    "torch": lambda: [
+        torch.rand(2).tolist(),
+        torch.randn(2).tolist(),
+        torch.randint(9, (3,)).tolist(),
+    ],
+    "torch like": lambda: [
+        torch.rand_like(torch.ones(2)).tolist(),
+        torch.randn_like(torch.ones(2)).tolist(),
+        torch.randint_like(torch.ones(2), 9).tolist(),
+    ],
+    "torch in place": lambda: [
+        torch.empty(2).uniform_().tolist(),
+        torch.empty(2).normal_().tolist(),
+        torch.empty(2).random_().tolist(),
+        torch.empty(2).exponential_().tolist(),
+        torch.ones(3).bernoulli_(0.5).tolist(),
+        torch.empty(2).cauchy_().tolist(),
+        torch.empty(2).log_normal_().tolist(),
+        torch.empty(2).geometric_(0.5).tolist(),
+    ],
+    "torch sampling": lambda: [
+        torch.randperm(7).tolist(),
+        torch.multinomial(torch.ones(7), 3).tolist(),
+        torch.ones(7).multinomial(3).tolist(),
+        torch.bernoulli(torch.full((9,), 0.5)).tolist(),
+        torch.poisson(torch.ones(4)).tolist(),
+        torch.normal(0.0, 1.0, (2,)).tolist(),
+        torch.normal(torch.zeros(2), 1.0).tolist(),
+        torch.binomial(torch.full((3,), 9.0), torch.full((3,), 0.5)).tolist(),
+    ],
+    "distributions": lambda: [
+        torch.distributions.Normal(0.0, 1.0).sample().item(),
+        torch.distributions.Gamma(torch.ones(1), 1.0).sample().item(),
+        torch.distributions.Dirichlet(torch.ones(3)).sample().tolist(),
+        torch.distributions.Categorical(torch.ones(9)).sample().item(),
+    ],
+    "init": lambda: [
+        torch.nn.init.uniform_(torch.empty(2)).tolist(),
+        torch.nn.init.trunc_normal_(torch.empty(2)).tolist(),
+        torch.nn.init.kaiming_uniform_(torch.empty(2, 2)).tolist(),
+        torch.nn.init.xavier_normal_(torch.empty(2, 2)).tolist(),
+        torch.nn.init.orthogonal_(torch.empty(2, 2)).tolist(),
+    ],
+    "module": lambda: torch.nn.Linear(2, 2).weight.tolist(),
+    "torch reseeded": lambda: [torch.manual_seed(4) and None, torch.rand(1).item()],
+    "torch's state": lambda: [torch.set_rng_state(torch.get_rng_state()), torch.rand(1).item()],
+    "torch's seed": lambda: torch.initial_seed(),
+    "fork_rng": lambda: _forked(),
+    "loader": lambda: [b.tolist() for b in DataLoader(range(9), 9, shuffle=True)],
+    "split": lambda: list(torch.utils.data.random_split(range(9), [4, 5])[0]),
+}
+
+
+def _forked() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        inside = torch.rand(1).item()
+    return inside, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("what", DRAWN)
+def test_what_is_drawn_on_a_thread_is_what_a_process_draws(what: str, threads: ThreadDraws) -> None:
+    function = DRAWN[what]
+    expected = on_a_process(function)
+    before = states()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert threads.call(b"", b"key", function) == expected
+    assert states() == before
+    assert threads.call(b"", b"key", function) == expected  # whatever it did to its generators
+
+
+def test_functions_imported_on_their_own_are_covered_where_they_are_python(
+    threads: ThreadDraws,
+) -> None:
+    choice, gauss = random.choice, random.gauss  # as `from random import ...` before anything ran
+    module = importlib.import_module("tests.drawing")  # it has some, taken at import
+
+    def draw() -> Any:
+        return choice(range(99)), gauss(0, 1), module.choice(range(99)), module.gauss(0, 1)
+
+    expected = on_a_process(draw)
+    before = states()
+    assert threads.call(b"", b"key", draw) == expected
+    assert states() == before
+
+
+@pytest.mark.parametrize(
+    ("draw", "generator"),
+    [
+        (taken, "generator of `random`"),
+        (lambda: taken_bits(3), "generator of `random`"),
+        (taken_rand, "generator of `numpy.random`"),
+        (lambda: taken_instance.randn(), "generator of `numpy.random`"),
+        (lambda: torch.nn.functional.dropout(torch.ones(99)), "torch's default generator"),
+        (lambda: torch.nn.functional.gumbel_softmax(torch.ones(9)), "torch's default generator"),
+        (lambda: torch.dropout(torch.ones(99), 0.5, True), "torch's default generator"),
+    ],
+)
+def test_what_gets_past_is_reported_once_by_name(
+    draw: Callable[[], Any], generator: str, threads: ThreadDraws
+) -> None:
+    def four_times() -> None:
+        for number in (17, 18, 19, 20):
+            threads.call(b"", b"i%d" % number, draw)
+
+    with pytest.warns(RuntimeWarning, match=generator) as told:
+        four_times()
+    assert len(told) == 1
+    assert "sample 17 of stage 'augment'" in str(told[0].message)
+
+
+def test_it_is_looked_for_ever_more_seldom(threads: ThreadDraws) -> None:
+    """A look takes longer than to seed the sample. The functions of a stage are counted together."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in (1, 2):
+            threads.of(0).call(b"", b"i%d" % number, random.random)
+        threads.call(b"", b"i3", taken)
+    with pytest.warns(RuntimeWarning, match="sample 4"):
+        threads.of(0).call(b"", b"i4", taken)
+
+
+def test_what_draws_nothing_is_not_reported(threads: ThreadDraws) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        threads.call(b"", b"i1", lambda: torch.nn.functional.dropout(torch.ones(9), training=False))
+        threads.call(b"", b"i1", lambda: random.Random(3).random())
+        threads.call(b"", b"i1", lambda: np.random.default_rng(3).random())
+        threads.call(b"", b"i1", lambda: torch.rand(1, generator=torch.Generator()))
+
+
+def test_what_the_loop_draws_meanwhile_is_its_own_and_is_not_reported() -> None:
+    """The loop draws while a sample is being made: what it would draw without a loader."""
+    draws = ThreadDraws(Origin(1), 0)
+    draws.prepare()
+    begun, done = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def sample() -> Any:
+        begun.set()
+        done.wait(30)
+        return DRAWN["random"]()
+
+    def work() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found.append(draws.call(b"", b"key", sample))
+
+    def loop() -> list[Any]:
+        random.seed(1)
+        np.random.seed(2)
+        torch.manual_seed(3)
+        random.gauss(0, 1)
+        numbers = [function() for name, function in DRAWN.items() if "re" not in name]
+        return [*numbers, taken() if done.is_set() else random.random()]
+
+    expected_sample = on_a_process(DRAWN["random"])
+    done.set()
+    done.clear()
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait(30)
+    during = loop()
+    done.set()
+    thread.join()
+    draws.release()
+    done.clear()
+    assert during == loop()
+    assert found == [expected_sample]
+
+
+def test_everything_is_as_it_was_when_the_last_is_gone() -> None:
+    def attributes() -> list[Any]:
+        homes: tuple[Any, ...] = (random, np.random, np.random.mtrand, torch, torch.random)
+        names = [[n for n in dir(home) if not n.startswith("_hybridloader")] for home in homes]
+        found = [[getattr(h, n) for n in ns] for h, ns in zip(homes, names, strict=True)]
+        codes = [getattr(value, "__code__", None) for value in found[-1]]
+        return [*found, codes, type(random._inst), vars(random._inst).copy()]
+
+    gc.collect()
+    assert installation._count == 0
+    before = attributes()
+    one, other = ThreadDraws(Origin(1), 0), ThreadDraws(Origin(2), 0)
+    one.prepare()
+    other.prepare()
+    assert random.random is not before[0][dir(random).index("random")]
+    one.release()
+    one.release()  # no matter how often
+    assert type(random._inst) is not random.Random
+    del other
+    assert attributes() == before
+    assert type(random._inst) is random.Random
+
+
+def test_functions_that_were_taken_meanwhile_serve_for_ever() -> None:
+    """A module that a sample imports may take them, and a thread may be in one at that moment."""
+    draws = ThreadDraws(Origin(1), 0)
+    draws.prepare()
+    kept = random.random, random.getrandbits, random.seed, random.getstate, random.setstate
+    kept_rand = np.random.rand
+    draws.release()
+    assert type(random._inst) is random.Random
+    draw, bits, seed, getstate, setstate = kept
+    seed(5)
+    found = [draw(), bits(70)]
+    state = getstate()
+    found.append(draw())
+    setstate(state)
+    found.append(draw())
+    random.seed(5)
+    assert found[:3] == [random.random(), random.getrandbits(70), random.random()]
+    assert found[3] == found[2]
+    np.random.seed(5)
+    first = kept_rand()
+    np.random.seed(5)
+    assert first == np.random.rand()
+
+
+def test_a_loader_leaves_nothing_behind() -> None:
+    loader = DataLoader(
+        Drawing(), 4, collate_fn=collate, num_workers=2, backend="threads", seeding="sample"
+    )
+    iterator = iter(loader)
+    next(iterator), next(iterator)  # one of each worker: both have begun
+    assert installation._count == 2
+    iterator.close()
+    assert installation._count == 0
+    pipeline = Pipeline.from_dataset(range(9)).map(add, seeding="sample")
+    list(pipeline)
+    gc.collect()
+    assert installation._count == 0
+
+
+def test_what_somebody_else_replaced_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = ThreadDraws(Origin(1), 0)
+    draws.prepare()
+    before = np.random.rand
+    try:
+        own: Any = lambda *shape: 0.5  # noqa: E731
+        monkeypatch.setattr(np.random, "rand", own)
+        draws.release()
+        assert np.random.rand is own
+    finally:
+        draws.release()
+        monkeypatch.undo()
+        np.random.rand = getattr(before, "__wrapped__", before)  # type: ignore[assignment]
+
+
+class Nested(Dataset[Any]):
+    """A sample that makes a loader over seeded samples, and draws before and after."""
+
+    def __init__(self, seeding: Any) -> None:
+        self.seeding = seeding
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        own, info = rng(), get_worker_info()
+        first = [random.random(), float(np.random.rand()), torch.rand(1).item()]
+        inner = list(DataLoader(Drawing(), 8, collate_fn=collate, seeding=self.seeding))
+        inner += list(Pipeline.from_dataset(range(3)).map(add, seeding="sample").run(seed=3))
+        assert rng() is own
+        assert get_worker_info() is info
+        return first, inner, [random.random(), float(np.random.rand()), torch.rand(1).item()]
+
+
+@pytest.mark.parametrize("seeding", ["sample", SampleSeeding(3)])
+def test_a_sample_may_make_samples(seeding: Any) -> None:
+    dataset = Nested(seeding)
+
+    def run(**where: Any) -> Any:
+        return list(DataLoader(dataset, collate_fn=list, seeding=SampleSeeding(1), **where))
+
+    assert run() == run(num_workers=2, backend="threads") == run(num_workers=2, backend="fork")
+
+
+class Told(Dataset[Any]):
+    """What `get_worker_info` gives to draw with."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        generator = torch.thread_safe_generator()
+        found = [torch.rand(1, generator=generator).item(), torch.rand(1).item()]
+        if info.rng is not None:
+            found += [info.rng.random_generator.random(), float(info.rng.numpy_generator.random())]
+            assert generator is info.rng.torch_generator
+        return found
+
+
+@pytest.mark.parametrize("threads_per_worker", [1, 3])
+def test_the_generators_of_worker_info_are_seeded_too(threads_per_worker: int) -> None:
+    def run(workers: int, backend: str, **options: Any) -> list[Any]:
+        loader = DataLoader(
+            Told(),
+            4,
+            collate_fn=list,
+            num_workers=workers,
+            backend=backend,
+            seeding=SampleSeeding(1),
+            **options,
+        )
+        return [sample for batch in loader for sample in batch]
+
+    on_threads = run(3, "threads", threads_per_worker=threads_per_worker)
+    assert on_threads == run(1, "threads")
+    assert [sample[:2] for sample in on_threads] == run(2, "fork")
