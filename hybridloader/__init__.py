@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        "_support.errors": "BackendUnavailable CacheError DamagedMessage HybridLoaderError IteratorClosed "
-        "NotReady ResultNotSendable ShardLost ShippingError StateError TaskTimeout "
+        "_support.errors": "BackendUnavailable CacheError DamagedMessage HybridLoaderError "
+        "IteratorClosed NotReady ResultNotSendable ShardLost ShippingError StateError TaskTimeout "
         "TooManyErrors WorkerDied WorkerTimeout",
         "backends.fork": "Fork",
         "backends.inline": "Inline",

@@ -1,8 +1,8 @@
 """All that an author of a backend needs, in one module that imports neither torch nor numpy.
 
 `Backend`, `Crew` and `WorkerHandle` are the classes to write; `hybridloader.engine.contract` tells
-what each method owes. `thread_worker`, `process_worker` and `serve` are the worker, which is not an author's
-to write: the crew carries its messages and its events.
+what each method owes. `thread_worker`, `process_worker` and `serve` are the worker, which is not an
+author's to write: the crew carries its messages and its events.
 """
 
 from __future__ import annotations

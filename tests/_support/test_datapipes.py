@@ -7,7 +7,8 @@ import os
 import pytest
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from hybridloader import DataLoader, datapipes
+from hybridloader import DataLoader
+from hybridloader._support import datapipes
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -28,10 +28,8 @@ from support.failing import (
 )
 from support.forked import in_a_fork
 
-from hybridloader import (
-    IteratorClosed,
-    crews,
-)
+from hybridloader import IteratorClosed
+from hybridloader.engine import crews
 from hybridloader.testing import Gate
 
 # -- closing -------------------------------------------------------------------------------------

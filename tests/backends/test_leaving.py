@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from support.driven import Driven
 
-from hybridloader import Fork, Spawn, Threads, contract
+from hybridloader import Fork, Spawn, Threads
+from hybridloader.backends.process import crew as processes
 from hybridloader.backends.process import handles, socket_transport
+from hybridloader.engine import contract
 from hybridloader.testing.tools import DEADLINE, FakeClock, Gate
 
 BACKENDS = [
@@ -70,7 +72,7 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
             gate.open()
             self.handle.join(DEADLINE)
 
-    for module in (handles, crew) if backend.name == "fork" else (contract,):
+    for module in (handles, processes) if backend.name == "fork" else (contract,):
         monkeypatch.setattr(module, "time", Time)
     with Driven(backend, lambda index: gate.arrive()) as crew:
         crew.send(0)

@@ -22,7 +22,8 @@ from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data import dataloader as torchs
 
 import hybridloader
-from hybridloader import DataLoader, Skip, Threads, caller, install, uninstall
+from hybridloader import DataLoader, Skip, Threads, install, uninstall
+from hybridloader._support import caller
 from hybridloader._support.errors import BackendUnavailable, ShippingError
 from hybridloader.engine.contract import Crew
 from hybridloader.loader.iterator import LoaderIterator

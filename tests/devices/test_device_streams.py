@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.forked import in_a_fork
+from support.page_locks import Private, address
 from support.pinned import Rows, first_of
-from test_page_locks import Private, address
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner

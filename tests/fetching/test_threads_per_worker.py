@@ -20,7 +20,8 @@ from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, Ten
 from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
-from hybridloader import DataLoader, Threads, backend_names, caller
+from hybridloader import DataLoader, Threads, backend_names
+from hybridloader._support import caller
 from hybridloader.testing import Gate
 
 LONG = 60.0

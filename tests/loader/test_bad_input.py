@@ -24,9 +24,9 @@ from hybridloader import (
     SharedMemory,
     Spawn,
     Threads,
-    caller,
-    registry,
 )
+from hybridloader._support import caller
+from hybridloader.engine import registry
 
 NAMES = ("inline", "threads", "fork", "spawn", "shared-memory")
 

@@ -32,15 +32,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hybridloader import (
-    DataLoader,
-    SharedMemory,
-    Skip,
-    Threads,
-    Transfer,
-    backend_names,
-    loader_record,
-)
+from hybridloader import DataLoader, SharedMemory, Skip, Threads, Transfer, backend_names
+from hybridloader.loader import record
 
 
 def test_every_backend_there_is_is_in_the_tables_of_this_file() -> None:
@@ -400,10 +393,10 @@ def test_what_is_kept_beside_a_loader_is_its_own_whatever_it_is_equal_to(
         other.set_epoch(5)
         assert len(flat(batches)) == 4
         assert not one.skipped
-    before = len(loader_record._records)
+    before = len(record._records)
     del one, batches
     gc.collect()
-    assert len(loader_record._records) == before - 1
+    assert len(record._records) == before - 1
 
 
 def test_r11_the_context_is_none_or_tells_its_start_method() -> None:

@@ -19,29 +19,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from support.forked import in_a_fork
+from support.page_locks import LARGE, Private, address
 
 from hybridloader.memory import page_locks, segments, slots
 from hybridloader.memory.page_locks import PageLocks
 from hybridloader.memory.shared_slots import Reader, Writer
-from hybridloader.memory.slots import OWN, PrivateSlots
+from hybridloader.memory.slots import OWN
 from hybridloader.memory.tensors import tensor_over
 from hybridloader.testing import FakeAccelerator
-
-LARGE = 1 << 40
-
-
-class Private:
-    """Slots of inline and threaded workers."""
-
-    def __init__(self, locks: PageLocks, limit: int = LARGE) -> None:
-        self.slots = PrivateSlots(limit)
-        self.slots.page_lock(locks)
-        self.lower, self.close = self.slots._pool.lower, self.slots.close
-
-    def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:
-        """A new batch that is full of `value`; None if there is no slot for it."""
-        buffer = self.slots.empty(size)
-        return None if buffer is None else tensor_over(buffer, torch.uint8, (size,)).fill_(value)
 
 
 class Shared:
@@ -82,11 +67,6 @@ def locks(device: FakeAccelerator) -> Iterator[PageLocks]:
 @pytest.fixture(params=[Private, Shared])
 def lane(request: pytest.FixtureRequest, locks: PageLocks) -> Any:
     return request.param(locks)
-
-
-def address(batch: torch.Tensor | None) -> int:
-    assert batch is not None
-    return batch.data_ptr()
 
 
 # -- the device comes first --------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.resuming import events, saved
-from tests.drawing import (
+from support.drawing import (
     Drawing,
     Failing,
     add,
@@ -28,6 +27,7 @@ from tests.drawing import (
     several,
     states,
 )
+from support.resuming import events, saved
 
 from hybridloader import Pipeline, Replace, SampleSeeding, Skip, get_worker_info
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.drawing import (
+from support.drawing import (
     Drawing,
     DrawingStream,
     DrawingWhole,
@@ -22,7 +22,7 @@ from tests.drawing import (
     replacement,
     states,
 )
-from tests.importing_late import ImportsLate
+from support.importing_late import ImportsLate
 from torch.utils.data import TensorDataset
 
 import hybridloader
