@@ -33,7 +33,7 @@ from hybridloader.fetching.collate import on_this_thread, teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.shipping import replicate
 from hybridloader.memory.slots import PrivateSlots
-from hybridloader.rng.worker_seeds import CallerSeeds, InlineSeeds, Seeds
+from hybridloader.rng.worker_seeds import CallerSeeds, InlineSeeds, WorkerSeeds
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
@@ -99,7 +99,7 @@ class _InlineCrew(Crew):
         self.upkeep = self._slots.warn
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
-        seeds: Seeds = CallerSeeds()
+        seeds: WorkerSeeds = CallerSeeds()
         if spec.workers > 0:
             seeds = InlineSeeds()
             spec = replace(spec, fetch=spec.fetch.with_dataset(self._dataset_for(spec)))

@@ -22,7 +22,7 @@ from hybridloader.backends.process.codec import (
     encode_done,
     encode_event,
 )
-from hybridloader.backends.process.parent_watch import Life, leave_signals
+from hybridloader.backends.process.parent_watch import ParentWatch, leave_signals
 from hybridloader.backends.process.postmortem import WorkerSide
 from hybridloader.engine.contract import Payload
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
@@ -94,11 +94,11 @@ def main(
     leave_signals()
     side = WorkerSide.open(board) if board is not None and board >= 0 else None
     channel = channel_class(connection)
-    writer = None if slots is None else shared_slots.Writer(*slots)
+    writer = None if slots is None else shared_slots.SlotWriter(*slots)
     share, names = slots or (0, None)
     task_names = None if names is None else shared_slots.task_names(names)
     desk = _Desk(number, channel, writer, share, task_names)
-    life = Life(channel, parent, desk.sweep)
+    life = ParentWatch(channel, parent, desk.sweep)
     fresh = spec is None
     try:
         one_thread_in_this_process(fresh)
@@ -160,7 +160,7 @@ class _Desk:
         self,
         worker: int,
         channel: Any,
-        results: shared_slots.Writer | None,
+        results: shared_slots.SlotWriter | None,
         share: int,
         names: str | None,
     ) -> None:
@@ -168,7 +168,7 @@ class _Desk:
         self._channel = channel
         self._results = results
         self._share = share
-        self._tasks = shared_slots.Reader(shared_slots.both_ways(share)[1], names)
+        self._tasks = shared_slots.SlotReader(shared_slots.both_ways(share)[1], names)
         self._one_way = True
         self._told = False
         self._outgoing: SimpleQueue[Any] = SimpleQueue()

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridloader._support.errors import DamagedMessage, Failure, ResultNotSendable
-from hybridloader.engine.dataset_state import Start
+from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Begin, Exhausted, Failed, First, Message, Ready, Stop, Task
 from hybridloader.memory.packing import Packed, pack, unpack
-from hybridloader.memory.shared_slots import Parcel, Reader, Writer
+from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
 
 READY, DONE, FAILED, EXHAUSTED, TASK, OTHER = range(6)
@@ -35,7 +35,7 @@ _BEGIN = _FIELDS.size
 _SIGN, _MASK = 0x85EBCA6B, 0xFFFFFFFF  # the sign is anything, so that zeros are no letter
 
 
-_METAS = ((Parcel, type(None)), (Parcel, bytes), (type(None), bytes))
+_METAS = ((SlotMap, type(None)), (SlotMap, bytes), (type(None), bytes))
 
 
 class Unreadable(Exception):
@@ -51,7 +51,7 @@ def letter(
     seq: int,
     body: Any,
     returned: Sequence[int] = (),
-    parcel: Parcel | None = None,
+    parcel: SlotMap | None = None,
     extras: bytes | None = None,
     items: int = -1,
     seconds: float = 0.0,
@@ -86,7 +86,7 @@ def letter(
 def read_letter(
     parts: Sequence[memoryview],
 ) -> tuple[
-    int, int, memoryview, Sequence[int], Parcel | None, bytes | None, int | None, float, int
+    int, int, memoryview, Sequence[int], SlotMap | None, bytes | None, int | None, float, int
 ]:
     """The parameters of `letter`, in their order; items is None where there is no list.
 
@@ -145,7 +145,7 @@ def encode_message(
 
 
 def decode_message(
-    parts: Sequence[memoryview], slots: Reader | None = None, fds: list[int] | None = None
+    parts: Sequence[memoryview], slots: SlotReader | None = None, fds: list[int] | None = None
 ) -> tuple[Message, Sequence[int]]:
     """A message, and the slots to use again. Takes over `fds` where it gives a task.
 
@@ -177,8 +177,8 @@ def decode_message(
 def open_packed(
     header: bytes | memoryview,
     buffers: Sequence[memoryview],
-    slots: Reader | None,
-    parcel: Parcel | None,
+    slots: SlotReader | None,
+    parcel: SlotMap | None,
     fds: list[int] | None = None,
 ) -> Any:
     """The value; `fds` came with a parcel that `slots` has not learnt yet."""
@@ -217,7 +217,7 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
 
 def decode_told(body: memoryview) -> Any:
     """Load what a worker told besides its results. Raises `DamagedMessage`."""
-    return _loaded(body, (Start, Failure), "what a worker told") if len(body) else None
+    return _loaded(body, (ShardStart, Failure), "what a worker told") if len(body) else None
 
 
 def decode_failure(body: memoryview) -> Failure:
@@ -233,7 +233,7 @@ def decode_extras(extras: bytes | memoryview) -> dict[str, Any]:
 def encode_done(
     seq: int,
     packed: Packed,
-    slots: Writer | None,
+    slots: SlotWriter | None,
     *,
     count: int | None = None,
     seconds: float = 0.0,
@@ -256,20 +256,20 @@ def encode_done(
         Where the worker is in its shard.
     """
     header, buffers = packed
-    parcel: Parcel | None = None
+    parcel: SlotMap | None = None
     fds: Sequence[int] = ()
     if slots is not None and (buffers or len(header) >= OWN):
         parcel, header, buffers, fds = into_slots(header, buffers, slots)
     if refusal is not None:
-        parcel = (parcel or Parcel((None,) * len(buffers), (), (), None))._replace(refusal=refusal)
+        parcel = (parcel or SlotMap((None,) * len(buffers), (), (), None))._replace(refusal=refusal)
     items = -1 if count is None else count
     told = letter(DONE, seq, header, returned, parcel, extras, items, seconds, position)
     return [told, *buffers], fds
 
 
 def into_slots(
-    header: Any, buffers: list[memoryview], slots: Writer | None
-) -> tuple[Parcel | None, Any, list[memoryview], Sequence[int]]:
+    header: Any, buffers: list[memoryview], slots: SlotWriter | None
+) -> tuple[SlotMap | None, Any, list[memoryview], Sequence[int]]:
     """Bring into slots what is large: the parcel, if there is one, and what goes through the stream.
 
     A header that has gone into a slot, as the last buffer, is empty here.

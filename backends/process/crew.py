@@ -29,11 +29,11 @@ from hybridloader.backends.process.codec import (
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import GRACE, ProcessHandle, bury, join_all
 from hybridloader.backends.process.memory_report import OomWatch
-from hybridloader.backends.process.pipe_transport import PortableChannel, PortablePost
-from hybridloader.backends.process.postmortem import Board
-from hybridloader.backends.process.result import Sealed, Slotted
-from hybridloader.backends.process.slot_channel import Lane
-from hybridloader.backends.process.socket_transport import SocketChannel, SocketPost
+from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
+from hybridloader.backends.process.postmortem import PostmortemRecord
+from hybridloader.backends.process.result import ProcessResult, SlottedResult
+from hybridloader.backends.process.slot_channel import SlotChannel
+from hybridloader.backends.process.socket_transport import SocketEndpoint, SocketTransport
 from hybridloader.backends.process.starting import occupy_standard_descriptors, starting
 from hybridloader.engine.contract import Crew, WorkerHandle
 from hybridloader.engine.messages import (
@@ -124,11 +124,11 @@ class ProcessCrew(Crew):
         self._limit = memory.bytes()
         self._sockets = sockets
         occupy_standard_descriptors()
-        self._post: Any = SocketPost() if sockets else PortablePost()
+        self._post: Any = SocketTransport() if sockets else PipeTransport()
         # All the mutable state:
         self._handles: list[ProcessHandle] = []
-        self._lanes: list[Lane] = []
-        self._boards: list[Board | None] = []
+        self._lanes: list[SlotChannel] = []
+        self._boards: list[PostmortemRecord | None] = []
         self._gone: set[int] = set()
         self._asked: set[int] = set()
         self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}  # to workers not yet ready
@@ -144,7 +144,7 @@ class ProcessCrew(Crew):
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         shipment = None if self._forks else self._shipment(spec)
-        notes = Board.make() if self._sockets else None
+        notes = PostmortemRecord.make() if self._sockets else None
         try:
             self._start(worker, spec, notes, shipment)
         except BaseException:  # no process or descriptor can be had any more, for instance
@@ -166,14 +166,18 @@ class ProcessCrew(Crew):
             self._post.send(worker, shipment.parts, fds)
 
     def _start(
-        self, worker: int, spec: WorkerSpec, notes: Board | None, shipment: Shipment | None
+        self,
+        worker: int,
+        spec: WorkerSpec,
+        notes: PostmortemRecord | None,
+        shipment: Shipment | None,
     ) -> None:
         share = max(1, self._limit // max(1, spec.workers))
-        lane = Lane(share, self._kind, forks=self._forks, locks=self._locks)
+        lane = SlotChannel(share, self._kind, forks=self._forks, locks=self._locks)
         told = None if notes is None else (notes.fd if self._forks else -1)
         ours, theirs = self._context.Pipe(duplex=True)
         self._post.connect(worker, ours)
-        channel = SocketChannel if self._sockets else PortableChannel
+        channel = SocketEndpoint if self._sockets else PipeEndpoint
         process = self._context.Process(
             target=main,
             args=(
@@ -202,7 +206,7 @@ class ProcessCrew(Crew):
     def send(self, worker: int, message: Message) -> None:
         lane = self._lanes[worker]
         if worker in self._gone or self._left is not None:
-            if isinstance(message, Task) and isinstance(message.index, Sealed):
+            if isinstance(message, Task) and isinstance(message.index, ProcessResult):
                 lane.hold(message.seq, message.index)  # it may be sent again, to another
                 if self._left is not None:
                     lane.answered(message.seq)
@@ -275,7 +279,7 @@ class ProcessCrew(Crew):
         for handle in self._handles:
             handle.release()
         bury()
-        if isinstance(self._post, PortablePost):
+        if isinstance(self._post, PipeTransport):
             self._post.join()
         for lane in self._lanes:
             lane.close()
@@ -306,12 +310,12 @@ class ProcessCrew(Crew):
             if lane.sent_on:
                 lane.answered(seq)
             if parcel is None:
-                sealed = Sealed(body, frame.parts[1:], count, self._forks)
+                sealed = ProcessResult(body, frame.parts[1:], count, self._forks)
             else:
                 slots = lane.results
                 slots.learn(parcel, frame.fds)
                 self._overflow = self._overflow or parcel.refusal or slots.overflow
-                sealed = Slotted(body, frame.parts[1:], count, self._forks, slots, parcel)
+                sealed = SlottedResult(body, frame.parts[1:], count, self._forks, slots, parcel)
             return Done(worker, seq, sealed, seconds, position, told)
         if kind == FAILED:
             lane.answered(seq)
@@ -338,7 +342,7 @@ class ProcessCrew(Crew):
             shipment.close()
 
     def _take_place(
-        self, worker: int, handle: ProcessHandle, lane: Lane, notes: Board | None
+        self, worker: int, handle: ProcessHandle, lane: SlotChannel, notes: PostmortemRecord | None
     ) -> None:
         """Note what belongs to a worker that has started."""
         if worker == len(self._handles):

@@ -46,7 +46,7 @@ def _most() -> int:
     return MOST if soft == resource.RLIM_INFINITY else min(MOST, soft // _SHARE)
 
 
-class Kept:
+class KeptDescriptor:
     """One descriptor. May be closed by one thread while another duplicates it."""
 
     __slots__ = ("_fd",)
@@ -73,11 +73,11 @@ class Kept:
                 os.close(fd)
 
 
-def keep(fd: int) -> Kept | None:
+def keep(fd: int) -> KeptDescriptor | None:
     """Take over `fd`; None if enough are kept already, and then it stays the caller's."""
     with _lock:
         if len(kept) >= _most():
             return None
         kept.add(fd)
         ours.add(fd)
-        return Kept(fd)
+        return KeptDescriptor(fd)

@@ -19,7 +19,7 @@ _TIGHT = 0.9
 
 
 @dataclass(frozen=True)
-class MemoryState:
+class MemoryReport:
     """What was found; each is None where it is not told.
 
     Attributes
@@ -59,7 +59,7 @@ class MemoryState:
         )
 
 
-def read(root: Path = _ROOT) -> MemoryState:
+def read(root: Path = _ROOT) -> MemoryReport:
     """The state now.
 
     Parameters
@@ -69,7 +69,7 @@ def read(root: Path = _ROOT) -> MemoryState:
     """
     limit, used, cgroup_kills = _cgroup(root)
     shm_size, shm_free = _shm(root)
-    return MemoryState(
+    return MemoryReport(
         limit=limit,
         used=used,
         cgroup_kills=cgroup_kills,
@@ -115,7 +115,7 @@ class OomWatch:
         lines = (cause, _in_words(now, shm=signal == "SIGBUS" or now.shm_full))
         return "\n".join(line for line in lines if line)
 
-    def _rise(self, now: MemoryState) -> tuple[str, int, int] | None:
+    def _rise(self, now: MemoryReport) -> tuple[str, int, int] | None:
         for whose, before, after in (
             ("cgroup", self._before.cgroup_kills, now.cgroup_kills),
             ("machine", self._before.machine_kills, now.machine_kills),
@@ -124,7 +124,7 @@ class OomWatch:
                 return whose, before, after
         return None
 
-    def _cause(self, now: MemoryState) -> str:
+    def _cause(self, now: MemoryReport) -> str:
         rise = self._rise(now)
         if rise is not None:
             whose, before, after = rise
@@ -155,7 +155,7 @@ class OomWatch:
         )
 
 
-def _cause_of_sigbus(now: MemoryState) -> str:
+def _cause_of_sigbus(now: MemoryReport) -> str:
     if now.shm_full:
         return "Likely cause: /dev/shm is full."
     if now.cgroup_full:
@@ -165,7 +165,7 @@ def _cause_of_sigbus(now: MemoryState) -> str:
     )
 
 
-def _in_words(state: MemoryState, *, shm: bool) -> str:
+def _in_words(state: MemoryReport, *, shm: bool) -> str:
     parts = []
     if state.limit is not None and state.used is not None:
         parts.append(f"cgroup {_size(state.used)} of {_size(state.limit)} in use")

@@ -50,7 +50,7 @@ def _be_terminable() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class Life:
+class ParentWatch:
     """Watches the parent and the connection from a thread.
 
     When the iterator is closed the rest of a batch is left out; when the parent is gone the process

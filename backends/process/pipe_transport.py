@@ -64,7 +64,7 @@ def _end(line: Any) -> None:
             pass
 
 
-class PortablePost:
+class PipeTransport:
     """All lines of one crew; the same methods as `SocketPost`."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class PortablePost:
             thread.join(1.0)
 
 
-class PortableChannel:
+class PipeEndpoint:
     """The worker's end; the same methods as `SocketChannel`, but no descriptors."""
 
     can_send_fds = False

@@ -78,7 +78,7 @@ def _has(status: Mapping[str, str] | None, field: str, signum: int) -> bool:
         return False
 
 
-class Board:
+class PostmortemRecord:
     """The parent's side. One per worker process, and never used again for the next.
 
     Parameters
@@ -111,7 +111,7 @@ class Board:
         ours.add(fd)
 
     @classmethod
-    def make(cls) -> Board | None:
+    def make(cls) -> PostmortemRecord | None:
         """A new one; None where there can be none."""
         if not hasattr(faulthandler, "register"):  # Windows
             return None
@@ -272,7 +272,7 @@ def _nameless_file() -> int:
     return fd
 
 
-class BoardContext(TaskContext):
+class PostmortemContext(TaskContext):
     """A context whose `at` outlives its process.
 
     Parameters
@@ -337,9 +337,9 @@ class WorkerSide:
                 pass
             return None
 
-    def context(self) -> BoardContext:
+    def context(self) -> PostmortemContext:
         """One that notes which sample the worker is at."""
-        return BoardContext(self._cells[_AT])
+        return PostmortemContext(self._cells[_AT])
 
     def begin(self, task: int) -> None:
         """The worker is at `task`, and at none of its samples yet."""

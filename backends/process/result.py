@@ -18,7 +18,7 @@ from hybridloader.memory.packing import unpack
 _NOTHING = memoryview(b"")
 
 
-class Hold:
+class SlotReference:
     """One batch's claim on one slot, shared by the parent and the workers that it was sent on to.
 
     The worker that filled the slot hears of it once, when the last of them is done.
@@ -26,7 +26,7 @@ class Hold:
 
     __slots__ = ("_holders", "_number", "_reader")
 
-    def __init__(self, reader: shared_slots.Reader, number: int) -> None:
+    def __init__(self, reader: shared_slots.SlotReader, number: int) -> None:
         self._reader, self._number = reader, number
         self._holders = 1  # the parent
 
@@ -39,7 +39,7 @@ class Hold:
             self._reader.hand_back(self._number)
 
 
-class Sealed(Payload):
+class ProcessResult(Payload):
     """A batch that came from a process, none of it through slots.
 
     Attributes
@@ -88,7 +88,7 @@ class Sealed(Payload):
 
     # -- sending on ----------------------------------------------------------------------------------
 
-    def holds(self) -> dict[int, Hold]:
+    def holds(self) -> dict[int, SlotReference]:
         """Its claims by slot, for a worker that it is sent to. Again and again until it is answered."""
         if not self._state:
             self._state = "sent on"
@@ -132,7 +132,7 @@ class Sealed(Payload):
         self.header, self.buffers = _NOTHING, []
 
 
-class Slotted(Sealed):
+class SlottedResult(ProcessResult):
     """A batch of which something lies in slots; `parcel` tells where."""
 
     __slots__ = ("_holds", "parcel", "slots")
@@ -143,13 +143,13 @@ class Slotted(Sealed):
         buffers: list[memoryview],
         count: int | None,
         forks: bool,
-        slots: shared_slots.Reader,
-        parcel: shared_slots.Parcel,
+        slots: shared_slots.SlotReader,
+        parcel: shared_slots.SlotMap,
     ) -> None:
         super().__init__(header, buffers, count, forks)
         self.slots = slots
-        self.parcel: shared_slots.Parcel | None = parcel
-        self._holds: dict[int, Hold] = {}  # by slot, once it was sent on
+        self.parcel: shared_slots.SlotMap | None = parcel
+        self._holds: dict[int, SlotReference] = {}  # by slot, once it was sent on
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Discard a result that nobody took, as in a queue that was closed.
@@ -171,10 +171,12 @@ class Slotted(Sealed):
             self.slots.give_back(self.parcel)
         super().discard()
 
-    def holds(self) -> dict[int, Hold]:
+    def holds(self) -> dict[int, SlotReference]:
         if not self._state and self.parcel is not None:
             self.slots.forwards = True
-            self._holds = {n: Hold(self.slots, n) for n in shared_slots.slots_of(self.parcel)}
+            self._holds = {
+                n: SlotReference(self.slots, n) for n in shared_slots.slots_of(self.parcel)
+            }
         super().holds()
         return self._holds
 

@@ -6,8 +6,9 @@ being opened or copied in the parent. Who counts what then, and who tells whom:
 
 1. A's worker counts one holder for each result over a slot, and writes to the slot when there is
    none. It hears of the end of a holder by the slot's number, which comes with the next message.
-2. The parent makes one `Hold` of that for the result that it sends on. Its own claim on it lasts until
-   B's task is answered (done or failed), so that the result can be sent again if B's worker dies.
+2. The parent makes one `SlotReference` of that for the result that it sends on. Its own claim on it
+   lasts until B's task is answered (done or failed), so that the result can be sent again if B's
+   worker dies.
 3. Each worker of B that it is sent to has a claim as well. That worker knows the segment that the slot
    is in by its alias, a negative number that no other segment has, and gets a descriptor along the
    first time.
@@ -35,20 +36,20 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.backends.process import descriptors
 from hybridloader.backends.process.codec import TASK, encode_message, into_slots, letter
-from hybridloader.backends.process.result import Hold, Sealed, Slotted
+from hybridloader.backends.process.result import ProcessResult, SlotReference, SlottedResult
 from hybridloader.engine.messages import Message, Task
 from hybridloader.memory import shared_slots
-from hybridloader.memory.mapped_segment import Seen
+from hybridloader.memory.mapped_segment import MappedSegment
 from hybridloader.memory.packing import pack, reads_the_same_everywhere
 from hybridloader.memory.segments import Ticket
-from hybridloader.memory.shared_slots import Notice, Parcel, Span
+from hybridloader.memory.shared_slots import Notice, SlotMap, Span
 from hybridloader.memory.slots import OWN, number_of, place_of
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 
-class Lane:
+class SlotChannel:
     """The parent's side of one worker's slots.
 
     Parameters
@@ -72,15 +73,15 @@ class Lane:
             names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
         self._names = names
         keep = descriptors.keep if kind == "nameless" else None
-        self.results = shared_slots.Reader(share // 2, names, keep, locks)
+        self.results = shared_slots.SlotReader(share // 2, names, keep, locks)
         # All the other mutable state:
         self.refusal: str | None = None
         """Why a large task went through the stream, until somebody takes it from here."""
-        self.sent_on: dict[int, Sealed] = {}
+        self.sent_on: dict[int, ProcessResult] = {}
         """Results of other workers, by the task that was made of them and is not answered."""
-        self._tasks: shared_slots.Writer | None = None
-        self._known: dict[int, Seen] = {}  # segments of other workers, by alias
-        self._claims: dict[int, list[Hold]] = {}  # of the worker, by slot as it knows it
+        self._tasks: shared_slots.SlotWriter | None = None
+        self._known: dict[int, MappedSegment] = {}  # segments of other workers, by alias
+        self._claims: dict[int, list[SlotReference]] = {}  # of the worker, by slot as it knows it
         self._forgotten: deque[int] = deque()  # aliases it has yet to hear of; from any thread
 
     @property
@@ -108,7 +109,7 @@ class Lane:
                     return [letter(TASK, seq, pickle.dumps(index, 5), returned)], ()
                 except Exception:  # a mixed list with something in it that plain pickle can't do
                     pass
-            if isinstance(index, Sealed):
+            if isinstance(index, ProcessResult):
                 return self._forward(seq, returned, index)
             return self._enclose(seq, returned, index)
         except BaseException:
@@ -116,7 +117,7 @@ class Lane:
                 self.results.hand_back(number)
             raise
 
-    def hold(self, seq: int, sealed: Sealed) -> dict[int, Hold]:
+    def hold(self, seq: int, sealed: ProcessResult) -> dict[int, SlotReference]:
         """Keep what task `seq` was made of, so that it can be sent again, until it is answered."""
         self.sent_on[seq] = sealed
         return sealed.holds()
@@ -171,11 +172,11 @@ class Lane:
 
     # -- the parts -----------------------------------------------------------------------------------
 
-    def _writer(self) -> shared_slots.Writer | None:
+    def _writer(self) -> shared_slots.SlotWriter | None:
         if self._tasks is None and self._kind != "stream":
             limit, self.results.limit = shared_slots.both_ways(self._share)
             names = None if self._names is None else shared_slots.task_names(self._names)
-            self._tasks = shared_slots.Writer(limit, names)
+            self._tasks = shared_slots.SlotWriter(limit, names)
         return self._tasks
 
     def _enclose(
@@ -190,7 +191,7 @@ class Lane:
         return [letter(TASK, seq, header, returned, parcel), *streamed], fds
 
     def _forward(
-        self, seq: int, returned: list[int], sealed: Sealed
+        self, seq: int, returned: list[int], sealed: ProcessResult
     ) -> tuple[list[Any], Sequence[int]]:
         holds = self.hold(seq, sealed)
         try:
@@ -203,10 +204,12 @@ class Lane:
             raise
 
     def _name(
-        self, seq: int, returned: list[int], sealed: Sealed, holds: dict[int, Hold]
+        self, seq: int, returned: list[int], sealed: ProcessResult, holds: dict[int, SlotReference]
     ) -> tuple[list[Any], Sequence[int]]:
         """A letter that names the slots of another worker, as far as this one can map them."""
-        slots = sealed.slots if isinstance(sealed, Slotted) else self.results  # or none is named
+        slots = (
+            sealed.slots if isinstance(sealed, SlottedResult) else self.results
+        )  # or none is named
         segments = {segment: slots.seen[segment] for segment, _ in map(place_of, holds)}
         for seen in segments.values():
             seen.mapped()  # it may raise
@@ -235,7 +238,7 @@ class Lane:
         header: Any = sealed.header
         if self._kind == "stream":
             return [letter(TASK, seq, header or rest.pop(), returned), *rest], ()
-        own: Parcel | None = None
+        own: SlotMap | None = None
         own_fds: Sequence[int] = ()
         if rest or len(header) >= OWN:
             own, header, rest, own_fds = into_slots(header, rest, self._writer())
@@ -246,11 +249,11 @@ class Lane:
             new, forgotten = [*own.new, *new], [*own.retired, *forgotten]
         parcel = None
         if spans or forgotten:
-            parcel = Parcel(tuple(spans), tuple(new), tuple(forgotten), None)
+            parcel = SlotMap(tuple(spans), tuple(new), tuple(forgotten), None)
         return [letter(TASK, seq, header, returned, parcel), *rest], [*own_fds, *fds]
 
     def _introduce(
-        self, segments: dict[int, Seen]
+        self, segments: dict[int, MappedSegment]
     ) -> tuple[dict[int, int], list[Notice], list[int]]:
         """Aliases of those that the worker can map, and what it needs for those that are new to it."""
         aliases: dict[int, int] = {}

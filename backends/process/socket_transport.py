@@ -141,7 +141,7 @@ def _close_all(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-class SocketPost:
+class SocketTransport:
     """All lines of one crew, and what it takes to wait for any of them.
 
     Attributes
@@ -301,7 +301,7 @@ class SocketPost:
             pass
 
 
-class SocketChannel:
+class SocketEndpoint:
     """The worker's end: reads and writes block."""
 
     can_send_fds = True

@@ -21,14 +21,14 @@ from hybridloader.engine.contract import ByReference
 from hybridloader.engine.feed import items_in
 from hybridloader.engine.messages import Done, Result
 from hybridloader.pipeline.running import running_stages
-from hybridloader.pipeline.running.stage_metrics import Books
+from hybridloader.pipeline.running.stage_metrics import StageMetrics
 
 ENDLESS = 1 << 40
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-class Recorder(Books):
+class Recorder(StageMetrics):
     """Books that note down every call they get."""
 
     def __init__(self, workers: int, calls: list[Call]) -> None:
@@ -62,7 +62,7 @@ class Recorder(Books):
         super().listening(seconds)
 
 
-class Unkept(Books):
+class Unkept(StageMetrics):
     """No books: only what the engine itself lives on, how long tasks take."""
 
     def room(self) -> int | None:
@@ -96,7 +96,7 @@ def record(backend: str, workers: int, batch: int, batches: int) -> list[Call]:
 
 def replay(calls: list[Call], workers: int) -> float:
     """Seconds that those calls take."""
-    books = Books(workers)
+    books = StageMetrics(workers)
     bound = [partial(getattr(books, name), *told, **more) for name, told, more in calls]
     began = time.perf_counter()
     for call in bound:
@@ -141,10 +141,10 @@ def _timed(backend: str, workers: int, batch: int, seconds: float) -> float:
 
 
 @contextlib.contextmanager
-def _kept_by(make: Callable[[], Books]) -> Iterator[None]:
+def _kept_by(make: Callable[[], StageMetrics]) -> Iterator[None]:
     """Pipelines that are run meanwhile have such books."""
 
-    def make_books(node: Any) -> Books:
+    def make_books(node: Any) -> StageMetrics:
         return make()
 
     with mock.patch.object(running_stages, "_books", make_books):

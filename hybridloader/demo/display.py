@@ -20,7 +20,7 @@ _REDRAW = 0.1
 """Seconds between two drawings of a bar."""
 
 
-class Task:
+class ProgressBar:
     """Something that takes a while, a known number of images long."""
 
     def __init__(self, title: str, total: int, progress: Progress) -> None:
@@ -58,7 +58,7 @@ class Display:
         self.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
-    def task(self, title: str, total: int) -> Iterator[Task]:
+    def task(self, title: str, total: int) -> Iterator[ProgressBar]:
         """Show the progress of what is done within the block."""
         # auto_refresh would be a thread; redirected streams would be inherited by forked workers.
         with Progress(
@@ -71,7 +71,7 @@ class Display:
             redirect_stdout=False,
             redirect_stderr=False,
         ) as progress:
-            task = Task(title, total, progress)
+            task = ProgressBar(title, total, progress)
             yield task
             task.draw()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A point in a stream, such as an event of torch's."""
 
     def query(self) -> bool:
@@ -89,10 +89,10 @@ class Accelerator(Protocol):
         The host waits for the copy, unless it `queues_copies` and the memory is page-locked.
         """
 
-    def mark(self, stream: Any) -> Mark:
+    def mark(self, stream: Any) -> StreamMark:
         """A mark behind all that has been queued on `stream` so far."""
 
-    def hold_up(self, stream: Any, mark: Mark) -> None:
+    def hold_up(self, stream: Any, mark: StreamMark) -> None:
         """`stream` waits for `mark`; the host does not."""
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:

@@ -17,7 +17,7 @@ from hybridloader._support.arguments import whole
 from hybridloader._support.attributes import has
 from hybridloader._support.caller import warn
 from hybridloader._support.native_threads import one_thread_on_this_thread
-from hybridloader.devices.accelerator import Accelerator, Mark, current, find
+from hybridloader.devices.accelerator import Accelerator, StreamMark, current, find
 from hybridloader.devices.batch_parts import (
     bytes_of,
     can_be_pinned,
@@ -136,7 +136,7 @@ class Sent:
     def __init__(self) -> None:
         self.data: Any = None
         self.size = 0
-        self.mark: Mark | None = None
+        self.mark: StreamMark | None = None
         self.used: list[Any] = []
         self.late = False
 

@@ -17,7 +17,7 @@ from hybridloader.memory.sparse import dense_parts
 if TYPE_CHECKING:
     import torch
 
-    from hybridloader.devices.accelerator import Mark
+    from hybridloader.devices.accelerator import StreamMark
 
 
 class _Streams(NamedTuple):
@@ -130,16 +130,16 @@ class TorchAccelerator:
         # Only memory that is page-locked is kept until it was read, whatever the kind of device.
         return tensor.to(self.device, non_blocking=self.queues_copies and tensor.is_pinned())
 
-    def mark(self, stream: Any) -> Mark:
+    def mark(self, stream: Any) -> StreamMark:
         capturing = getattr(stream, "is_capturing", None)
         if capturing is not None and capturing():
             raise RuntimeError(
                 f"{stream} is captured into a graph: no event of it can be asked for"
             )
-        mark: Mark = stream.record_event()
+        mark: StreamMark = stream.record_event()
         return mark
 
-    def hold_up(self, stream: Any, mark: Mark) -> None:
+    def hold_up(self, stream: Any, mark: StreamMark) -> None:
         stream.wait_event(mark)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:

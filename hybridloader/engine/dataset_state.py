@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
 
 
-class Start(NamedTuple):
+class ShardStart(NamedTuple):
     """Where one worker goes on, or where it is: what it tells beside a result has no place yet.
 
     Attributes
@@ -91,7 +91,7 @@ class DatasetStates:
         self._samples = samples if is_stateful(samples) else None
         self._cadence = cadence
 
-    def due(self, *, ended: bool) -> Start | None:
+    def due(self, *, ended: bool) -> ShardStart | None:
         """Return the state behind the result that was just made, if it is to go with it."""
         due = self._cadence.due()
         if not (due or ended):
@@ -105,17 +105,17 @@ class DatasetStates:
         """Count the results since the state that this fetcher goes on from."""
         self._cadence.go_on(since)
 
-    def now(self, *, ended: bool) -> Start:
+    def now(self, *, ended: bool) -> ShardStart:
         """Return the state as it is now, without a place."""
         dataset = iterator = None
         if self._dataset is not None:
             dataset = kept(self._dataset, "the dataset", Frozen)
         if self._samples is not None:
             iterator = kept(self._samples, "the iterator over the dataset", Frozen)
-        return Start(dataset=dataset, iterator=iterator, ended=ended)
+        return ShardStart(dataset=dataset, iterator=iterator, ended=ended)
 
 
-def resumed(fetch: Fetch, start: Start, context: TaskContext) -> Fetcher:
+def resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
     """The fetcher of a worker that goes on. The dataset gets its state first, as in torchdata."""
     if start.dataset is not None:
         load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")

@@ -49,7 +49,7 @@ class Feed(Protocol):
         """Errors after which nothing more will come."""
 
 
-class Ledger(Protocol):
+class FlowControl(Protocol):
     """Somebody who watches a stage, and may hold it back."""
 
     def room(self) -> int | None:
@@ -83,7 +83,7 @@ def items_in(index: Any) -> int:
     return len(index) if type(index) is list else (index.count or 1)
 
 
-class Portions:
+class TaskBatching:
     """Several items at a time from an iterator, as lists; sealed ones as they come.
 
     Parameters
@@ -114,7 +114,7 @@ class Portions:
         self._when_ready = attribute(items, "when_ready")
         self._sealed, self._least = sealed, least
         self._most = MOST if most is None else min(MOST, most)
-        self._others: list[Portions] = []
+        self._others: list[TaskBatching] = []
         self.final = final
         # All the mutable state:
         self.size = min(least, self._most)
@@ -130,7 +130,7 @@ class Portions:
         fitting = MOST if self._seconds <= 0 else int(TASK_SECONDS * self._items / self._seconds)
         self.size = min(self._most, max(self._least, min(fitting, 2 * self.size)))
 
-    def no_larger_than(self, other: Portions) -> None:
+    def no_larger_than(self, other: TaskBatching) -> None:
         """From now on, give no more at a time than `other` would."""
         self._others.append(other)
 

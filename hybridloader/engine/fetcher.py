@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from hybridloader.engine.dataset_state import DatasetStates, Start
+    from hybridloader.engine.dataset_state import DatasetStates, ShardStart
     from hybridloader.fetching.on_error.outcome import Outcome
-    from hybridloader.rng.sample_rng import Draws
+    from hybridloader.rng.sample_rng import SampleRng
 
 
 class EndOfShard(Exception):
@@ -53,7 +53,7 @@ class TaskContext:
     def __init__(self, *, tracked: bool = False) -> None:
         self.tracked = tracked
         self.cancelled = False
-        self.draws: Draws | None = None
+        self.draws: SampleRng | None = None
         self.extras: dict[str, Any] | None = None
         self.at = self.task = -1
 
@@ -92,7 +92,7 @@ class FollowingContext(TaskContext):
 
     __slots__ = ("_other",)
 
-    def __init__(self, other: TaskContext, draws: Draws | None) -> None:
+    def __init__(self, other: TaskContext, draws: SampleRng | None) -> None:
         self._other = other
         super().__init__()
         self.draws = draws
@@ -143,7 +143,7 @@ class Fetcher(ABC):
     def skip(self, count: int) -> None:  # noqa: B027  # without a shard there is nothing to do
         """Go on behind `count` samples of the shard, which another worker has delivered."""
 
-    def resume(self, start: Start) -> None:  # noqa: B027  # as above
+    def resume(self, start: ShardStart) -> None:  # noqa: B027  # as above
         """Go on where another run had come to."""
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:

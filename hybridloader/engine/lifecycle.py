@@ -22,9 +22,9 @@ from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Begin, Done, Exhausted, Ready, Result, WorkerSpec
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import ACTIVE, Run, Scheduler, Work
+from hybridloader.engine.scheduler import ACTIVE, RunState, Scheduler, WorkerState
 from hybridloader.engine.supervision import Supervisor
-from hybridloader.engine.worker_table import Roster
+from hybridloader.engine.worker_table import WorkerTable
 
 if TYPE_CHECKING:
     from hybridloader.engine.numbering import Counter
@@ -81,7 +81,7 @@ class Lifecycle(ABC):
         self._finalizer = ended_with(self, self._crew)
         if locks is not None:
             self._crew.page_lock(locks)
-        self._roster = Roster(self.spec, scheduler, self._crew, clock)
+        self._roster = WorkerTable(self.spec, scheduler, self._crew, clock)
         self._supervisor: Supervisor | None = None
         if on_worker_death is not None or task_timeout > 0:
             self._supervisor = Supervisor(
@@ -257,7 +257,7 @@ class Lifecycle(ABC):
             self._refuse()
         scheduler, crew = self._scheduler, self._crew
         self._ended = False
-        absent = [i for i, w in enumerate(scheduler.workers) if w is Work.ABSENT]
+        absent = [i for i, w in enumerate(scheduler.workers) if w is WorkerState.ABSENT]
         discard(scheduler.begin())
         self._forget()
         self.exhausted.clear()
@@ -288,7 +288,7 @@ class Lifecycle(ABC):
         """End all, unless a call uses the crew, which then does so; whoever had it leave closes it."""
         if self._gone or self._inside or self._leaving:
             return
-        if self._scheduler.run not in (Run.CLOSING, Run.CLOSED):
+        if self._scheduler.run not in (RunState.CLOSING, RunState.CLOSED):
             discard(self._scheduler.close())
         self._forget()
         self._draw_from(iter(()))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from hybridloader._support.errors import Failure
     from hybridloader.engine.contract import Payload
-    from hybridloader.engine.dataset_state import Start
+    from hybridloader.engine.dataset_state import ShardStart
     from hybridloader.engine.fetcher import Fetch
     from hybridloader.engine.refresh import Change
     from hybridloader.rng.sample_seeds import Origin
@@ -59,7 +59,7 @@ class WorkerSpec:
     shared_seed: int | None = None
     tracked: bool = False
     skip: int = 0
-    starts: tuple[Start, ...] = ()
+    starts: tuple[ShardStart, ...] = ()
     seeding: Origin | None = None
     tells: bool = False
 
@@ -113,7 +113,7 @@ class Ready(NamedTuple):
     """
 
     worker: int
-    told: Start | Failure | None = None
+    told: ShardStart | Failure | None = None
 
 
 class Done(NamedTuple):
@@ -160,7 +160,7 @@ class Exhausted(NamedTuple):
     worker: int
     seq: int
     position: int = 0
-    told: Start | None = None
+    told: ShardStart | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from hybridloader._support.errors import IllegalTransition
 from hybridloader.engine.messages import Done, Event, Exhausted, Exited, Failed, Ready, Result
 
 
-class Run(Enum):
+class RunState(Enum):
     """States of a run."""
 
     NEW = "NEW"
@@ -40,7 +40,7 @@ class Run(Enum):
     CLOSED = "CLOSED"
 
 
-class Work(Enum):
+class WorkerState(Enum):
     """States of a worker."""
 
     STARTING = "STARTING"
@@ -52,58 +52,58 @@ class Work(Enum):
 
 
 # fmt: off
-RUN_TABLE: dict[tuple[Run, str], Run] = {
-    (Run.NEW,      "begin"):   Run.RUNNING,
-    (Run.NEW,      "fault"):   Run.CLOSING,
-    (Run.NEW,      "close"):   Run.CLOSING,
-    (Run.RUNNING,  "begin"):   Run.RUNNING,
-    (Run.RUNNING,  "ended"):   Run.DRAINING,
-    (Run.RUNNING,  "fault"):   Run.CLOSING,
-    (Run.RUNNING,  "close"):   Run.CLOSING,
-    (Run.DRAINING, "begin"):   Run.RUNNING,
-    (Run.DRAINING, "drained"): Run.IDLE,
-    (Run.DRAINING, "fault"):   Run.CLOSING,
-    (Run.DRAINING, "close"):   Run.CLOSING,
-    (Run.IDLE,     "begin"):   Run.RUNNING,
-    (Run.IDLE,     "fault"):   Run.CLOSING,
-    (Run.IDLE,     "close"):   Run.CLOSING,
-    (Run.CLOSING,  "fault"):   Run.CLOSING,
-    (Run.CLOSING,  "close"):   Run.CLOSING,
-    (Run.CLOSING,  "gone"):    Run.CLOSED,
-    (Run.CLOSED,   "close"):   Run.CLOSED,
+RUN_TABLE: dict[tuple[RunState, str], RunState] = {
+    (RunState.NEW,      "begin"):   RunState.RUNNING,
+    (RunState.NEW,      "fault"):   RunState.CLOSING,
+    (RunState.NEW,      "close"):   RunState.CLOSING,
+    (RunState.RUNNING,  "begin"):   RunState.RUNNING,
+    (RunState.RUNNING,  "ended"):   RunState.DRAINING,
+    (RunState.RUNNING,  "fault"):   RunState.CLOSING,
+    (RunState.RUNNING,  "close"):   RunState.CLOSING,
+    (RunState.DRAINING, "begin"):   RunState.RUNNING,
+    (RunState.DRAINING, "drained"): RunState.IDLE,
+    (RunState.DRAINING, "fault"):   RunState.CLOSING,
+    (RunState.DRAINING, "close"):   RunState.CLOSING,
+    (RunState.IDLE,     "begin"):   RunState.RUNNING,
+    (RunState.IDLE,     "fault"):   RunState.CLOSING,
+    (RunState.IDLE,     "close"):   RunState.CLOSING,
+    (RunState.CLOSING,  "fault"):   RunState.CLOSING,
+    (RunState.CLOSING,  "close"):   RunState.CLOSING,
+    (RunState.CLOSING,  "gone"):    RunState.CLOSED,
+    (RunState.CLOSED,   "close"):   RunState.CLOSED,
 }
 
-WORK_TABLE: dict[tuple[Work, str], Work] = {
-    (Work.STARTING,  "ready"):     Work.READY,
-    (Work.STARTING,  "begin"):     Work.STARTING,
-    (Work.STARTING,  "replaced"):  Work.STARTING,
-    (Work.STARTING,  "stop"):      Work.STOPPING,
-    (Work.STARTING,  "exited"):    Work.GONE,
-    (Work.READY,     "exhausted"): Work.EXHAUSTED,
-    (Work.READY,     "begin"):     Work.READY,
-    (Work.READY,     "replaced"):  Work.STARTING,
-    (Work.READY,     "stop"):      Work.STOPPING,
-    (Work.READY,     "exited"):    Work.GONE,
-    (Work.EXHAUSTED, "exhausted"): Work.EXHAUSTED,
-    (Work.EXHAUSTED, "begin"):     Work.READY,
-    (Work.EXHAUSTED, "replaced"):  Work.ABSENT,  # nobody needs it before the next epoch
-    (Work.EXHAUSTED, "stop"):      Work.STOPPING,
-    (Work.EXHAUSTED, "exited"):    Work.GONE,
-    (Work.ABSENT,    "begin"):     Work.STARTING,
-    (Work.ABSENT,    "stop"):      Work.GONE,
-    (Work.STOPPING,  "ready"):     Work.STOPPING,
-    (Work.STOPPING,  "exhausted"): Work.STOPPING,
-    (Work.STOPPING,  "stop"):      Work.STOPPING,
-    (Work.STOPPING,  "exited"):    Work.GONE,
-    (Work.GONE,      "stop"):      Work.GONE,
+WORK_TABLE: dict[tuple[WorkerState, str], WorkerState] = {
+    (WorkerState.STARTING,  "ready"):     WorkerState.READY,
+    (WorkerState.STARTING,  "begin"):     WorkerState.STARTING,
+    (WorkerState.STARTING,  "replaced"):  WorkerState.STARTING,
+    (WorkerState.STARTING,  "stop"):      WorkerState.STOPPING,
+    (WorkerState.STARTING,  "exited"):    WorkerState.GONE,
+    (WorkerState.READY,     "exhausted"): WorkerState.EXHAUSTED,
+    (WorkerState.READY,     "begin"):     WorkerState.READY,
+    (WorkerState.READY,     "replaced"):  WorkerState.STARTING,
+    (WorkerState.READY,     "stop"):      WorkerState.STOPPING,
+    (WorkerState.READY,     "exited"):    WorkerState.GONE,
+    (WorkerState.EXHAUSTED, "exhausted"): WorkerState.EXHAUSTED,
+    (WorkerState.EXHAUSTED, "begin"):     WorkerState.READY,
+    (WorkerState.EXHAUSTED, "replaced"):  WorkerState.ABSENT,  # nobody needs it before the next epoch
+    (WorkerState.EXHAUSTED, "stop"):      WorkerState.STOPPING,
+    (WorkerState.EXHAUSTED, "exited"):    WorkerState.GONE,
+    (WorkerState.ABSENT,    "begin"):     WorkerState.STARTING,
+    (WorkerState.ABSENT,    "stop"):      WorkerState.GONE,
+    (WorkerState.STOPPING,  "ready"):     WorkerState.STOPPING,
+    (WorkerState.STOPPING,  "exhausted"): WorkerState.STOPPING,
+    (WorkerState.STOPPING,  "stop"):      WorkerState.STOPPING,
+    (WorkerState.STOPPING,  "exited"):    WorkerState.GONE,
+    (WorkerState.GONE,      "stop"):      WorkerState.GONE,
 }
 # fmt: on
 
-ACTIVE = (Work.READY, Work.STARTING)
+ACTIVE = (WorkerState.READY, WorkerState.STARTING)
 """States of workers that get tasks."""
 
-_RUNNING = Run.RUNNING  # bound once: Python 3.11 takes 0.2 us to look it up
-_OVER = (Run.CLOSING, Run.CLOSED)
+_RUNNING = RunState.RUNNING  # bound once: Python 3.11 takes 0.2 us to look it up
+_OVER = (RunState.CLOSING, RunState.CLOSED)
 
 
 class Fault(NamedTuple):
@@ -198,8 +198,8 @@ class Scheduler:
         self.ordered = ordered
         self.dispatch = dispatch
         # All the mutable state:
-        self.run = Run.NEW
-        self.workers = [Work.STARTING] * workers
+        self.run = RunState.NEW
+        self.workers = [WorkerState.STARTING] * workers
         self.sent: dict[int, int] = {}
         self.done: dict[int, Result] = {}
         self.first = self.next_out = self.next_in = 0
@@ -301,9 +301,9 @@ class Scheduler:
 
     def drain(self) -> bool:
         """End the epoch if nothing is left to assign, to come or to be popped; tell if it has ended."""
-        if self.run is Run.DRAINING and not self.sent and not self.done:
+        if self.run is RunState.DRAINING and not self.sent and not self.done:
             self.run = self._after(self.run, "drained")
-        return self.run is Run.IDLE
+        return self.run is RunState.IDLE
 
     def stop(self, worker: int) -> None:
         """The worker was told to stop."""
@@ -312,7 +312,8 @@ class Scheduler:
     def replace(self, worker: int) -> list[int]:
         """The worker has died and another takes its place; gives what it must be sent, oldest first.
 
-        It is wanted now if its state is `Work.STARTING` then; `Work.ABSENT`: when the next epoch begins.
+        It is wanted now if its state is `WorkerState.STARTING` then; if it is `WorkerState.ABSENT`,
+        when the next epoch begins.
         """
         self.workers[worker] = self._worker_after(worker, "replaced")
         return self.held(worker)
@@ -326,7 +327,7 @@ class Scheduler:
         """The run ends here; the results that nobody will pop come back, to be discarded."""
         self.run = self._after(self.run, "close")
         self.workers = [self._worker_after(i, "stop") for i in range(len(self.workers))]
-        if self.run is not Run.CLOSED and self._all_gone():
+        if self.run is not RunState.CLOSED and self._all_gone():
             self.run = self._after(self.run, "gone")
         self.free = 0
         return self._abandon()
@@ -338,8 +339,8 @@ class Scheduler:
             return False
         state = self._worker_after(event.worker, "exhausted")
         states = [*self.workers[: event.worker], state, *self.workers[event.worker + 1 :]]
-        run: Run = self.run
-        if run is Run.RUNNING and not any(s in ACTIVE for s in states):
+        run: RunState = self.run
+        if run is RunState.RUNNING and not any(s in ACTIVE for s in states):
             run = self._after(run, "ended")
         self.run, self.workers = run, states
         for seq in [seq for seq, worker in self.sent.items() if worker == event.worker]:
@@ -351,7 +352,7 @@ class Scheduler:
         return True
 
     def _handle_exited(self, event: Exited) -> None:
-        asked = self.workers[event.worker] is Work.STOPPING
+        asked = self.workers[event.worker] is WorkerState.STOPPING
         gone = self._worker_after(event.worker, "exited")
         run = self.run if asked else self._after(self.run, "fault")
         self.workers[event.worker], self.run = gone, run
@@ -359,11 +360,11 @@ class Scheduler:
         if not asked and self.fault is None:
             cause = event.cause or "exited without being asked to"
             self.fault = Fault(event.worker, cause, tuple(self.held(event.worker)), event)
-        if self.run is Run.CLOSING and self._all_gone():
+        if self.run is RunState.CLOSING and self._all_gone():
             self.run = self._after(self.run, "gone")
 
     def _count_free(self) -> None:
-        running = self.run is Run.RUNNING
+        running = self.run is RunState.RUNNING
         self.free = self.window - len(self.sent) - len(self.done) if running else 0
 
     def _abandon(self) -> list[Result]:
@@ -376,16 +377,16 @@ class Scheduler:
         return dropped
 
     def _all_gone(self) -> bool:
-        return all(state is Work.GONE for state in self.workers)
+        return all(state is WorkerState.GONE for state in self.workers)
 
     @staticmethod
-    def _after(state: Run, event: str) -> Run:
+    def _after(state: RunState, event: str) -> RunState:
         try:
             return RUN_TABLE[state, event]
         except KeyError:
             raise IllegalTransition(f"run is {state.value}: {event!r} is illegal") from None
 
-    def _worker_after(self, worker: int, event: str) -> Work:
+    def _worker_after(self, worker: int, event: str) -> WorkerState:
         state = self.workers[worker]
         try:
             return WORK_TABLE[state, event]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import Failure, NotReady, TaskTimeout, WorkerTimeout, add_note
 from hybridloader.engine.contract import Backend, ByReference
-from hybridloader.engine.feed import Feed, Ledger, is_sealed, items_in
+from hybridloader.engine.feed import Feed, FlowControl, is_sealed, items_in
 from hybridloader.engine.lifecycle import Lifecycle, discard
 from hybridloader.engine.messages import (
     Done,
@@ -39,7 +39,7 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import Dispatch, Scheduler, Work, round_robin
+from hybridloader.engine.scheduler import Dispatch, Scheduler, WorkerState, round_robin
 
 if TYPE_CHECKING:
     from hybridloader.engine.numbering import Counter
@@ -113,7 +113,7 @@ class Stage(Lifecycle, Iterator[Any]):
         timeout: float = 0,
         persistent: bool = False,
         dispatch: Dispatch = round_robin,
-        ledger: Ledger | None = None,
+        ledger: FlowControl | None = None,
         sealed: bool = False,
         on_worker_death: RestartPolicy | None = None,
         task_timeout: float = 0,
@@ -152,7 +152,7 @@ class Stage(Lifecycle, Iterator[Any]):
 
         def wait() -> dict[int, Ready]:
             deadline = self._clock() + self._timeout if self._timeout > 0 else None
-            while Work.STARTING in self._scheduler.workers:
+            while WorkerState.STARTING in self._scheduler.workers:
                 self._listen(self._remaining(deadline))
             told, self._opened = self._opened, {}
             return told

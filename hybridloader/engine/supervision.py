@@ -18,8 +18,8 @@ from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_sealed
 from hybridloader.engine.messages import Exited, Task
 from hybridloader.engine.restart import Deaths, RestartPolicy
-from hybridloader.engine.scheduler import Scheduler, Work
-from hybridloader.engine.worker_table import START, Roster
+from hybridloader.engine.scheduler import Scheduler, WorkerState
+from hybridloader.engine.worker_table import START, WorkerTable
 from hybridloader.fetching.fetch import GivenUp, Spared
 
 
@@ -48,7 +48,7 @@ class Supervisor:
         task_timeout: float,
         *,
         threads: bool,
-        roster: Roster,
+        roster: WorkerTable,
         scheduler: Scheduler,
         crew: Crew,
     ) -> None:
@@ -98,7 +98,7 @@ class Supervisor:
     def _replace(self, death: Exited, deaths: Deaths) -> bool:
         """Replace the worker; False if its death is to be raised."""
         worker, scheduler = death.worker, self._scheduler
-        if scheduler.workers[worker] is Work.STOPPING:
+        if scheduler.workers[worker] is WorkerState.STOPPING:
             return False
         blamed = self._blamed(death, scheduler.held(worker))
         count = 0 if blamed is None else deaths.count(blamed, death.at)
@@ -107,7 +107,7 @@ class Supervisor:
         if self.refusal:
             return False
         again = scheduler.replace(worker)
-        if scheduler.workers[worker] is not Work.STARTING:
+        if scheduler.workers[worker] is not WorkerState.STARTING:
             return True  # it has nothing to do before the next epoch
         try:
             self._start(worker)
@@ -152,7 +152,7 @@ class Supervisor:
 
     def _blamed(self, death: Exited, held: Sequence[int]) -> int | None:
         """The task that the worker died of, as far as one can tell."""
-        if self._scheduler.workers[death.worker] is Work.STARTING:
+        if self._scheduler.workers[death.worker] is WorkerState.STARTING:
             return None  # it has not come to any
         if death.at is None:
             return held[0] if held else None
@@ -201,7 +201,7 @@ class Supervisor:
             told = self._roster.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
             raise TaskTimeout(told)
         what = "its task ran over"
-        if self._scheduler.workers[worker] is not Work.READY:
+        if self._scheduler.workers[worker] is not WorkerState.READY:
             what = f"it was not ready after {START:g} seconds more than"
         why = f"was killed because {what} task_timeout={self._timeout:g} seconds"
         self._killed[worker] = why, stack

@@ -17,7 +17,7 @@ from typing import Any
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.errors import Failure, ResultNotSendable, no_stop, twin
 from hybridloader.engine.contract import Payload
-from hybridloader.engine.dataset_state import Start, resumed
+from hybridloader.engine.dataset_state import ShardStart, resumed
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.engine.messages import (
     Begin,
@@ -34,8 +34,8 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.worker_info import describe
-from hybridloader.rng.sample_rng import Draws
-from hybridloader.rng.worker_seeds import ProcessSeeds, Seeds, ThreadSeeds, seeds_by_sample
+from hybridloader.rng.sample_rng import SampleRng
+from hybridloader.rng.worker_seeds import ProcessSeeds, ThreadSeeds, WorkerSeeds, seeds_by_sample
 
 
 class Worker:
@@ -64,7 +64,7 @@ class Worker:
         self,
         worker: int,
         spec: WorkerSpec,
-        seeds: Seeds,
+        seeds: WorkerSeeds,
         wrap: Callable[[Any], Payload],
         context: TaskContext,
     ) -> None:
@@ -109,14 +109,14 @@ class Worker:
                 self._broken = no_stop(error)
             return Ready(self.worker, self._first_state() if spec.tells else None)
 
-    def _first_state(self) -> Start | Failure | None:
+    def _first_state(self) -> ShardStart | Failure | None:
         if self._broken is not None:
             return Failure(twin(self._broken))
         starts = self._spec.starts
         # Behind results that came since a state, the next one is told when it is due.
         return None if starts and starts[self.worker].results_since else self._state_now()
 
-    def _state_now(self) -> Start | None:
+    def _state_now(self) -> ShardStart | None:
         """Return the state of the dataset, if it has one."""
         fetcher = self._fetcher
         if fetcher is None or fetcher.states is None:
@@ -236,7 +236,7 @@ class Worker:
         )
 
 
-def _draws_of(spec: WorkerSpec, worker: int, seeds: Seeds) -> Draws | None:
+def _draws_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleRng | None:
     """What seeds the samples of this worker, if each is to be seeded."""
     origin = spec.seeding
     if origin is None:
@@ -245,10 +245,10 @@ def _draws_of(spec: WorkerSpec, worker: int, seeds: Seeds) -> Draws | None:
         origin.any_thread and not isinstance(seeds, ProcessSeeds)
     )
     if not (shared or spec.fetch.threads > 1):
-        return Draws(origin, worker)
-    from hybridloader.rng.thread_sample_rng import ThreadDraws
+        return SampleRng(origin, worker)
+    from hybridloader.rng.thread_sample_rng import ThreadSampleRng
 
-    return ThreadDraws(origin, worker, stage=spec.stage)
+    return ThreadSampleRng(origin, worker, stage=spec.stage)
 
 
 def run(worker: Worker, get: Callable[[], Message], report: Callable[[Event], None]) -> None:

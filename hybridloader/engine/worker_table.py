@@ -21,14 +21,14 @@ from hybridloader.engine.diagnosis import (
     workers_table,
 )
 from hybridloader.engine.messages import Result, WorkerSpec
-from hybridloader.engine.scheduler import ACTIVE, Fault, Scheduler, Work
+from hybridloader.engine.scheduler import ACTIVE, Fault, Scheduler, WorkerState
 
 START = 30.0
 """Seconds that a worker may take to get ready where tasks are timed: a fresh process that imports torch
 needs two, and ten times that on a machine that has too much to do."""
 
 
-class Roster:
+class WorkerTable:
     """The workers of one stage.
 
     Attributes
@@ -95,7 +95,7 @@ class Roster:
         """
         now, scheduler = self.clock(), self.scheduler
         found = [
-            (now - self.since[worker] - (0.0 if state is Work.READY else START), worker)
+            (now - self.since[worker] - (0.0 if state is WorkerState.READY else START), worker)
             for worker, state in enumerate(scheduler.workers)
             if state in ACTIVE and scheduler.busy[worker]
         ]
@@ -171,9 +171,9 @@ class Roster:
 
 
 _STATES = {
-    Work.STARTING: "starting",
-    Work.EXHAUSTED: "at the end",
-    Work.ABSENT: "dead",
-    Work.STOPPING: "stopping",
-    Work.GONE: "gone",
+    WorkerState.STARTING: "starting",
+    WorkerState.EXHAUSTED: "at the end",
+    WorkerState.ABSENT: "dead",
+    WorkerState.STOPPING: "stopping",
+    WorkerState.GONE: "gone",
 }

@@ -103,9 +103,9 @@ class MapFetch(Fetch):
             spread = spread_over(self.threads, context, "sample")
         fetcher: Fetcher
         if self.on_error is not None:
-            from hybridloader.fetching.on_error.tolerant_batch import GuardedMap
+            from hybridloader.fetching.on_error.tolerant_batch import TolerantBatchFetcher
 
-            fetcher = GuardedMap(self, self.on_error, context, spread)
+            fetcher = TolerantBatchFetcher(self, self.on_error, context, spread)
         elif self.batched:
             fetcher = BatchFetcher(self, context, spread)
         else:
@@ -266,15 +266,15 @@ class IterableFetch(Fetch):
         seeded = None if draws is None else draws.shard(lambda: iter(dataset))
         samples = iter(dataset) if seeded is None else seeded.wrapped
         read = samples if seeded is None else seeded
-        from hybridloader.fetching.shard import Shard
+        from hybridloader.fetching.shard import ShardFetcher
 
-        shard: Shard
+        shard: ShardFetcher
         if self.on_error is not None:
-            from hybridloader.fetching.on_error.tolerant_shard import GuardedShard
+            from hybridloader.fetching.on_error.tolerant_shard import TolerantShardFetcher
 
-            shard = GuardedShard(self, self.on_error, read, context)
+            shard = TolerantShardFetcher(self, self.on_error, read, context)
         else:
-            shard = Shard(self, read, context)
+            shard = ShardFetcher(self, read, context)
         shard.states = states_of(dataset, samples, every=self.told_every)
         return shard
 

@@ -17,10 +17,10 @@ from hybridloader.engine.fetcher import Fetch, Fetcher, FollowingContext, TaskCo
 from hybridloader.fetching.fanout import spread_over
 from hybridloader.fetching.fetch import MapFetch, Spared
 from hybridloader.fetching.on_error.attempts import Guard
-from hybridloader.fetching.on_error.item_loop import Loop, Opened
+from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.tally import ItemsFetcher
-from hybridloader.rng.sample_rng import Draws
+from hybridloader.rng.sample_rng import SampleRng
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,11 @@ class Step:
         return self.kind, function
 
     def _open_fetch(
-        self, fetch: MapFetch, context: TaskContext, draws: Draws | None, on_error: Policy | None
+        self,
+        fetch: MapFetch,
+        context: TaskContext,
+        draws: SampleRng | None,
+        on_error: Policy | None,
     ) -> tuple[str, Callable[[Any], Any]]:
         if context.tracked or draws is not None:
             context = FollowingContext(context, draws)  # what is noted is the number of the item
@@ -163,7 +167,7 @@ class ItemsLoop(ItemsFetcher):
 
             enter = numbered_item
         spread = spread_over(threads, context) if threads > 1 else None
-        self._loop = Loop(opened, guard, context, spread, enter=enter)
+        self._loop = ItemLoop(opened, guard, context, spread, enter=enter)
 
     def fetch(self, items: list[Any]) -> Any:
         spared, draws = type(items) is Spared, self._draws

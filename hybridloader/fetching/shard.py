@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hybridloader.engine.dataset_state import Start, load_iterator
+from hybridloader.engine.dataset_state import ShardStart, load_iterator
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.fetching.fetch import IterableFetch, end, skip
 from hybridloader.fetching.on_error.outcome import short
 from hybridloader.rng.sample_rng import innermost
 
 
-class Shard(Fetcher):
+class ShardFetcher(Fetcher):
     """The fetcher of an iterable dataset: one pass of one worker over its part.
 
     Attributes
@@ -88,7 +88,7 @@ class Shard(Fetcher):
         samples, self._samples, self._seeded, self.ended = self._samples, iter(()), None, True
         end(innermost(samples))
 
-    def resume(self, start: Start) -> None:
+    def resume(self, start: ShardStart) -> None:
         """Go on where another run had come to."""
         if start.iterator is not None:
             load_iterator(self._samples, start.iterator)

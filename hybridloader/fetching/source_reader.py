@@ -14,7 +14,7 @@ from hybridloader.fetching.on_error.attempts import Guard
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.tally import ItemsFetcher, Tally
-from hybridloader.fetching.on_error.tolerant_shard import GuardedIterator
+from hybridloader.fetching.on_error.tolerant_shard import TolerantIterator
 from hybridloader.rng.sample_rng import innermost
 
 _READING = 0.01
@@ -72,9 +72,9 @@ class Reader(ItemsFetcher):
     def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
         super().__init__(Guard(None, context), context)
         self._items = items
-        self._guarded: GuardedIterator | None = None  # with a policy, it counts
+        self._guarded: TolerantIterator | None = None  # with a policy, it counts
         if on_error is not None:
-            self._guarded = GuardedIterator(items, on_error, context, self)
+            self._guarded = TolerantIterator(items, on_error, context, self)
             self._guard = self._guarded.guard
         # All the mutable state:
         self.position = 0

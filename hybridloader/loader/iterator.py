@@ -36,11 +36,11 @@ from hybridloader.engine.scheduler import Dispatch, round_robin, round_robin_wit
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.collate import without_torch
 from hybridloader.fetching.fetch import IterableFetch, MapFetch
-from hybridloader.fetching.on_error.error_budget import Losses, Skipped
+from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.outcome import Outcome
 from hybridloader.fetching.on_error.policies import Policy, parse
 from hybridloader.loader.pass_seeds import PassSeeds
-from hybridloader.loader.pass_start import FirstOf, Opening
+from hybridloader.loader.pass_start import FirstOf, PassStart
 from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
@@ -83,7 +83,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     """
 
     def __init__(self, loader: torch.utils.data.DataLoader[Any], plan: LoaderPlan) -> None:
-        self._opening = Opening(plan, again=False)
+        self._opening = PassStart(plan, again=False)
         with self._opening.drawing():
             super().__init__(loader)
             self._opening.move(self)
@@ -109,7 +109,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._carries = False  # whether workers send the state of the dataset with their results
         self._stage = self._start()
         self._next_batch: Callable[[], Any] = self._stage.pull
-        self._losses: Losses | None = None
+        self._losses: ErrorBudget | None = None
         if self._num_workers == 0:
             self._begin()
         else:
@@ -211,7 +211,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pin_thread is not None:
             self._pin_thread.break_off()
         plan = LoaderPlan.of(loader, self._plan.chosen, self._plan.options)
-        self._opening = Opening(plan, again=True)
+        self._opening = PassStart(plan, again=True)
         with self._opening.drawing():
             super()._reset(loader)
             self._opening.move(self)
@@ -296,10 +296,10 @@ class LoaderIterator(_BaseDataLoaderIter):
             waiting=progress.waiting,
         )
 
-    def _new_losses(self, policy: Policy) -> Losses:
+    def _new_losses(self, policy: Policy) -> ErrorBudget:
         record = self._plan.record
         epoch = 0 if record.losses is None else record.losses.epoch + 1
-        record.losses = Losses(policy, "DataLoader", epoch)
+        record.losses = ErrorBudget(policy, "DataLoader", epoch)
         return record.losses
 
     def __next__(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridloader.engine.numbering import Counter
 from hybridloader.rng.global_generators import kept
-from hybridloader.rng.sample_rng import COLLATE, Draws
+from hybridloader.rng.sample_rng import COLLATE, SampleRng
 from hybridloader.rng.sample_seeds import Origin, parse
 
 
@@ -61,7 +61,7 @@ class PassSeeds:
         origin = self.origin
         if origin is None:
             return collate_fn
-        draws = Draws(origin, 0)
+        draws = SampleRng(origin, 0)
 
         def collate(samples: Any) -> Any:
             with kept():

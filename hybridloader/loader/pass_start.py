@@ -16,7 +16,7 @@ from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.state_copies import copied, load_into
-from hybridloader.engine.dataset_state import Start
+from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
 from hybridloader.fetching.fetch import Apart
 from hybridloader.loader.progress import UNKNOWN, Base, Progress
@@ -24,8 +24,8 @@ from hybridloader.loader.sampler_replay import (
     AGAIN,
     FIRST,
     FIRST_WITHOUT_WORKERS,
-    Making,
     Replayed,
+    SamplerReplay,
     load_sampler,
     replay,
 )
@@ -62,7 +62,7 @@ class FirstOf:
         return self._rule(scheduler)
 
 
-class Opening:
+class PassStart:
     """The beginning of one pass.
 
     Parameters
@@ -87,8 +87,8 @@ class Opening:
         if self.resume is not None and self.resume.fresh:
             self.resume.making = self.resume.making.as_told(samplers)
         if self.resume is not None and self.resume.as_they_stand:
-            self.resume.making = Making.of(samplers, self.resume.making.steps)
-        self.making = Making.of(samplers, steps_of(plan, again=again))
+            self.resume.making = SamplerReplay.of(samplers, self.resume.making.steps)
+        self.making = SamplerReplay.of(samplers, steps_of(plan, again=again))
         self.epoch = plan.epoch if self.resume is None else self.resume.next_epoch
         self._eager = False
 
@@ -184,7 +184,7 @@ class Opening:
             # To the end: RandomSampler draws a permutation more there, of which it uses nothing.
             deque(indices, maxlen=0)
             samplers.tell_epoch(epoch)
-        self.making = Making.of(samplers, making.steps)
+        self.making = SamplerReplay.of(samplers, making.steps)
         if resume.as_they_stand and resume.snapshot is not None and self.making.start is not None:
             # What a sampler says of itself before it is asked again may be of the pass before.
             self.making = self.making._replace(start=resume.snapshot.sampler)
@@ -245,7 +245,7 @@ class Opening:
             dispatch.last = (resume.count - len(self._leads()) - 1) % self._plan.readers
 
     @property
-    def starts(self) -> tuple[Start, ...]:
+    def starts(self) -> tuple[ShardStart, ...]:
         """Where the workers go on."""
         resume = self.resume
         if resume is None or not resume.starts:
@@ -289,7 +289,7 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
         if not progress.finished:
             return written(plan, progress, WITHIN)
     again = stays and progress is not None
-    making = Making.of(plan.samplers, steps_of(plan, again=again))
+    making = SamplerReplay.of(plan.samplers, steps_of(plan, again=again))
     next_one = Progress(making, plan.epoch, plan.readers, iterable=plan.iterable)
     if progress is not None:
         next_one.base_seed, next_one.yielded = progress.base_seed, progress.yielded
@@ -298,7 +298,7 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
             next_one.go_on(progress.ends())
         elif not plan.num_workers:  # the dataset itself is asked below
             next_one.places = [
-                Start(iterator=end.iterator, behind=end.iterator is not None)
+                ShardStart(iterator=end.iterator, behind=end.iterator is not None)
                 for end in progress.ends()
             ]
     return written(plan, next_one, START if progress is None else END)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hybridloader._support.errors import WorkerDied
 from hybridloader._support.state_copies import Latest
-from hybridloader.engine.dataset_state import Start
+from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.fetching.fetch import Apart
 from hybridloader.fetching.on_error.outcome import Outcome
 from hybridloader.loader.refill import Waiting
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hybridloader._support.cadence import Cadence
     from hybridloader.engine.messages import Exhausted
     from hybridloader.engine.stage import Last
-    from hybridloader.loader.sampler_replay import Making
+    from hybridloader.loader.sampler_replay import SamplerReplay
     from hybridloader.loader.samplers import Snapshot
 
 
@@ -87,7 +87,7 @@ class Progress:
         Number of all items, once the sampler has ended; -1 before.
     places
         Of an iterable dataset, or one whose state workers hold, where each worker goes on behind what
-        was handed out; `Start.again` is a list that grows.
+        was handed out; `ShardStart.again` is a list that grows.
     remainders
         Where it went on before the last samples of its shard came, which wait to be joined.
     last_worker
@@ -110,7 +110,7 @@ class Progress:
         How each shard ended, by worker; also of shards whose last results are still on their way.
     """
 
-    def __init__(self, making: Making, epoch: int, workers: int, *, iterable: bool) -> None:
+    def __init__(self, making: SamplerReplay, epoch: int, workers: int, *, iterable: bool) -> None:
         self.making, self.epoch, self.iterable = making, epoch, iterable
         # All the mutable state:
         self.base_seed = 0
@@ -120,15 +120,15 @@ class Progress:
         self.log: deque[Draw] = deque()
         self.at: Draw | None = None
         self.end = -1
-        self.go_on([Start()] * workers)
-        self.remainders: dict[int, Start] = {}
+        self.go_on([ShardStart()] * workers)
+        self.remainders: dict[int, ShardStart] = {}
         self.own = Latest()
         self.last_worker = -1
         self.finished = False
         self.waiting = Waiting()
         self.first: tuple[int, ...] = ()
         self.exhausted: Mapping[int, Exhausted] = {}
-        self._before = Start(), 0  # of the last worker, and how many it had to do again then
+        self._before = ShardStart(), 0  # of the last worker, and how many it had to do again then
         self._latest: Draw | None = None
         self.shift = 0  # from the numbers of tasks to those of the sampler's items
         self._first = 0  # the number of the first task
@@ -193,7 +193,7 @@ class Progress:
         self.behind = number + 1
         self.at = next((draw for draw in self.log.copy() if draw[0] == number), None)
 
-    def go_on(self, starts: Sequence[Start]) -> None:
+    def go_on(self, starts: Sequence[ShardStart]) -> None:
         """Note where each worker began."""
         self.places = [start._replace(again=list(start.again)) for start in starts]
         self.again = [max(0, start.skip - start.position) for start in starts]
@@ -255,23 +255,25 @@ class Progress:
             whole.append(self._latest[1])
         return apart, whole
 
-    def opened(self, worker: int, told: Start) -> None:
+    def opened(self, worker: int, told: ShardStart) -> None:
         """Note the state with which a worker began."""
         at = self.places[worker].skip
         self.places[worker] = told._replace(position=at, skip=at, again=[])
         self.again[worker] = 0
 
-    def ends(self) -> list[Start]:
+    def ends(self) -> list[ShardStart]:
         """Return where each worker begins the next pass, if it stays."""
         ends = []
         for worker, at in enumerate(self.places):
             end = self.exhausted.get(worker)
             last = at if end is None or end.told is None else end.told
-            start = Start(0, 0, last.dataset, last.iterator, again=at.again, behind=last.stateful)
+            start = ShardStart(
+                0, 0, last.dataset, last.iterator, again=at.again, behind=last.stateful
+            )
             ends.append(start)
         return ends
 
-    def starts(self) -> list[Start]:
+    def starts(self) -> list[ShardStart]:
         """Where each worker goes on."""
         starts = list(self.places)
         for end in list(self.exhausted.values()):  # a pinning thread may add to them
@@ -279,7 +281,7 @@ class Progress:
             if now.skip == end.position:  # all that came of it was handed out
                 last = now if end.told is None else end.told
                 at = now.position if end.told is None else end.position
-                starts[end.worker] = Start(at, end.position, last.dataset, last.iterator, True)
+                starts[end.worker] = ShardStart(at, end.position, last.dataset, last.iterator, True)
         if self.waiting.whole:
             place, count = self._before
             starts[self.last_worker] = place._replace(again=place.again[:count])
@@ -306,7 +308,7 @@ class Progress:
         return draw
 
     def _note_place(
-        self, worker: int, position: int, state: Start | None, outcome: Outcome | None
+        self, worker: int, position: int, state: ShardStart | None, outcome: Outcome | None
     ) -> None:
         before = self.places[worker]
         self._before = before, len(before.again)

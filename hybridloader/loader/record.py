@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hybridloader._support.attributes import attribute
 
 if TYPE_CHECKING:
-    from hybridloader.fetching.on_error.error_budget import Losses
+    from hybridloader.fetching.on_error.error_budget import ErrorBudget
     from hybridloader.loader.iterator import LoaderIterator
     from hybridloader.loader.progress import Progress
 
@@ -45,7 +45,7 @@ class LoaderRecord:
         self.progress: Progress | None = None
         self.loaded: Mapping[str, Any] | None = None
         self.given: Any = None
-        self.losses: Losses | None = None
+        self.losses: ErrorBudget | None = None
         self.iterator: weakref.ref[LoaderIterator] | None = None
 
 

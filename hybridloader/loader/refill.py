@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hybridloader._support.errors import Failure, TooManyErrors, no_stop
-from hybridloader.fetching.on_error.error_budget import Losses
-from hybridloader.fetching.on_error.outcome import Miss, Outcome
+from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.fetching.on_error.outcome import FailureRecord, Outcome
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class FullBatches(Iterator[Any]):
         self,
         results: Iterator[Any],
         last: Callable[[], tuple[int | None, Outcome | None]],
-        losses: Losses | None,
+        losses: ErrorBudget | None,
         collate_fn: Callable[[Any], Any],
         *,
         drop_last: bool,
@@ -166,7 +166,7 @@ class FullBatches(Iterator[Any]):
             if self._losses is None:
                 raise
             failure = Failure(no_stop(error))
-            misses = [Miss(index, n, failure) for n, (index, _) in enumerate(batch)]
+            misses = [FailureRecord(index, n, failure) for n, (index, _) in enumerate(batch)]
             self._losses.take(0, misses, None)  # tried before, one by one
             return
         self._ready.append((data, len(batch)))

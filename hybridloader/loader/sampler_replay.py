@@ -30,7 +30,7 @@ AGAIN = ("iter",)
 work; for new workers, where the first iterator is thrown away; and for workers who stay."""
 
 
-class Making(NamedTuple):
+class SamplerReplay(NamedTuple):
     """How the sampler's iterator of one pass was made.
 
     Attributes
@@ -51,7 +51,7 @@ class Making(NamedTuple):
     epoch: int | None
 
     @staticmethod
-    def of(samplers: Samplers, steps: tuple[str, ...]) -> Making:
+    def of(samplers: Samplers, steps: tuple[str, ...]) -> SamplerReplay:
         """What is so now. Draws nothing."""
         stateful = samplers.stateful
         start = None
@@ -59,9 +59,11 @@ class Making(NamedTuple):
             upcoming = attribute(stateful, "upcoming_state_dict", stateful.state_dict)
             start = kept(stateful, "the sampler", asked=upcoming)
         states = {name: generator.get_state() for name, generator in samplers.generators.items()}
-        return Making(steps, states, start, None if stateful is not None else samplers.told_epoch)
+        return SamplerReplay(
+            steps, states, start, None if stateful is not None else samplers.told_epoch
+        )
 
-    def as_told(self, samplers: Samplers) -> Making:
+    def as_told(self, samplers: Samplers) -> SamplerReplay:
         """The same for a pass from its beginning: if the sampler was told a later epoch, that one."""
         told = samplers.told_epoch
         if self.epoch is None or told is None or told < self.epoch:
@@ -132,7 +134,7 @@ def load_sampler(
 
 def replay(
     samplers: Samplers,
-    making: Making,
+    making: SamplerReplay,
     count: int,
     check: int | None,
     *,

@@ -23,9 +23,9 @@ from hybridloader._support.state_copies import (
     taken,
 )
 from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TRUTH, Schema, among, list_of
-from hybridloader.engine.dataset_state import Start
+from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.loader.progress import UNKNOWN, Progress
-from hybridloader.loader.sampler_replay import Making, check_of
+from hybridloader.loader.sampler_replay import SamplerReplay, check_of
 from hybridloader.loader.samplers import Snapshot
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Resume:
         Whether the state has no generators: then they are drawn from as they are.
     """
 
-    making: Making
+    making: SamplerReplay
     epoch: int
     fresh: bool = False
     empty: bool = False
@@ -83,7 +83,7 @@ class Resume:
     dataset: Any = None
     apart: list[Any] = field(default_factory=list)
     whole: list[Any] = field(default_factory=list)
-    starts: tuple[Start, ...] = ()
+    starts: tuple[ShardStart, ...] = ()
     first: tuple[int, ...] = ()
     last: int = -1
     discard: int = 0
@@ -187,7 +187,7 @@ def _first(progress: Progress) -> list[int]:
     return list(dict.fromkeys([*waiting, *progress.first]))
 
 
-def snapshots_of(starts: list[Start]) -> dict[str, Any]:
+def snapshots_of(starts: list[ShardStart]) -> dict[str, Any]:
     """Where workers go on, by their names."""
     return {
         f"worker_{number}": {
@@ -275,7 +275,7 @@ def read(plan: LoaderPlan, state: Any) -> Resume:
 def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resume:
     start = None if own["start"] is None else Kept(own["start"])
     generators = own["generators"]
-    making = Making(tuple(own["steps"]), dict(generators or {}), start, own["sampler_epoch"])
+    making = SamplerReplay(tuple(own["steps"]), dict(generators or {}), start, own["sampler_epoch"])
     within, finished = own["at"] == WITHIN, state["_iterator_finished"]
     seed = state["_base_seed"] if within or "seed" not in making.steps else None
     resume = Resume(making, own["epoch"], base_seed=seed, shared_seed=state["_shared_seed"])
@@ -380,7 +380,7 @@ def _read_workers(
         _PLACE.check(place)
         within = place["fetcher_state"]
         starts.append(
-            Start(
+            ShardStart(
                 place["position"],
                 place["skip"],
                 _frozen(place["dataset_state"]),

@@ -36,7 +36,7 @@ _aliases = itertools.count(-1, -1)
 _lendings = itertools.count()
 
 
-class Seen:
+class MappedSegment:
     """A segment as its reader sees it: slots of `capacity` bytes, one behind the other.
 
     Attributes

@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING, Any
 from hybridloader._support.caller import warn
 
 if TYPE_CHECKING:
-    from hybridloader.devices.accelerator import Accelerator, Mark
+    from hybridloader.devices.accelerator import Accelerator, StreamMark
     from hybridloader.memory.segments import Mapping
 
 _LOOKS = 64
@@ -78,7 +78,7 @@ class _Waiting:
         then: Callable[[], object],
     ) -> None:
         self.locks, self.then = locks, then
-        self.points: list[tuple[Any, Mark | None]] = [(stream, None) for stream in streams]
+        self.points: list[tuple[Any, StreamMark | None]] = [(stream, None) for stream in streams]
 
     def over(self) -> bool:
         """True if the device is done with it. Never waits; what can't be told is not over."""

@@ -1,10 +1,10 @@
 """Slots between two processes: the writer fills its own, the reader maps them as it hears of them.
 
-What a batch brings into slots travels as a `Parcel`, which tells numbers and places; the memory itself
+What a batch brings into slots travels as a `SlotMap`, which tells numbers and places; the memory itself
 never moves. The reader returns a number when the last array over that slot has died there. Nothing
 here waits: a buffer without a slot goes through the stream, and a reader that holds too much copies
 out. Results go from a worker to its parent, large tasks the other way. What else a third process needs
-in order to map a slot is in `Seen` (`memory/mapped_segment.py`); who tells it is no matter here.
+in order to map a slot is in `MappedSegment` (`memory/mapped_segment.py`); this module tells nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader.memory import segments
-from hybridloader.memory.mapped_segment import Keeper, Seen
+from hybridloader.memory.mapped_segment import Keeper, MappedSegment
 from hybridloader.memory.segments import Mapping, Ticket
 from hybridloader.memory.slots import IDLE, OWN, Made, Pool, place_of
 
@@ -59,7 +59,7 @@ class Notice(NamedTuple):
     ticket: Ticket
 
 
-class Parcel(NamedTuple):
+class SlotMap(NamedTuple):
     """A batch's buffers, as the other side is told of them.
 
     Attributes
@@ -80,7 +80,7 @@ class Parcel(NamedTuple):
     refusal: str | None
 
 
-class Writer:
+class SlotWriter:
     """Slots that this process fills, and that the reader maps as it hears of them.
 
     Parameters
@@ -106,7 +106,7 @@ class Writer:
         self._pool = Pool(make, limit)
         self.empty = self._pool.empty
 
-    def write(self, buffers: Sequence[memoryview]) -> tuple[Parcel, list[int]]:
+    def write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
         """Bring `buffers` into slots, those that do not lie in one already.
 
         Returns
@@ -185,7 +185,7 @@ class Writer:
             target[start : start + size] = buffers[i]
             where[i] = Span(number, start, size)
 
-    def _announce(self, where: list[Span | None], taken: set[int]) -> tuple[Parcel, list[int]]:
+    def _announce(self, where: list[Span | None], taken: set[int]) -> tuple[SlotMap, list[int]]:
         pool = self._pool
         new: list[Notice] = []
         fds: list[int] = []
@@ -208,10 +208,10 @@ class Writer:
         taken -= used
         retired, pool.retired = tuple(pool.retired), []
         refusal, pool.refusal = pool.refusal, None
-        return Parcel(tuple(where), tuple(new), retired, refusal), fds
+        return SlotMap(tuple(where), tuple(new), retired, refusal), fds
 
 
-class Reader:
+class SlotReader:
     """One process's view of the slots of another.
 
     Parameters
@@ -249,7 +249,7 @@ class Reader:
         self._keep = keep
         self._locks = locks
         # All the mutable state:
-        self.seen: dict[int, Seen] = {}  # by the number of the segment
+        self.seen: dict[int, MappedSegment] = {}  # by the number of the segment
         self.overflow: str | None = None
         self.forwards = False
         self.highest = -1
@@ -263,7 +263,7 @@ class Reader:
         mapped = [seen.mapping for seen in list(self.seen.values())]
         return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
 
-    def learn(self, parcel: Parcel, fds: list[int]) -> None:
+    def learn(self, parcel: SlotMap, fds: list[int]) -> None:
         """Map what is new in `parcel`, forget what is gone. Takes over `fds`."""
         for number in parcel.retired:
             gone = self.seen.pop(number, None)
@@ -271,7 +271,7 @@ class Reader:
                 gone.end()
         for number, capacity, ticket in parcel.new:
             self.highest = max(self.highest, number)
-            self.seen[number] = Seen(*self._map(ticket, fds), capacity)
+            self.seen[number] = MappedSegment(*self._map(ticket, fds), capacity)
 
     def _map(self, ticket: Ticket, fds: list[int]) -> tuple[Mapping | OSError, Keeper | None]:
         kept: Keeper | None = None
@@ -289,7 +289,7 @@ class Reader:
                 kept.close()
             return error, None
 
-    def buffers(self, parcel: Parcel, streamed: Sequence[memoryview]) -> list[memoryview]:
+    def buffers(self, parcel: SlotMap, streamed: Sequence[memoryview]) -> list[memoryview]:
         """The batch's buffers; each slot is returned when the last array over it dies."""
         stream = iter(streamed)
         by_slot: dict[int, memoryview] = {}
@@ -308,7 +308,7 @@ class Reader:
                 found.append(by_slot[span.slot][span.start : span.start + span.size])
         return found
 
-    def give_back(self, parcel: Parcel) -> None:
+    def give_back(self, parcel: SlotMap) -> None:
         """Nobody wants what is in `parcel`."""
         for number in slots_of(parcel):
             if not self.forwards:
@@ -389,11 +389,11 @@ class Reader:
         return memoryview(holder).cast("B")
 
 
-def slots_of(parcel: Parcel) -> list[int]:
+def slots_of(parcel: SlotMap) -> list[int]:
     """The slots that it names, each once."""
     return list(dict.fromkeys(span.slot for span in parcel.spans if span is not None))
 
 
-def _hand_in(returned: deque[tuple[int, int]], number: int, seen: Seen, lent: int) -> None:
+def _hand_in(returned: deque[tuple[int, int]], number: int, seen: MappedSegment, lent: int) -> None:
     seen.give_back(lent)
     returned.append((number, seen.capacity))

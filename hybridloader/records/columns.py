@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
-from hybridloader.records.shared_buffer import TOKEN, Data, SharedBuffer, Stage
+from hybridloader.records.shared_buffer import TOKEN, Data, SharedBuffer, Staging
 
 _KINDS = {int: "int", float: "float", str: "str", bytes: "bytes"}
 """By exact type: a bool or a user's kind of str must not come back as an int or a str."""
@@ -32,7 +32,7 @@ _READ = 256
 page that it had shared until then: 8192 at a time made 4 MB private, 256 make 0.6 MB as fast."""
 
 
-class Layout(NamedTuple):
+class ColumnLayout(NamedTuple):
     """How a column lies in its buffer: its elements, then offsets where they are not of eight bytes."""
 
     kind: str
@@ -44,8 +44,8 @@ class Column:
 
     def __init__(self, what: str) -> None:
         # All the mutable state:
-        self._stage = Stage(what)
-        self._layout = Layout("", 0)
+        self._stage = Staging(what)
+        self._layout = ColumnLayout("", 0)
         self._offsets = array("q", [TOKEN])
 
     @property
@@ -71,27 +71,27 @@ class Column:
             data, lengths = _encode("pickle", chunk)
         self._stage.write(data)
         kind, length = self._layout
-        self._layout = Layout(kind, length + len(chunk))
+        self._layout = ColumnLayout(kind, length + len(chunk))
         if lengths is not None:
             self._offsets.extend(islice(accumulate(lengths, initial=self._offsets[-1]), 1, None))
 
     def _begin_as(self, kind: str) -> None:
         """Go on with elements of `kind`, into which those that were written are made."""
         layout, stage, offsets = self._layout, self._stage, self._offsets
-        self._layout = Layout(kind, 0)
+        self._layout = ColumnLayout(kind, 0)
         if layout.length:
-            self._stage, self._offsets = Stage(stage.what), array("q", [TOKEN])
+            self._stage, self._offsets = Staging(stage.what), array("q", [TOKEN])
             data = stage.read()
             self.extend(elements(layout.kind, data, *bounds(layout, data, memoryview(offsets))))
             stage.close()
 
-    def share(self) -> tuple[SharedBuffer, Layout]:
+    def share(self) -> tuple[SharedBuffer, ColumnLayout]:
         """Make the buffer."""
         kind, length = self._layout
         if kind not in _CODES:
             self._stage.write(bytes(-self.size % 8))
             self._stage.write(self._offsets)
-        return self._stage.share(), Layout(kind or "pickle", length)
+        return self._stage.share(), ColumnLayout(kind or "pickle", length)
 
     def close(self) -> None:
         """Let go of what was not shared. Idempotent."""
@@ -109,7 +109,7 @@ def chunks(elements: Iterable[Any], written: Callable[[], int]) -> Iterator[list
 
 
 def bounds(
-    layout: Layout, data: Data, offsets: memoryview | None = None
+    layout: ColumnLayout, data: Data, offsets: memoryview | None = None
 ) -> tuple[memoryview, memoryview]:
     """Where each element begins and where it ends; of a kind of eight bytes twice the elements."""
     view = memoryview(data)

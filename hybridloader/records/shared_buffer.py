@@ -30,7 +30,7 @@ class BufferGone(HybridLoaderError, RuntimeError):
     """A shared container was unpickled after its memory had gone."""
 
 
-class Ticket(NamedTuple):
+class BufferTicket(NamedTuple):
     """All that another process needs in order to map a buffer."""
 
     token: bytes
@@ -56,7 +56,7 @@ class SharedBuffer:
 
     __slots__ = ("__weakref__", "_ticket", "data")
 
-    def __init__(self, data: mmap.mmap, ticket: Ticket) -> None:
+    def __init__(self, data: mmap.mmap, ticket: BufferTicket) -> None:
         self.data, self._ticket = data, ticket
         _here[ticket.token] = self
 
@@ -86,7 +86,7 @@ _here: weakref.WeakValueDictionary[bytes, SharedBuffer] = weakref.WeakValueDicti
 """What this process has mapped: the same container twice in one pickle is mapped once."""
 
 
-class Stage:
+class Staging:
     """Bytes on their way to a buffer, in the anonymous file that will be it, or in private memory.
 
     Attributes
@@ -127,7 +127,9 @@ class Stage:
             if isinstance(file, io.BytesIO):
                 return self._share_by_name(file)
             found = os.fstat(file.fileno())
-            made = Ticket(self._token, self.size, self.what, None, (found.st_dev, found.st_ino), ())
+            made = BufferTicket(
+                self._token, self.size, self.what, None, (found.st_dev, found.st_ino), ()
+            )
             buffer = SharedBuffer(_map(file.fileno(), self.size, self.what), made)
         buffer._add_this_process()  # a fork may be the first to pickle it
         return buffer
@@ -144,7 +146,7 @@ class Stage:
                 os.posix_fallocate(segment._fd, 0, self.size)  # type: ignore[attr-defined]
             assert segment.buf is not None
             segment.buf[: self.size] = file.getbuffer()
-            ticket = Ticket(self._token, self.size, self.what, segment.name, (0, 0), ())
+            ticket = BufferTicket(self._token, self.size, self.what, segment.name, (0, 0), ())
             buffer = SharedBuffer(_map_named(ticket), ticket)
         except BaseException as error:
             if segment is not None:
@@ -174,7 +176,7 @@ def open_ticket(*fields: Any) -> SharedBuffer:
     MemoryError
         There is no room for the mapping.
     """
-    ticket = Ticket(*fields)
+    ticket = BufferTicket(*fields)
     buffer = _here.get(ticket.token)
     if buffer is not None:
         return buffer
@@ -192,7 +194,7 @@ def _no_room(what: str, size: int, error: Exception) -> MemoryError:
     return MemoryError(f"a {what} needs {size:,} bytes of shared memory or more: {error}")
 
 
-def _map_place(ticket: Ticket) -> tuple[mmap.mmap, tuple[int, int]]:
+def _map_place(ticket: BufferTicket) -> tuple[mmap.mmap, tuple[int, int]]:
     for pid, number in ticket.places:
         path = f"/proc/{pid}/fd/{number}"
         try:
@@ -209,7 +211,7 @@ def _map_place(ticket: Ticket) -> tuple[mmap.mmap, tuple[int, int]]:
     raise _gone(ticket)
 
 
-def _is(found: os.stat_result, ticket: Ticket) -> bool:
+def _is(found: os.stat_result, ticket: BufferTicket) -> bool:
     return (found.st_dev, found.st_ino) == ticket.file and found.st_size == ticket.size
 
 
@@ -220,7 +222,7 @@ def _map(fd: int, size: int, what: str) -> mmap.mmap:
         raise _no_room(what, size, error) from error
 
 
-def _map_named(ticket: Ticket) -> mmap.mmap:
+def _map_named(ticket: BufferTicket) -> mmap.mmap:
     # Not by SharedMemory: before Python 3.13 opening one tells the resource tracker, which all
     # processes of a family share and which would unlink it (https://github.com/python/cpython/issues/82300).
     name = str(ticket.name)
@@ -242,7 +244,7 @@ def _unlink(segment: Any, owner: int) -> None:
         segment.unlink()
 
 
-def _gone(ticket: Ticket) -> BufferGone:
+def _gone(ticket: BufferTicket) -> BufferGone:
     alive = [pid for pid, _ in ticket.places if os.path.exists(f"/proc/{pid}")]
     if alive:
         why = f"process {alive[0]}, which had it, has let go of it, or does not let this one look"

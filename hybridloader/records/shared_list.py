@@ -15,7 +15,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeVar, overload
 
 from hybridloader._support.text import cell
-from hybridloader.records.columns import DECODERS, Column, Layout, bounds, elements
+from hybridloader.records.columns import DECODERS, Column, ColumnLayout, bounds, elements
 from hybridloader.records.shared_buffer import SharedBuffer
 
 T = TypeVar("T")
@@ -121,7 +121,9 @@ class SharedList(Unchanging, Sequence[T]):
             column.extend(iterable)
             self._attach(*column.share())
 
-    def _attach(self, buffer: SharedBuffer, layout: Layout, span: range | None = None) -> None:
+    def _attach(
+        self, buffer: SharedBuffer, layout: ColumnLayout, span: range | None = None
+    ) -> None:
         self._buffer, self._layout = buffer, layout
         self._data, self._decode = buffer.data, DECODERS[layout.kind]
         starts, ends = bounds(layout, buffer.data)

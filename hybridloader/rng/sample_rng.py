@@ -44,7 +44,7 @@ class Generators:
         self.python = python
 
     def seed(self, python: int, array: int | list[int], tensor: int) -> None:
-        """Seed them all. What is imported later is seeded then: see `Draws.prepare`."""
+        """Seed them all. What is imported later is seeded then: see `SampleRng.prepare`."""
         self.python.seed(python)
         modules = sys.modules
         if "numpy" in modules:
@@ -91,7 +91,7 @@ class Now(threading.local):
 now = Now()
 
 
-class Draws:
+class SampleRng:
     """Seeds the global generators before each call; for a worker that has them to itself.
 
     Parameters
@@ -112,7 +112,7 @@ class Draws:
     def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
         self.worker, self._number = worker, number
         # All the mutable state:
-        self._parts: dict[int, Draws] = {}
+        self._parts: dict[int, SampleRng] = {}
         self.first: bytes = b""
         self.begin(origin)
 
@@ -136,7 +136,7 @@ class Draws:
         self._next += items
         return first
 
-    def of(self, number: int) -> Draws:
+    def of(self, number: int) -> SampleRng:
         """Those of function `number` of the stage."""
         if number not in self._parts:
             self._parts[number] = self._part(number)
@@ -168,8 +168,8 @@ class Draws:
         """Return what `WorkerInfo.rng` is to be, in place of what it would be `without`."""
         return without
 
-    def _part(self, number: int) -> Draws:
-        return Draws(self.origin, self.worker, number)
+    def _part(self, number: int) -> SampleRng:
+        return SampleRng(self.origin, self.worker, number)
 
     def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
         """``function(*arguments)`` as what draws the numbers of `key`."""
@@ -234,7 +234,7 @@ class Draws:
 class _Seeded:
     """A dataset that is asked for single samples; for batches too, all indices of one in order."""
 
-    def __init__(self, draws: Draws, dataset: Any, *, whole: bool) -> None:
+    def __init__(self, draws: SampleRng, dataset: Any, *, whole: bool) -> None:
         self._one = draws.seeded(functools.partial(operator.getitem, dataset))
         if whole:
             self.__getitems__ = draws.seeded(dataset.__getitems__, BATCH)
@@ -256,7 +256,7 @@ class SeededIterator(Iterator[Any]):
 
     def __init__(
         self,
-        draws: Draws,
+        draws: SampleRng,
         prefix: bytes,
         wrapped: Iterator[Any] | None,
         make: Callable[[], Iterator[Any]] | None = None,

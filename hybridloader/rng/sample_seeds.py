@@ -80,7 +80,7 @@ class Origin:
     any_thread: bool = False
 
 
-class Seeds(NamedTuple):
+class SeedTriple(NamedTuple):
     """The seeds of one sample."""
 
     python: int
@@ -102,15 +102,15 @@ def root(origin: Origin, stage: str) -> Any:
     return blake2b(told, digest_size=32, person=b"hybridloader-1")
 
 
-def seeds(digest: bytes) -> Seeds:
+def seeds(digest: bytes) -> SeedTriple:
     """Of the digest of a sample."""
     number = int.from_bytes
     python, numpy = number(digest[:16], "little"), number(digest[16:20], "little")
     # Not Seeds(...), which takes as long as all of this.
-    return tuple.__new__(Seeds, (python, numpy, number(digest[24:], "little") >> 1))
+    return tuple.__new__(SeedTriple, (python, numpy, number(digest[24:], "little") >> 1))
 
 
-def own_seeds(digest: bytes) -> Seeds:
+def own_seeds(digest: bytes) -> SeedTriple:
     """Of the generators that `rng` gives: others than those of the global ones."""
     return seeds(blake2b(digest, digest_size=32, person=b"hybridloader-rng").digest())
 

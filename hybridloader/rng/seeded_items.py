@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridloader.rng.sample_rng import SAMPLE, Draws, SeededIterator, now
+from hybridloader.rng.sample_rng import SAMPLE, SampleRng, SeededIterator, now
 
 
 def numbered_item(pair: tuple[Any, int]) -> Any:
@@ -19,7 +19,9 @@ def of_item(_: Any) -> bytes:
     return now.item
 
 
-def seeded_by_item(draws: Draws, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def seeded_by_item(
+    draws: SampleRng, kind: str, function: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
     """`function` of an item, seeded by the number of the item that is worked on (`Now.item`).
 
     The items that a ``"flat_map"`` gives for one are seeded each, as they are asked for.

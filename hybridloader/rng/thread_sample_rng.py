@@ -18,8 +18,8 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
-from hybridloader.rng.sample_rng import GLOBALS, Draws, Generators, now
-from hybridloader.rng.sample_seeds import Origin, Seeds, seeds
+from hybridloader.rng.sample_rng import GLOBALS, Generators, SampleRng, now
+from hybridloader.rng.sample_seeds import Origin, SeedTriple, seeds
 from hybridloader.rng.thread_generators import installation, mode_class, seen
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class ThreadGenerators(Generators):
         return np.random.Generator(self.array._bit_generator)
 
     @contextmanager
-    def in_place(self, found: Seeds) -> Iterator[None]:
+    def in_place(self, found: SeedTriple) -> Iterator[None]:
         """Let this thread find these in place of the global ones, even if no other thread does."""
         import numpy  # noqa: F401
         import torch  # noqa: F401
@@ -182,8 +182,8 @@ _ADVICE = {
 }
 
 
-class ThreadDraws(Draws):
-    """Gives each thread generators of its own while it makes a sample. See `Draws`."""
+class ThreadSampleRng(SampleRng):
+    """Gives each thread generators of its own while it makes a sample. See `SampleRng`."""
 
     def __init__(
         self,
@@ -211,8 +211,8 @@ class ThreadDraws(Draws):
     def rng(self, without: Any) -> Any:
         return None if without is None else _RngByThread(without)
 
-    def _part(self, number: int) -> Draws:
-        return ThreadDraws(self.origin, self.worker, number, watch=self._watch)
+    def _part(self, number: int) -> SampleRng:
+        return ThreadSampleRng(self.origin, self.worker, number, watch=self._watch)
 
     def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
         digest = self.digest(kind, key)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hybridloader._support.import_hooks import when_imported
 from hybridloader.rng.global_generators import Globals, kept, lent
 from hybridloader.rng.sample_rng import now
-from hybridloader.rng.sample_seeds import Seeds as SampleSeeds
+from hybridloader.rng.sample_seeds import SeedTriple
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import _RNG
@@ -41,9 +41,9 @@ def _numpy_random() -> Any:
     return importlib.import_module("numpy.random")
 
 
-def _seeds(base_seed: int, worker: int) -> SampleSeeds:
+def _seeds(base_seed: int, worker: int) -> SeedTriple:
     """Return the seeds of `random`, numpy and torch that torch takes in worker number `worker`."""
-    return SampleSeeds(base_seed + worker, numpy_seed(base_seed, worker), base_seed + worker)
+    return SeedTriple(base_seed + worker, numpy_seed(base_seed, worker), base_seed + worker)
 
 
 def _seed_numpy(base_seed: int, worker: int) -> None:
@@ -69,7 +69,7 @@ def _seed_torch(seed: int) -> None:
             sys.tracebacklimit = limit
 
 
-class Seeds:
+class WorkerSeeds:
     """How one worker comes to its random numbers. This one seeds nothing and swaps nothing.
 
     Attributes
@@ -92,11 +92,11 @@ class Seeds:
         return nullcontext() if self.working is None else self.working()
 
 
-class CallerSeeds(Seeds):
+class CallerSeeds(WorkerSeeds):
     """For ``num_workers=0``: the caller has its own generators."""
 
 
-class ProcessSeeds(Seeds):
+class ProcessSeeds(WorkerSeeds):
     """For a worker with a process of its own."""
 
     method = "multiprocessing"
@@ -110,7 +110,7 @@ class ProcessSeeds(Seeds):
         return nullcontext()
 
 
-class ThreadSeeds(Seeds):
+class ThreadSeeds(WorkerSeeds):
     """For a thread: the global generators belong to the training code and stay as they are.
 
     The object is made on the thread that starts the worker. That thread must wait while `init_fn`
@@ -151,7 +151,7 @@ class ThreadSeeds(Seeds):
             yield
 
 
-class InlineSeeds(Seeds):
+class InlineSeeds(WorkerSeeds):
     """For a worker played by the caller: its states are swapped in while it works."""
 
     method = "inline"
@@ -183,7 +183,7 @@ class InlineSeeds(Seeds):
                 self._mine = Globals()
 
 
-def seeds_by_sample(seeds: Seeds, *, any_thread: bool) -> Seeds:
+def seeds_by_sample(seeds: WorkerSeeds, *, any_thread: bool) -> WorkerSeeds:
     """`seeds` of a worker under ``seeding="sample"``.
 
     If the caller plays it, also with ``num_workers=0``, it has the global generators while it works, and

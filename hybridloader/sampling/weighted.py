@@ -31,7 +31,7 @@ def _exponent(weights: Floats) -> int:
     return -int(np.frexp(weights.max())[1])
 
 
-class Draws:
+class WeightedDraws:
     """Uniform numbers, each found by its number.
 
     Only the raw words of Philox are used, which numpy promises to keep (NEP 19), and not the methods
@@ -187,7 +187,7 @@ class WeightedSampler(ResumableSampler[int]):
 
     def _read(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         if self._sums is not None:
-            return self._sums.find(Draws(self.seed, epoch).read(start, stop))
+            return self._sums.find(WeightedDraws(self.seed, epoch).read(start, stop))
         if self._chosen is None or self._chosen[0] != epoch:
             self._chosen = epoch, self._choose(epoch)
         return self._chosen[1][start:stop]
@@ -199,7 +199,7 @@ class WeightedSampler(ResumableSampler[int]):
         their order, are draws without replacement.
         """
         n = len(self._rates)
-        times = (Draws(self.seed, epoch).read(0, n) + np.uint64(1)) * 2.0**-53
+        times = (WeightedDraws(self.seed, epoch).read(0, n) + np.uint64(1)) * 2.0**-53
         np.log(times, out=times)
         np.negative(times, out=times)
         np.divide(times, self._rates, out=times)

@@ -34,7 +34,7 @@ from hybridloader.backends.process.codec import (
 from hybridloader.backends.process.frames import MOST_BYTES, Decoder, encode
 from hybridloader.engine.messages import Begin, Exhausted, Failed, Ready, Stop, Task
 from hybridloader.memory.packing import pack, unpack
-from hybridloader.memory.shared_slots import Parcel, Span
+from hybridloader.memory.shared_slots import SlotMap, Span
 
 thorough = settings(max_examples=300, deadline=None)
 
@@ -230,7 +230,7 @@ def test_a_damaged_stream_stays_damaged() -> None:
 
 # -- letters ---------------------------------------------------------------------------------------
 
-PARCEL = Parcel((Span(3, 0, 70_000), None), (), (5,), "too much is kept")
+PARCEL = SlotMap((Span(3, 0, 70_000), None), (), (5,), "too much is kept")
 LETTERS: list[bytes] = [
     bytes(encode_event(Ready(0))[0]),
     bytes(encode_event(Exhausted(0, 7), [1, -2])[0]),
@@ -290,14 +290,14 @@ def test_a_letter_that_claims_what_it_has_not_is_refused(
     folded = kind ^ 1 ^ size ^ back ^ -1
     check = (folded ^ folded >> 32 ^ codec._SIGN) & 0xFFFFFFFF
     fields = struct.pack("<BQIIqqqI", kind, 1, size, back, -1, 0, 0, check)
-    with only("Parcel", "Span", "_reconstruct"):
+    with only("SlotMap", "Span", "_reconstruct"):
         try:
             found = read_letter([memoryview(fields + rest)])
         except DamagedMessage:
             return
     _, _, left, returned, parcel, extras, *_ = found
     assert kind <= codec.OTHER
-    assert parcel is None or type(parcel) is Parcel
+    assert parcel is None or type(parcel) is SlotMap
     assert extras is None or type(extras) is bytes
     assert (len(returned), len(left)) == (back, len(rest) - size - 8 * back)
 

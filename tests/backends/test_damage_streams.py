@@ -23,8 +23,8 @@ from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader._support.errors import CacheError, DamagedMessage, ShippingError
 from hybridloader.backends.process import pipe_transport
 from hybridloader.backends.process.frames import Frame, encode
-from hybridloader.backends.process.pipe_transport import PortableChannel, PortablePost
-from hybridloader.backends.process.socket_transport import SocketChannel, SocketPost
+from hybridloader.backends.process.pipe_transport import PipeEndpoint, PipeTransport
+from hybridloader.backends.process.socket_transport import SocketEndpoint, SocketTransport
 from hybridloader.engine.messages import Exited
 from hybridloader.memory.shipping import _Contents, receive, ship
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
@@ -47,13 +47,13 @@ class Wire:
         ours, self.theirs = Pipe()
         self.post: Any = kind()
         self.post.connect(0, ours)
-        if kind is PortablePost:
+        if kind is PipeTransport:
             self._life, self._end = os.pipe()
             self.post.watch(0, SimpleNamespace(sentinel=self._life))
 
     def write(self, data: bytes) -> None:
         """As what the other side's transport would deliver."""
-        if isinstance(self.post, PortablePost):
+        if isinstance(self.post, PipeTransport):
             self.theirs.send_bytes(data)
         else:
             os.write(self.theirs.fileno(), data)
@@ -67,13 +67,13 @@ class Wire:
     def close(self) -> None:
         self.theirs.close()
         self.post.close()
-        if isinstance(self.post, PortablePost):
+        if isinstance(self.post, PipeTransport):
             self.post.join()
             os.close(self._life)
             os.close(self._end)
 
 
-@pytest.fixture(params=[SocketPost, PortablePost], ids=["sockets", "portable"])
+@pytest.fixture(params=[SocketTransport, PipeTransport], ids=["sockets", "portable"])
 def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
     made = Wire(request.param)
     yield made
@@ -107,7 +107,7 @@ def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
         raise MemoryError
 
     monkeypatch.setattr(pipe_transport.Decoder, "feed", feed)
-    wire = Wire(PortablePost)
+    wire = Wire(PipeTransport)
     wire.write(b"anything")
     assert wire.until_gone() == [(0, None)]
     assert "no memory" in wire.post.damaged[0]
@@ -117,7 +117,7 @@ def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
 @thorough
 @given(st.binary(min_size=16, max_size=300))
 def test_any_bytes_end_a_worker_and_leave_nothing(data: bytes) -> None:
-    wire = Wire(SocketPost)
+    wire = Wire(SocketTransport)
     try:
         wire.write(data)
         assert wire.until_gone() == [(0, None)]
@@ -130,7 +130,7 @@ def test_descriptors_that_came_with_damage_are_closed() -> None:
     import array
     import socket
 
-    wire = Wire(SocketPost)
+    wire = Wire(SocketTransport)
     extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))]
     with socket.socket(fileno=os.dup(wire.theirs.fileno())) as sender:
         sender.sendmsg([b"sixteen bytes and more"], extra)
@@ -140,11 +140,11 @@ def test_descriptors_that_came_with_damage_are_closed() -> None:
     wire.close()
 
 
-@pytest.mark.parametrize("kind", [SocketChannel, PortableChannel])
+@pytest.mark.parametrize("kind", [SocketEndpoint, PipeEndpoint])
 def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> None:
     ours, theirs = Pipe()
     channel = kind(theirs)
-    if kind is SocketChannel:
+    if kind is SocketEndpoint:
         os.write(ours.fileno(), b"sixteen bytes and more")
     else:
         ours.send_bytes(b"sixteen bytes and more")
@@ -156,7 +156,7 @@ def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> N
 
 @pytest.mark.parametrize("timeout", [3e6, 1e9, 1e12])
 def test_a_wait_of_years_is_a_wait(timeout: float) -> None:
-    wire = Wire(SocketPost)
+    wire = Wire(SocketTransport)
     wire.write(joined(b"here"))
     assert len(wire.post.wait(timeout)) == 1
     wire.close()

@@ -34,7 +34,7 @@ from hybridloader import (
     WorkerTimeout,
 )
 from hybridloader.backends.process import child, descriptors, handles, socket_transport
-from hybridloader.backends.process.socket_transport import SocketChannel
+from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.testing import Gate
 
 # -- dead workers --------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -
 def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input() -> None:
     """What is unread when a socket is closed makes the other side's next read an error."""
     ours, theirs = multiprocessing.Pipe(duplex=True)
-    channel = SocketChannel(theirs)
+    channel = SocketEndpoint(theirs)
     try:
         channel.send([b"a result that nobody reads"])
         ours.close()
@@ -226,7 +226,7 @@ def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_inpu
 def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
     """Its writer thread may still be at a large frame; a traceback of it would be noise."""
     ours, theirs = multiprocessing.Pipe(duplex=True)
-    channel = SocketChannel(theirs)
+    channel = SocketEndpoint(theirs)
     channel.close()
     with pytest.raises(EOFError):
         channel.send([b"late"])
@@ -237,7 +237,7 @@ def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=True)
-    channel, other = SocketChannel(theirs), SocketChannel(ours)
+    channel, other = SocketEndpoint(theirs), SocketEndpoint(ours)
     refusals = [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
 
     def send_some(*args: Any) -> bool:

@@ -156,13 +156,13 @@ def test_what_is_not_sent_on_keeps_no_descriptor(end: str) -> None:
 
 def test_a_worker_is_given_the_descriptor_of_a_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    duplicate = descriptors.Kept.duplicate
+    duplicate = descriptors.KeptDescriptor.duplicate
 
     def counting(kept: Any) -> Any:
         given.append(kept)
         return duplicate(kept)
 
-    monkeypatch.setattr(descriptors.Kept, "duplicate", counting)
+    monkeypatch.setattr(descriptors.KeptDescriptor, "duplicate", counting)
     with Driven(Fork(), full) as a, Driven(Fork(), one_value, workers=2) as b:
         through(a, b, range(60))
         assert 0 < len(given) <= 2 * len(a.raw._lanes[0].results.seen)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridloader.backends.process import memory_report
-from hybridloader.backends.process.memory_report import MemoryState, OomWatch, read
+from hybridloader.backends.process.memory_report import MemoryReport, OomWatch, read
 
 GIB = 1 << 30
 
@@ -45,7 +45,7 @@ def v1(path: str, limit: int, used: int, kills: int) -> dict[str, Any]:
 
 
 def test_an_empty_tree_tells_nothing(tmp_path: Path) -> None:
-    assert read(tmp_path) == MemoryState()
+    assert read(tmp_path) == MemoryReport()
     assert (
         OomWatch(tmp_path).describe() == "Whether the system ran out of memory can't be told here."
     )
@@ -70,7 +70,7 @@ def test_everything_that_linux_tells(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return SimpleNamespace(f_blocks=10, f_frsize=4096, f_bavail=4)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    assert read(tree(tmp_path, files)) == MemoryState(
+    assert read(tree(tmp_path, files)) == MemoryReport(
         limit=1000,
         used=900,
         cgroup_kills=3,
@@ -228,7 +228,7 @@ def test_a_kill_in_another_cgroup_is_told_as_such(tmp_path: Path) -> None:
 def test_a_bus_error_is_of_shared_memory(
     monkeypatch: pytest.MonkeyPatch, free: int, used: int, word: str
 ) -> None:
-    state = MemoryState(limit=10, used=used, shm_size=10, shm_free=free)
+    state = MemoryReport(limit=10, used=used, shm_size=10, shm_free=free)
     monkeypatch.setattr(memory_report, "read", lambda root: state)
     cause, now = OomWatch().describe("SIGBUS").splitlines()
     assert word in cause
@@ -236,7 +236,7 @@ def test_a_bus_error_is_of_shared_memory(
 
 
 def test_other_signals_get_the_figures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = MemoryState(available=3 * GIB, address_space=GIB // 2)
+    state = MemoryReport(available=3 * GIB, address_space=GIB // 2)
     monkeypatch.setattr(memory_report, "read", lambda root: state)
     assert OomWatch().describe("SIGSEGV") == (
         "Memory now: machine 3.00 GiB available, ulimit -v 512.00 MiB."

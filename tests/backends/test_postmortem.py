@@ -24,8 +24,8 @@ from hybridloader.backends.fork import Fork
 from hybridloader.backends.process import postmortem as board_module
 from hybridloader.backends.process import stack_dump
 from hybridloader.backends.process.postmortem import (
-    Board,
-    BoardContext,
+    PostmortemContext,
+    PostmortemRecord,
     WorkerSide,
     free_signal,
     ours,
@@ -43,8 +43,8 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board.make()
+def board() -> Iterator[PostmortemRecord]:
+    made = PostmortemRecord.make()
     assert made is not None
     yield made
     made.close()
@@ -53,7 +53,7 @@ def board() -> Iterator[Board]:
 class Child:
     """A forked process with the worker's side of a board, and a line each way."""
 
-    def __init__(self, board: Board, body: Callable[[Child], Any]) -> None:
+    def __init__(self, board: PostmortemRecord, body: Callable[[Child], Any]) -> None:
         self.here, there = os.pipe(), os.pipe()
         self.told, self.tell = there[0], self.here[1]
         self.read_end, self.write_end = self.here[0], there[1]
@@ -97,7 +97,7 @@ class Child:
 
 
 @contextmanager
-def child(board: Board, body: Callable[[Child], Any]) -> Iterator[Child]:
+def child(board: PostmortemRecord, body: Callable[[Child], Any]) -> Iterator[Child]:
     made = Child(board, body)
     ended = False
     try:
@@ -113,11 +113,11 @@ def child(board: Board, body: Callable[[Child], Any]) -> Iterator[Child]:
 # -- numbers -----------------------------------------------------------------------------------------
 
 
-def test_a_new_board_knows_nothing(board: Board) -> None:
+def test_a_new_board_knows_nothing(board: PostmortemRecord) -> None:
     assert (board.at, board.task, board.crash()) == (None, None, "")
 
 
-def test_what_the_worker_was_at_outlives_it(board: Board) -> None:
+def test_what_the_worker_was_at_outlives_it(board: PostmortemRecord) -> None:
     def body(me: Child) -> None:
         me.side.begin(7)
         flag = me.side.context()
@@ -129,7 +129,7 @@ def test_what_the_worker_was_at_outlives_it(board: Board) -> None:
     assert (board.task, board.at) == (7, 3)
 
 
-def test_a_task_begins_without_a_sample_and_ends_without_either(board: Board) -> None:
+def test_a_task_begins_without_a_sample_and_ends_without_either(board: PostmortemRecord) -> None:
     seen: list[tuple[int | None, int | None]] = []
 
     def body(me: Child) -> None:
@@ -154,7 +154,7 @@ def test_a_task_begins_without_a_sample_and_ends_without_either(board: Board) ->
 
 def test_the_flag_is_one_that_fetchers_know_and_starts_at_no_sample() -> None:
     cell = ctypes.c_int64(5)
-    flag = BoardContext(cell)
+    flag = PostmortemContext(cell)
     assert isinstance(flag, TaskContext)
     assert (flag.cancelled, flag.tracked, TaskContext().tracked) == (False, True, False)
     assert (flag.at, cell.value) == (-1, -1)
@@ -162,7 +162,7 @@ def test_the_flag_is_one_that_fetchers_know_and_starts_at_no_sample() -> None:
     assert (flag.at, cell.value) == (4, 4)
 
 
-def test_closing_twice_is_closing_once_and_nothing_is_known_after(board: Board) -> None:
+def test_closing_twice_is_closing_once_and_nothing_is_known_after(board: PostmortemRecord) -> None:
     fd = board.fd
     assert fd in ours
     board.close()
@@ -180,13 +180,13 @@ def test_there_is_no_board_where_no_file_can_be_had(monkeypatch: pytest.MonkeyPa
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(board_module, "_nameless_file", refuse)
-    assert Board.make() is None
+    assert PostmortemRecord.make() is None
     monkeypatch.undo()
     monkeypatch.delattr(faulthandler, "register")
-    assert Board.make() is None
+    assert PostmortemRecord.make() is None
 
 
-def test_a_descriptor_that_is_no_board_leaves_the_worker_without(board: Board) -> None:
+def test_a_descriptor_that_is_no_board_leaves_the_worker_without(board: PostmortemRecord) -> None:
     assert WorkerSide.open(10_000_000) is None
     read, write = os.pipe()
     was = faulthandler.is_enabled()
@@ -202,7 +202,7 @@ def test_where_there_is_no_memfd_a_file_without_a_name_serves(
 ) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made = Board.make()
+    made = PostmortemRecord.make()
     assert made is not None
     assert not list(tmp_path.iterdir())
 
@@ -238,7 +238,7 @@ def _raise_signal(signum: int) -> Callable[[], None]:
     ],
 )
 def test_a_crash_leaves_its_python_stack_and_its_signal(
-    board: Board, die: Callable[[], None], signum: int
+    board: PostmortemRecord, die: Callable[[], None], signum: int
 ) -> None:
     def the_users_sample(me: Child) -> None:
         die()
@@ -251,12 +251,14 @@ def test_a_crash_leaves_its_python_stack_and_its_signal(
     assert "Extension modules" not in text
 
 
-def test_a_death_without_a_crash_leaves_no_stack(board: Board) -> None:
+def test_a_death_without_a_crash_leaves_no_stack(board: PostmortemRecord) -> None:
     assert Child(board, lambda me: os.kill(os.getpid(), signal.SIGKILL)).end() == -signal.SIGKILL
     assert board.crash() == ""
 
 
-def test_a_stack_that_was_asked_for_is_no_crash_and_a_crash_after_it_is_told(board: Board) -> None:
+def test_a_stack_that_was_asked_for_is_no_crash_and_a_crash_after_it_is_told(
+    board: PostmortemRecord,
+) -> None:
     def body(me: Child) -> None:
         me.stuck()
         _crash_in_native_code()
@@ -271,7 +273,9 @@ def test_a_stack_that_was_asked_for_is_no_crash_and_a_crash_after_it_is_told(boa
     assert "in stuck" not in board.crash()
 
 
-def test_a_fork_of_the_worker_that_crashed_is_not_taken_for_the_worker(board: Board) -> None:
+def test_a_fork_of_the_worker_that_crashed_is_not_taken_for_the_worker(
+    board: PostmortemRecord,
+) -> None:
     def grandchild() -> None:
         os.abort()
 
@@ -287,7 +291,7 @@ def test_a_fork_of_the_worker_that_crashed_is_not_taken_for_the_worker(board: Bo
     assert "in grandchild" not in board.crash()
 
 
-def test_the_users_own_faulthandler_wins(board: Board, tmp_path: Path) -> None:
+def test_the_users_own_faulthandler_wins(board: PostmortemRecord, tmp_path: Path) -> None:
     own = tmp_path / "own"
 
     def body(me: Child) -> None:
@@ -302,7 +306,7 @@ def test_the_users_own_faulthandler_wins(board: Board, tmp_path: Path) -> None:
 # -- a stack that is asked for -----------------------------------------------------------------------
 
 
-def test_a_worker_that_waits_for_ever_tells_where_and_goes_on(board: Board) -> None:
+def test_a_worker_that_waits_for_ever_tells_where_and_goes_on(board: PostmortemRecord) -> None:
     def the_users_sample(me: Child) -> None:
         me.stuck()
 
@@ -316,7 +320,7 @@ def test_a_worker_that_waits_for_ever_tells_where_and_goes_on(board: Board) -> N
         one.let_go()
 
 
-def test_a_second_stack_does_not_have_the_first(board: Board) -> None:
+def test_a_second_stack_does_not_have_the_first(board: PostmortemRecord) -> None:
     def first(me: Child) -> None:
         me.stuck()
 
@@ -332,7 +336,9 @@ def test_a_second_stack_does_not_have_the_first(board: Board) -> None:
             one.let_go()
 
 
-def test_native_code_that_holds_the_gil_does_not_keep_its_stack_back(board: Board) -> None:
+def test_native_code_that_holds_the_gil_does_not_keep_its_stack_back(
+    board: PostmortemRecord,
+) -> None:
     def the_users_sample(me: Child) -> None:
         buffer = ctypes.create_string_buffer(1)
         native = ctypes.PyDLL(None)
@@ -349,7 +355,7 @@ def test_native_code_that_holds_the_gil_does_not_keep_its_stack_back(board: Boar
         one.let_go()
 
 
-def test_a_loop_without_end_tells_where(board: Board) -> None:
+def test_a_loop_without_end_tells_where(board: PostmortemRecord) -> None:
     def the_users_sample(me: Child) -> None:
         os.write(me.tell, b"!")
         while True:
@@ -365,7 +371,7 @@ def test_a_loop_without_end_tells_where(board: Board) -> None:
 
 
 @linux
-def test_a_stopped_worker_is_told_and_not_signalled(board: Board) -> None:
+def test_a_stopped_worker_is_told_and_not_signalled(board: PostmortemRecord) -> None:
     def body(me: Child) -> None:
         me.stuck()
 
@@ -384,7 +390,7 @@ def test_a_stopped_worker_is_told_and_not_signalled(board: Board) -> None:
 
 
 @linux
-def test_a_worker_that_has_ended_is_told(board: Board) -> None:
+def test_a_worker_that_has_ended_is_told(board: PostmortemRecord) -> None:
     one = Child(board, lambda me: None)
     os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
     assert board.stack(one.pid, PATIENCE) == ""
@@ -395,7 +401,7 @@ def test_a_worker_that_has_ended_is_told(board: Board) -> None:
 
 
 @linux
-def test_a_worker_that_blocks_the_signal_is_told_to(board: Board) -> None:
+def test_a_worker_that_blocks_the_signal_is_told_to(board: PostmortemRecord) -> None:
     def body(me: Child) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         me.stuck()
@@ -407,7 +413,7 @@ def test_a_worker_that_blocks_the_signal_is_told_to(board: Board) -> None:
         one.let_go()
 
 
-def test_only_the_process_whose_board_it_is_gets_the_signal(board: Board) -> None:
+def test_only_the_process_whose_board_it_is_gets_the_signal(board: PostmortemRecord) -> None:
     sent: list[tuple[int, int]] = []
     board._kill = lambda *what: sent.append(what)
     assert board.stack(os.getpid(), PATIENCE) == ""  # nobody has registered
@@ -420,8 +426,8 @@ def test_only_the_process_whose_board_it_is_gets_the_signal(board: Board) -> Non
     assert sent == []
 
 
-def test_threads_of_the_users_are_told_and_ours_are_not(board: Board) -> None:
-    from hybridloader.backends.process.parent_watch import Life
+def test_threads_of_the_users_are_told_and_ours_are_not(board: PostmortemRecord) -> None:
+    from hybridloader.backends.process.parent_watch import ParentWatch
 
     class Channel:
         def __init__(self, fd: int) -> None:
@@ -430,7 +436,7 @@ def test_threads_of_the_users_are_told_and_ours_are_not(board: Board) -> None:
     def body(me: Child) -> None:
         import threading
 
-        Life(Channel(me.told), os.getppid(), sweep=int)
+        ParentWatch(Channel(me.told), os.getppid(), sweep=int)
         ready, done = threading.Event(), threading.Event()
 
         def the_users_thread() -> None:
@@ -455,8 +461,8 @@ def test_threads_of_the_users_are_told_and_ours_are_not(board: Board) -> None:
         one.let_go()
 
 
-def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: Board) -> None:
-    from hybridloader.backends.process.parent_watch import Life
+def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: PostmortemRecord) -> None:
+    from hybridloader.backends.process.parent_watch import ParentWatch
 
     class Channel:
         def __init__(self, fd: int) -> None:
@@ -464,7 +470,7 @@ def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: Board) -
 
     def body(me: Child) -> None:
         line, _ = os.pipe()  # which nobody hangs up
-        life = Life(Channel(line), os.getppid(), sweep=int)
+        life = ParentWatch(Channel(line), os.getppid(), sweep=int)
         flags = [me.side.context(), me.side.context()]
         life.change(flags[0])
         assert life.context is flags[0]
@@ -492,7 +498,7 @@ FRESH = """
 """
 
 
-def test_a_fresh_process_with_a_duplicate_does_the_same(board: Board) -> None:
+def test_a_fresh_process_with_a_duplicate_does_the_same(board: PostmortemRecord) -> None:
     command = [sys.executable, "-c", textwrap.dedent(FRESH), str(board.fd)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(board.fd,)
@@ -510,7 +516,7 @@ def test_a_fresh_process_with_a_duplicate_does_the_same(board: Board) -> None:
 
 
 @linux
-def test_the_signal_is_one_that_nobody_uses(board: Board) -> None:
+def test_the_signal_is_one_that_nobody_uses(board: PostmortemRecord) -> None:
     def handlers() -> list[Any]:
         return [signal.getsignal(n) for n in sorted(signal.valid_signals())]
 
@@ -535,7 +541,7 @@ def test_the_signal_is_one_that_nobody_uses(board: Board) -> None:
 
 
 def test_without_proc_pythons_own_handlers_are_heeded(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+    board: PostmortemRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(board_module, "_status_of", lambda pid: None)
 
@@ -550,7 +556,7 @@ def test_without_proc_pythons_own_handlers_are_heeded(
 
 
 def test_where_no_signal_is_free_the_rest_works(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+    board: PostmortemRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(board_module, "free_signal", lambda: None)
 
@@ -579,10 +585,10 @@ class Kernel:
         self.pending = False
         self._pieces = pieces
         self._due: list[tuple[float, str]] = []
-        made = Board.make()
+        made = PostmortemRecord.make()
         assert made is not None
         numbers = board_module._NUMBERS.pack(38, 99, 1, -1, -1)
-        self.board = Board(
+        self.board = PostmortemRecord(
             _with_numbers(made, numbers),
             clock=lambda: self.now,
             sleep=self._sleep,
@@ -609,7 +615,7 @@ class Kernel:
         return {"State": self.state, "SigBlk": mask, "ShdPnd": f"{self.pending << 37:016x}"}
 
 
-def _with_numbers(made: Board, numbers: bytes) -> int:
+def _with_numbers(made: PostmortemRecord, numbers: bytes) -> int:
     """A duplicate of the file of `made`, with these numbers; `made` is closed."""
     import mmap
 
@@ -743,7 +749,7 @@ def test_what_is_no_stack_is_cut_to_size(noise: str) -> None:
     assert told.endswith("  frame")
 
 
-def test_a_crash_is_found_behind_many_stacks(board: Board) -> None:
+def test_a_crash_is_found_behind_many_stacks(board: PostmortemRecord) -> None:
     for _ in range(40):
         os.write(board.fd, b"Thread 0x1 (most recent call first):\n" + b"  x\n" * 2_500)
     os.write(board.fd, b"Fatal Python error: Aborted\n")

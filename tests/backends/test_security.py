@@ -29,8 +29,8 @@ from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
 from hybridloader._support.errors import CacheError
 from hybridloader.backends.process import socket_transport
 from hybridloader.backends.process.frames import encode
-from hybridloader.backends.process.slot_channel import Lane
-from hybridloader.backends.process.socket_transport import SocketChannel
+from hybridloader.backends.process.slot_channel import SlotChannel
+from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.memory import segments
 from hybridloader.pipeline.operators import cache_file
 from hybridloader.pipeline.operators.cache import Cache
@@ -147,7 +147,7 @@ def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.Mo
     if flag == "none":
         monkeypatch.setattr(socket_transport, "_CLOSE_ON_EXEC", 0)
     ours, theirs = Pipe()
-    channel = SocketChannel(theirs)
+    channel = SocketEndpoint(theirs)
     fd = os.dup(1)
     with socket.socket(fileno=os.dup(ours.fileno())) as sender:
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
@@ -202,7 +202,7 @@ def test_such_a_name_would_be_seen() -> None:
 @linux
 @pytest.mark.usefixtures("_any_umask")
 def test_a_named_segment_is_for_this_user_alone() -> None:
-    lanes = [Lane(1 << 20, "named", forks=True) for _ in range(2)]
+    lanes = [SlotChannel(1 << 20, "named", forks=True) for _ in range(2)]
     names = [lane.slots[1] for lane in lanes if lane.slots is not None]
     assert all(re.fullmatch(rf"hl-{os.getpid()}-[0-9a-f]{{8}}-", str(name)) for name in names)
     assert len(set(names)) == 2

@@ -35,7 +35,7 @@ from benchmarks.datasets.tensors import remote as remote_dataset
 from benchmarks.harness import Case, Variant
 from benchmarks.loaders.dataloaders import CannotDo
 from benchmarks.results import HYBRIDS, Measurement, Results, relate
-from hybridloader.pipeline.running.plan import Workers, lay_out
+from hybridloader.pipeline.running.plan import WorkerNode, lay_out
 
 ROOT = Path(__file__).parents[2]
 
@@ -224,7 +224,7 @@ def test_what_a_stage_adds_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> N
 def test_stages_are_fused_or_not(loader: str, stages: int, expected: list[int]) -> None:
     with overhead._ours(loader, stages, 1) as run:
         nodes = lay_out(run._machine.pipeline)
-        assert [len(node.works) for node in nodes if isinstance(node, Workers)] == expected
+        assert [len(node.works) for node in nodes if isinstance(node, WorkerNode)] == expected
         assert [next(run) for _ in range(3)] == [0, 1, 2]
 
 

@@ -16,9 +16,9 @@ from hybridloader.engine.messages import Done, Exhausted, Exited, Failed, Ready
 from hybridloader.engine.scheduler import (
     RUN_TABLE,
     WORK_TABLE,
-    Run,
+    RunState,
     Scheduler,
-    Work,
+    WorkerState,
     least_busy,
     round_robin,
     round_robin_with_room,
@@ -62,9 +62,9 @@ def test_it_imports_nothing_that_waits_or_computes() -> None:
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(Run, RUN_EVENTS)))
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(RunState, RUN_EVENTS)))
 def test_a_run_moves_as_its_table_says_and_an_illegal_move_changes_nothing(
-    state: Run, event: str
+    state: RunState, event: str
 ) -> None:
     target = RUN_TABLE.get((state, event))
     if target is None:
@@ -74,8 +74,8 @@ def test_a_run_moves_as_its_table_says_and_an_illegal_move_changes_nothing(
         assert Scheduler._after(state, event) is target
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(Work, WORK_EVENTS)))
-def test_a_worker_moves_as_its_table_says(state: Work, event: str) -> None:
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(WorkerState, WORK_EVENTS)))
+def test_a_worker_moves_as_its_table_says(state: WorkerState, event: str) -> None:
     scheduler = Scheduler(1, 1)
     scheduler.workers[0] = state
     target = WORK_TABLE.get((state, event))
@@ -160,7 +160,7 @@ def test_an_exhausted_worker_is_passed_over_and_its_tasks_are_counted_as_skipped
     assert result.seq == 1
     scheduler.handle(Exhausted(1, 3))
     assert scheduler.drain()
-    assert scheduler.run is Run.IDLE
+    assert scheduler.run is RunState.IDLE
 
 
 def test_without_order_results_come_as_they_arrive() -> None:
@@ -178,7 +178,7 @@ def test_without_order_results_come_as_they_arrive() -> None:
 
 
 def placed(
-    states: list[Work], load: list[int], last: int, busy: list[int] | None = None
+    states: list[WorkerState], load: list[int], last: int, busy: list[int] | None = None
 ) -> Scheduler:
     """A scheduler with a window of 4 in the middle of a run."""
     scheduler = Scheduler(len(states), 4)
@@ -188,12 +188,12 @@ def placed(
 
 
 def test_without_order_a_worker_gets_no_more_than_its_share() -> None:
-    states = [Work.READY, Work.READY]
+    states = [WorkerState.READY, WorkerState.READY]
     assert round_robin_with_room(placed(states, [2, 1], 1)) == 1
     assert round_robin_with_room(placed(states, [2, 2], 1)) is None
     assert round_robin(placed(states, [2, 2], 1)) == 0
-    assert round_robin(placed([Work.READY, Work.EXHAUSTED], [0, 0], 0)) == 0
-    assert round_robin(placed([Work.GONE, Work.EXHAUSTED], [0, 0], 0)) is None
+    assert round_robin(placed([WorkerState.READY, WorkerState.EXHAUSTED], [0, 0], 0)) == 0
+    assert round_robin(placed([WorkerState.GONE, WorkerState.EXHAUSTED], [0, 0], 0)) is None
 
 
 @pytest.mark.parametrize(
@@ -209,11 +209,11 @@ def test_without_order_a_worker_gets_no_more_than_its_share() -> None:
 )
 def test_a_free_worker_takes_the_next_task(busy: list[int], last: int, worker: int | None) -> None:
     held = [5, 0, 9]  # what is done and not yet popped does not count
-    assert least_busy(placed([Work.READY] * 3, held, last, busy)) == worker
+    assert least_busy(placed([WorkerState.READY] * 3, held, last, busy)) == worker
 
 
 def test_a_free_worker_that_is_not_active_gets_nothing() -> None:
-    states = [Work.GONE, Work.STARTING, Work.EXHAUSTED]
+    states = [WorkerState.GONE, WorkerState.STARTING, WorkerState.EXHAUSTED]
     assert least_busy(placed(states, [0, 0, 0], 2, [0, 1, 0])) == 1
     assert least_busy(placed(states, [0, 2, 0], 2)) is None
 
@@ -243,11 +243,11 @@ def test_a_worker_that_exits_unasked_is_a_fault_that_names_what_it_held() -> Non
     scheduler.handle(done(1, 1))
     scheduler.handle(Exited(1, "was killed"))
     assert scheduler.fault == (1, "was killed", (3,), Exited(1, "was killed"))
-    assert scheduler.run is Run.CLOSING
+    assert scheduler.run is RunState.CLOSING
     assert not scheduler.handle(done(0, 0))  # stale: to be discarded
     scheduler.close()
     scheduler.handle(Exited(0))
-    assert scheduler.run is Run.CLOSED
+    assert scheduler.run is RunState.CLOSED
     assert scheduler.close() == []
 
 
@@ -259,7 +259,7 @@ def test_a_worker_that_is_replaced_keeps_its_tasks_under_their_numbers() -> None
     for worker in range(2):
         scheduler.handle(Ready(worker))
     assert scheduler.replace(1) == [1, 3]
-    assert scheduler.workers == [Work.READY, Work.STARTING]
+    assert scheduler.workers == [WorkerState.READY, WorkerState.STARTING]
     assert scheduler.held(1) == [1, 3]
     assert scheduler.handle(done(1, 1))
     scheduler.handle(Ready(1))
@@ -276,14 +276,14 @@ def test_a_worker_that_dies_at_the_end_of_its_shard_is_replaced_when_the_next_ep
         scheduler.handle(Ready(worker))
     scheduler.handle(Exhausted(1, 1))
     assert scheduler.replace(1) == []
-    assert scheduler.workers[1] is Work.ABSENT
+    assert scheduler.workers[1] is WorkerState.ABSENT
     assert round_robin(scheduler) == 0
     scheduler.begin()
-    assert scheduler.workers[1] is Work.STARTING
+    assert scheduler.workers[1] is WorkerState.STARTING
 
 
-@pytest.mark.parametrize("state", [Work.ABSENT, Work.STOPPING, Work.GONE])
-def test_who_is_gone_or_told_to_go_is_not_replaced(state: Work) -> None:
+@pytest.mark.parametrize("state", [WorkerState.ABSENT, WorkerState.STOPPING, WorkerState.GONE])
+def test_who_is_gone_or_told_to_go_is_not_replaced(state: WorkerState) -> None:
     scheduler = Scheduler(1, 1)
     scheduler.workers[0] = state
     before = snapshot(scheduler)
@@ -343,18 +343,18 @@ def test_every_sequence_number_comes_out_exactly_once(
         elif move == "exhausted":
             worker = data.draw(st.sampled_from(busy), "worker")
             seq = queues[worker][0]
-            if scheduler.workers[worker] is Work.STARTING:
+            if scheduler.workers[worker] is WorkerState.STARTING:
                 scheduler.handle(Ready(worker))
             assert scheduler.handle(Exhausted(worker, seq))
             queues[worker].clear()
             ended.add(worker)
         elif move == "replace":
             worker = data.draw(st.integers(0, workers - 1), "worker")
-            if scheduler.workers[worker] is Work.ABSENT:
+            if scheduler.workers[worker] is WorkerState.ABSENT:
                 continue
             assert scheduler.replace(worker) == queues[worker]
             if worker not in ended:
-                assert scheduler.workers[worker] is Work.STARTING
+                assert scheduler.workers[worker] is WorkerState.STARTING
                 if data.draw(st.booleans(), "ready"):
                     scheduler.handle(Ready(worker))
         elif move == "late":
@@ -369,7 +369,7 @@ def test_every_sequence_number_comes_out_exactly_once(
                 popped.append(result.seq)
         assert len(scheduler.sent) + len(scheduler.done) <= window
         room = window - len(scheduler.sent) - len(scheduler.done)
-        assert scheduler.free == (room if scheduler.run is Run.RUNNING else 0)
+        assert scheduler.free == (room if scheduler.run is RunState.RUNNING else 0)
         assert not scheduler.sent.keys() & scheduler.done.keys()
         assert scheduler.busy == [
             sum(w == worker for w in scheduler.sent.values()) for worker in range(workers)
@@ -387,9 +387,9 @@ def test_every_sequence_number_comes_out_exactly_once(
         assert popped == sorted(popped)
     assert len(popped) + scheduler.skipped + scheduler.abandoned == scheduler.next_in
     for worker in range(workers):
-        if scheduler.workers[worker] is not Work.GONE:  # it was absent
+        if scheduler.workers[worker] is not WorkerState.GONE:  # it was absent
             scheduler.handle(Exited(worker))
-    assert scheduler.run is Run.CLOSED
+    assert scheduler.run is RunState.CLOSED
 
 
 @given(order=st.permutations(range(12)), workers=st.integers(1, 3))

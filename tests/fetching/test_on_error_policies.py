@@ -15,8 +15,8 @@ from hybridloader._support.errors import Failure, ShardLost, WorkerDied, no_stop
 from hybridloader.engine.fetcher import Abandoned, TaskContext
 from hybridloader.fetching.fetch import GivenUp, Spared
 from hybridloader.fetching.on_error.attempts import Guard
-from hybridloader.fetching.on_error.error_budget import Losses, Register, bare
-from hybridloader.fetching.on_error.outcome import Attempt, Miss, Outcome
+from hybridloader.fetching.on_error.error_budget import ErrorBudget, Register, bare
+from hybridloader.fetching.on_error.outcome import Attempt, FailureRecord, Outcome
 from hybridloader.fetching.on_error.outcome import short as left
 from hybridloader.fetching.on_error.policies import final, parse
 from hybridloader.loader.refill import FullBatches, Refill
@@ -242,13 +242,13 @@ def test_a_guard_leaves_no_cycle() -> None:
 # -- the budget ------------------------------------------------------------------------------------
 
 
-def miss(index: Any, error: Exception | None = None) -> Miss:
-    return Miss(index, 0, Failure(error or ValueError(index)))
+def miss(index: Any, error: Exception | None = None) -> FailureRecord:
+    return FailureRecord(index, 0, Failure(error or ValueError(index)))
 
 
 def fails_at(policy: Any, tried: list[int]) -> int | None:
     """The number of the failure that is one too many, if one fails behind so many good ones each."""
-    losses = Losses(policy, "stage")
+    losses = ErrorBudget(policy, "stage")
     for number, good in enumerate(tried):
         losses.take(good, (), None)
         try:
@@ -280,7 +280,7 @@ def test_a_budget_is_a_number_or_a_share(budget: Any, tried: list[int], last: in
 
 
 def test_the_error_tells_what_was_skipped() -> None:
-    losses = Losses(Skip(22), "the stage")
+    losses = ErrorBudget(Skip(22), "the stage")
     for number in range(22):
         losses.take(1, [miss(number, KeyError("x" * 500))], 0)
     with pytest.raises(TooManyErrors) as caught:
@@ -307,7 +307,7 @@ def test_records_hold_no_frames() -> None:
             raise ValueError("outer") from error
 
     register = Register()
-    losses = Losses(Skip(), "stage", 3, register, "key")
+    losses = ErrorBudget(Skip(), "stage", 3, register, "key")
     try:
         fail()
     except ValueError as error:
@@ -343,16 +343,16 @@ def test_an_exception_that_can_not_be_copied_is_told_by_name() -> None:
 
 def test_only_so_many_tracebacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridloader.fetching.on_error.error_budget._TRACEBACKS", 2)
-    losses = Losses(Skip(None), "stage")
+    losses = ErrorBudget(Skip(None), "stage")
     losses.take(3, [miss(n) for n in range(3)], 0)
     assert [bool(record.traceback) for record in losses.records] == [True, True, False]
 
 
 def test_the_rest_of_a_shard_is_never_forgiven() -> None:
-    assert Losses(Skip(), "stage").forgives(Failure(ValueError()))
-    assert not Losses(Skip(), "stage").forgives(Failure(ShardLost()))
-    assert not Losses(Replace(nothing), "stage").forgives(Failure(ValueError()))
-    assert not Losses(Retry(1), "stage").forgives(Failure(ValueError()))
+    assert ErrorBudget(Skip(), "stage").forgives(Failure(ValueError()))
+    assert not ErrorBudget(Skip(), "stage").forgives(Failure(ShardLost()))
+    assert not ErrorBudget(Replace(nothing), "stage").forgives(Failure(ValueError()))
+    assert not ErrorBudget(Retry(1), "stage").forgives(Failure(ValueError()))
 
 
 # -- full batches ----------------------------------------------------------------------------------
@@ -403,10 +403,10 @@ def test_batches_of_different_sizes_never_pile_up(batches: list[tuple[int, int]]
 
 def batches_of(
     results: list[Any], policy: Any = "skip", drop_last: bool = False, collate: Any = tuple
-) -> tuple[FullBatches, Losses]:
+) -> tuple[FullBatches, ErrorBudget]:
     parsed = parse(policy)
     assert parsed is not None
-    losses = Losses(parsed, "stage")
+    losses = ErrorBudget(parsed, "stage")
     given = Given(results)
     batches = FullBatches(
         given, lambda: (0, given.outcome), losses, collate, drop_last=drop_last, copies=True

@@ -32,7 +32,7 @@ from hybridloader.backends.process.codec import (
 from hybridloader.backends.process.frames import Decoder, encode
 from hybridloader.engine.messages import Begin, Stop, Task
 from hybridloader.memory.packing import IN_BAND, pack, unpack
-from hybridloader.memory.shared_slots import Reader, Writer
+from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
 
 _DTYPES = (
@@ -81,9 +81,9 @@ def streamed(value: Any) -> Any:
     return unpack(header, [memoryview(bytearray(buffer)) for buffer in buffers])
 
 
-def through_slots(value: Any, lanes: tuple[Writer, Reader] | None = None) -> Any:
+def through_slots(value: Any, lanes: tuple[SlotWriter, SlotReader] | None = None) -> Any:
     """As the process backend does it: letters, slots, and a stream for the rest."""
-    writer, reader = lanes or (Writer(1 << 30), Reader(1 << 30))
+    writer, reader = lanes or (SlotWriter(1 << 30), SlotReader(1 << 30))
     writer.release(reader.returned())
     parts, fds = encode_done(7, pack(value), writer)
     carried = [memoryview(bytearray(part)) for part in parts]
@@ -535,7 +535,7 @@ def nests() -> st.SearchStrategy[Any]:
 @settings(deadline=None, max_examples=150)
 @given(st.lists(nests(), min_size=1, max_size=3))
 def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> None:
-    lanes = Writer(8 << 20), Reader(4 << 20)
+    lanes = SlotWriter(8 << 20), SlotReader(4 << 20)
     kept = []
     for value in values:
         same(value, streamed(value), assert_same)
@@ -570,7 +570,7 @@ def test_what_is_around_the_arrays_comes_back_too(way: Any) -> None:
 )
 def test_a_large_header_goes_through_a_slot_and_so_not_through_the_stream(make: Any) -> None:
     value = {"text": make(1_000_000), "x": torch.ones(100_000)}
-    writer, reader = Writer(1 << 30), Reader(1 << 30)
+    writer, reader = SlotWriter(1 << 30), SlotReader(1 << 30)
     parts, fds = encode_done(0, pack(value), writer)
     assert sum(memoryview(part).nbytes for part in parts) < 2000
     for fd in fds:
@@ -621,7 +621,7 @@ def test_small_buffers_stay_in_the_header(make: Any, size: int, apart: bool) -> 
 
 @pytest.mark.parametrize("own", [IN_BAND, OWN], ids=["shared slot", "own slot"])
 def test_who_keeps_the_labels_does_not_keep_the_images(own: int) -> None:
-    lanes = Writer(1 << 30), Reader(1 << 30)
+    lanes = SlotWriter(1 << 30), SlotReader(1 << 30)
     batch = through_slots((torch.zeros(own, dtype=torch.uint8), torch.arange(64)), lanes)
     labels = batch[1]
     assert lanes[1].returned() == []  # the images live

@@ -23,7 +23,7 @@ from support.page_locks import LARGE, Private, address
 
 from hybridloader.memory import page_locks, segments, slots
 from hybridloader.memory.page_locks import PageLocks
-from hybridloader.memory.shared_slots import Reader, Writer
+from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
 from hybridloader.memory.tensors import tensor_over
 from hybridloader.testing import FakeAccelerator
@@ -33,7 +33,7 @@ class Shared:
     """Slots of one worker process, and its parent, in one process."""
 
     def __init__(self, locks: PageLocks, limit: int = LARGE) -> None:
-        self.writer, self.reader = Writer(limit), Reader(limit, locks=locks)
+        self.writer, self.reader = SlotWriter(limit), SlotReader(limit, locks=locks)
         self.lower = self.writer.lower
 
     def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from support.steps import steps
 
 from hybridloader.memory import segments, shared_slots, slots
-from hybridloader.memory.shared_slots import Parcel, Reader, Writer
+from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN, PrivateSlots, capacity_for
 from hybridloader.memory.tensors import tensor_over
 
@@ -33,9 +33,9 @@ class Lane:
     """One worker's writer and the parent's reader, without the two processes."""
 
     def __init__(self, limit: int = LARGE, hold: int = LARGE, names: str | None = None) -> None:
-        self.writer, self.reader = Writer(limit, names), Reader(hold, names)
+        self.writer, self.reader = SlotWriter(limit, names), SlotReader(hold, names)
 
-    def send(self, *buffers: Any) -> tuple[Parcel, list[Any]]:
+    def send(self, *buffers: Any) -> tuple[SlotMap, list[Any]]:
         """What the worker writes, and the parent has read but not yet opened."""
         self.writer.release(self.reader.returned())
         views = [memoryview(buffer).cast("B") for buffer in buffers]
@@ -44,10 +44,10 @@ class Lane:
         streamed = zip(views, parcel.spans, strict=True)
         return parcel, [memoryview(bytearray(v)) for v, span in streamed if span is None]
 
-    def open(self, sent: tuple[Parcel, list[Any]]) -> list[memoryview]:
+    def open(self, sent: tuple[SlotMap, list[Any]]) -> list[memoryview]:
         return self.reader.buffers(*sent)
 
-    def pass_on(self, *buffers: Any) -> tuple[Parcel, list[memoryview]]:
+    def pass_on(self, *buffers: Any) -> tuple[SlotMap, list[memoryview]]:
         sent = self.send(*buffers)
         return sent[0], self.open(sent)
 
@@ -82,7 +82,7 @@ FIRST, SECOND = slots.number_of(0, 0), slots.number_of(1, 0)
 """Numbers of the first slots of a size: each is a segment of its own."""
 
 
-def slots_of(parcel: Parcel) -> list[int]:
+def slots_of(parcel: SlotMap) -> list[int]:
     return [-1 if span is None else span.slot for span in parcel.spans]
 
 

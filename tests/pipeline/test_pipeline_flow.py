@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from hybridloader import NotReady, Pipeline, Threads, WorkerTimeout
 from hybridloader.engine.contract import ByReference, Crew
-from hybridloader.engine.feed import Portions
+from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec
 from hybridloader.engine.stage import Stage
-from hybridloader.pipeline.running.stage_metrics import Books, size_of
+from hybridloader.pipeline.running.stage_metrics import StageMetrics, size_of
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
 
@@ -175,7 +175,7 @@ def test_buffer_bytes_is_never_passed_by_more_than_the_first_results(
 ) -> None:
     sizes.insert(0, max(sizes))  # so that what is under way is never underestimated
     limit = data.draw(st.integers(1, 6000))
-    books = Books(workers, buffer_bytes=limit)
+    books = StageMetrics(workers, buffer_bytes=limit)
     todo, under_way, waiting = list(enumerate(sizes)), list[int](), list[int]()
     while todo or under_way or waiting:
         moves = []
@@ -208,7 +208,7 @@ class Sized:
 
 
 def test_a_large_item_among_small_ones_counts_as_large() -> None:
-    books = Books(1, buffer_bytes=4000)
+    books = StageMetrics(1, buffer_bytes=4000)
     books.sent(0, ["item"] * 4)
     books.came(Done(0, 0, ByReference([Sized(1000), Sized(0), Sized(0), Sized(0)])))
     books.left(0)
@@ -323,7 +323,7 @@ def fed(script: Sequence[Any], **more: Any) -> tuple[Stage, ScriptedBackend, Han
     backend, hand = ScriptedBackend(script), Hand()
     spec = WorkerSpec("scripted", 2, Call(lambda index: index))
     stage = Stage(backend, spec, lookahead=4, **more)
-    stage.begin(Portions(hand))
+    stage.begin(TaskBatching(hand))
     return stage, backend, hand
 
 

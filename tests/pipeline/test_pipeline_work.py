@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hybridloader import NotReady, Pipeline, Threads, get_worker_info
 from hybridloader._support.errors import Failure
 from hybridloader.engine.contract import ByReference, Crew
-from hybridloader.engine.feed import MOST, TASK_SECONDS, Portions
+from hybridloader.engine.feed import MOST, TASK_SECONDS, TaskBatching
 from hybridloader.engine.messages import Done, Failed, Task
-from hybridloader.pipeline.running.stage_metrics import Books
+from hybridloader.pipeline.running.stage_metrics import StageMetrics
 from hybridloader.testing import FakeClock, Gate
 
 KINDS = ("inline", "threads", "fork", "shared-memory")
@@ -93,7 +93,7 @@ def test_portions_are_no_larger_than_prefetch(prefetch: int) -> None:
     st.lists(st.tuples(st.integers(1, MOST), st.integers(0, 10**7)), max_size=50), st.integers(1, 8)
 )
 def test_portions_follow_what_tasks_take(tasks: list[tuple[int, int]], least: int) -> None:
-    portions = Portions(iter(()), least=least)
+    portions = TaskBatching(iter(()), least=least)
     assert portions.size == least
     for items, nanoseconds in tasks:
         before = portions.size
@@ -300,7 +300,7 @@ def test_seconds_without_work_are_starved_or_blocked(
     moves: list[tuple[float, int, bool]],
 ) -> None:
     clock = FakeClock(100.0)
-    books = Books(3, clock=clock)
+    books = StageMetrics(3, clock=clock)
     busy = starved = elapsed = 0.0
     idle, starving = 3, True
     books.idle(3, starved=True)
@@ -324,7 +324,7 @@ def test_seconds_without_work_are_starved_or_blocked(
 
 
 def test_room_of_a_prefetch_alone() -> None:
-    books = Books(4, prefetch=3)
+    books = StageMetrics(4, prefetch=3)
     assert books.room() == 3
     books.sent(0, ["a", "b"])
     assert books.room() == 1
@@ -337,7 +337,7 @@ def test_room_of_a_prefetch_alone() -> None:
 
 
 def test_room_counts_items_and_bytes_and_what_failed() -> None:
-    books = Books(2, prefetch=10, buffer_bytes=1000)
+    books = StageMetrics(2, prefetch=10, buffer_bytes=1000)
     assert books.room() == 2  # for each worker one, until a size is known
     books.sent(0, ["a"])
     assert books.room() == 1

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.rng.sample_rng import COLLATE, SAMPLE, Draws
+from hybridloader.rng.sample_rng import COLLATE, SAMPLE, SampleRng
 from hybridloader.rng.sample_seeds import Origin, key_of, own_seeds, seeds
 
 
@@ -106,7 +106,7 @@ def test_what_has_no_stable_key_is_refused(key: Any) -> None:
 
 
 def digests(count: int, **origin: Any) -> list[bytes]:
-    draws = Draws(Origin(**{"seed": 0, **origin}), 0)
+    draws = SampleRng(Origin(**{"seed": 0, **origin}), 0)
     return [draws.digest(SAMPLE, key_of(index)) for index in range(count)]
 
 
@@ -116,7 +116,7 @@ def test_the_seeds_of_every_seed_epoch_stage_kind_and_sample_are_distinct() -> N
         for epoch in range(4):
             for stage in ("", "()/0", "()/1"):
                 found += digests(200, seed=seed, epoch=epoch, stages=(stage,))
-    draws = Draws(Origin(0), 0)
+    draws = SampleRng(Origin(0), 0)
     found += [draws.digest(COLLATE, key_of(index)) for index in range(200)]
     for seed in (seeds, own_seeds):
         of = [seed(digest) for digest in found]

@@ -22,17 +22,17 @@ from support.drawing import Drawing, add, collate, states
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
-from hybridloader.rng.sample_rng import Draws, now
+from hybridloader.rng.sample_rng import SampleRng, now
 from hybridloader.rng.sample_seeds import Origin
 from hybridloader.rng.thread_generators import installation
-from hybridloader.rng.thread_sample_rng import ThreadDraws
+from hybridloader.rng.thread_sample_rng import ThreadSampleRng
 
 taken_instance: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadDraws]:
-    draws = ThreadDraws(Origin(1), 0, stage="augment")
+def threads() -> Iterator[ThreadSampleRng]:
+    draws = ThreadSampleRng(Origin(1), 0, stage="augment")
     draws.prepare()
     yield draws
     draws.release()
@@ -42,7 +42,7 @@ def on_a_process(function: Callable[[], Any]) -> Any:
     """What `function` gives where the generators are its own."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        return Draws(Origin(1), 0).call(b"", b"key", function)
+        return SampleRng(Origin(1), 0).call(b"", b"key", function)
     finally:
         now.digest = None
         random.setstate(before[0])
@@ -131,7 +131,9 @@ def _forked() -> Any:
 
 
 @pytest.mark.parametrize("what", DRAWN)
-def test_what_is_drawn_on_a_thread_is_what_a_process_draws(what: str, threads: ThreadDraws) -> None:
+def test_what_is_drawn_on_a_thread_is_what_a_process_draws(
+    what: str, threads: ThreadSampleRng
+) -> None:
     function = DRAWN[what]
     expected = on_a_process(function)
     before = states()
@@ -143,7 +145,7 @@ def test_what_is_drawn_on_a_thread_is_what_a_process_draws(what: str, threads: T
 
 
 def test_functions_imported_on_their_own_are_covered_where_they_are_python(
-    threads: ThreadDraws,
+    threads: ThreadSampleRng,
 ) -> None:
     choice, gauss = random.choice, random.gauss  # as `from random import ...` before anything ran
     module = importlib.import_module("support.drawing")  # it has some, taken at import
@@ -170,7 +172,7 @@ def test_functions_imported_on_their_own_are_covered_where_they_are_python(
     ],
 )
 def test_what_gets_past_is_reported_once_by_name(
-    draw: Callable[[], Any], generator: str, threads: ThreadDraws
+    draw: Callable[[], Any], generator: str, threads: ThreadSampleRng
 ) -> None:
     def four_times() -> None:
         for number in (17, 18, 19, 20):
@@ -182,7 +184,7 @@ def test_what_gets_past_is_reported_once_by_name(
     assert "sample 17 of stage 'augment'" in str(told[0].message)
 
 
-def test_it_is_looked_for_ever_more_seldom(threads: ThreadDraws) -> None:
+def test_it_is_looked_for_ever_more_seldom(threads: ThreadSampleRng) -> None:
     """A look takes longer than to seed the sample. The functions of a stage are counted together."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -193,7 +195,7 @@ def test_it_is_looked_for_ever_more_seldom(threads: ThreadDraws) -> None:
         threads.of(0).call(b"", b"i4", taken)
 
 
-def test_what_draws_nothing_is_not_reported(threads: ThreadDraws) -> None:
+def test_what_draws_nothing_is_not_reported(threads: ThreadSampleRng) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         threads.call(b"", b"i1", lambda: torch.nn.functional.dropout(torch.ones(9), training=False))
@@ -204,7 +206,7 @@ def test_what_draws_nothing_is_not_reported(threads: ThreadDraws) -> None:
 
 def test_what_the_loop_draws_meanwhile_is_its_own_and_is_not_reported() -> None:
     """The loop draws while a sample is being made: what it would draw without a loader."""
-    draws = ThreadDraws(Origin(1), 0)
+    draws = ThreadSampleRng(Origin(1), 0)
     draws.prepare()
     begun, done = threading.Event(), threading.Event()
     found: list[Any] = []
@@ -253,7 +255,7 @@ def test_everything_is_as_it_was_when_the_last_is_gone() -> None:
     gc.collect()
     assert installation._count == 0
     before = attributes()
-    one, other = ThreadDraws(Origin(1), 0), ThreadDraws(Origin(2), 0)
+    one, other = ThreadSampleRng(Origin(1), 0), ThreadSampleRng(Origin(2), 0)
     one.prepare()
     other.prepare()
     assert random.random is not before[0][dir(random).index("random")]
@@ -267,7 +269,7 @@ def test_everything_is_as_it_was_when_the_last_is_gone() -> None:
 
 def test_functions_that_were_taken_meanwhile_serve_for_ever() -> None:
     """A module that a sample imports may take them, and a thread may be in one at that moment."""
-    draws = ThreadDraws(Origin(1), 0)
+    draws = ThreadSampleRng(Origin(1), 0)
     draws.prepare()
     kept = random.random, random.getrandbits, random.seed, random.getstate, random.setstate
     kept_rand = np.random.rand
@@ -305,7 +307,7 @@ def test_a_loader_leaves_nothing_behind() -> None:
 
 
 def test_what_somebody_else_replaced_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    draws = ThreadDraws(Origin(1), 0)
+    draws = ThreadSampleRng(Origin(1), 0)
     draws.prepare()
     before = np.random.rand
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridloader._support.errors import Failure, ShardLost, TooManyErrors, twin
 from hybridloader._support.text import cell, table
-from hybridloader.fetching.on_error.outcome import Miss
+from hybridloader.fetching.on_error.outcome import FailureRecord
 from hybridloader.fetching.on_error.places import LeftOut, beside
 from hybridloader.fetching.on_error.policies import LEAST, Policy, Skip, final
 
@@ -77,7 +77,7 @@ class Register:
         self.records = []
 
 
-class Losses:
+class ErrorBudget:
     """What one stage has lost in one pass.
 
     Parameters
@@ -126,7 +126,7 @@ class Losses:
         # The rest of a shard is more than one sample, and nobody has tried it.
         return self.skips and not isinstance(failure.exception, ShardLost)
 
-    def take(self, tried: int, misses: Iterable[Miss], worker: int | None) -> None:
+    def take(self, tried: int, misses: Iterable[FailureRecord], worker: int | None) -> None:
         """So many samples were tried, of which these failed.
 
         Raises
@@ -138,7 +138,7 @@ class Losses:
         if self._note(tried, misses, worker):
             raise beside(self._too_many())
 
-    def leave_out(self, miss: Miss, worker: int | None) -> None:
+    def leave_out(self, miss: FailureRecord, worker: int | None) -> None:
         """Record a sample that was tried, failed, and is left out.
 
         Raises
@@ -153,7 +153,7 @@ class Losses:
         if self.gaps:
             raise LeftOut
 
-    def _note(self, tried: int, misses: Iterable[Miss], worker: int | None) -> bool:
+    def _note(self, tried: int, misses: Iterable[FailureRecord], worker: int | None) -> bool:
         """Count `tried` samples, record `misses`, and tell whether these exceed the budget."""
         self.tried += tried
         before = len(self.records)
@@ -170,7 +170,7 @@ class Losses:
             return self._budget
         return int(self._budget * max(self.tried, LEAST) + 1e-9)  # 0.07 * 100 is 7.000000000000001
 
-    def _record(self, miss: Miss, worker: int | None) -> None:
+    def _record(self, miss: FailureRecord, worker: int | None) -> None:
         text = ""
         if len(self.records) < _TRACEBACKS:
             text = text_of(miss.failure)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybridloader._support.errors import Raised
-from hybridloader.fetching.on_error.error_budget import Losses
+from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.outcome import Note
 
 
@@ -31,7 +31,7 @@ class InPlace(Iterator[Any]):
         Notes and errors that wait, each with its place among all results so far and the worker.
     """
 
-    def __init__(self, losses: Losses | None, where: Callable[[str, int | None], str]) -> None:
+    def __init__(self, losses: ErrorBudget | None, where: Callable[[str, int | None], str]) -> None:
         self._losses, self._where = losses, where
         # All the mutable state:
         self.results: deque[Any] = deque()

@@ -21,7 +21,7 @@ Opened = list[tuple[str, Callable[[Any], Any]]]
 """Kinds of steps, and their functions as one worker calls them."""
 
 
-class Loop:
+class ItemLoop:
     """The steps of a piece of work, for one worker.
 
     Parameters

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hybridloader._support.errors import Failure
 
 
-class Miss(NamedTuple):
+class FailureRecord(NamedTuple):
     """A sample that failed, on its way from the worker.
 
     Attributes
@@ -50,7 +50,7 @@ class Note(NamedTuple):
 
     position: int
     tried: int
-    misses: Sequence[Miss]
+    misses: Sequence[FailureRecord]
     item: str | None = None
 
 
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
     """
 
     tried: int
-    misses: Sequence[Miss] = ()
+    misses: Sequence[FailureRecord] = ()
     short: Sequence[Any] | None = None
     wanted: int = 0
 
@@ -81,14 +81,14 @@ Attempt = tuple[Any, Outcome]
 
 
 def short(
-    indices: Sequence[Any], samples: list[Any], misses: Sequence[Miss], wanted: int
+    indices: Sequence[Any], samples: list[Any], misses: Sequence[FailureRecord], wanted: int
 ) -> Attempt:
     """Return what is left of a batch of which samples failed."""
     return samples, Outcome(len(samples) + len(misses), misses, indices, wanted)
 
 
 def all_lost(
-    indices: Sequence[Any], error: Exception, misses: Sequence[Miss], wanted: int
+    indices: Sequence[Any], error: Exception, misses: Sequence[FailureRecord], wanted: int
 ) -> Attempt:
     """Return what is told of a batch that can't be had, because of `error`.
 
@@ -101,5 +101,5 @@ def all_lost(
     wanted
         Samples that it should have had.
     """
-    batch = [Miss(index, place, Failure(error)) for place, index in enumerate(indices)]
+    batch = [FailureRecord(index, place, Failure(error)) for place, index in enumerate(indices)]
     return short([], [], sorted([*misses, *batch], key=lambda miss: miss.position), wanted)

@@ -11,7 +11,7 @@ from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Fetcher, TaskContext
 from hybridloader.fetching.fetch import GivenUp
 from hybridloader.fetching.on_error.attempts import Guard
-from hybridloader.fetching.on_error.outcome import Miss, Note
+from hybridloader.fetching.on_error.outcome import FailureRecord, Note
 
 
 class Tally:
@@ -41,7 +41,7 @@ class Tally:
         self.notes: list[Note] = []
 
     @property
-    def misses(self) -> list[Miss]:
+    def misses(self) -> list[FailureRecord]:
         """Failures, in order."""
         return [miss for note in self.notes for miss in note.misses]
 
@@ -88,7 +88,7 @@ class Tally:
             shown = brief(index if self._what is None else self._what)
             index = index if type(index) in (int, str) else shown
             item = None if replaced else shown
-        miss = Miss(index, place, Failure(error), replaced)
+        miss = FailureRecord(index, place, Failure(error), replaced)
         self.notes.append(Note(place, 0 if replaced else 1, [miss], item))
 
     def extend(self, results: Iterable[Any], notes: Iterable[Note]) -> None:

@@ -27,13 +27,13 @@ from hybridloader.fetching.fetch import (
 )
 from hybridloader.fetching.gather import Odd, gatherer
 from hybridloader.fetching.on_error.attempts import Guard
-from hybridloader.fetching.on_error.item_loop import Loop
-from hybridloader.fetching.on_error.outcome import Attempt, Miss, Outcome, all_lost, short
+from hybridloader.fetching.on_error.item_loop import ItemLoop
+from hybridloader.fetching.on_error.outcome import Attempt, FailureRecord, Outcome, all_lost, short
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.tally import Tally
 
 
-class GuardedMap(Fetcher):
+class TolerantBatchFetcher(Fetcher):
     """The fetcher of a `MapFetch` under a policy.
 
     Parameters
@@ -62,7 +62,7 @@ class GuardedMap(Fetcher):
             policy = draws.policy(policy)
         self._skips = (guard := Guard(policy, context)).skips
         spread = spread if one_by_one(self._dataset) else None
-        self._loop = Loop([("map", one)], guard, context, spread, batch=True)
+        self._loop = ItemLoop([("map", one)], guard, context, spread, batch=True)
         # All the mutable state: what the last task was for.
         self._indices: Sequence[Any] = ()
 
@@ -117,7 +117,9 @@ class GuardedMap(Fetcher):
             return None
         return self._collated(indices, samples, [])
 
-    def _collated(self, indices: Sequence[Any], samples: Any, misses: list[Miss]) -> Attempt:
+    def _collated(
+        self, indices: Sequence[Any], samples: Any, misses: list[FailureRecord]
+    ) -> Attempt:
         """`samples`, as a batch; if that can't be made, the whole of it is lost."""
         tried = len(indices)
         if misses:

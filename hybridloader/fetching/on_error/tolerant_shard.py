@@ -13,15 +13,15 @@ from hybridloader._support.errors import ShardLost, no_stop
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, TaskContext
 from hybridloader.fetching.fetch import GivenUp, IterableFetch
 from hybridloader.fetching.on_error.attempts import Guard
-from hybridloader.fetching.on_error.outcome import Attempt, Miss, Outcome, all_lost, short
+from hybridloader.fetching.on_error.outcome import Attempt, FailureRecord, Outcome, all_lost, short
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.tally import Tally
-from hybridloader.fetching.shard import Shard
+from hybridloader.fetching.shard import ShardFetcher
 from hybridloader.rng.sample_rng import innermost
 
 
-class GuardedShard(Shard):
+class TolerantShardFetcher(ShardFetcher):
     """The fetcher of an `IterableFetch` under a policy. A sample is known by its number."""
 
     def __init__(
@@ -30,7 +30,7 @@ class GuardedShard(Shard):
         super().__init__(fetch, samples, context)
         if context.draws is not None:
             policy = context.draws.policy(policy)
-        self._source = GuardedIterator(samples, policy, context, self)
+        self._source = TolerantIterator(samples, policy, context, self)
         # All the mutable state: what the last task gave, and why there will be no more.
         self._numbers: list[int] = []
         self._lost: ShardLost | None = None
@@ -77,7 +77,7 @@ class GuardedShard(Shard):
         super().close()
         self._source.close()
 
-    def _nothing(self, misses: list[Miss]) -> Attempt:
+    def _nothing(self, misses: list[FailureRecord]) -> Attempt:
         if misses:
             return short([], [], misses, 0)
         if self._lost is not None:
@@ -95,7 +95,7 @@ class GuardedShard(Shard):
         return value
 
 
-class GuardedIterator:
+class TolerantIterator:
     """Draws from an iterator that may raise and go on, which a generator does not.
 
     Parameters

@@ -9,7 +9,14 @@ from hybridloader._support.text import table
 from hybridloader.pipeline.operators.base import Length, Operator
 from hybridloader.pipeline.operators.split import Branch
 from hybridloader.pipeline.operators.work import of_length
-from hybridloader.pipeline.running.plan import Handover, Inline, Node, Single, Workers, lay_out
+from hybridloader.pipeline.running.plan import (
+    InlineNode,
+    Node,
+    OperatorNode,
+    RelayNode,
+    WorkerNode,
+    lay_out,
+)
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.pipeline import Pipeline
@@ -28,12 +35,12 @@ def _rows(pipeline: Pipeline, indent: str, forks: dict[int, int], taker: str) ->
     nodes = lay_out(pipeline)
     length: Length = None
     for at, node in enumerate(nodes):
-        if isinstance(node, Handover):
+        if isinstance(node, RelayNode):
             if node.depth is not None:
                 yield f"{indent}{node.name}", "a thread of its own", "", of_length(length)
             continue
         where = _puller(nodes, at, taker)
-        if isinstance(node, Single):
+        if isinstance(node, OperatorNode):
             yield from _branches(node.operator, indent, forks, where)
             length = node.operator.length(length)
             name = node.operator.describe()
@@ -44,7 +51,7 @@ def _rows(pipeline: Pipeline, indent: str, forks: dict[int, int], taker: str) ->
             continue
         for work in node.works:
             length = work.length(length)
-        if isinstance(node, Inline):
+        if isinstance(node, InlineNode):
             yield f"{indent}{node.name}", where, "", of_length(length)
         else:
             where = f"{_backend(node)} x {node.placement.num_workers}"
@@ -67,19 +74,19 @@ def _branches(operator: Operator, indent: str, forks: dict[int, int], taker: str
 def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
     """Who runs a step that has no workers."""
     for node in nodes[at + 1 :]:
-        if isinstance(node, Handover):
+        if isinstance(node, RelayNode):
             return "a thread of its own"
-        if isinstance(node, Workers):
+        if isinstance(node, WorkerNode):
             return "with the next step"
     return taker
 
 
-def _backend(node: Workers) -> str:
+def _backend(node: WorkerNode) -> str:
     assert node.placement.backend is not None
     return node.placement.backend.name
 
 
-def _options(node: Workers) -> Iterator[str]:
+def _options(node: WorkerNode) -> Iterator[str]:
     placement = node.placement
     if placement.threads_per_worker > 1:
         yield f"{placement.threads_per_worker} threads in each"
@@ -115,14 +122,14 @@ class _Picture:
         """Draw one line; its last box, and the arrow that leaves it."""
         before, arrow = "", "-->"
         for node in lay_out(pipeline):
-            if isinstance(node, Handover) and node.depth is None:
+            if isinstance(node, RelayNode) and node.depth is None:
                 arrow = "-. relay .->"
                 continue
-            if isinstance(node, Single) and isinstance(node.operator, Branch):
+            if isinstance(node, OperatorNode) and isinstance(node.operator, Branch):
                 before, arrow = self._trunk(node.operator)
                 continue
             sources = [(before, arrow)] if before else []
-            if isinstance(node, Single):
+            if isinstance(node, OperatorNode):
                 sources += [self.draw(branch) for branch in node.operator.branches()]
             name = f"n{len(self.boxes)}"
             self.boxes.append(f"    {name}{_box(node)}")
@@ -139,10 +146,10 @@ class _Picture:
 
 
 def _box(node: Node) -> str:
-    if isinstance(node, Workers):
+    if isinstance(node, WorkerNode):
         where = f"{_backend(node)} x {node.placement.num_workers}"
         return f'["{_safe(node.name)}<br/>{where}"]'
-    if isinstance(node, Single):
+    if isinstance(node, OperatorNode):
         return f'("{_safe(node.operator.describe())}")'
     return f'("{_safe(node.name)}")'
 

@@ -9,17 +9,17 @@ from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed, NotReady, WorkerTimeout
 from hybridloader.engine.contract import Payload
 from hybridloader.engine.diagnosis import name_of
-from hybridloader.engine.feed import Portions, is_sealed
+from hybridloader.engine.feed import TaskBatching, is_sealed
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.engine.scheduler import ACTIVE, Scheduler
 from hybridloader.engine.stage import Stage
-from hybridloader.fetching.on_error.error_budget import Losses
+from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.in_place import InPlace
 from hybridloader.fetching.on_error.outcome import Note
 from hybridloader.fetching.on_error.places import alike
-from hybridloader.pipeline.running.stage_metrics import Books
+from hybridloader.pipeline.running.stage_metrics import StageMetrics
 
 _NO_RESULT = (*FINAL, NotReady, WorkerTimeout)
 """Errors of a stage that are not raised in the place of a result."""
@@ -31,9 +31,9 @@ class Depth:
 
     def __init__(self, relay: Relay, least: int) -> None:
         self._relay, self._least = relay, least
-        self._around: list[Portions] = []
+        self._around: list[TaskBatching] = []
 
-    def follow(self, portions: Portions) -> None:
+    def follow(self, portions: TaskBatching) -> None:
         """From now on, `portions` matter too."""
         self._around.append(portions)
         self.adjust()
@@ -64,10 +64,10 @@ class StageItems(Iterator[Any]):
     def __init__(
         self,
         stage: Stage,
-        books: Books,
+        books: StageMetrics,
         items: Iterator[Any],
-        portions: Portions,
-        losses: Losses | None = None,
+        portions: TaskBatching,
+        losses: ErrorBudget | None = None,
     ) -> None:
         self._stage, self.books, self._items, self._losses = stage, books, items, losses
         self.portions = portions
@@ -165,7 +165,9 @@ class ReaderItems(Iterator[Any]):
     AT_HAND = 2
     """Tasks of one reader that may be under way or wait."""
 
-    def __init__(self, stage: Stage, books: Books, losses: Losses | None = None) -> None:
+    def __init__(
+        self, stage: Stage, books: StageMetrics, losses: ErrorBudget | None = None
+    ) -> None:
         self._stage, self.books, self._losses = stage, books, losses
         # All the mutable state:
         self._epoch = 0

@@ -14,12 +14,12 @@ from hybridloader._support.errors import IteratorClosed
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.fetching.item_steps import Step
 from hybridloader.fetching.on_error.attempts import Guard
-from hybridloader.fetching.on_error.error_budget import Losses
+from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.in_place import InPlace
-from hybridloader.fetching.on_error.item_loop import Loop
+from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.tally import Tally
-from hybridloader.rng.sample_rng import Draws
+from hybridloader.rng.sample_rng import SampleRng
 
 
 class InlineItems(Iterator[Any]):
@@ -49,9 +49,9 @@ class InlineItems(Iterator[Any]):
         step: Step,
         stage: str,
         left: TaskContext,
-        draws: Draws | None = None,
+        draws: SampleRng | None = None,
         policy: Policy | None = None,
-        losses: Losses | None = None,
+        losses: ErrorBudget | None = None,
     ) -> None:
         self._items, self._stage, self._left, self._losses = items, stage, left, losses
         self._pull = items.__next__
@@ -67,7 +67,7 @@ class InlineItems(Iterator[Any]):
             context = FollowingContext(left, draws)
         guard = Guard(policy, left)
         opened = step.open(context, policy)
-        self._loop = Loop([opened], guard, left)
+        self._loop = ItemLoop([opened], guard, left)
         self._kind, self._function = opened
         # An iterable of a function may be long, or endless, so it is not read before it is asked for.
         if self._kind == "batch" or (self._kind == "flat_map" and guard.acts):

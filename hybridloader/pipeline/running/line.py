@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import add_note
 from hybridloader._support.native_threads import one_thread_on_this_thread
-from hybridloader.engine.feed import Portions
+from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.pipeline.operators.base import Operator, Source, Upstream
 from hybridloader.pipeline.operators.counting import leaves_out
@@ -31,14 +31,14 @@ from hybridloader.pipeline.running.flow import (
 )
 from hybridloader.pipeline.running.inline_items import InlineItems
 from hybridloader.pipeline.running.passes import Pass, Start
-from hybridloader.pipeline.running.plan import Handover, Inline, Node, Single, Workers
+from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 from hybridloader.pipeline.running.run_position import Path, before, number_of, passes_one_by_one
 
 if TYPE_CHECKING:
     from hybridloader.engine.refresh import Change
-    from hybridloader.fetching.on_error.error_budget import Losses
+    from hybridloader.fetching.on_error.error_budget import ErrorBudget
     from hybridloader.pipeline.running.machine import Machine
-    from hybridloader.pipeline.running.running_stages import Station
+    from hybridloader.pipeline.running.running_stages import RunningStage
 
 
 Opening = Generator[tuple[int, Start], Iterator[Any], Iterator[Any]]
@@ -92,7 +92,7 @@ class Line:
     def _opening(self, at: int, start: Start) -> Opening:
         """Open the node number `at`, as `_open` does."""
         node = self._nodes[at]
-        if isinstance(node, Single):
+        if isinstance(node, OperatorNode):
             return (yield from self._open_single(at, start))
         raised = bool(self._run.trail.start.raised)
         if not start.items or passes_one_by_one(node, raised):
@@ -103,18 +103,18 @@ class Line:
     def _open_node(self, at: int, start: Start) -> Opening:
         """The same, if what comes before is to begin behind as many items."""
         node = self._nodes[at]
-        if isinstance(node, Workers) and node.reads:
+        if isinstance(node, WorkerNode) and node.reads:
             return self._open_readers(at)
-        if isinstance(node, Workers):
+        if isinstance(node, WorkerNode):
             return (yield from self._open_stage(at, start))
         items = yield at - 1, start
-        if isinstance(node, Inline):
+        if isinstance(node, InlineNode):
             return self._open_inline(node, at, items, start)
-        assert isinstance(node, Handover)
+        assert isinstance(node, RelayNode)
         return self._open_relay(node, (*self._path, at), items)
 
     def _open_inline(
-        self, node: Inline, at: int, items: Iterator[Any], start: Start
+        self, node: InlineNode, at: int, items: Iterator[Any], start: Start
     ) -> Iterator[Any]:
         run, stations = self._run, self._machine.stations
         if node.placement.worker_init_fn is not None:
@@ -134,7 +134,7 @@ class Line:
 
     def _open_single(self, at: int, start: Start) -> Opening:
         node, run, path = self._nodes[at], self._run, self._path
-        assert isinstance(node, Single)
+        assert isinstance(node, OperatorNode)
         operator, number = node.operator, number_of(self._nodes, at)
         saved = run.trail.saved(path, number, run.epoch)
         raised = bool(run.trail.start.raised)
@@ -161,7 +161,7 @@ class Line:
             items = Fragile(items, node.name)
         return run.without(items, first, node.name)
 
-    def _open_relay(self, node: Handover, where: Path, items: Iterator[Any]) -> Iterator[Any]:
+    def _open_relay(self, node: RelayNode, where: Path, items: Iterator[Any]) -> Iterator[Any]:
         machine = self._machine
         name = f"hybridloader-{node.what or node.name}"
         pinner = machine.pinner_of(node)
@@ -210,10 +210,12 @@ class Line:
 
         return upstream
 
-    def _station(self, at: int) -> tuple[Workers, Station, tuple[Change, ...], Losses | None]:
+    def _station(
+        self, at: int
+    ) -> tuple[WorkerNode, RunningStage, tuple[Change, ...], ErrorBudget | None]:
         """Return the stage at number `at` as it begins this pass."""
         node, path, machine = self._nodes[at], self._path, self._machine
-        assert isinstance(node, Workers)
+        assert isinstance(node, WorkerNode)
         station = machine.stations.of((*path, at), node)
         changes = station.watch.changes() if station.watch is not None and station.begun else ()
         station.begun = True
@@ -235,9 +237,9 @@ class Line:
         stage, books = station.stage, station.books
         items = yield at - 1, start
         stage_before = nodes[at - 2] if at > 1 else None
-        portions = Portions(
+        portions = TaskBatching(
             items,
-            sealed=isinstance(stage_before, Workers) and stage_before.sealed,
+            sealed=isinstance(stage_before, WorkerNode) and stage_before.sealed,
             least=node.placement.threads_per_worker,
             # What is counted in bytes is counted item by item.
             most=1 if node.placement.buffer_bytes else node.placement.prefetch,

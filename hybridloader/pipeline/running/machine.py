@@ -29,11 +29,18 @@ from hybridloader.pipeline.operators.sources import Indices
 from hybridloader.pipeline.running.flow import Depth, StageItems
 from hybridloader.pipeline.running.line import Line
 from hybridloader.pipeline.running.passes import Pass, Start
-from hybridloader.pipeline.running.plan import Handover, Node, Single, Workers, lay_out, passes_on
-from hybridloader.pipeline.running.relay_metrics import Feeder
-from hybridloader.pipeline.running.run_position import Layout, Trail
+from hybridloader.pipeline.running.plan import (
+    Node,
+    OperatorNode,
+    RelayNode,
+    WorkerNode,
+    lay_out,
+    passes_on,
+)
+from hybridloader.pipeline.running.relay_metrics import RelayMetrics
+from hybridloader.pipeline.running.run_position import Layout, RunPosition
 from hybridloader.pipeline.running.run_position import Path as Path
-from hybridloader.pipeline.running.running_stages import Stations
+from hybridloader.pipeline.running.running_stages import RunningStages
 from hybridloader.pipeline.running.state import Position, descriptions
 from hybridloader.pipeline.running.validation import check, forks_in_rows
 
@@ -93,10 +100,10 @@ class Machine:
         self._lines: dict[int, tuple[Node, ...]] = {}  # by the identity of their pipeline
         self._nodes_at: dict[Path, tuple[Node, ...]] = {}  # by the path of the line
         # All the mutable state:
-        self.stations = Stations(self.seed, self.closed)
+        self.stations = RunningStages(self.seed, self.closed)
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, Relay] = {}
-        self.feeders: dict[Path, Feeder] = {}
+        self.feeders: dict[Path, RelayMetrics] = {}
         self.depths: dict[Path, Depth] = {}  # of relays
         self.behind: dict[Path, StageItems] = {}  # what is right before a relay
         self._forks: dict[int, Path] = {}  # by the identity of the fork
@@ -113,7 +120,7 @@ class Machine:
 
     # -- building ------------------------------------------------------------------------------------
 
-    def begin(self, epoch: int, trail: Trail) -> Iterator[Any]:
+    def begin(self, epoch: int, trail: RunPosition) -> Iterator[Any]:
         """Make the iterators of one epoch, and start them. What is left of another is broken off."""
         self.break_off()
         self.left = TaskContext()
@@ -127,14 +134,14 @@ class Machine:
         nodes = self._nodes_at[path] = self._line(pipeline)
         return Line(self, nodes, path, run).open(len(nodes) - 1, start)
 
-    def add_relay(self, node: Handover, where: Path, relay: Relay) -> None:
+    def add_relay(self, node: RelayNode, where: Path, relay: Relay) -> None:
         """Take charge of a relay, which takes the place of the one before it."""
         with self._ending:
             if self.closed.cancelled:
                 raise IteratorClosed("the pipeline was closed")
             before = self.relays.get(where)
             self.relays[where] = relay
-        feeder = self.feeders.setdefault(where, Feeder(node))
+        feeder = self.feeders.setdefault(where, RelayMetrics(node))
         feeder.follow(before, relay)
 
     # -- stages ----------------------------------------------------------------------------------------
@@ -146,28 +153,28 @@ class Machine:
             self.stations.number(found)
         return found
 
-    def _needed(self, pipeline: Pipeline, path: Path) -> Iterator[tuple[Path, Workers]]:
+    def _needed(self, pipeline: Pipeline, path: Path) -> Iterator[tuple[Path, WorkerNode]]:
         """The stages that will run, from the end back to the first thing that is cached."""
         nodes = self._line(pipeline)
         locks: PageLocks | None = None  # of the device that reads what the node gives as it is
         for at in reversed(range(len(nodes))):
             node, place = nodes[at], (*path, at)
-            if isinstance(node, Handover) and node.operator is not None:
+            if isinstance(node, RelayNode) and node.operator is not None:
                 pinner = self.pinner_of(node)
                 locks = None if pinner is None else pinner.locks
             elif locks is not None and not passes_on(node):
                 self.stations.locks[place] = locks
                 locks = None
-            if isinstance(node, Workers):
+            if isinstance(node, WorkerNode):
                 yield place, node
-            elif isinstance(node, Single):
+            elif isinstance(node, OperatorNode):
                 if isinstance(node.operator, Cache) and node.operator.ready():
                     return
                 for number, branch in enumerate(node.operator.branches()):
                     inner = self.path_of(node.operator, place, number)
                     yield from self._needed(branch, inner)
 
-    def pinner_of(self, node: Handover) -> Pinner | None:
+    def pinner_of(self, node: RelayNode) -> Pinner | None:
         """What its thread handles items with: made once, for the device that was current then."""
         if node.operator is None:
             return None
@@ -187,7 +194,7 @@ class Machine:
         From torch's default generator, right behind the seed of the run, as torch's loader does.
         """
         for at, node in enumerate(self._line(pipeline)):
-            operator = node.operator if isinstance(node, Single) else None
+            operator = node.operator if isinstance(node, OperatorNode) else None
             if isinstance(operator, Indices) and operator.draws(self.seeded):
                 self._draws.setdefault(_name_of(path), drawn() - epoch)
             elif operator is not None:
@@ -327,7 +334,7 @@ def drawn() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
-def _start_order(node: Workers) -> int:
+def _start_order(node: WorkerNode) -> int:
     """Processes that may be forked come before those that start fresh, and before threads."""
     backend = node.placement.backend
     assert backend is not None

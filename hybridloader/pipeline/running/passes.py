@@ -13,7 +13,7 @@ from hybridloader._support.errors import StateError
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.pipeline.operators.base import Mark, Operator
 from hybridloader.pipeline.running.dropping import Dropping
-from hybridloader.pipeline.running.run_position import Path, Trail
+from hybridloader.pipeline.running.run_position import Path, RunPosition
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
@@ -58,7 +58,7 @@ class Pass:
     def __init__(
         self,
         machine: Machine,
-        trail: Trail,
+        trail: RunPosition,
         path: Path,
         epoch: int,
         shared: dict[Any, Any],

@@ -32,7 +32,7 @@ AHEAD = 2
 
 
 @dataclass(frozen=True)
-class Single:
+class OperatorNode:
     """An operator that is run by whoever pulls it."""
 
     operator: Operator
@@ -43,7 +43,7 @@ class Single:
 
 
 @dataclass(frozen=True)
-class Inline:
+class InlineNode:
     """Functions that are called by whoever pulls them."""
 
     works: tuple[Work, ...]
@@ -55,7 +55,7 @@ class Inline:
 
 
 @dataclass(frozen=True)
-class Workers:
+class WorkerNode:
     """Functions, or readers, that run on workers of their own.
 
     Attributes
@@ -89,7 +89,7 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class Handover:
+class RelayNode:
     """A relay: what is before it runs on a thread of its own.
 
     Attributes
@@ -119,7 +119,7 @@ class Handover:
         return self.operator is not None and self.operator.moves
 
 
-Node = Single | Inline | Workers | Handover
+Node = OperatorNode | InlineNode | WorkerNode | RelayNode
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _laid(pipeline: Pipeline) -> _Laid:
     if found is None:
         nodes = _nodes_of(pipeline)
         live = any(
-            isinstance(node, (Workers, Handover)) or _has_live_branch(node) for node in nodes
+            isinstance(node, (WorkerNode, RelayNode)) or _has_live_branch(node) for node in nodes
         )
         found = known[id(pipeline)] = _Laid(nodes, _state(list(nodes)) == "quick", live)
     return found
@@ -204,30 +204,32 @@ def _nodes_of(pipeline: Pipeline) -> tuple[Node, ...]:
     nodes: list[Node] = []
     for node in _grouped(_with_shards_first(pipeline.operators)):
         state = _state(nodes)
-        if isinstance(node, Workers) and not node.reads and state in ("slow", "stage"):
+        if isinstance(node, WorkerNode) and not node.reads and state in ("slow", "stage"):
             nodes.append(_relay_behind(nodes[-1]))
-        if isinstance(node, Handover):
+        if isinstance(node, RelayNode):
             if node.operator is not None and state == "stage" and _runs_ahead(nodes[-1]):
                 nodes.append(_relay_behind(nodes[-1]))
             before = nodes[-1]
-            if node.operator is None and isinstance(before, Handover) and before.operator is None:
+            if node.operator is None and isinstance(before, RelayNode) and before.operator is None:
                 nodes.pop()
-        nodes.append(_usable(node) if isinstance(node, Workers) else node)
+        nodes.append(_usable(node) if isinstance(node, WorkerNode) else node)
     if _needs_relay_at_end(nodes):
         nodes.append(_relay_behind(nodes[-1]))
     return tuple(_sealed(nodes))
 
 
-def _usable(node: Workers) -> Workers:
+def _usable(node: WorkerNode) -> WorkerNode:
     assert node.placement.backend is not None
     return replace(node, placement=replace(node.placement, backend=usable(node.placement.backend)))
 
 
-def _relay_behind(node: Node) -> Handover:
+def _relay_behind(node: Node) -> RelayNode:
     ready = None
-    if isinstance(node, Workers) and not node.placement.buffer_bytes:  # the relay counts no bytes
+    if (
+        isinstance(node, WorkerNode) and not node.placement.buffer_bytes
+    ):  # the relay counts no bytes
         ready = node.placement.prefetch
-    return Handover(node.name, least=max(AHEAD, ready or 0))
+    return RelayNode(node.name, least=max(AHEAD, ready or 0))
 
 
 def _with_shards_first(operators: tuple[Operator, ...]) -> list[Operator]:
@@ -270,11 +272,11 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
             yield _group(group, shared)
             group = []
         if isinstance(operator, PinMemory):
-            yield Handover(operator.name, operator.prefetch, operator=operator)
+            yield RelayNode(operator.name, operator.prefetch, operator=operator)
         elif isinstance(operator, Prefetch):
-            yield Handover("", operator.count)
+            yield RelayNode("", operator.count)
         else:
-            yield Single(operator)
+            yield OperatorNode(operator)
     if group:
         yield _group(group, shared)
 
@@ -290,8 +292,8 @@ def _counts(group: list[Work | Readers]) -> bool:
 
 def _group(works: list[Work | Readers], placement: Placement) -> Node:
     if placement.inline and not isinstance(works[0], Readers):
-        return Inline(tuple(work for work in works if isinstance(work, Work)), placement)
-    return Workers(tuple(works), placement)
+        return InlineNode(tuple(work for work in works if isinstance(work, Work)), placement)
+    return WorkerNode(tuple(works), placement)
 
 
 def _fusible(one: Placement, other: Placement) -> bool:
@@ -308,9 +310,9 @@ def _state(nodes: list[Node]) -> str:
     """What it means to pull the last of `nodes`: quick, a relay, slow, or a stage."""
     state = "quick"
     for node in nodes:
-        if isinstance(node, Handover):
+        if isinstance(node, RelayNode):
             state = "relay"
-        elif isinstance(node, Workers):
+        elif isinstance(node, WorkerNode):
             state = "stage"
         elif state != "quick" or not _is_quick(node):
             state = "slow"
@@ -319,17 +321,17 @@ def _state(nodes: list[Node]) -> str:
 
 def passes_on(node: Node) -> bool:
     """True if items come out of a node in the very memory that they had before it."""
-    return isinstance(node, Handover) or (
-        isinstance(node, Single) and isinstance(node.operator, _CHEAP)
+    return isinstance(node, RelayNode) or (
+        isinstance(node, OperatorNode) and isinstance(node.operator, _CHEAP)
     )
 
 
 def _is_quick(node: Node) -> bool:
-    if isinstance(node, Inline):
+    if isinstance(node, InlineNode):
         first = node.works[0]
         plain = isinstance(first, Lookup) and isinstance(first.function.dataset, _PLAIN)
         return len(node.works) == 1 and plain and not first.function.batched
-    assert isinstance(node, Single)
+    assert isinstance(node, OperatorNode)
     branches = node.operator.branches()
     if branches:
         return all(_laid(branch).quick for branch in branches)
@@ -343,10 +345,10 @@ def _needs_relay_at_end(nodes: list[Node]) -> bool:
     moved items to a device: they are for the thread that takes them.
     """
     state = _state(nodes)
-    if any(isinstance(node, Handover) and node.moves for node in nodes):
+    if any(isinstance(node, RelayNode) and node.moves for node in nodes):
         return False
     if state == "slow":
-        return any(isinstance(node, (Workers, Handover)) for node in nodes) or _has_live_branch(
+        return any(isinstance(node, (WorkerNode, RelayNode)) for node in nodes) or _has_live_branch(
             nodes[0]
         )
     if state != "stage":
@@ -356,12 +358,12 @@ def _needs_relay_at_end(nodes: list[Node]) -> bool:
 
 def _runs_ahead(stage: Node) -> bool:
     """True if a stage was told to keep more at hand than its workers need."""
-    assert isinstance(stage, Workers)
+    assert isinstance(stage, WorkerNode)
     return stage.window > AT_HAND * stage.placement.num_workers
 
 
 def _has_live_branch(node: Node) -> bool:
-    if not isinstance(node, Single):
+    if not isinstance(node, OperatorNode):
         return False
     return any(_laid(branch).live for branch in node.operator.branches())
 
@@ -371,10 +373,10 @@ def _sealed(nodes: list[Node]) -> Iterator[Node]:
     for node, relay, behind in zip(
         nodes, [*nodes[1:], None], [*nodes[2:], None, None], strict=False
     ):
-        plain = isinstance(relay, Handover) and relay.operator is None
-        direct = plain and isinstance(behind, Workers)
-        if direct and isinstance(node, Workers) and not node.reads:
-            assert isinstance(behind, Workers)
+        plain = isinstance(relay, RelayNode) and relay.operator is None
+        direct = plain and isinstance(behind, WorkerNode)
+        if direct and isinstance(node, WorkerNode) and not node.reads:
+            assert isinstance(behind, WorkerNode)
             yield replace(node, sealed=node.forwards and behind.forwards)
         else:
             yield node

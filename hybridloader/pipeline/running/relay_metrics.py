@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 from hybridloader.engine.relay import Relay
-from hybridloader.pipeline.running.plan import Handover
+from hybridloader.pipeline.running.plan import RelayNode
 
 
-class Feeder:
+class RelayMetrics:
     """How long a relay's thread was held up, over all relays that had its place."""
 
-    def __init__(self, node: Handover) -> None:
+    def __init__(self, node: RelayNode) -> None:
         self.node = node
         self.began = time.monotonic()
         self.ended: float | None = None

@@ -14,7 +14,7 @@ from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.pipeline.running.dropping import NO_ITEM
 from hybridloader.pipeline.running.machine import Machine
-from hybridloader.pipeline.running.run_position import Counts, Trail
+from hybridloader.pipeline.running.run_position import Counts, RunPosition
 from hybridloader.pipeline.running.state import Position, checked
 from hybridloader.pipeline.running.statistics import PipelineStats, collect, report
 
@@ -57,7 +57,7 @@ class Run(Iterator[Any]):
         if self._epochs is None:
             self._finalizer = closed_with(self, machine)
         counts, saved = (Counts(), {}) if resumed is None else (resumed.counts, resumed.saved)
-        self._trail = Trail(machine.pipeline, epoch, counts, saved)
+        self._trail = RunPosition(machine.pipeline, epoch, counts, saved)
         self._items: Iterator[Any] = iter(())
         self._left, self._skipped = machine.left, machine.stations.register.records
         if resumed is not None and resumed.finished:
@@ -231,7 +231,7 @@ class Run(Iterator[Any]):
         self.close()
 
 
-def _state(machine: Machine, trail: Trail) -> dict[str, Any]:
+def _state(machine: Machine, trail: RunPosition) -> dict[str, Any]:
     finished = trail.finished
     counts, saved = (trail.counts, {}) if finished else trail.position()
     if counts.given and not finished:
@@ -258,7 +258,7 @@ class Epochs(Iterator[Run]):
         self._first = first
         # All the mutable state:
         self._left, self._next, self._resumed = count, first, resumed
-        self._trail: Trail | None = (
+        self._trail: RunPosition | None = (
             None  # of the run, which is not held: whoever has it may let it go
         )
         if resumed is not None:

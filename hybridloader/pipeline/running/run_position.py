@@ -17,7 +17,7 @@ from hybridloader._support.state_copies import copied
 from hybridloader.pipeline.operators.base import Mark, Operator, Part
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.work import Lookup, Readers, Work
-from hybridloader.pipeline.running.plan import Handover, Inline, Node, Single, Workers
+from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.pipeline import Pipeline
@@ -93,7 +93,7 @@ class _Stop(NamedTuple):
     replayed: bool  # what is behind it can't say what it has had
 
 
-class Trail:
+class RunPosition:
     """What has happened in one run.
 
     Parameters
@@ -201,7 +201,7 @@ class Trail:
         nodes = self.layout.line(pipeline)
         for at in reversed(range(len(nodes))):
             node = nodes[at]
-            if not isinstance(node, Single):
+            if not isinstance(node, OperatorNode):
                 if n and not passes_one_by_one(node, raised):
                     n, replayed = 0, True
                 continue
@@ -276,16 +276,16 @@ def place_of(path: Path, number: int) -> str:
 def number_of(nodes: Sequence[Node], at: int) -> int:
     """The number of an operator in its line, not counting what runs on workers: wherever that is done,
     a seed means the same, and so does a state."""
-    return sum(isinstance(before, Single) for before in nodes[:at])
+    return sum(isinstance(before, OperatorNode) for before in nodes[:at])
 
 
-def passes_one_by_one(node: Inline | Workers | Handover, raised: bool) -> bool:
+def passes_one_by_one(node: InlineNode | WorkerNode | RelayNode, raised: bool) -> bool:
     """True if a node gives one item, or one error, for each that it takes.
 
     Not where errors were `raised` and it seeds items by their numbers: those are of what came through to
     it, and nobody knows which of the errors did not.
     """
-    if isinstance(node, Handover):
+    if isinstance(node, RelayNode):
         return True
     if raised and any(seeds_by_number(work) for work in node.works):
         return False

@@ -18,25 +18,25 @@ from hybridloader.engine.refresh import Watch
 from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.item_steps import WorkFetch
-from hybridloader.fetching.on_error.error_budget import Losses, Register
+from hybridloader.fetching.on_error.error_budget import ErrorBudget, Register
 from hybridloader.fetching.source_reader import ReadersFetch
 from hybridloader.pipeline.operators.work import Lookup, Placement, Readers, Work
 from hybridloader.pipeline.running.flow import ReaderItems
-from hybridloader.pipeline.running.plan import Inline, Node, Workers
+from hybridloader.pipeline.running.plan import InlineNode, Node, WorkerNode
 from hybridloader.pipeline.running.run_position import Path
-from hybridloader.pipeline.running.stage_metrics import Books
+from hybridloader.pipeline.running.stage_metrics import StageMetrics
 from hybridloader.rng.sample_seeds import Origin
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.rng.sample_rng import Draws
+    from hybridloader.rng.sample_rng import SampleRng
 
 
-class Station:
+class RunningStage:
     """A stage that runs, with its books."""
 
     def __init__(
-        self, node: Workers, stage: Stage, books: Books, dataset: Any, counter: Counter
+        self, node: WorkerNode, stage: Stage, books: StageMetrics, dataset: Any, counter: Counter
     ) -> None:
         self.node, self.stage, self.books, self.counter = node, stage, books, counter
         self.watch = None if dataset is None else Watch(dataset)
@@ -44,7 +44,7 @@ class Station:
         self.begun = False
 
 
-class Stations(dict[Path, Station]):
+class RunningStages(dict[Path, RunningStage]):
     """The stages of one machine, by the paths of their nodes.
 
     Parameters
@@ -66,11 +66,14 @@ class Stations(dict[Path, Station]):
     def number(self, nodes: Sequence[Node]) -> None:
         """Give the functions of a line their numbers, by which their seeds are told apart."""
         works = [
-            work for node in nodes if isinstance(node, (Inline, Workers)) for work in node.works
+            work
+            for node in nodes
+            if isinstance(node, (InlineNode, WorkerNode))
+            for work in node.works
         ]
         self._numbers.update((id(work), number) for number, work in enumerate(works))
 
-    def of(self, path: Path, node: Workers) -> Station:
+    def of(self, path: Path, node: WorkerNode) -> RunningStage:
         """The stage of the node at `path`, which is started if it does not run."""
         found = self.get(path)
         if found is not None and not found.stage.closed:
@@ -105,10 +108,10 @@ class Stations(dict[Path, Station]):
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error
         dataset = None if placement.backend.in_process else _dataset(node)
-        station = self[path] = Station(node, stage, books, dataset, counter)
+        station = self[path] = RunningStage(node, stage, books, dataset, counter)
         return station
 
-    def _spec(self, path: Path, node: Workers) -> WorkerSpec:
+    def _spec(self, path: Path, node: WorkerNode) -> WorkerSpec:
         placement = node.placement
         first = node.works[0]
         if isinstance(first, Readers):
@@ -136,35 +139,35 @@ class Stations(dict[Path, Station]):
         stages = tuple(f"{line}/{self._numbers[id(work)]}" for work in works)
         return Origin(self._seed if seed is None else seed, epoch, stages, any_thread=True)
 
-    def draws_of(self, work: Work, line: Path, epoch: int, first: int) -> Draws | None:
+    def draws_of(self, work: Work, line: Path, epoch: int, first: int) -> SampleRng | None:
         """What seeds a function that is called where its results are asked for: on any thread."""
         origin = self._origin(work.placement, line, (work,), epoch)
         if origin is None:
             return None
-        from hybridloader.rng.thread_sample_rng import ThreadDraws
+        from hybridloader.rng.thread_sample_rng import ThreadSampleRng
 
-        draws = ThreadDraws(origin, 0, stage=work.name)
+        draws = ThreadSampleRng(origin, 0, stage=work.name)
         draws.prepare()
         draws.begin_at(first, epoch)
         return draws
 
     def losses(
         self, where: Path, placement: Placement, name: str, epoch: int, *, gaps: bool
-    ) -> Losses | None:
+    ) -> ErrorBudget | None:
         """The account of what one pass of a stage loses; None if errors are raised."""
         if placement.on_error is None:
             return None
-        return Losses(placement.on_error, name, epoch, self.register, where, gaps=gaps)
+        return ErrorBudget(placement.on_error, name, epoch, self.register, where, gaps=gaps)
 
 
-def _books(node: Workers) -> Books:
+def _books(node: WorkerNode) -> StageMetrics:
     placement = node.placement
-    return Books(
+    return StageMetrics(
         placement.num_workers, prefetch=placement.prefetch, buffer_bytes=placement.buffer_bytes
     )
 
 
-def _dataset(node: Workers) -> Any:
+def _dataset(node: WorkerNode) -> Any:
     for work in node.works:
         if isinstance(work, Lookup):
             return work.function.dataset

@@ -26,7 +26,7 @@ class Queue(Protocol):
         """How many."""
 
 
-class Books:
+class StageMetrics:
     """The `Ledger` of a pipeline's stage.
 
     Parameters

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hybridloader._support.text import table
 from hybridloader.engine.diagnosis import workers_table
-from hybridloader.pipeline.running.plan import Handover, Inline, Node, Single, Workers
+from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.running.machine import Machine, Path
@@ -178,15 +178,15 @@ def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
         yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
 
 
-def _label(node: Single | Inline) -> str:
-    return node.operator.describe() if isinstance(node, Single) else node.name
+def _label(node: OperatorNode | InlineNode) -> str:
+    return node.operator.describe() if isinstance(node, OperatorNode) else node.name
 
 
-def _pulled(nodes: Sequence[Node]) -> Iterator[Single | Inline]:
+def _pulled(nodes: Sequence[Node]) -> Iterator[OperatorNode | InlineNode]:
     """What the thread of a relay does itself, the last of `nodes` being next to the relay."""
-    found: list[Single | Inline] = []
+    found: list[OperatorNode | InlineNode] = []
     for node in reversed(nodes):
-        if isinstance(node, (Workers, Handover)):
+        if isinstance(node, (WorkerNode, RelayNode)):
             break
         found.append(node)
     yield from reversed(found)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hybridloader._support.errors import BackendUnavailable
 from hybridloader.pipeline.operators.join import Branch, Zip
 from hybridloader.pipeline.operators.order import Repeat
-from hybridloader.pipeline.running.plan import Handover, Node, Single, Workers, lay_out
+from hybridloader.pipeline.running.plan import Node, OperatorNode, RelayNode, WorkerNode, lay_out
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.pipeline import Pipeline
@@ -56,9 +56,9 @@ def check(pipeline: Pipeline) -> None:
 def _check_devices(pipeline: Pipeline) -> None:
     own = lay_out(pipeline)
     for at, node in enumerate(own):
-        if not (isinstance(node, Handover) and node.moves):
+        if not (isinstance(node, RelayNode) and node.moves):
             continue
-        behind = next((n for n in own[at + 1 :] if isinstance(n, (Workers, Handover))), None)
+        behind = next((n for n in own[at + 1 :] if isinstance(n, (WorkerNode, RelayNode))), None)
         if behind is not None:
             raise ValueError(
                 f"{behind.name} comes behind {node.name}, so another thread than your loop's would take "
@@ -66,7 +66,7 @@ def _check_devices(pipeline: Pipeline) -> None:
             )
     for number, line in enumerate(every_line(pipeline)):
         for node in line:
-            if not isinstance(node, Handover) or node.operator is None:
+            if not isinstance(node, RelayNode) or node.operator is None:
                 continue
             if node.moves and number:
                 raise ValueError(
@@ -114,10 +114,10 @@ def forks_in_rows(pipeline: Pipeline) -> set[int]:
     return found
 
 
-def every_stage(pipeline: Pipeline) -> Iterator[Workers]:
+def every_stage(pipeline: Pipeline) -> Iterator[WorkerNode]:
     """All stages with workers, those of branches included; a fork's own pipeline once."""
     for line in every_line(pipeline):
-        yield from (node for node in line if isinstance(node, Workers))
+        yield from (node for node in line if isinstance(node, WorkerNode))
 
 
 def every_line(pipeline: Pipeline) -> Iterator[tuple[Node, ...]]:
@@ -128,7 +128,7 @@ def every_line(pipeline: Pipeline) -> Iterator[tuple[Node, ...]]:
         line = lay_out(pipeline)
         yield line
         for node in line:
-            if isinstance(node, Single):
+            if isinstance(node, OperatorNode):
                 for inner in node.operator.branches():
                     if id(inner) not in seen:
                         seen.add(id(inner))
