@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import ShippingError
-from hybridloader.engine.contract import Backend, ByReference, Crew, WorkerHandle
+from hybridloader.engine.contract import Backend, Crew, WorkerHandle
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import (
     Begin,
@@ -27,6 +27,7 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.engine.payload import ByReference
 from hybridloader.engine.worker import Worker
 from hybridloader.engine.worker_info import worker_info_set
 from hybridloader.fetching.collate import on_this_thread, teach_torch

@@ -24,8 +24,8 @@ from hybridloader.backends.process.codec import (
 )
 from hybridloader.backends.process.parent_watch import ParentWatch, leave_signals
 from hybridloader.backends.process.postmortem import WorkerSide
-from hybridloader.engine.contract import Payload
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
+from hybridloader.engine.payload import Payload
 from hybridloader.engine.serving import received
 from hybridloader.engine.worker import Worker, run
 from hybridloader.engine.worker_info import set_process_info

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridloader.backends.process.codec import open_packed
-from hybridloader.engine.contract import Payload
+from hybridloader.engine.payload import Payload
 from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import unpack
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import hybridloader
+from hybridloader._support import caller
 
 MOST = 4000
 """Characters at most: the text goes into an exception's message."""
@@ -30,14 +30,17 @@ _OTHER_HEADING = re.compile(r".*\(most recent call first\):")  # e.g. the C stac
 _FRAME = re.compile(r'  File "(?P<path>.*)", line \S+ in (?P<function>.*)')
 _FATAL = "Fatal Python error: "
 
-_BACKENDS = os.path.dirname(os.path.abspath(__file__))
-_CORE = os.path.dirname(os.path.abspath(hybridloader.__file__))
-_PACKAGES = ("buffers", "devices", "faults", "operators", "running", "seeds", "states")
-_OUR_FOLDERS = (_BACKENDS, _CORE, *(os.path.join(_CORE, package) for package in _PACKAGES))
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SUPPORT = os.path.dirname(os.path.abspath(caller.__file__))
+_PACKAGES = ("_support", "devices", "engine", "fetching", "loader", "memory", "pipeline", "rng")
+_OURS = (
+    os.path.join(os.path.dirname(_HERE), ""),
+    *(os.path.join(os.path.dirname(_SUPPORT), package, "") for package in _PACKAGES),
+)
 _WAITING = (threading.__file__, queue.__file__)
 """Where a thread of ours begins, and where it waits when it has nothing to do."""
 
-_LOOP = (os.path.join(_BACKENDS, "child.py"), "main")
+_LOOP = (os.path.join(_HERE, "child.py"), "main")
 """Outside of it is what started the process: in a fork, the whole stack of the training script."""
 
 
@@ -148,7 +151,7 @@ def _is_ours(line: str) -> bool:
     frame = _FRAME.fullmatch(line)
     if frame is None:
         return line.strip() == "<no Python frame>"
-    return os.path.dirname(frame["path"]) in _OUR_FOLDERS or frame["path"] in _WAITING
+    return frame["path"].startswith(_OURS) or frame["path"] in _WAITING
 
 
 def _fitting(lines: list[str], room: int) -> list[str]:

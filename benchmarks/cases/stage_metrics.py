@@ -17,9 +17,9 @@ from benchmarks import timing
 from benchmarks.datasets.plain import nothing
 from benchmarks.datasets.remote import least
 from hybridloader import Pipeline
-from hybridloader.engine.contract import ByReference
 from hybridloader.engine.feed import items_in
 from hybridloader.engine.messages import Done, Result
+from hybridloader.engine.payload import ByReference
 from hybridloader.pipeline.running import running_stages
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
 

@@ -10,8 +10,9 @@ import os
 import sys
 import warnings
 
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BACKENDS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "backends") + os.sep
+"""Beside the package in a checkout, within it where it is installed."""
 _TORCHS = os.path.join("torch", "utils", "data") + os.sep
 
 

@@ -17,7 +17,7 @@ from hybridloader._support.arguments import whole
 from hybridloader._support.attributes import has
 from hybridloader._support.caller import warn
 from hybridloader._support.native_threads import one_thread_on_this_thread
-from hybridloader.devices.accelerator import Accelerator, StreamMark, current, find
+from hybridloader.devices.accelerator import current, find
 from hybridloader.devices.batch_parts import (
     bytes_of,
     can_be_pinned,
@@ -30,6 +30,7 @@ from hybridloader.devices.batch_parts import (
     takes_non_blocking,
     tensors_in,
 )
+from hybridloader.memory.accelerator import Accelerator, StreamMark
 from hybridloader.memory.page_locks import PageLocks
 
 AHEAD = 2

@@ -17,7 +17,7 @@ from hybridloader.memory.sparse import dense_parts
 if TYPE_CHECKING:
     import torch
 
-    from hybridloader.devices.accelerator import StreamMark
+    from hybridloader.memory.accelerator import StreamMark
 
 
 class _Streams(NamedTuple):

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from hybridloader._support.errors import ResultNotSendable as ResultNotSendable
     from hybridloader._support.errors import ShippingError as ShippingError
     from hybridloader.engine.contract import Backend as Backend
-    from hybridloader.engine.contract import ByReference as ByReference
     from hybridloader.engine.contract import Crew as Crew
-    from hybridloader.engine.contract import Payload as Payload
     from hybridloader.engine.contract import WorkerHandle as WorkerHandle
     from hybridloader.engine.fetcher import Fetch as Fetch
     from hybridloader.engine.fetcher import Fetcher as Fetcher
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
     from hybridloader.engine.messages import Stop as Stop
     from hybridloader.engine.messages import Task as Task
     from hybridloader.engine.messages import WorkerSpec as WorkerSpec
+    from hybridloader.engine.payload import ByReference as ByReference
+    from hybridloader.engine.payload import Payload as Payload
     from hybridloader.engine.serving import PackedSpec as PackedSpec
     from hybridloader.engine.serving import Pickled as Pickled
     from hybridloader.engine.serving import dumps as dumps
@@ -49,10 +49,11 @@ __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
         "._support.errors": "BackendUnavailable Failure ResultNotSendable ShippingError",
-        "contract": "Backend ByReference Crew Payload WorkerHandle",
+        "contract": "Backend Crew WorkerHandle",
         "fetcher": "Fetch Fetcher TaskContext",
         "messages": "Begin Done Event Exhausted Exited Failed First Message Ready Stop Task "
         "WorkerSpec",
+        "payload": "ByReference Payload",
         "serving": "PackedSpec Pickled dumps loads process_worker serve thread_worker",
         "worker": "Worker",
     },

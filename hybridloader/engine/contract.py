@@ -39,51 +39,6 @@ _SLICE = 0.2 if sys.platform == "win32" else None
 """Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
 
 
-class Payload:
-    """A result on its way. Exactly one of `open` and `discard` is called, once."""
-
-    __slots__ = ()
-
-    forwardable: ClassVar[bool] = False
-    """True if it may be sent on instead, unopened, as the index of a `Task` for another crew whose
-    backend `forwards`. The worker there is given the value. The payload may be sent again, to another
-    worker of that crew, until the task is answered."""
-
-    count: int | None = None
-    """Number of items, if the worker's value was a list and can be sent on; else None."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, as far as it is known without opening it."""
-        return 0
-
-    def open(self) -> Any:
-        """Give the value. What it raises is reported as the failure of that task alone."""
-        raise NotImplementedError
-
-    def discard(self) -> None:
-        """Free what the payload holds. Never raises."""
-
-
-class ByReference(Payload):
-    """The payload of a worker in this very process: the value itself."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def open(self) -> Any:
-        return self._value
-
-    def peek(self) -> Any:
-        """The value, without taking it."""
-        return self._value
-
-    def discard(self) -> None:
-        self._value = None
-
-
 class WorkerHandle(ABC):
     """Handle of one worker, with the members of `multiprocessing.Process`.
 

@@ -10,15 +10,10 @@ one.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hybridloader._support.cadence import ASKED, Cadence
 from hybridloader._support.state_copies import Frozen, Given, is_stateful, kept, load_into
-
-if TYPE_CHECKING:
-    from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
 
 
 class ShardStart(NamedTuple):
@@ -113,34 +108,6 @@ class DatasetStates:
         if self._samples is not None:
             iterator = kept(self._samples, "the iterator over the dataset", Frozen)
         return ShardStart(dataset=dataset, iterator=iterator, ended=ended)
-
-
-def resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
-    """The fetcher of a worker that goes on. The dataset gets its state first, as in torchdata."""
-    if start.dataset is not None:
-        load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
-    fetcher = fetch.open(None, context)
-    if start.behind and start.iterator is not None:
-        fetcher.resume(start)
-        fetcher = fetch.open(None, context)
-    fetcher.resume(start._replace(iterator=None, ended=False) if start.behind else start)
-    _do_again(fetcher, start.again, context)
-    if fetcher.states is not None and start.stateful and not start.behind:
-        fetcher.states.go_on(start.results_since)
-    return fetcher
-
-
-def _do_again(fetcher: Fetcher, tasks: Sequence[Any], context: TaskContext) -> None:
-    """Do again what was done since the state was taken, to bring the dataset to the same place."""
-    for task in tasks:
-        if context.cancelled:
-            return
-        with suppress(Exception):  # it was a result then, and what raises now does so when asked
-            if context.draws is None:
-                fetcher.fetch(task)
-            else:
-                context.draws.task(fetcher.key, fetcher.fetch, task)
-        context.extras = None
 
 
 def load_iterator(samples: Any, state: Given) -> None:

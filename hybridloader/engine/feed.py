@@ -14,8 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import NotReady
-from hybridloader.engine.contract import Payload
 from hybridloader.engine.messages import Result
+from hybridloader.engine.payload import Payload
 
 TASK_SECONDS = 1e-3
 """What a task of several items is meant to take. Handing one to a process and back costs some 0.1 ms

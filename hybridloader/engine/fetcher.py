@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hybridloader._support.errors import WorkerDied
+
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
-    from hybridloader.fetching.on_error.outcome import Outcome
     from hybridloader.rng.sample_rng import SampleRng
 
 
@@ -64,13 +65,6 @@ class TaskContext:
         else:
             self.extras[name] = value
 
-    @property
-    def outcome(self) -> Outcome:
-        """Outcome of the samples of the task in hand, under a policy of `on_error`."""
-        assert self.extras is not None
-        outcome: Outcome = self.extras["outcome"]
-        return outcome
-
     def take_extras(self) -> dict[str, Any] | None:
         """Return what was put beside the value, and begin with nothing."""
         extras, self.extras = self.extras, None
@@ -105,6 +99,33 @@ class FollowingContext(TaskContext):
     def cancelled(self, value: bool) -> None:
         if value:
             self._other.cancelled = True
+
+
+class GivenUp:
+    """In the place of an index or an item at which worker after worker has died.
+
+    Attributes
+    ----------
+    index
+        What was there.
+    text
+        What is to be said of it.
+    """
+
+    __slots__ = ("index", "text")
+
+    def __init__(self, index: Any, text: str) -> None:
+        self.index, self.text = index, text
+
+    def __reduce__(self) -> Any:
+        return GivenUp, (self.index, self.text)
+
+    def error(self) -> WorkerDied:
+        return WorkerDied(self.text)
+
+
+class Spared(list[Any]):
+    """The indices of a task of which some are `GivenUp`: told from others by its type."""
 
 
 class Fetcher(ABC):

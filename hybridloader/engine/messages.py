@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from hybridloader._support.errors import Failure
-    from hybridloader.engine.contract import Payload
     from hybridloader.engine.dataset_state import ShardStart
     from hybridloader.engine.fetcher import Fetch
+    from hybridloader.engine.payload import Payload
     from hybridloader.engine.refresh import Change
     from hybridloader.rng.sample_seeds import Origin
 

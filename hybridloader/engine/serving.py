@@ -20,9 +20,9 @@ from hybridloader._support.native_threads import (
     one_thread_in_this_process,
     one_thread_on_this_thread,
 )
-from hybridloader.engine.contract import ByReference, Payload
 from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
+from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.worker import Worker, run
 from hybridloader.engine.worker_info import set_process_info, set_worker_info
 from hybridloader.memory.packing import pack, pack_in_band, unpack

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import Failure, NotReady, TaskTimeout, WorkerTimeout, add_note
-from hybridloader.engine.contract import Backend, ByReference
+from hybridloader.engine.contract import Backend
 from hybridloader.engine.feed import Feed, FlowControl, is_sealed, items_in
 from hybridloader.engine.lifecycle import Lifecycle, discard
 from hybridloader.engine.messages import (
@@ -38,6 +38,7 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.engine.payload import ByReference
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, Scheduler, WorkerState, round_robin
 

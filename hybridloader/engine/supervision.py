@@ -16,11 +16,11 @@ from hybridloader._support.errors import TaskTimeout
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_sealed
+from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import Exited, Task
 from hybridloader.engine.restart import Deaths, RestartPolicy
 from hybridloader.engine.scheduler import Scheduler, WorkerState
 from hybridloader.engine.worker_table import START, WorkerTable
-from hybridloader.fetching.fetch import GivenUp, Spared
 
 
 class Supervisor:

@@ -7,18 +7,19 @@ process or in the caller, nor how its messages travel.
 
 from __future__ import annotations
 
+import pickle
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.errors import Failure, ResultNotSendable, no_stop, twin
-from hybridloader.engine.contract import Payload
-from hybridloader.engine.dataset_state import ShardStart, resumed
-from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
+from hybridloader._support.state_copies import load_into
+from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetch, Fetcher, TaskContext
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -32,6 +33,7 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.worker_info import describe
 from hybridloader.rng.sample_rng import SampleRng
@@ -98,7 +100,7 @@ class Worker:
                     spec.init_fn(self.worker)
                 self._initialised = True
                 if spec.starts:
-                    self._fetcher = resumed(spec.fetch, spec.starts[self.worker], self.context)
+                    self._fetcher = _resumed(spec.fetch, spec.starts[self.worker], self.context)
                 else:
                     self._fetcher = spec.fetch.open(None, self.context)
                 if spec.skip:
@@ -266,3 +268,31 @@ def run(worker: Worker, get: Callable[[], Message], report: Callable[[Event], No
             del event  # a batch must not outlive its sending
     finally:
         worker.close()
+
+
+def _resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
+    """The fetcher of a worker that goes on. The dataset gets its state first, as in torchdata."""
+    if start.dataset is not None:
+        load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
+    fetcher = fetch.open(None, context)
+    if start.behind and start.iterator is not None:
+        fetcher.resume(start)
+        fetcher = fetch.open(None, context)
+    fetcher.resume(start._replace(iterator=None, ended=False) if start.behind else start)
+    _do_again(fetcher, start.again, context)
+    if fetcher.states is not None and start.stateful and not start.behind:
+        fetcher.states.go_on(start.results_since)
+    return fetcher
+
+
+def _do_again(fetcher: Fetcher, tasks: Sequence[Any], context: TaskContext) -> None:
+    """Do again what was done since the state was taken, to bring the dataset to the same place."""
+    for task in tasks:
+        if context.cancelled:
+            return
+        with suppress(Exception):  # it was a result then, and what raises now does so when asked
+            if context.draws is None:
+                fetcher.fetch(task)
+            else:
+                context.draws.task(fetcher.key, fetcher.fetch, task)
+        context.extras = None

@@ -18,39 +18,11 @@ from typing import Any, ClassVar
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.datapipes import seed_datapipe
-from hybridloader._support.errors import WorkerDied
 from hybridloader.engine.dataset_state import states_of
-from hybridloader.engine.fetcher import Abandoned, Fetch, Fetcher, TaskContext
+from hybridloader.engine.fetcher import Abandoned, Fetch, Fetcher, GivenUp, Spared, TaskContext
 from hybridloader.fetching.gather import Odd, gatherer
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.rng.sample_seeds import key_of
-
-
-class GivenUp:
-    """In the place of an index or an item at which worker after worker has died.
-
-    Attributes
-    ----------
-    index
-        What was there.
-    text
-        What is to be said of it.
-    """
-
-    __slots__ = ("index", "text")
-
-    def __init__(self, index: Any, text: str) -> None:
-        self.index, self.text = index, text
-
-    def __reduce__(self) -> Any:
-        return GivenUp, (self.index, self.text)
-
-    def error(self) -> WorkerDied:
-        return WorkerDied(self.text)
-
-
-class Spared(list[Any]):
-    """The indices of a task of which some are `GivenUp`: told from others by its type."""
 
 
 class Apart(list[Any]):

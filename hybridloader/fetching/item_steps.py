@@ -13,10 +13,10 @@ from itertools import count
 from typing import Any
 
 from hybridloader._support.attributes import attribute
-from hybridloader.engine.fetcher import Fetch, Fetcher, FollowingContext, TaskContext
+from hybridloader.engine.fetcher import Fetch, Fetcher, FollowingContext, Spared, TaskContext
 from hybridloader.fetching.fanout import spread_over
-from hybridloader.fetching.fetch import MapFetch, Spared
-from hybridloader.fetching.on_error.attempts import Guard
+from hybridloader.fetching.fetch import MapFetch
+from hybridloader.fetching.on_error.attempts import Guard, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.tally import ItemsFetcher
@@ -131,7 +131,7 @@ class WorkFetch(Fetch):
         if draws is not None:
             from hybridloader.rng.seeded_items import of_item
 
-            policy = draws.policy(policy, of_item)
+            policy = seeded(policy, draws, of_item)
         return ItemsLoop(opened, Guard(policy, context), context, self.threads)
 
 

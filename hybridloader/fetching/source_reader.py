@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from hybridloader._support.errors import ShardLost
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetch, Fetcher, TaskContext
 from hybridloader.fetching.fetch import end, skip
-from hybridloader.fetching.on_error.attempts import Guard
+from hybridloader.fetching.on_error.attempts import Guard, seeded
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.tally import ItemsFetcher, Tally
@@ -56,7 +56,7 @@ class ReadersFetch(Fetch):
 
         if context.draws is None:
             return Reader(make(), self._on_error, context)
-        policy = context.draws.policy(self._on_error)
+        policy = seeded(self._on_error, context.draws)
         return Reader(context.draws.shard(make, later=True), policy, context)
 
 

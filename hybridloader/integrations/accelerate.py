@@ -184,7 +184,7 @@ def _undo(changes: list[_Change]) -> None:
 
 def _change(accelerates: Any) -> list[str]:
     """Change all; if it has no effect, change it back and say why."""
-    from hybridloader import DataLoader
+    from hybridloader.loader.dataloader import DataLoader
 
     adapter = accelerates.DataLoaderAdapter
     shard, dispatcher = accelerates.DataLoaderShard, accelerates.DataLoaderDispatcher
@@ -213,7 +213,7 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
         import torch.utils.data
 
         return torch.utils.data.DataLoader(*args, **kwargs)
-    from hybridloader import DataLoader
+    from hybridloader.loader.dataloader import DataLoader
     from hybridloader.loader.record import announce, record_of, upcoming
 
     make: Any = DataLoader
@@ -226,7 +226,7 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
 def _own_parameters() -> tuple[str, ...]:
     import torch.utils.data
 
-    from hybridloader import DataLoader
+    from hybridloader.loader.dataloader import DataLoader
 
     torchs = inspect.signature(torch.utils.data.DataLoader).parameters
     return tuple(name for name in inspect.signature(DataLoader).parameters if name not in torchs)
@@ -256,7 +256,7 @@ def _telling(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], None
     @functools.wraps(set_epoch)
     def telling(self: Any, epoch: int) -> None:
         set_epoch(self, epoch)
-        from hybridloader import DataLoader
+        from hybridloader.loader.dataloader import DataLoader
         from hybridloader.loader.record import announce
 
         base = self.base_dataloader
@@ -318,7 +318,7 @@ def _ineffective(module: types.ModuleType) -> Iterator[str]:
     """What does not work although it looked right; tried on two loaders that read nothing."""
     import torch.utils.data
 
-    from hybridloader import DataLoader
+    from hybridloader.loader.dataloader import DataLoader
 
     samples: Any = [0]
     ours, torchs = DataLoader(samples), torch.utils.data.DataLoader(samples)
@@ -346,7 +346,7 @@ def _warn_if_untested(release: str) -> None:
     except InvalidVersion:
         within = False
     if not within:
-        from hybridloader import __version__
+        from hybridloader._version import __version__
 
         warn(
             f"hybridloader {__version__} was tested with accelerate {'-'.join(TESTED)}, and "

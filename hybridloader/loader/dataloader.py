@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
     from torch.utils.data import Dataset, Sampler
 
-    from hybridloader.devices.accelerator import Accelerator
     from hybridloader.devices.pinning import Transfer
     from hybridloader.engine.restart import RestartPolicy
     from hybridloader.fetching.on_error.error_budget import Skipped
     from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
+    from hybridloader.memory.accelerator import Accelerator
     from hybridloader.rng.sample_seeds import SampleSeeding
 
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    from hybridloader.devices.accelerator import Accelerator
     from hybridloader.devices.pinning import Transfer
     from hybridloader.engine.contract import Backend
     from hybridloader.engine.restart import RestartPolicy
     from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
+    from hybridloader.memory.accelerator import Accelerator
     from hybridloader.rng.sample_seeds import SampleSeeding
 
 _OURS = inspect.signature(DataLoader).parameters

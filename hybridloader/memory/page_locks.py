@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING, Any
 from hybridloader._support.caller import warn
 
 if TYPE_CHECKING:
-    from hybridloader.devices.accelerator import Accelerator, StreamMark
+    from hybridloader.memory.accelerator import Accelerator, StreamMark
     from hybridloader.memory.segments import Mapping
 
 _LOOKS = 64

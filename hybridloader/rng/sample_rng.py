@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from hybridloader._support.import_hooks import when_imported
-from hybridloader.fetching.on_error.policies import Replace, Retry
 from hybridloader.rng.sample_seeds import Origin, key_of, root, seeds
 
 T = TypeVar("T")
@@ -213,18 +212,11 @@ class SampleRng:
         """`dataset`, of which each sample is seeded; each batch, if it makes these in one go."""
         return _Seeded(self, dataset, whole=whole)
 
-    def policy(self, policy: Any, key_of: Callable[[Any], bytes] = key_of) -> Any:
-        """`policy`, whose replacements are seeded by what they replace."""
-        if isinstance(policy, Retry):
-            return dataclasses.replace(policy, then=self.policy(policy.then, key_of))
-        if not isinstance(policy, Replace):
-            return policy
-        give = policy.fn
-
-        def replacement(index: Any, error: Exception) -> Any:
-            return self.call(REPLACE, key_of(index), give, index, error)
-
-        return dataclasses.replace(policy, fn=replacement)
+    def replacing(
+        self, give: Callable[[Any, Exception], Any], key_of: Callable[[Any], bytes] = key_of
+    ) -> Callable[[Any, Exception], Any]:
+        """`give`, which makes a replacement of an index, seeded by that index."""
+        return lambda index, error: self.call(REPLACE, key_of(index), give, index, error)
 
     def at(self, position: int) -> bytes:
         """The key of a sample of this worker's shard."""

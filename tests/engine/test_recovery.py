@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridloader._support.errors import ShippingError, TaskTimeout, WorkerDied, WorkerTimeout
-from hybridloader.engine.contract import ByReference
+from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -20,10 +20,11 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.engine.payload import ByReference
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.stage import Stage
 from hybridloader.engine.worker_table import START
-from hybridloader.fetching.fetch import GivenUp, MapFetch, Spared
+from hybridloader.fetching.fetch import MapFetch
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
 
 KILLED = "was killed by signal SIGKILL (9)"

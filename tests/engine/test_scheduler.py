@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader._support.errors import Failure, IllegalTransition
-from hybridloader.engine.contract import ByReference
 from hybridloader.engine.messages import Done, Exhausted, Exited, Failed, Ready
+from hybridloader.engine.payload import ByReference
 from hybridloader.engine.scheduler import (
     RUN_TABLE,
     WORK_TABLE,

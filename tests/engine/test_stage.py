@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from hybridloader._support.errors import Failure, IteratorClosed, WorkerDied, WorkerTimeout
-from hybridloader.engine.contract import ByReference
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -27,6 +26,7 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.engine.payload import ByReference
 from hybridloader.engine.stage import Stage
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 

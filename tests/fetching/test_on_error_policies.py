@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hybridloader import Replace, Retry, Skip, TooManyErrors
 from hybridloader._support.errors import Failure, ShardLost, WorkerDied, no_stop
-from hybridloader.engine.fetcher import Abandoned, TaskContext
-from hybridloader.fetching.fetch import GivenUp, Spared
+from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
 from hybridloader.fetching.on_error.attempts import Guard
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Register, bare
 from hybridloader.fetching.on_error.outcome import Attempt, FailureRecord, Outcome

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 
 from hybridloader import DataLoader, Replace, Retry, Skip, TooManyErrors
 from hybridloader._support.errors import WorkerDied
-from hybridloader.engine.fetcher import Abandoned, TaskContext
-from hybridloader.fetching.fetch import GivenUp, MapFetch, Spared
+from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
+from hybridloader.fetching.fetch import MapFetch
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hybridloader import Pipeline, Replace, Retry, Skip, TooManyErrors
 from hybridloader._support.errors import IteratorClosed, WorkerDied
-from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.fetcher import GivenUp, Spared, TaskContext
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.fetching.fetch import GivenUp, MapFetch, Spared
+from hybridloader.fetching.fetch import MapFetch
 from hybridloader.fetching.item_steps import Step, WorkFetch
 from hybridloader.pipeline.operators.work import Placement
 from hybridloader.pipeline.running.plan import InlineNode, WorkerNode, lay_out

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import NotReady, Pipeline, Threads, WorkerTimeout
-from hybridloader.engine.contract import ByReference, Crew
+from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec
+from hybridloader.engine.payload import ByReference
 from hybridloader.engine.stage import Stage
 from hybridloader.pipeline.running.stage_metrics import StageMetrics, size_of
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from hybridloader import NotReady, Pipeline, Threads, get_worker_info
 from hybridloader._support.errors import Failure
-from hybridloader.engine.contract import ByReference, Crew
+from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import MOST, TASK_SECONDS, TaskBatching
 from hybridloader.engine.messages import Done, Failed, Task
+from hybridloader.engine.payload import ByReference
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
 from hybridloader.testing import FakeClock, Gate
 

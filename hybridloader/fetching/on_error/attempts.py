@@ -7,15 +7,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.errors import add_note, no_stop
-from hybridloader.engine.fetcher import Abandoned, TaskContext
-from hybridloader.fetching.fetch import GivenUp
+from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, final
+from hybridloader.rng.sample_rng import SampleRng
+from hybridloader.rng.sample_seeds import key_of
 
 _SLICE = 0.02
 """Seconds between two looks at the flag while waiting to try again."""
+
+
+def seeded(policy: Any, rng: SampleRng | None, key: Callable[[Any], bytes] = key_of) -> Any:
+    """Return `policy`, its replacements seeded by what they replace; as it is without an `rng`."""
+    if rng is None:
+        return policy
+    if isinstance(policy, Retry):
+        return replace(policy, then=seeded(policy.then, rng, key))
+    if isinstance(policy, Replace):
+        return replace(policy, fn=rng.replacing(policy.fn, key))
+    return policy
 
 
 class Guard:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from hybridloader.engine.fetcher import Abandoned, TaskContext
-from hybridloader.fetching.fetch import GivenUp, Spread, numbered
+from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
+from hybridloader.fetching.fetch import Spread, numbered
 from hybridloader.fetching.on_error.attempts import Guard
 from hybridloader.fetching.on_error.outcome import Note
 from hybridloader.fetching.on_error.tally import Tally

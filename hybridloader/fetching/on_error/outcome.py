@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hybridloader._support.errors import Failure
+from hybridloader.engine.fetcher import TaskContext
 
 
 class FailureRecord(NamedTuple):
@@ -103,3 +104,10 @@ def all_lost(
     """
     batch = [FailureRecord(index, place, Failure(error)) for place, index in enumerate(indices)]
     return short([], [], sorted([*misses, *batch], key=lambda miss: miss.position), wanted)
+
+
+def outcome_of(context: TaskContext) -> Outcome:
+    """Return the outcome of the samples of the task in hand."""
+    assert context.extras is not None
+    outcome: Outcome = context.extras["outcome"]
+    return outcome

@@ -8,8 +8,7 @@ from typing import Any
 
 from hybridloader._support.errors import Failure, no_stop
 from hybridloader._support.text import brief
-from hybridloader.engine.fetcher import Fetcher, TaskContext
-from hybridloader.fetching.fetch import GivenUp
+from hybridloader.engine.fetcher import Fetcher, GivenUp, TaskContext
 from hybridloader.fetching.on_error.attempts import Guard
 from hybridloader.fetching.on_error.outcome import FailureRecord, Note
 

@@ -14,21 +14,26 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import no_stop
-from hybridloader.engine.fetcher import Abandoned, Fetcher, TaskContext
+from hybridloader.engine.fetcher import Abandoned, Fetcher, GivenUp, Spared, TaskContext
 from hybridloader.fetching.fetch import (
     Apart,
-    GivenUp,
     MapFetch,
-    Spared,
     Spread,
     first_of_batch,
     key_of_sample,
     one_by_one,
 )
 from hybridloader.fetching.gather import Odd, gatherer
-from hybridloader.fetching.on_error.attempts import Guard
+from hybridloader.fetching.on_error.attempts import Guard, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop
-from hybridloader.fetching.on_error.outcome import Attempt, FailureRecord, Outcome, all_lost, short
+from hybridloader.fetching.on_error.outcome import (
+    Attempt,
+    FailureRecord,
+    Outcome,
+    all_lost,
+    outcome_of,
+    short,
+)
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.tally import Tally
 
@@ -59,8 +64,7 @@ class TolerantBatchFetcher(Fetcher):
         if draws is not None:
             self._dataset = draws.view(fetch.dataset, whole=not one_by_one(fetch.dataset))
             one, self._collate_fn = draws.seeded(one), draws.collating(fetch.collate_fn)
-            policy = draws.policy(policy)
-        self._skips = (guard := Guard(policy, context)).skips
+        self._skips = (guard := Guard(seeded(policy, draws), context)).skips
         spread = spread if one_by_one(self._dataset) else None
         self._loop = ItemLoop([("map", one)], guard, context, spread, batch=True)
         # All the mutable state: what the last task was for.
@@ -133,7 +137,7 @@ class TolerantBatchFetcher(Fetcher):
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the samples that can't be sent, or the batch; see `Fetcher.mend`."""
-        outcome = self._context.outcome
+        outcome = outcome_of(self._context)
         if not self._skips:
             super().mend(value, error, check)
         if outcome.short is None:  # nothing was lost of it before

@@ -10,10 +10,17 @@ from types import GeneratorType
 from typing import Any
 
 from hybridloader._support.errors import ShardLost, no_stop
-from hybridloader.engine.fetcher import Abandoned, EndOfShard, TaskContext
-from hybridloader.fetching.fetch import GivenUp, IterableFetch
-from hybridloader.fetching.on_error.attempts import Guard
-from hybridloader.fetching.on_error.outcome import Attempt, FailureRecord, Outcome, all_lost, short
+from hybridloader.engine.fetcher import Abandoned, EndOfShard, GivenUp, TaskContext
+from hybridloader.fetching.fetch import IterableFetch
+from hybridloader.fetching.on_error.attempts import Guard, seeded
+from hybridloader.fetching.on_error.outcome import (
+    Attempt,
+    FailureRecord,
+    Outcome,
+    all_lost,
+    outcome_of,
+    short,
+)
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.tally import Tally
@@ -28,8 +35,7 @@ class TolerantShardFetcher(ShardFetcher):
         self, fetch: IterableFetch, policy: Policy, samples: Iterator[Any], context: TaskContext
     ) -> None:
         super().__init__(fetch, samples, context)
-        if context.draws is not None:
-            policy = context.draws.policy(policy)
+        policy = seeded(policy, context.draws)
         self._source = TolerantIterator(samples, policy, context, self)
         # All the mutable state: what the last task gave, and why there will be no more.
         self._numbers: list[int] = []
@@ -87,7 +93,7 @@ class TolerantShardFetcher(ShardFetcher):
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the batch that can't be sent; see `Fetcher.mend`."""
-        numbers, outcome = self._numbers, self._context.outcome
+        numbers, outcome = self._numbers, outcome_of(self._context)
         if not self._source.guard.skips or outcome.short is not None:
             super().mend(value, error, check)  # of a short batch, the samples were sent as they are
         value, outcome = all_lost(numbers, error, outcome.misses, 0)

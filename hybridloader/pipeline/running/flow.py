@@ -7,10 +7,10 @@ from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed, NotReady, WorkerTimeout
-from hybridloader.engine.contract import Payload
 from hybridloader.engine.diagnosis import name_of
 from hybridloader.engine.feed import TaskBatching, is_sealed
 from hybridloader.engine.fetcher import TaskContext
+from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.engine.scheduler import ACTIVE, Scheduler

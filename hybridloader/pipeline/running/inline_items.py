@@ -13,7 +13,7 @@ from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import IteratorClosed
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.fetching.item_steps import Step
-from hybridloader.fetching.on_error.attempts import Guard
+from hybridloader.fetching.on_error.attempts import Guard, seeded
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.in_place import InPlace
 from hybridloader.fetching.on_error.item_loop import ItemLoop
@@ -63,7 +63,7 @@ class InlineItems(Iterator[Any]):
             # The item first: where there is none, no number is used up.
             pairs = zip(items, count(draws.take(0)), strict=False)
             self._pull = map(numbered_item, pairs).__next__
-            policy = draws.policy(policy, of_item)
+            policy = seeded(policy, draws, of_item)
             context = FollowingContext(left, draws)
         guard = Guard(policy, left)
         opened = step.open(context, policy)

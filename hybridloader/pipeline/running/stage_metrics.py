@@ -13,9 +13,9 @@ from dataclasses import is_dataclass
 from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute, own_attributes
-from hybridloader.engine.contract import ByReference, Payload
 from hybridloader.engine.feed import items_in
 from hybridloader.engine.messages import Done, Result
+from hybridloader.engine.payload import ByReference, Payload
 
 
 class Queue(Protocol):
