@@ -20,7 +20,7 @@ from hybridloader.testing import BackendContract
 
 KINDS: tuple[Any, ...] = (Backend, Crew, WorkerHandle)
 ROOT = Path(__file__).parents[2]
-BACKENDS = Path(socket_transport.__file__).parent
+BACKENDS = Path(socket_transport.__file__).parents[1]
 
 
 class TestInline(BackendContract):
@@ -176,13 +176,17 @@ def test_every_module_can_be_imported_with_nothing_of_posix(tmp_path: Path) -> N
         for path in sorted(core.rglob("*.py"))
         if path.stem not in ("__main__", "__init__") and "demo" not in path.parts
     ]
-    names += [f"hybridloader.backends.{path.stem}" for path in sorted(BACKENDS.glob("*.py"))]
+    names += [
+        ".".join(("hybridloader.backends", *path.relative_to(BACKENDS).with_suffix("").parts))
+        for path in sorted(BACKENDS.rglob("*.py"))
+        if path.stem != "__init__"
+    ]
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     done = subprocess.run(
         [
             sys.executable,
             "-c",
-            f"import bare_platform; assert not bare_platform.there()\n{code}",
+            f"from support import bare_platform; assert not bare_platform.there()\n{code}",
             *names,
         ],
         capture_output=True,

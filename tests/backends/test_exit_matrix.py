@@ -157,8 +157,13 @@ def outcome_of(
 def run(trials: list[Trial], root: Path) -> None:
     root.mkdir()
     (root / "trials.json").write_text(json.dumps(trials))
-    script = Path(__file__).with_name("exit_trial.py")
-    subprocess.run([sys.executable, script, root], check=True, stdin=subprocess.DEVNULL)
+    tests = Path(__file__).parents[1]
+    subprocess.run(
+        [sys.executable, tests / "support" / "exit_trial.py", root],
+        env={**os.environ, "PYTHONPATH": str(tests)},
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def outcomes(trials: list[Trial], root: Path) -> dict[Trial, Outcome]:
@@ -204,7 +209,7 @@ def test_a_program_ends_with_all_its_processes_and_no_noise(
 def test_no_finalizer_needs_what_may_be_gone_when_python_ends() -> None:
     """By then a module's names may be None. A function's defaults live as long as it does."""
     folder = Path(hybridloader.__file__).parent
-    files = [*folder.rglob("*.py"), *folder.parent.glob("backends/*.py")]
+    files = [*folder.rglob("*.py"), *folder.parent.glob("backends/**/*.py")]
     found = {}
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):

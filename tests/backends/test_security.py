@@ -346,7 +346,7 @@ print([int(item[0]) for item in found], len(told), "goes on without a cache" in 
 
 @linux
 def test_a_disk_that_is_full_leaves_no_half_of_a_file(tmp_path: Path) -> None:
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path / "cache"), str(root), str(root.parent)],
         capture_output=True,

@@ -374,7 +374,7 @@ def test_an_interrupt_at_any_point_loses_no_result_of_a_stage_that_goes_on() -> 
 
         def interrupt(frame: FrameType, event: str, argument: object) -> None:
             nonlocal counted
-            ours = frame.f_globals.get("__package__") == "hybridloader"
+            ours = frame.f_globals.get("__package__") == "hybridloader.engine"
             if not ours or event not in ("call", "c_return"):
                 return
             if frame.f_code.co_flags & inspect.CO_GENERATOR:  # may be on its way to be collected

@@ -121,7 +121,7 @@ def test_a_generator_is_closed_when_the_parent_is_killed(tmp_path: Path) -> None
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         timeout=DEADLINE,
