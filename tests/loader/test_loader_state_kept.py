@@ -34,8 +34,8 @@ LENGTH = 23
 @pytest.fixture
 def every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def pace(steps: int) -> None:
-        for module in ("samplers", "carried"):
-            monkeypatch.setattr(f"hybridloader.states.{module}.Cadence", lambda **_: Every(steps))
+        for module in ("hybridloader.loader.samplers", "hybridloader.engine.dataset_state"):
+            monkeypatch.setattr(f"{module}.Cadence", lambda **_: Every(steps))
 
     return pace
 

@@ -1,0 +1,30 @@
+"""Slots of the consumer, for the tests of page locks."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.slots import OWN, PrivateSlots
+from hybridloader.memory.tensors import tensor_over
+
+LARGE = 1 << 40
+
+
+class Private:
+    """Slots of inline and threaded workers."""
+
+    def __init__(self, locks: PageLocks, limit: int = LARGE) -> None:
+        self.slots = PrivateSlots(limit)
+        self.slots.page_lock(locks)
+        self.lower, self.close = self.slots._pool.lower, self.slots.close
+
+    def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:
+        """A new batch that is full of `value`; None if there is no slot for it."""
+        buffer = self.slots.empty(size)
+        return None if buffer is None else tensor_over(buffer, torch.uint8, (size,)).fill_(value)
+
+
+def address(batch: torch.Tensor | None) -> int:
+    assert batch is not None
+    return batch.data_ptr()
