@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,10 @@ from hypothesis import settings
 # No test is judged by the clock: on a busy machine any example may take longer than hypothesis's 0.2 s.
 settings.register_profile("hybridloader", deadline=None)
 settings.load_profile("hybridloader")
+
+# Before torch is imported: threads of its operators would else spin while they wait, on cores that the
+# other processes of a run need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _PATIENCE = 5.0
 """Seconds that what is already ending gets to be gone."""
@@ -112,6 +117,41 @@ def _named() -> list[str]:
 
 _BEFORE = frozenset(_named())
 
+_left_out = pytest.StashKey[int]()
+"""Number of tests marked `full` that this run leaves out."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked `full`, unless `-m` names the marker or an argument names the test.
+
+    A deselection by `-m "not full"` in `addopts` would be lost as soon as somebody gives a `-m`.
+    """
+    if "full" in config.option.markexpr:
+        return
+    named = [part for argument in config.args for part in argument.split("::", 1)[1:]]
+    kept, left_out = [], []
+    for item in items:
+        name = item.nodeid.partition("::")[2]
+        asked = item.get_closest_marker("full") is None or name.startswith(tuple(named))
+        (kept if asked else left_out).append(item)
+    items[:] = kept
+    config.stash[_left_out] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(optionalhook=True)  # there is none without pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Take over the number from a process of pytest-xdist: each of them collects all tests."""
+    found = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[_left_out] = max(found, node.config.stash.get(_left_out, 0))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if left_out := config.stash.get(_left_out, 0):
+        terminalreporter.write_line(
+            f"{left_out} tests marked full left out: pytest -m full runs them"
+        )
+
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a process that has ended left named shared memory.
@@ -119,7 +159,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     Only here, where no test runs any more: what a killed process leaves goes with its last worker, and
     tests run in several processes at once.
     """
-    if os.environ.get("PYTEST_XDIST_WORKER"):
+    output: dict[str, int] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:  # a process of pytest-xdist
+        output["left_out"] = session.config.stash.get(_left_out, 0)
         return
     left = [name for name in _named() if not psutil.pid_exists(int(name.split("-")[1]))]
     left = sorted({*left} - _BEFORE)

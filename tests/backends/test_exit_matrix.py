@@ -1,8 +1,7 @@
 """However, wherever and whenever a program ends: its workers are gone, quickly and without a word.
 
 Causes by backends by ways to use them, each trial a process of its own (see `exit_trial`). A part of the
-matrix in which every cause meets every backend runs by default; ``HYBRIDLOADER_EXITS=all`` runs all
-of it.
+matrix in which every cause meets every backend is run each time; the rest is marked `full`.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from support.exit_trial import CAUSES, PROCESSES
 
 import hybridloader
 
-TOGETHER = 20
+TOGETHER = 60
 """Trials that are made by one set of interpreters."""
 
-EVERYTHING = os.environ.get("HYBRIDLOADER_EXITS") == "all"
 BACKENDS = ("inline", "threads", "fork", "spawn", "shared-memory")
 MODES = (*LOADERS, "run", "epochs")
 CODES = {
@@ -114,7 +112,11 @@ class Outcome(NamedTuple):
     stderr: str
 
 
-TRIALS = matrix() if EVERYTHING else part(matrix())
+PART = set(part(matrix()))
+TRIALS = [
+    pytest.param(trial, marks=() if trial in PART else pytest.mark.full, id=str(trial))
+    for trial in matrix()
+]
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +200,7 @@ def complaints(trial: Trial, outcome: Outcome) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("trial", TRIALS, ids=str)
+@pytest.mark.parametrize("trial", TRIALS)
 def test_a_program_ends_with_all_its_processes_and_no_noise(
     trial: Trial, outcome_of: Callable[[Trial], Outcome]
 ) -> None:

@@ -3,8 +3,7 @@
 Each trial is a script of its own, without a ``__main__`` guard. Its workers make marks in a fifo when
 they are at work, or when they are stuck in a sample; then the script is told to end itself, or is
 ended by a signal. `test_exit_matrix` tries far more ways to end, in interpreters that were started
-before; here they are started as a user does it, so by default only some of the trials are made
-(``HYBRIDLOADER_EXITS=all``: all of them).
+before; here they are started as a user does it. Most of these trials are marked `full`.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
 BACKENDS = ("inline", "threads", "fork", "spawn", "shared-memory")
-EVERYTHING = os.environ.get("HYBRIDLOADER_EXITS") == "all"
 LIMIT = 2.5
 """Seconds in which everything must be gone."""
 
@@ -195,17 +193,27 @@ def _trials() -> list[Trial]:
     ]
     trials += [Trial("fork", "SIGINT", "starting")]
     trials += [Trial("spawn", ending, "starting") for ending in ("SIGINT", "SIGTERM", "SIGKILL")]
-    return trials if EVERYTHING else [trial for trial in trials if _is_chosen(trial)]
+    return trials
 
 
-def _is_chosen(trial: Trial) -> bool:
-    """Each ending on some backend, each backend at some ending, and a few that are stuck or starting."""
-    if trial.state == "starting":
-        return trial.ending != "SIGTERM"
-    if trial.state == "stuck":
-        return (trial.backend, trial.ending) in (("fork", "loop"), ("threads", "SIGINT"))
-    at = BACKENDS.index(trial.backend)
-    return list(EXPECTED_CODES).index(trial.ending) % 5 == at
+EVERYDAY = {
+    ("fork", "loop", "stuck"),
+    ("fork", "sys.exit", "going"),
+    ("fork", "SIGINT", "starting"),
+    ("spawn", "SIGINT", "starting"),
+    ("threads", "SIGINT", "stuck"),
+}
+"""Backend, ending and state of the trials that every run makes: one of each state and each kind of
+worker, those first that the matrix has not: workers that are starting, and that compute for ever."""
+
+
+def _parameters(*, loop: bool) -> list[Any]:
+    """The trials of one of the two tests."""
+    return [
+        pytest.param(trial, marks=() if trial[:3] in EVERYDAY else pytest.mark.full, id=str(trial))
+        for trial in _trials()
+        if (trial.ending == "loop") == loop
+    ]
 
 
 def _run(trial: Trial, folder: Path) -> Outcome:
@@ -321,11 +329,8 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watches processes by pidfd"),
 ]
 
-LOOPS = [trial for trial in _trials() if trial.ending == "loop"]
-ENDS = [trial for trial in _trials() if trial.ending != "loop"]
 
-
-@pytest.mark.parametrize("trial", LOOPS, ids=str)
+@pytest.mark.parametrize("trial", _parameters(loop=True))
 def test_a_loop_that_ends_leaves_no_worker(
     trial: Trial, outcome_of: Callable[[Trial], Outcome]
 ) -> None:
@@ -336,7 +341,7 @@ def test_a_loop_that_ends_leaves_no_worker(
     assert told == [[way, 0] for way in ways]
 
 
-@pytest.mark.parametrize("trial", ENDS, ids=str)
+@pytest.mark.parametrize("trial", _parameters(loop=False))
 def test_a_program_that_ends_leaves_no_process(
     trial: Trial, outcome_of: Callable[[Trial], Outcome]
 ) -> None:
