@@ -153,7 +153,7 @@ def test_the_tables_in_the_design_page_are_those_of_the_scheduler() -> None:
         assert found == {(state.value, e): to.value for (state, e), to in table.items()}
 
 
-@pytest.mark.parametrize("module", ["dataloader", "testing.suite"])
+@pytest.mark.parametrize("module", ["loader.dataloader", "testing.suite"])
 def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"hybridloader.{module}"))
     assert result.attempted

@@ -69,7 +69,7 @@ def test_the_page_names_every_keyword() -> None:
         assert f"`{name}" in TEXT
 
 
-@pytest.mark.parametrize("module", ["installation", "conversion"])
+@pytest.mark.parametrize("module", ["compat.install", "compat.from_torch"])
 def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"hybridloader.{module}"))
     assert result.attempted
