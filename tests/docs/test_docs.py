@@ -135,10 +135,19 @@ def test_links_lead_somewhere_and_the_page_stands_alone(page: Path) -> None:
     assert "shared/" not in text.replace("/dev/shm", "")
 
 
-def test_the_tables_in_the_design_page_are_those_of_the_scheduler() -> None:
+@pytest.mark.parametrize("page", ["design.md", "internals.md"])
+def test_the_files_that_a_page_names_are_there(page: str) -> None:
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / page).read_text()))
+    assert len(named) > 9
+    assert not [
+        n for n in named if not any((r / n).exists() for r in (ROOT, ROOT / "hybridloader"))
+    ]
+
+
+def test_the_tables_on_the_page_of_internals_are_those_of_the_scheduler() -> None:
     from hybridloader.engine.scheduler import RUN_TABLE, WORK_TABLE
 
-    page = (ROOT / "docs" / "design.md").read_text()
+    page = (ROOT / "docs" / "internals.md").read_text()
     for name, table in (("run", RUN_TABLE), ("worker", WORK_TABLE)):
         found: dict[tuple[str, str], str] = {}
         lines = iter(page.splitlines())
