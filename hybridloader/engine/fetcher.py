@@ -43,18 +43,18 @@ class TaskContext:
         known.
     task
         Number of the task, for a worker that is a thread; -1: none.
-    draws
+    rng
         Seeds each sample, under ``seeding="sample"``; looked at when a fetcher is opened.
     extras
         Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker.
     """
 
-    __slots__ = ("at", "cancelled", "draws", "extras", "task", "tracked")
+    __slots__ = ("at", "cancelled", "extras", "rng", "task", "tracked")
 
     def __init__(self, *, tracked: bool = False) -> None:
         self.tracked = tracked
         self.cancelled = False
-        self.draws: SampleRng | None = None
+        self.rng: SampleRng | None = None
         self.extras: dict[str, Any] | None = None
         self.at = self.task = -1
 
@@ -80,16 +80,16 @@ class FollowingContext(TaskContext):
     ----------
     other
         The context of the task.
-    draws
+    rng
         Seeds the work within; None: nothing does.
     """
 
     __slots__ = ("_other",)
 
-    def __init__(self, other: TaskContext, draws: SampleRng | None) -> None:
+    def __init__(self, other: TaskContext, rng: SampleRng | None) -> None:
         self._other = other
         super().__init__()
-        self.draws = draws
+        self.rng = rng
 
     @property
     def cancelled(self) -> bool:

@@ -75,8 +75,8 @@ class Worker:
         self._seeds = seeds
         self._wrap = wrap
         self.context = context
-        self._draws = _draws_of(spec, worker, seeds)
-        if self._draws is not None and spec.seeding is not None:
+        self._rng = _sample_rng_of(spec, worker, seeds)
+        if self._rng is not None and spec.seeding is not None:
             self._seeds = seeds_by_sample(seeds, any_thread=spec.seeding.any_thread)
         self.info = self._describe()
         self._fetcher: Fetcher | None = None
@@ -88,10 +88,10 @@ class Worker:
     def open(self) -> Ready:
         """Seed, run `init_fn`, open the first fetcher."""
         spec = self._spec
-        self.context.draws = self._draws
+        self.context.rng = self._rng
         with self._seeds.initialising(spec.base_seed, self.worker):
-            if self._draws is not None:
-                self._draws.prepare()
+            if self._rng is not None:
+                self._rng.prepare()
             try:
                 if spec.shared_seed is not None:
                     # As torch, before init_fn: the seeds that init_fn sets are the ones used.
@@ -128,8 +128,8 @@ class Worker:
     def close(self) -> None:
         """End the work and close what the worker was reading."""
         self._let_go()
-        if self._draws is not None:
-            self._draws.release()
+        if self._rng is not None:
+            self._rng.release()
 
     def step(self, message: Task | Begin | First) -> Event | None:
         """Do what `message` says; give what there is to report, or None."""
@@ -142,17 +142,17 @@ class Worker:
         if isinstance(message, Begin):
             with nullcontext() if working is None else working():
                 self._begin(message)
-        elif self._draws is not None:
-            self._draws.begin_at(message.item, message.epoch)
+        elif self._rng is not None:
+            self._rng.begin_at(message.item, message.epoch)
         return None
 
     def _begin(self, message: Begin) -> None:
         self._exhausted = self._told = False
         before = self._fetcher  # kept until there is another, which takes over its threads
         self._let_go()
-        if self._draws is not None and self._spec.seeding is not None:
-            self._draws.begin(replace(self._spec.seeding, epoch=message.epoch))
-            self.context.draws = self._draws
+        if self._rng is not None and self._spec.seeding is not None:
+            self._rng.begin(replace(self._spec.seeding, epoch=message.epoch))
+            self.context.rng = self._rng
         if not self._initialised:
             return  # init_fn failed, and that stays the answer to every task
         self._broken = None
@@ -186,10 +186,10 @@ class Worker:
             assert fetcher is not None
             began = perf_counter()
             try:
-                if self._draws is None:
+                if self._rng is None:
                     value = fetcher.fetch(task.index)
                 else:
-                    value = self._draws.task(fetcher.key, fetcher.fetch, task.index)
+                    value = self._rng.task(fetcher.key, fetcher.fetch, task.index)
             finally:
                 if context.tracked:
                     context.at = -1
@@ -226,8 +226,8 @@ class Worker:
         if spec.workers == 0:
             return None
         rng = self._seeds.generators(spec.base_seed, self.worker)
-        if self._draws is not None:
-            rng = self._draws.rng(rng)
+        if self._rng is not None:
+            rng = self._rng.info_rng(rng)
         return describe(
             id=self.worker,
             num_workers=spec.workers,
@@ -238,7 +238,7 @@ class Worker:
         )
 
 
-def _draws_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleRng | None:
+def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleRng | None:
     """What seeds the samples of this worker, if each is to be seeded."""
     origin = spec.seeding
     if origin is None:
@@ -291,8 +291,8 @@ def _do_again(fetcher: Fetcher, tasks: Sequence[Any], context: TaskContext) -> N
         if context.cancelled:
             return
         with suppress(Exception):  # it was a result then, and what raises now does so when asked
-            if context.draws is None:
+            if context.rng is None:
                 fetcher.fetch(task)
             else:
-                context.draws.task(fetcher.key, fetcher.fetch, task)
+                context.rng.task(fetcher.key, fetcher.fetch, task)
         context.extras = None

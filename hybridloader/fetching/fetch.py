@@ -148,11 +148,11 @@ class BatchFetcher(Fetcher):
 
 def seeded(fetch: MapFetch, context: TaskContext) -> tuple[Any, Callable[[Any], Any]]:
     """Dataset and collation of `fetch`, seeded by what `context` says."""
-    dataset, draws = fetch.dataset, context.draws
-    if draws is None:
+    dataset, rng = fetch.dataset, context.rng
+    if rng is None:
         return dataset, fetch.collate_fn
     whole = fetch.batched and not one_by_one(dataset)
-    return draws.view(dataset, whole=whole), draws.collating(fetch.collate_fn)
+    return rng.seeded_dataset(dataset, whole=whole), rng.seeded_collate(fetch.collate_fn)
 
 
 Spread = Callable[[Callable[[Any], Any], Any], list[Any]]
@@ -234,8 +234,8 @@ class IterableFetch(Fetch):
         dataset = self.dataset
         if self.datapipe and shared_seed is not None:
             dataset = seed_datapipe(dataset, shared_seed)
-        draws = context.draws
-        seeded = None if draws is None else draws.shard(lambda: iter(dataset))
+        rng = context.rng
+        seeded = None if rng is None else rng.seeded_shard(lambda: iter(dataset))
         samples = iter(dataset) if seeded is None else seeded.wrapped
         read = samples if seeded is None else seeded
         from hybridloader.fetching.shard import ShardFetcher

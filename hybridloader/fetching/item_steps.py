@@ -48,28 +48,28 @@ class Step:
         own, threads too.
         """
         function = self.function
-        draws = None if context.draws is None else context.draws.of(number)
+        rng = None if context.rng is None else context.rng.for_function(number)
         if isinstance(function, MapFetch):
-            return self._open_fetch(function, context, draws, on_error)
+            return self._open_fetch(function, context, rng, on_error)
         setup = attribute(function, "setup")
         if callable(setup) and not isinstance(function, type):
             function = copy.copy(function)
             function.setup()
-        if draws is not None:
+        if rng is not None:
             from hybridloader.rng.seeded_items import seeded_by_item
 
-            function = seeded_by_item(draws, self.kind, function)
+            function = seeded_by_item(rng, self.kind, function)
         return self.kind, function
 
     def _open_fetch(
         self,
         fetch: MapFetch,
         context: TaskContext,
-        draws: SampleRng | None,
+        rng: SampleRng | None,
         on_error: Policy | None,
     ) -> tuple[str, Callable[[Any], Any]]:
-        if context.tracked or draws is not None:
-            context = FollowingContext(context, draws)  # what is noted is the number of the item
+        if context.tracked or rng is not None:
+            context = FollowingContext(context, rng)  # what is noted is the number of the item
         kind = self.kind
         if fetch.batched and on_error is not None:  # what fails is one sample of an item
             fetch = replace(fetch, on_error=on_error, fill=False)
@@ -78,9 +78,9 @@ class Step:
         else:
             fetcher = fetch.open(None, context)
             function = fetcher.fetch
-        if draws is None:
+        if rng is None:
             return kind, function
-        return kind, lambda item: draws.task(fetcher.key, function, item)
+        return kind, lambda item: rng.task(fetcher.key, function, item)
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ class WorkFetch(Fetch):
         opened = [
             step.open(context, self.on_error, number) for number, step in enumerate(self.steps)
         ]
-        policy, draws = self.on_error, context.draws
-        if draws is not None:
+        policy, rng = self.on_error, context.rng
+        if rng is not None:
             from hybridloader.rng.seeded_items import of_item
 
-            policy = seeded(policy, draws, of_item)
+            policy = seeded(policy, rng, of_item)
         return ItemsLoop(opened, Guard(policy, context), context, self.threads)
 
 
@@ -161,8 +161,8 @@ class ItemsLoop(ItemsFetcher):
         threads: int,
     ) -> None:
         super().__init__(guard, context)
-        self._draws, enter = context.draws, None
-        if self._draws is not None:
+        self._rng, enter = context.rng, None
+        if self._rng is not None:
             from hybridloader.rng.seeded_items import numbered_item
 
             enter = numbered_item
@@ -170,8 +170,8 @@ class ItemsLoop(ItemsFetcher):
         self._loop = ItemLoop(opened, guard, context, spread, enter=enter)
 
     def fetch(self, items: list[Any]) -> Any:
-        spared, draws = type(items) is Spared, self._draws
-        if draws is not None:
-            items = list(zip(items, count(draws.take(len(items))), strict=False))
+        spared, rng = type(items) is Spared, self._rng
+        if rng is not None:
+            items = list(zip(items, count(rng.take(len(items))), strict=False))
         tally = self._loop.run(items, spared=spared)
         return tally.told(self._context) if tally.notes else tally.results

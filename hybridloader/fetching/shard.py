@@ -32,10 +32,10 @@ class ShardFetcher(Fetcher):
         self._collate_fn, self._join = fetch.collate_fn, fetch.join
         self._drop_last = fetch.drop_last and not fetch.join
         self._batched = fetch.batched
-        self._draws = context.draws  # an inline crew has one context for all workers
+        self._rng = context.rng  # an inline crew has one context for all workers
         self._seeded: Any = None
-        if self._draws is not None:
-            self._seeded, self._collate_fn = samples, self._draws.collating(self._collate_fn)
+        if self._rng is not None:
+            self._seeded, self._collate_fn = samples, self._rng.seeded_collate(self._collate_fn)
         # All the mutable state:
         self.position = 0
         self.ended = False
@@ -69,7 +69,7 @@ class ShardFetcher(Fetcher):
         return self._collate_fn(batch)
 
     def key(self, index: Any) -> bytes:
-        return b"" if self._draws is None else self._draws.at(self.position)
+        return b"" if self._rng is None else self._rng.shard_key(self.position)
 
     def _one(self) -> Any:
         try:

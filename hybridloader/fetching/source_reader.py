@@ -54,10 +54,10 @@ class ReadersFetch(Fetch):
         def make() -> Iterator[Any]:
             return iter(self._source if self.private else self._source())
 
-        if context.draws is None:
+        if context.rng is None:
             return Reader(make(), self._on_error, context)
-        policy = seeded(self._on_error, context.draws)
-        return Reader(context.draws.shard(make, later=True), policy, context)
+        policy = seeded(self._on_error, context.rng)
+        return Reader(context.rng.seeded_shard(make, later=True), policy, context)
 
 
 class Reader(ItemsFetcher):

@@ -61,10 +61,10 @@ class PassSeeds:
         origin = self.origin
         if origin is None:
             return collate_fn
-        draws = SampleRng(origin, 0)
+        rng = SampleRng(origin, 0)
 
         def collate(samples: Any) -> Any:
             with kept():
-                return draws.call(COLLATE, b"refilled/%d" % number(), collate_fn, samples)
+                return rng.call(COLLATE, b"refilled/%d" % number(), collate_fn, samples)
 
         return collate

@@ -135,7 +135,7 @@ class SampleRng:
         self._next += items
         return first
 
-    def of(self, number: int) -> SampleRng:
+    def for_function(self, number: int) -> SampleRng:
         """Those of function `number` of the stage."""
         if number not in self._parts:
             self._parts[number] = self._part(number)
@@ -163,7 +163,7 @@ class SampleRng:
     def release(self) -> None:
         """Nothing will be called any more."""
 
-    def rng(self, without: Any) -> Any:
+    def info_rng(self, without: Any) -> Any:
         """Return what `WorkerInfo.rng` is to be, in place of what it would be `without`."""
         return without
 
@@ -186,11 +186,13 @@ class SampleRng:
         call = self.call
         return lambda index: call(kind, key_of(index), function, index)
 
-    def collating(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """`collate_fn`, seeded by the first sample of the task in hand."""
         return lambda samples: self.call(COLLATE, self.first, collate_fn, samples)
 
-    def shard(self, make: Callable[[], Iterator[Any]], *, later: bool = False) -> SeededIterator:
+    def seeded_shard(
+        self, make: Callable[[], Iterator[Any]], *, later: bool = False
+    ) -> SeededIterator:
         """The iterator that `make` gives, each of its samples seeded by its number in this shard.
 
         It is made now, or `later`, when it is first read: by then it is known which pass it is.
@@ -208,17 +210,17 @@ class SampleRng:
         finally:
             now.digest, now.own, now.item = outer
 
-    def view(self, dataset: Any, *, whole: bool) -> Any:
+    def seeded_dataset(self, dataset: Any, *, whole: bool) -> Any:
         """`dataset`, of which each sample is seeded; each batch, if it makes these in one go."""
         return _Seeded(self, dataset, whole=whole)
 
-    def replacing(
+    def seeded_replacement(
         self, give: Callable[[Any, Exception], Any], key_of: Callable[[Any], bytes] = key_of
     ) -> Callable[[Any, Exception], Any]:
         """`give`, which makes a replacement of an index, seeded by that index."""
         return lambda index, error: self.call(REPLACE, key_of(index), give, index, error)
 
-    def at(self, position: int) -> bytes:
+    def shard_key(self, position: int) -> bytes:
         """The key of a sample of this worker's shard."""
         return b"%d/%d" % (self.worker, position)
 
@@ -226,10 +228,10 @@ class SampleRng:
 class _Seeded:
     """A dataset that is asked for single samples; for batches too, all indices of one in order."""
 
-    def __init__(self, draws: SampleRng, dataset: Any, *, whole: bool) -> None:
-        self._one = draws.seeded(functools.partial(operator.getitem, dataset))
+    def __init__(self, rng: SampleRng, dataset: Any, *, whole: bool) -> None:
+        self._one = rng.seeded(functools.partial(operator.getitem, dataset))
         if whole:
-            self.__getitems__ = draws.seeded(dataset.__getitems__, BATCH)
+            self.__getitems__ = rng.seeded(dataset.__getitems__, BATCH)
 
     def __getitem__(self, index: Any) -> Any:
         return self._one(index)
@@ -248,12 +250,12 @@ class SeededIterator(Iterator[Any]):
 
     def __init__(
         self,
-        draws: SampleRng,
+        rng: SampleRng,
         prefix: bytes,
         wrapped: Iterator[Any] | None,
         make: Callable[[], Iterator[Any]] | None = None,
     ) -> None:
-        self._draws, self._prefix, self._make = draws, prefix, make
+        self._rng, self._prefix, self._make = rng, prefix, make
         # All the mutable state:
         self.wrapped: Any = wrapped
         self.number = 0
@@ -261,7 +263,7 @@ class SeededIterator(Iterator[Any]):
     def __next__(self) -> Any:
         number = self.number
         self.number = number + 1
-        return self._draws.call(SAMPLE, self._prefix + b"%d" % number, self._pull)
+        return self._rng.call(SAMPLE, self._prefix + b"%d" % number, self._pull)
 
     def _pull(self) -> Any:
         if self.wrapped is None:

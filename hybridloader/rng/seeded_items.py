@@ -20,18 +20,18 @@ def of_item(_: Any) -> bytes:
 
 
 def seeded_by_item(
-    draws: SampleRng, kind: str, function: Callable[[Any], Any]
+    rng: SampleRng, kind: str, function: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     """`function` of an item, seeded by the number of the item that is worked on (`Now.item`).
 
     The items that a ``"flat_map"`` gives for one are seeded each, as they are asked for.
     """
-    call = draws.call
+    call = rng.call
     if kind != "flat_map":
         return lambda item: call(SAMPLE, now.item, function, item)
 
     def several(item: Any) -> Iterator[Any]:
         key = now.item
-        return SeededIterator(draws, key + b"/", iter(call(SAMPLE, key, function, item)))
+        return SeededIterator(rng, key + b"/", iter(call(SAMPLE, key, function, item)))
 
     return several

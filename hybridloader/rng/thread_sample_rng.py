@@ -208,7 +208,7 @@ class ThreadSampleRng(SampleRng):
         if self._end is not None:
             self._end()
 
-    def rng(self, without: Any) -> Any:
+    def info_rng(self, without: Any) -> Any:
         return None if without is None else _RngByThread(without)
 
     def _part(self, number: int) -> SampleRng:

@@ -232,13 +232,13 @@ class Drawing(Samples):
 
 
 def test_the_threads_of_a_worker_share_its_generators() -> None:
-    def draws(threads: int) -> list[float]:
+    def numbers(threads: int) -> list[float]:
         generator = torch.Generator().manual_seed(3)
         options: dict[str, Any] = {"generator": generator, "backend": "threads", "num_workers": 1}
         (batch,) = DataLoader(Drawing(), 21, threads_per_worker=threads, **options)
         return sorted(batch.tolist())
 
-    assert draws(4) == draws(1)
+    assert numbers(4) == numbers(1)
 
 
 def test_the_threads_of_a_worker_without_torch_do_without() -> None:

@@ -131,12 +131,12 @@ class Augmented(Numbers):
         assert (generator is None) == (info.rng is None)
         if info.rng is None:
             return None
-        draws: Any = info.rng
-        assert generator is draws.torch_generator
+        rng: Any = info.rng
+        assert generator is rng.torch_generator
         return (
             torch.rand(2, generator=generator).tolist(),
-            draws.random_generator.random(),
-            draws.numpy_generator.random(),
+            rng.random_generator.random(),
+            rng.numpy_generator.random(),
         )
 
 

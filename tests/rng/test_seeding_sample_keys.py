@@ -106,8 +106,8 @@ def test_what_has_no_stable_key_is_refused(key: Any) -> None:
 
 
 def digests(count: int, **origin: Any) -> list[bytes]:
-    draws = SampleRng(Origin(**{"seed": 0, **origin}), 0)
-    return [draws.digest(SAMPLE, key_of(index)) for index in range(count)]
+    rng = SampleRng(Origin(**{"seed": 0, **origin}), 0)
+    return [rng.digest(SAMPLE, key_of(index)) for index in range(count)]
 
 
 def test_the_seeds_of_every_seed_epoch_stage_kind_and_sample_are_distinct() -> None:
@@ -116,8 +116,8 @@ def test_the_seeds_of_every_seed_epoch_stage_kind_and_sample_are_distinct() -> N
         for epoch in range(4):
             for stage in ("", "()/0", "()/1"):
                 found += digests(200, seed=seed, epoch=epoch, stages=(stage,))
-    draws = SampleRng(Origin(0), 0)
-    found += [draws.digest(COLLATE, key_of(index)) for index in range(200)]
+    rng = SampleRng(Origin(0), 0)
+    found += [rng.digest(COLLATE, key_of(index)) for index in range(200)]
     for seed in (seeds, own_seeds):
         of = [seed(digest) for digest in found]
         assert len({s.python for s in of}) == len(found)

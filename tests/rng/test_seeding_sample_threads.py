@@ -32,10 +32,10 @@ taken_instance: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
 
 @pytest.fixture
 def threads() -> Iterator[ThreadSampleRng]:
-    draws = ThreadSampleRng(Origin(1), 0, stage="augment")
-    draws.prepare()
-    yield draws
-    draws.release()
+    rng = ThreadSampleRng(Origin(1), 0, stage="augment")
+    rng.prepare()
+    yield rng
+    rng.release()
 
 
 def on_a_process(function: Callable[[], Any]) -> Any:
@@ -206,8 +206,8 @@ def test_what_draws_nothing_is_not_reported(threads: ThreadSampleRng) -> None:
 
 def test_what_the_loop_draws_meanwhile_is_its_own_and_is_not_reported() -> None:
     """The loop draws while a sample is being made: what it would draw without a loader."""
-    draws = ThreadSampleRng(Origin(1), 0)
-    draws.prepare()
+    rng = ThreadSampleRng(Origin(1), 0)
+    rng.prepare()
     begun, done = threading.Event(), threading.Event()
     found: list[Any] = []
 
@@ -219,7 +219,7 @@ def test_what_the_loop_draws_meanwhile_is_its_own_and_is_not_reported() -> None:
     def work() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found.append(draws.call(b"", b"key", sample))
+            found.append(rng.call(b"", b"key", sample))
 
     def loop() -> list[Any]:
         random.seed(1)
@@ -238,7 +238,7 @@ def test_what_the_loop_draws_meanwhile_is_its_own_and_is_not_reported() -> None:
     during = loop()
     done.set()
     thread.join()
-    draws.release()
+    rng.release()
     done.clear()
     assert during == loop()
     assert found == [expected_sample]
@@ -269,11 +269,11 @@ def test_everything_is_as_it_was_when_the_last_is_gone() -> None:
 
 def test_functions_that_were_taken_meanwhile_serve_for_ever() -> None:
     """A module that a sample imports may take them, and a thread may be in one at that moment."""
-    draws = ThreadSampleRng(Origin(1), 0)
-    draws.prepare()
+    rng = ThreadSampleRng(Origin(1), 0)
+    rng.prepare()
     kept = random.random, random.getrandbits, random.seed, random.getstate, random.setstate
     kept_rand = np.random.rand
-    draws.release()
+    rng.release()
     assert type(random._inst) is random.Random
     draw, bits, seed, getstate, setstate = kept
     seed(5)
@@ -307,16 +307,16 @@ def test_a_loader_leaves_nothing_behind() -> None:
 
 
 def test_what_somebody_else_replaced_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    draws = ThreadSampleRng(Origin(1), 0)
-    draws.prepare()
+    rng = ThreadSampleRng(Origin(1), 0)
+    rng.prepare()
     before = np.random.rand
     try:
         own: Any = lambda *shape: 0.5  # noqa: E731
         monkeypatch.setattr(np.random, "rand", own)
-        draws.release()
+        rng.release()
         assert np.random.rand is own
     finally:
-        draws.release()
+        rng.release()
         monkeypatch.undo()
         np.random.rand = getattr(before, "__wrapped__", before)  # type: ignore[assignment]
 

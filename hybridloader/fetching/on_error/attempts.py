@@ -27,7 +27,7 @@ def seeded(policy: Any, rng: SampleRng | None, key: Callable[[Any], bytes] = key
     if isinstance(policy, Retry):
         return replace(policy, then=seeded(policy.then, rng, key))
     if isinstance(policy, Replace):
-        return replace(policy, fn=rng.replacing(policy.fn, key))
+        return replace(policy, fn=rng.seeded_replacement(policy.fn, key))
     return policy
 
 

@@ -60,11 +60,11 @@ class TolerantBatchFetcher(Fetcher):
         self._batched, self._fill, self._context = fetch.batched, fetch.fill, context
         self._gather = gatherer(fetch.dataset, fetch.collate_fn) if fetch.batched else None
         one = _one_of(fetch.dataset)
-        draws = context.draws
-        if draws is not None:
-            self._dataset = draws.view(fetch.dataset, whole=not one_by_one(fetch.dataset))
-            one, self._collate_fn = draws.seeded(one), draws.collating(fetch.collate_fn)
-        self._skips = (guard := Guard(seeded(policy, draws), context)).skips
+        rng = context.rng
+        if rng is not None:
+            self._dataset = rng.seeded_dataset(fetch.dataset, whole=not one_by_one(fetch.dataset))
+            one, self._collate_fn = rng.seeded(one), rng.seeded_collate(fetch.collate_fn)
+        self._skips = (guard := Guard(seeded(policy, rng), context)).skips
         spread = spread if one_by_one(self._dataset) else None
         self._loop = ItemLoop([("map", one)], guard, context, spread, batch=True)
         # All the mutable state: what the last task was for.

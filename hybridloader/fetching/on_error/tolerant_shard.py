@@ -35,7 +35,7 @@ class TolerantShardFetcher(ShardFetcher):
         self, fetch: IterableFetch, policy: Policy, samples: Iterator[Any], context: TaskContext
     ) -> None:
         super().__init__(fetch, samples, context)
-        policy = seeded(policy, context.draws)
+        policy = seeded(policy, context.rng)
         self._source = TolerantIterator(samples, policy, context, self)
         # All the mutable state: what the last task gave, and why there will be no more.
         self._numbers: list[int] = []

@@ -35,7 +35,7 @@ class InlineItems(Iterator[Any]):
         What errors call it.
     left
         Up when nobody wants items any more, so that a filter that keeps nothing ends.
-    draws
+    rng
         What seeds each item, if it is to be seeded.
     policy
         What to do with items that fail; None: raise.
@@ -49,22 +49,22 @@ class InlineItems(Iterator[Any]):
         step: Step,
         stage: str,
         left: TaskContext,
-        draws: SampleRng | None = None,
+        rng: SampleRng | None = None,
         policy: Policy | None = None,
         losses: ErrorBudget | None = None,
     ) -> None:
         self._items, self._stage, self._left, self._losses = items, stage, left, losses
         self._pull = items.__next__
-        self._draws = draws  # held: letting them go ends the seeding
+        self._rng = rng  # held: letting them go ends the seeding
         context = left
-        if draws is not None:
+        if rng is not None:
             from hybridloader.rng.seeded_items import numbered_item, of_item
 
             # The item first: where there is none, no number is used up.
-            pairs = zip(items, count(draws.take(0)), strict=False)
+            pairs = zip(items, count(rng.take(0)), strict=False)
             self._pull = map(numbered_item, pairs).__next__
-            policy = seeded(policy, draws, of_item)
-            context = FollowingContext(left, draws)
+            policy = seeded(policy, rng, of_item)
+            context = FollowingContext(left, rng)
         guard = Guard(policy, left)
         opened = step.open(context, policy)
         self._loop = ItemLoop([opened], guard, left)

@@ -120,13 +120,13 @@ class Line:
         if node.placement.worker_init_fn is not None:
             node.placement.worker_init_fn(0)
         for work in node.works:
-            draws = stations.draws_of(work, self._path, run.epoch, start.items)
+            rng = stations.sample_rng_of(work, self._path, run.epoch, start.items)
             losses = stations.losses(
                 (*self._path, at), node.placement, work.name, run.epoch, gaps=run.rows
             )
             policy = node.placement.on_error
             try:
-                items = InlineItems(items, work.step(), work.name, run.left, draws, policy, losses)
+                items = InlineItems(items, work.step(), work.name, run.left, rng, policy, losses)
             except Exception as error:
                 add_note(error, f"In stage {work.name!r}, setting it up.")
                 raise

@@ -139,17 +139,17 @@ class RunningStages(dict[Path, RunningStage]):
         stages = tuple(f"{line}/{self._numbers[id(work)]}" for work in works)
         return Origin(self._seed if seed is None else seed, epoch, stages, any_thread=True)
 
-    def draws_of(self, work: Work, line: Path, epoch: int, first: int) -> SampleRng | None:
+    def sample_rng_of(self, work: Work, line: Path, epoch: int, first: int) -> SampleRng | None:
         """What seeds a function that is called where its results are asked for: on any thread."""
         origin = self._origin(work.placement, line, (work,), epoch)
         if origin is None:
             return None
         from hybridloader.rng.thread_sample_rng import ThreadSampleRng
 
-        draws = ThreadSampleRng(origin, 0, stage=work.name)
-        draws.prepare()
-        draws.begin_at(first, epoch)
-        return draws
+        rng = ThreadSampleRng(origin, 0, stage=work.name)
+        rng.prepare()
+        rng.begin_at(first, epoch)
+        return rng
 
     def losses(
         self, where: Path, placement: Placement, name: str, epoch: int, *, gaps: bool
