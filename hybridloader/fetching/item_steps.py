@@ -16,10 +16,10 @@ from hybridloader._support.attributes import attribute
 from hybridloader.engine.fetcher import Fetch, Fetcher, FollowingContext, Spared, TaskContext
 from hybridloader.fetching.fanout import spread_over
 from hybridloader.fetching.fetch import MapFetch
-from hybridloader.fetching.on_error.attempts import Guard, seeded
+from hybridloader.fetching.on_error.error_handler import Guard, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.tally import ItemsFetcher
+from hybridloader.fetching.on_error.task_results import ItemsFetcher
 from hybridloader.rng.sample_rng import SampleRng
 
 

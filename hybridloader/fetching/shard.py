@@ -12,7 +12,7 @@ from typing import Any
 from hybridloader.engine.dataset_state import ShardStart, load_iterator
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.fetching.fetch import IterableFetch, end, skip
-from hybridloader.fetching.on_error.outcome import short
+from hybridloader.fetching.outcome import short
 from hybridloader.rng.sample_rng import innermost
 
 

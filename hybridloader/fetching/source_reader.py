@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from hybridloader._support.errors import ShardLost
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetch, Fetcher, TaskContext
 from hybridloader.fetching.fetch import end, skip
-from hybridloader.fetching.on_error.attempts import Guard, seeded
+from hybridloader.fetching.on_error.error_handler import Guard, seeded
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.tally import ItemsFetcher, Tally
+from hybridloader.fetching.on_error.task_results import ItemsFetcher, Tally
 from hybridloader.fetching.on_error.tolerant_shard import TolerantIterator
 from hybridloader.rng.sample_rng import innermost
 

@@ -37,8 +37,8 @@ from hybridloader.engine.stage import Stage
 from hybridloader.fetching.collate import without_torch
 from hybridloader.fetching.fetch import IterableFetch, MapFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
-from hybridloader.fetching.on_error.outcome import Outcome
 from hybridloader.fetching.on_error.policies import Policy, parse
+from hybridloader.fetching.outcome import Outcome
 from hybridloader.loader.pass_seeds import PassSeeds
 from hybridloader.loader.pass_start import FirstOf, PassStart
 from hybridloader.loader.pin_thread import PinThread

@@ -17,7 +17,7 @@ from hybridloader._support.errors import WorkerDied
 from hybridloader._support.state_copies import Latest
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.fetching.fetch import Apart
-from hybridloader.fetching.on_error.outcome import Outcome
+from hybridloader.fetching.outcome import Outcome
 from hybridloader.loader.refill import Waiting
 
 if TYPE_CHECKING:

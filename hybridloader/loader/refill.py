@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hybridloader._support.errors import Failure, TooManyErrors, no_stop
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.on_error.outcome import FailureRecord, Outcome
+from hybridloader.fetching.outcome import FailureRecord, Outcome
 
 T = TypeVar("T")
 

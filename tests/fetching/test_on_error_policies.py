@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hybridloader import Replace, Retry, Skip, TooManyErrors
 from hybridloader._support.errors import Failure, ShardLost, WorkerDied, no_stop
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
-from hybridloader.fetching.on_error.attempts import Guard
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Register, bare
-from hybridloader.fetching.on_error.outcome import Attempt, FailureRecord, Outcome
-from hybridloader.fetching.on_error.outcome import short as left
+from hybridloader.fetching.on_error.error_handler import Guard
 from hybridloader.fetching.on_error.policies import final, parse
+from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome
+from hybridloader.fetching.outcome import short as left
 from hybridloader.loader.refill import FullBatches, Refill
 
 # -- policies --------------------------------------------------------------------------------------

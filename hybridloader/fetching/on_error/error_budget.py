@@ -14,9 +14,9 @@ from typing import Any
 
 from hybridloader._support.errors import Failure, ShardLost, TooManyErrors, twin
 from hybridloader._support.text import cell, table
-from hybridloader.fetching.on_error.outcome import FailureRecord
 from hybridloader.fetching.on_error.places import LeftOut, beside
 from hybridloader.fetching.on_error.policies import LEAST, Policy, Skip, final
+from hybridloader.fetching.outcome import FailureRecord
 
 _SHOWN = 20
 """Lines of the table in `TooManyErrors`."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 from hybridloader.fetching.fetch import Spread, numbered
-from hybridloader.fetching.on_error.attempts import Guard
-from hybridloader.fetching.on_error.outcome import Note
-from hybridloader.fetching.on_error.tally import Tally
+from hybridloader.fetching.on_error.error_handler import Guard
+from hybridloader.fetching.on_error.task_results import Tally
+from hybridloader.fetching.outcome import Note
 
 Opened = list[tuple[str, Callable[[Any], Any]]]
 """Kinds of steps, and their functions as one worker calls them."""

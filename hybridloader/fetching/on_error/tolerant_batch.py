@@ -24,9 +24,11 @@ from hybridloader.fetching.fetch import (
     one_by_one,
 )
 from hybridloader.fetching.gather import Odd, gatherer
-from hybridloader.fetching.on_error.attempts import Guard, seeded
+from hybridloader.fetching.on_error.error_handler import Guard, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop
-from hybridloader.fetching.on_error.outcome import (
+from hybridloader.fetching.on_error.policies import Policy
+from hybridloader.fetching.on_error.task_results import Tally
+from hybridloader.fetching.outcome import (
     Attempt,
     FailureRecord,
     Outcome,
@@ -34,8 +36,6 @@ from hybridloader.fetching.on_error.outcome import (
     outcome_of,
     short,
 )
-from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.tally import Tally
 
 
 class TolerantBatchFetcher(Fetcher):

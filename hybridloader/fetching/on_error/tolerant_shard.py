@@ -12,8 +12,11 @@ from typing import Any
 from hybridloader._support.errors import ShardLost, no_stop
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, GivenUp, TaskContext
 from hybridloader.fetching.fetch import IterableFetch
-from hybridloader.fetching.on_error.attempts import Guard, seeded
-from hybridloader.fetching.on_error.outcome import (
+from hybridloader.fetching.on_error.error_handler import Guard, seeded
+from hybridloader.fetching.on_error.places import rest_is_lost
+from hybridloader.fetching.on_error.policies import Policy
+from hybridloader.fetching.on_error.task_results import Tally
+from hybridloader.fetching.outcome import (
     Attempt,
     FailureRecord,
     Outcome,
@@ -21,9 +24,6 @@ from hybridloader.fetching.on_error.outcome import (
     outcome_of,
     short,
 )
-from hybridloader.fetching.on_error.places import rest_is_lost
-from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.tally import Tally
 from hybridloader.fetching.shard import ShardFetcher
 from hybridloader.rng.sample_rng import innermost
 

@@ -16,9 +16,9 @@ from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.engine.scheduler import ACTIVE, Scheduler
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.on_error.in_place import InPlace
-from hybridloader.fetching.on_error.outcome import Note
 from hybridloader.fetching.on_error.places import alike
+from hybridloader.fetching.on_error.result_queue import InPlace
+from hybridloader.fetching.outcome import Note
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
 
 _NO_RESULT = (*FINAL, NotReady, WorkerTimeout)

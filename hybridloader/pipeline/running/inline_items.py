@@ -13,12 +13,12 @@ from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import IteratorClosed
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.fetching.item_steps import Step
-from hybridloader.fetching.on_error.attempts import Guard, seeded
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.on_error.in_place import InPlace
+from hybridloader.fetching.on_error.error_handler import Guard, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.tally import Tally
+from hybridloader.fetching.on_error.result_queue import InPlace
+from hybridloader.fetching.on_error.task_results import Tally
 from hybridloader.rng.sample_rng import SampleRng
 
 

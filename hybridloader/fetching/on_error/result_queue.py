@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridloader._support.errors import Raised
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.on_error.outcome import Note
+from hybridloader.fetching.outcome import Note
 
 
 class InPlace(Iterator[Any]):

@@ -9,8 +9,8 @@ from typing import Any
 from hybridloader._support.errors import Failure, no_stop
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Fetcher, GivenUp, TaskContext
-from hybridloader.fetching.on_error.attempts import Guard
-from hybridloader.fetching.on_error.outcome import FailureRecord, Note
+from hybridloader.fetching.on_error.error_handler import Guard
+from hybridloader.fetching.outcome import FailureRecord, Note
 
 
 class Tally:
