@@ -34,7 +34,7 @@ from hybridloader.fetching.collate import on_this_thread, teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.shipping import replicate
 from hybridloader.memory.slots import PrivateSlots
-from hybridloader.rng.worker_seeds import CallerSeeds, InlineSeeds, WorkerSeeds
+from hybridloader.seeding.worker_seeds import CallerSeeds, InlineSeeds, WorkerSeeds
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks

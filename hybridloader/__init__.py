@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
     from hybridloader.records.shared_dict import SharedDict as SharedDict
     from hybridloader.records.shared_list import SharedList as SharedList
-    from hybridloader.rng.sample_generators import rng as rng
-    from hybridloader.rng.sample_seeds import SampleSeeding as SampleSeeding
     from hybridloader.sampling import BucketBatchSampler as BucketBatchSampler
     from hybridloader.sampling import DistributedShuffleSampler as DistributedShuffleSampler
     from hybridloader.sampling import ShuffleSampler as ShuffleSampler
     from hybridloader.sampling import TokenBudgetBatchSampler as TokenBudgetBatchSampler
     from hybridloader.sampling import WeightedSampler as WeightedSampler
+    from hybridloader.seeding.sample_generators import rng as rng
+    from hybridloader.seeding.sample_seeds import SampleSeeding as SampleSeeding
 
 __getattr__, __dir__, __all__ = lazily(
     __name__,
@@ -86,8 +86,8 @@ __getattr__, __dir__, __all__ = lazily(
         "pipeline.pipeline": "Pipeline",
         "records.shared_dict": "SharedDict",
         "records.shared_list": "SharedList",
-        "rng.sample_generators": "rng",
-        "rng.sample_seeds": "SampleSeeding",
+        "seeding.sample_generators": "rng",
+        "seeding.sample_seeds": "SampleSeeding",
         "sampling": "BucketBatchSampler DistributedShuffleSampler ShuffleSampler "
         "TokenBudgetBatchSampler WeightedSampler",
     },

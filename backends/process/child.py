@@ -32,7 +32,7 @@ from hybridloader.engine.worker_info import set_process_info
 from hybridloader.fetching.collate import set_slots, teach_torch
 from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
-from hybridloader.rng.worker_seeds import ProcessSeeds
+from hybridloader.seeding.worker_seeds import ProcessSeeds
 
 _LARGE = 64 * 1024
 """Bytes from which a frame is written by a thread of its own: it may not fit into the socket, and

@@ -32,7 +32,7 @@ _FATAL = "Fatal Python error: "
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SUPPORT = os.path.dirname(os.path.abspath(caller.__file__))
-_PACKAGES = ("_support", "devices", "engine", "fetching", "loader", "memory", "pipeline", "rng")
+_PACKAGES = ("_support", "devices", "engine", "fetching", "loader", "memory", "pipeline", "seeding")
 _OURS = (
     os.path.join(os.path.dirname(_HERE), ""),
     *(os.path.join(os.path.dirname(_SUPPORT), package, "") for package in _PACKAGES),

@@ -14,7 +14,7 @@ from hybridloader._support.errors import WorkerDied
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
-    from hybridloader.rng.sample_rng import SampleRng
+    from hybridloader.seeding.sample_rng import SampleRng
 
 
 class EndOfShard(Exception):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hybridloader.engine.fetcher import Fetch
     from hybridloader.engine.payload import Payload
     from hybridloader.engine.refresh import Change
-    from hybridloader.rng.sample_seeds import Origin
+    from hybridloader.seeding.sample_seeds import Origin
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hybridloader.engine.worker import Worker, run
 from hybridloader.engine.worker_info import set_process_info, set_worker_info
 from hybridloader.memory.packing import pack, pack_in_band, unpack
 from hybridloader.memory.shipping import receive, replicate, ship
-from hybridloader.rng.worker_seeds import ProcessSeeds, ThreadSeeds
+from hybridloader.seeding.worker_seeds import ProcessSeeds, ThreadSeeds
 
 
 def thread_worker(number: int, spec: WorkerSpec, *, copies: bool = False) -> Worker:

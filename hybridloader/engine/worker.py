@@ -36,8 +36,13 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.worker_info import describe
-from hybridloader.rng.sample_rng import SampleRng
-from hybridloader.rng.worker_seeds import ProcessSeeds, ThreadSeeds, WorkerSeeds, seeds_by_sample
+from hybridloader.seeding.sample_rng import SampleRng
+from hybridloader.seeding.worker_seeds import (
+    ProcessSeeds,
+    ThreadSeeds,
+    WorkerSeeds,
+    seeds_by_sample,
+)
 
 
 class Worker:
@@ -248,7 +253,7 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
     )
     if not (shared or spec.fetch.threads > 1):
         return SampleRng(origin, worker)
-    from hybridloader.rng.thread_sample_rng import ThreadSampleRng
+    from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 
     return ThreadSampleRng(origin, worker, stage=spec.stage)
 

@@ -22,7 +22,7 @@ from hybridloader.engine.dataset_state import states_of
 from hybridloader.engine.fetcher import Abandoned, Fetch, Fetcher, GivenUp, Spared, TaskContext
 from hybridloader.fetching.gather import Odd, gatherer
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.rng.sample_seeds import key_of
+from hybridloader.seeding.sample_seeds import key_of
 
 
 class Apart(list[Any]):

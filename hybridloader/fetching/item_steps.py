@@ -20,7 +20,7 @@ from hybridloader.fetching.on_error.error_handler import Guard, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import ItemsFetcher
-from hybridloader.rng.sample_rng import SampleRng
+from hybridloader.seeding.sample_rng import SampleRng
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Step:
             function = copy.copy(function)
             function.setup()
         if rng is not None:
-            from hybridloader.rng.seeded_items import seeded_by_item
+            from hybridloader.seeding.seeded_items import seeded_by_item
 
             function = seeded_by_item(rng, self.kind, function)
         return self.kind, function
@@ -129,7 +129,7 @@ class WorkFetch(Fetch):
         ]
         policy, rng = self.on_error, context.rng
         if rng is not None:
-            from hybridloader.rng.seeded_items import of_item
+            from hybridloader.seeding.seeded_items import of_item
 
             policy = seeded(policy, rng, of_item)
         return ItemsLoop(opened, Guard(policy, context), context, self.threads)
@@ -163,7 +163,7 @@ class ItemsLoop(ItemsFetcher):
         super().__init__(guard, context)
         self._rng, enter = context.rng, None
         if self._rng is not None:
-            from hybridloader.rng.seeded_items import numbered_item
+            from hybridloader.seeding.seeded_items import numbered_item
 
             enter = numbered_item
         spread = spread_over(threads, context) if threads > 1 else None

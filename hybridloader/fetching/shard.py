@@ -13,7 +13,7 @@ from hybridloader.engine.dataset_state import ShardStart, load_iterator
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.fetching.fetch import IterableFetch, end, skip
 from hybridloader.fetching.outcome import short
-from hybridloader.rng.sample_rng import innermost
+from hybridloader.seeding.sample_rng import innermost
 
 
 class ShardFetcher(Fetcher):

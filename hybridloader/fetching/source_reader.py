@@ -15,7 +15,7 @@ from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import ItemsFetcher, Tally
 from hybridloader.fetching.on_error.tolerant_shard import TolerantIterator
-from hybridloader.rng.sample_rng import innermost
+from hybridloader.seeding.sample_rng import innermost
 
 _READING = 0.01
 """Seconds after which a reader gives what it has, if that is less than it was asked for."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hybridloader.fetching.on_error.error_budget import Skipped
     from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
     from hybridloader.memory.accelerator import Accelerator
-    from hybridloader.rng.sample_seeds import SampleSeeding
+    from hybridloader.seeding.sample_seeds import SampleSeeding
 
 
 _TORCHS = inspect.signature(torch.utils.data.DataLoader).parameters

@@ -15,8 +15,8 @@ from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
 from hybridloader.fetching.on_error.policies import parse as parse_on_error
-from hybridloader.rng.sample_seeds import SampleSeeding
-from hybridloader.rng.sample_seeds import parse as parse_seeding
+from hybridloader.seeding.sample_seeds import SampleSeeding
+from hybridloader.seeding.sample_seeds import parse as parse_seeding
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridloader.engine.numbering import Counter
-from hybridloader.rng.global_generators import kept
-from hybridloader.rng.sample_rng import COLLATE, SampleRng
-from hybridloader.rng.sample_seeds import Origin, parse
+from hybridloader.seeding.global_generators import kept
+from hybridloader.seeding.sample_rng import COLLATE, SampleRng
+from hybridloader.seeding.sample_seeds import Origin, parse
 
 
 class PassSeeds:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hybridloader.engine.restart import RestartPolicy
     from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
     from hybridloader.memory.accelerator import Accelerator
-    from hybridloader.rng.sample_seeds import SampleSeeding
+    from hybridloader.seeding.sample_seeds import SampleSeeding
 
 _OURS = inspect.signature(DataLoader).parameters
 

@@ -17,7 +17,7 @@ from hybridloader.engine.messages import Task, WorkerSpec
 from hybridloader.engine.worker import Worker
 from hybridloader.fetching.fetch import IterableFetch
 from hybridloader.fetching.source_reader import ReadersFetch
-from hybridloader.rng.worker_seeds import CallerSeeds
+from hybridloader.seeding.worker_seeds import CallerSeeds
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -13,8 +13,8 @@ from typing import Any
 from hybridloader._support.errors import add_note, no_stop
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, final
-from hybridloader.rng.sample_rng import SampleRng
-from hybridloader.rng.sample_seeds import key_of
+from hybridloader.seeding.sample_rng import SampleRng
+from hybridloader.seeding.sample_seeds import key_of
 
 _SLICE = 0.02
 """Seconds between two looks at the flag while waiting to try again."""

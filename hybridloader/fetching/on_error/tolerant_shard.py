@@ -25,7 +25,7 @@ from hybridloader.fetching.outcome import (
     short,
 )
 from hybridloader.fetching.shard import ShardFetcher
-from hybridloader.rng.sample_rng import innermost
+from hybridloader.seeding.sample_rng import innermost
 
 
 class TolerantShardFetcher(ShardFetcher):

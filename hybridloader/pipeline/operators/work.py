@@ -25,8 +25,8 @@ from hybridloader.pipeline.operators.base import (
     Source,
 )
 from hybridloader.pipeline.operators.parameters import check_source
-from hybridloader.rng.sample_seeds import SampleSeeding
-from hybridloader.rng.sample_seeds import parse as parse_seeding
+from hybridloader.seeding.sample_seeds import SampleSeeding
+from hybridloader.seeding.sample_seeds import parse as parse_seeding
 
 if TYPE_CHECKING:
     from typing_extensions import Self

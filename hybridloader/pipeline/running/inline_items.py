@@ -19,7 +19,7 @@ from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.result_queue import InPlace
 from hybridloader.fetching.on_error.task_results import Tally
-from hybridloader.rng.sample_rng import SampleRng
+from hybridloader.seeding.sample_rng import SampleRng
 
 
 class InlineItems(Iterator[Any]):
@@ -58,7 +58,7 @@ class InlineItems(Iterator[Any]):
         self._rng = rng  # held: letting them go ends the seeding
         context = left
         if rng is not None:
-            from hybridloader.rng.seeded_items import numbered_item, of_item
+            from hybridloader.seeding.seeded_items import numbered_item, of_item
 
             # The item first: where there is none, no number is used up.
             pairs = zip(items, count(rng.take(0)), strict=False)

@@ -25,11 +25,11 @@ from hybridloader.pipeline.running.flow import ReaderItems
 from hybridloader.pipeline.running.plan import InlineNode, Node, WorkerNode
 from hybridloader.pipeline.running.run_position import Path
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
-from hybridloader.rng.sample_seeds import Origin
+from hybridloader.seeding.sample_seeds import Origin
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.rng.sample_rng import SampleRng
+    from hybridloader.seeding.sample_rng import SampleRng
 
 
 class RunningStage:
@@ -144,7 +144,7 @@ class RunningStages(dict[Path, RunningStage]):
         origin = self._origin(work.placement, line, (work,), epoch)
         if origin is None:
             return None
-        from hybridloader.rng.thread_sample_rng import ThreadSampleRng
+        from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 
         rng = ThreadSampleRng(origin, 0, stage=work.name)
         rng.prepare()

@@ -30,7 +30,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.import_hooks import when_imported
-from hybridloader.rng.sample_rng import GLOBALS, now
+from hybridloader.seeding.sample_rng import GLOBALS, now
 
 others = [0]
 """How often threads that make no sample have begun or ended a draw; odd while one is in the middle."""

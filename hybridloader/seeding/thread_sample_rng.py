@@ -18,9 +18,9 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
-from hybridloader.rng.sample_rng import GLOBALS, Generators, SampleRng, now
-from hybridloader.rng.sample_seeds import Origin, SeedTriple, seeds
-from hybridloader.rng.thread_generators import installation, mode_class, seen
+from hybridloader.seeding.sample_rng import GLOBALS, Generators, SampleRng, now
+from hybridloader.seeding.sample_seeds import Origin, SeedTriple, seeds
+from hybridloader.seeding.thread_generators import installation, mode_class, seen
 
 T = TypeVar("T")
 

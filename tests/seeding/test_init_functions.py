@@ -16,7 +16,7 @@ from torch.random import manual_seed as manual_seed_by_name
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader
-from hybridloader.rng import global_generators
+from hybridloader.seeding import global_generators
 
 WORKERS = 2
 LONG = 30.0

@@ -21,9 +21,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support.import_hooks import when_imported
-from hybridloader.rng.global_generators import Globals, kept, lent
-from hybridloader.rng.sample_rng import now
-from hybridloader.rng.sample_seeds import SeedTriple
+from hybridloader.seeding.global_generators import Globals, kept, lent
+from hybridloader.seeding.sample_rng import now
+from hybridloader.seeding.sample_seeds import SeedTriple
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import _RNG
@@ -144,7 +144,7 @@ class ThreadSeeds(WorkerSeeds):
         if not self._borrows:
             yield
             return
-        from hybridloader.rng.thread_sample_rng import ThreadGenerators
+        from hybridloader.seeding.thread_sample_rng import ThreadGenerators
 
         mine = ThreadGenerators()
         with lent.together(self._starter), mine.in_place(_seeds(base_seed, worker)):

@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 import hybridloader
 from hybridloader import DataLoader, Replace, Retry, SampleSeeding, WorkerDied
-from hybridloader.rng.worker_seeds import (
+from hybridloader.seeding.worker_seeds import (
     CallerSeeds,
     InlineSeeds,
     ProcessSeeds,

@@ -22,10 +22,10 @@ from support.drawing import Drawing, add, collate, states
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
-from hybridloader.rng.sample_rng import SampleRng, now
-from hybridloader.rng.sample_seeds import Origin
-from hybridloader.rng.thread_generators import installation
-from hybridloader.rng.thread_sample_rng import ThreadSampleRng
+from hybridloader.seeding.sample_rng import SampleRng, now
+from hybridloader.seeding.sample_seeds import Origin
+from hybridloader.seeding.thread_generators import installation
+from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 
 taken_instance: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridloader.rng.sample_rng import SAMPLE, SampleRng, SeededIterator, now
+from hybridloader.seeding.sample_rng import SAMPLE, SampleRng, SeededIterator, now
 
 
 def numbered_item(pair: tuple[Any, int]) -> Any:

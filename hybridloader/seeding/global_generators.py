@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hybridloader._support.devices_in_use import initialised, modules
-from hybridloader.rng.sample_rng import GLOBALS, now
+from hybridloader.seeding.sample_rng import GLOBALS, now
 
 
 class Globals:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from hybridloader._support.import_hooks import when_imported
-from hybridloader.rng.sample_seeds import Origin, key_of, root, seeds
+from hybridloader.seeding.sample_seeds import Origin, key_of, root, seeds
 
 T = TypeVar("T")
 

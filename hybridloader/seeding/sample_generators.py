@@ -10,8 +10,8 @@ import random
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hybridloader.rng.sample_rng import now
-from hybridloader.rng.sample_seeds import own_seeds
+from hybridloader.seeding.sample_rng import now
+from hybridloader.seeding.sample_seeds import own_seeds
 
 if TYPE_CHECKING:
     import numpy as np
