@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from support.failing import (
+    ALL,
     PROCESSES,
     WAITING,
     Samples,
@@ -178,7 +179,11 @@ class Nested(Samples):
 @pytest.mark.filterwarnings("ignore:.*may not have children")
 @pytest.mark.parametrize(
     ("backend", "inner"),
-    [*(("fork", inner) for inner in (*PROCESSES, None)), ("spawn", "fork"), ("spawn", "spawn")],
+    [
+        *(("fork", inner) for inner in (*PROCESSES, None)),
+        ("spawn", "fork"),
+        pytest.param("spawn", "spawn", marks=pytest.mark.full),
+    ],
 )
 def test_a_loader_with_processes_inside_a_worker_takes_threads(
     backend: str, inner: str | None
@@ -193,7 +198,12 @@ def test_a_loader_with_threads_may_be_used_inside_a_worker(backend: str, inner: 
 
 
 @pytest.mark.parametrize(
-    ("backend", "inner"), [("inline", "fork"), ("threads", "fork"), ("threads", "spawn")]
+    ("backend", "inner"),
+    [
+        ("inline", "fork"),
+        ("threads", "fork"),
+        pytest.param("threads", "spawn", marks=pytest.mark.full),
+    ],
 )
 def test_a_loader_with_processes_may_be_used_inside_a_worker_of_this_process(
     backend: str, inner: str
@@ -248,31 +258,29 @@ FORKING_SCRIPT = """
     import os, sys
     from hybridloader import DataLoader
 
-    found = []
-    loader = DataLoader(range(20), num_workers=1, collate_fn=list, backend=sys.argv[1])
-    iterator = iter(loader)
-    for batch in iterator:
-        found += batch
-        if len(found) == 3:
-            child = os.fork()
-            if child == 0:
-                sys.exit(7)
-            _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status), found == list(range(20)))
+    for backend in sys.argv[1:]:
+        found = []
+        loader = DataLoader(range(20), num_workers=1, collate_fn=list, backend=backend)
+        iterator = iter(loader)
+        for batch in iterator:
+            found += batch
+            if len(found) == 3:
+                child = os.fork()
+                if child == 0:
+                    sys.exit(7)
+                _, status = os.waitpid(child, 0)
+        print(backend, os.waitstatus_to_exitcode(status), found == list(range(20)))
 """
 
 
-@every_backend
-def test_a_fork_in_the_middle_of_a_script_that_exits_does_no_harm(
-    backend: str, tmp_path: Path
-) -> None:
+def test_a_fork_in_the_middle_of_a_script_that_exits_does_no_harm(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(FORKING_SCRIPT))
     done = subprocess.run(
-        [sys.executable, script, backend], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, script, *ALL], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.stderr == ""
-    assert done.stdout.split() == ["7", "True"]
+    assert done.stdout.splitlines() == [f"{backend} 7 True" for backend in ALL]
     assert done.returncode == 0
 
 

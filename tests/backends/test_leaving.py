@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.driven import Driven
+from support.driven import Driven, echo
 
 from hybridloader import Fork, Spawn, Threads
 from hybridloader.backends.process import crew as processes
@@ -21,10 +21,6 @@ BACKENDS = [
     pytest.param(Spawn(), id="spawn"),
     pytest.param(Threads(), id="threads"),
 ]
-
-
-def echo(index: Any) -> Any:
-    return index
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,7 @@
-"""Crews driven by hand: what stands between two of them in a pipeline, without the pipeline."""
+"""Crews driven by hand: what stands between two of them in a pipeline, without the pipeline.
+
+Nothing here imports torch, so fresh workers that are sent the functions below start at once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.messages import Done, Exited, Failed, Ready, Task, WorkerSpec
@@ -103,7 +105,7 @@ def make(number: int) -> list[Any]:
     return [
         rng.integers(0, 255, LARGE + 4096 * (number % 3), np.uint8),
         *(rng.random(6000) for _ in range(3)),
-        torch.full((50,), number),
+        np.full(50, number),
         f"text {number}",
     ]
 

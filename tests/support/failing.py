@@ -1,19 +1,21 @@
-"""Datasets that fail as they are told to, and what comes of loaders over them."""
+"""Datasets that fail as they are told to, and what comes of loaders over them.
+
+Importing this imports no torch, so fresh workers that are sent one of the datasets start at once.
+"""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from torch.utils.data import Dataset
 
-from hybridloader import (
-    DataLoader,
-)
-from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.testing import Gate
+
+if TYPE_CHECKING:
+    from hybridloader import DataLoader
+    from hybridloader.loader.iterator import LoaderIterator
 
 PROCESSES = ("fork", "spawn", "shared-memory")
 WAITING = ("threads", "fork", "shared-memory")
@@ -29,7 +31,7 @@ every_backend = pytest.mark.parametrize("backend", ALL)
 every_process = pytest.mark.parametrize("backend", PROCESSES)
 
 
-class Samples(Dataset[Any]):
+class Samples:
     """A dataset whose samples are what a function makes of the index."""
 
     def __init__(self, function: Callable[[int], Any], length: int = 8) -> None:
@@ -45,6 +47,8 @@ class Samples(Dataset[Any]):
 def load(
     dataset: Any, backend: str | None, *, workers: int = 1, collate_fn: Any = list, **options: Any
 ) -> DataLoader:
+    from hybridloader import DataLoader
+
     return DataLoader(
         dataset, num_workers=workers, collate_fn=collate_fn, backend=backend, **options
     )
