@@ -117,7 +117,7 @@ class Installation:
         plan = LoaderPlan.of(loader, self.backend, self.options)
         try:
             plan.check_arguments()
-            plan = replace(plan, options=self.options.for_any(plan))
+            plan = replace(plan, options=self.options.without(plan.option_problems))
             self._check_context(plan)
         except (TypeError, ValueError) as error:  # `BackendUnavailable` is one
             return _torchs_own(loader, error)

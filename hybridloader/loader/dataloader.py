@@ -201,9 +201,9 @@ persistent_workers, pin_memory_device, in_order
 
         Empty if there is none. From any thread, so that a watchdog can ask what a stuck loop waits for.
         """
-        latest = record_of(self).iterator
-        iterator = None if latest is None else latest()
-        return "" if iterator is None else iterator.report()
+        latest = record_of(self).report
+        report = None if latest is None else latest()
+        return "" if report is None else report()
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:

@@ -94,7 +94,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._on_error = parse(options.on_error)
         self._joins = options.shard_remainders == "join"
         self._worker_init_fn = plan.worker_init_fn
-        plan.record.iterator = weakref.ref(self)
+        plan.record.report = weakref.WeakMethod(self.report)
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
             self._shard_datapipe()
             self._watch = None

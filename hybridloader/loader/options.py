@@ -6,7 +6,7 @@ torch's. Reads no dataset, and knows nothing of backends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -20,8 +20,6 @@ from hybridloader.seeding.sample_seeds import parse as parse_seeding
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from hybridloader.loader.plan import LoaderPlan
 
 
 class OptionWords(TypedDict, total=False):
@@ -79,38 +77,10 @@ class Options:
         one_of("shard_remainders", self.shard_remainders, ("keep", "join"))
         check_device(self.device)
 
-    def for_any(self, plan: LoaderPlan) -> Self:
-        """Without those that the loader can't have: what was said of all is not of this one."""
-        default = type(self)()
-        return replace(self, **{name: getattr(default, name) for name in self.problems(plan)})
-
-    def problems(self, plan: LoaderPlan) -> dict[str, str]:
-        """Reasons why an option is wrong for that loader, by its name."""
-        found = {}
-        threads, timeout = self.threads_per_worker, self.task_timeout
-        if threads > 1 and plan.iterable:
-            found["threads_per_worker"] = (
-                f"threads_per_worker={threads} can't be had for an iterable dataset, which is read by "
-                "one next() after the other; raise num_workers, and let __iter__ read a part for each "
-                "worker"
-            )
-        elif threads > 1 and not plan.batched:
-            found["threads_per_worker"] = (
-                f"threads_per_worker={threads} shares out the samples of a batch, and with "
-                "batch_size=None there is one sample at a time; raise num_workers, or give a batch_size"
-            )
-        if timeout > 0 and plan.num_workers == 0:
-            found["task_timeout"] = (
-                f"task_timeout={timeout} needs num_workers > 0: with 0 the caller itself makes the "
-                "batch and can't be stopped"
-            )
-        if self.shard_remainders == "join" and not (plan.iterable and plan.batched):
-            found["shard_remainders"] = (
-                "shard_remainders='join' makes batches of what is left of each worker's part of an "
-                "iterable dataset; leave it out for a dataset that is asked by index, and with "
-                "batch_size=None"
-            )
-        return found
+    def without(self, names: Iterable[str]) -> Self:
+        """Return a copy in which these options have their defaults."""
+        default: Any = type(self)()
+        return replace(self, **{name: getattr(default, name) for name in names})
 
 
 _DEFAULTS = [(field.name, field.default) for field in fields(Options)]

@@ -108,7 +108,7 @@ class LoaderPlan:
         """Refuse what contradicts itself. Raises `TypeError` or `ValueError`."""
         self.check_arguments()
         self.options.check()
-        for problem in (*self.options.problems(self).values(), self.contradiction):
+        for problem in (*self.option_problems.values(), self.contradiction):
             if problem is not None:
                 raise ValueError(problem)
 
@@ -147,6 +147,35 @@ class LoaderPlan:
                 f"timeout={self.timeout} needs num_workers > 0: with 0 the caller itself makes the "
                 "batch and can't stop waiting for it"
             )
+
+    @property
+    def option_problems(self) -> dict[str, str]:
+        """Reasons why this loader can't have an option that it was given, by the option's name."""
+        found = {}
+        threads, timeout = self.options.threads_per_worker, self.options.task_timeout
+        if threads > 1 and self.iterable:
+            found["threads_per_worker"] = (
+                f"threads_per_worker={threads} can't be had for an iterable dataset, which is read by "
+                "one next() after the other; raise num_workers, and let __iter__ read a part for each "
+                "worker"
+            )
+        elif threads > 1 and not self.batched:
+            found["threads_per_worker"] = (
+                f"threads_per_worker={threads} shares out the samples of a batch, and with "
+                "batch_size=None there is one sample at a time; raise num_workers, or give a batch_size"
+            )
+        if timeout > 0 and self.num_workers == 0:
+            found["task_timeout"] = (
+                f"task_timeout={timeout} needs num_workers > 0: with 0 the caller itself makes the "
+                "batch and can't be stopped"
+            )
+        if self.options.shard_remainders == "join" and not (self.iterable and self.batched):
+            found["shard_remainders"] = (
+                "shard_remainders='join' makes batches of what is left of each worker's part of an "
+                "iterable dataset; leave it out for a dataset that is asked by index, and with "
+                "batch_size=None"
+            )
+        return found
 
     # -- which backend -------------------------------------------------------------------------------
 

@@ -8,14 +8,13 @@ would be refused, and two equal loaders would have one record.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import attribute
 
 if TYPE_CHECKING:
     from hybridloader.fetching.on_error.error_budget import ErrorBudget
-    from hybridloader.loader.iterator import LoaderIterator
     from hybridloader.loader.progress import Progress
 
 
@@ -34,11 +33,11 @@ class LoaderRecord:
         That state as `StatefulDataLoader` was given it; the error, if it could not be loaded.
     losses
         Records of the latest pass that has an `on_error`.
-    iterator
-        The latest one.
+    report
+        The method `report` of the latest iterator.
     """
 
-    __slots__ = ("begun", "given", "iterator", "loaded", "losses", "progress")
+    __slots__ = ("begun", "given", "loaded", "losses", "progress", "report")
 
     def __init__(self) -> None:
         self.begun: int | None = None
@@ -46,7 +45,7 @@ class LoaderRecord:
         self.loaded: Mapping[str, Any] | None = None
         self.given: Any = None
         self.losses: ErrorBudget | None = None
-        self.iterator: weakref.ref[LoaderIterator] | None = None
+        self.report: weakref.WeakMethod[Callable[[], str]] | None = None
 
 
 _records: dict[int, tuple[weakref.ref[Any], LoaderRecord]] = {}

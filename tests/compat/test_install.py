@@ -176,7 +176,7 @@ def test_options_hold_for_all_loaders_that_can_have_them() -> None:
 
 
 def fitting(options: Options, loader: Any) -> Options:
-    return options.for_any(LoaderPlan.of(loader, None, options))
+    return options.without(LoaderPlan.of(loader, None, options).option_problems)
 
 
 def test_an_option_that_a_loader_can_not_have_changes_nothing_for_it() -> None:

@@ -91,8 +91,8 @@ EARLY: dict[str, Row] = {
     "batch None": (lambda: BASE.batch(None), TypeError, "batch: batch_size .*got None"),  # type: ignore[arg-type]
     "batch float": (lambda: BASE.batch(2.0), TypeError, "batch: batch_size .*got 2.0"),  # type: ignore[arg-type]
     "batch flag": (lambda: BASE.batch(2, drop_last="no"), TypeError, "batch: drop_last .*'no'"),  # type: ignore[arg-type]
-    "shuffle nan": (lambda: BASE.shuffle(nan), TypeError, "shuffle: buffer .*got nan"),  # type: ignore[arg-type]
-    "shuffle bool": (lambda: BASE.shuffle(True), TypeError, "shuffle: buffer .*got True"),
+    "shuffle nan": (lambda: BASE.shuffle(nan), TypeError, "shuffle: buffer_size .*got nan"),  # type: ignore[arg-type]
+    "shuffle bool": (lambda: BASE.shuffle(True), TypeError, "shuffle: buffer_size .*got True"),
     "seed below": (lambda: BASE.shuffle(2, seed=-1), ValueError, "shuffle: seed .*got -1"),
     "seed nan": (lambda: BASE.shuffle(2, seed=nan), TypeError, "shuffle: seed .*got nan"),  # type: ignore[arg-type]
     "repeat nan": (lambda: BASE.repeat(nan), TypeError, "repeat: times .*got nan"),  # type: ignore[arg-type]
