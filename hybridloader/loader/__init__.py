@@ -2,6 +2,6 @@
 
 The front (`dataloader`, `stateful_dataloader`) makes a plan (`plan`: what the loader's attributes say,
 read once) and hands it to a pass (`iterator`, begun by `pass_start`), which is counted in `progress`.
-The state (`state`, `torchdata_form`) is these counts and the samplers' states as a dict, written and read:
-imports go from the front to the pass, from there to the state, then to the plan and to `progress`.
+The state (`state`, `torchdata_form`) is these counts and the samplers' states, written as a dict and
+read again: imports go from the front to the pass, then to the state, then to the plan and `progress`.
 """
