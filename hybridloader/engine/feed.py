@@ -71,7 +71,7 @@ class FlowControl(Protocol):
         """From now on `workers` have nothing to do, because nothing came in or nothing went out."""
 
 
-def is_sealed(item: Any) -> bool:
+def is_forwarded(item: Any) -> bool:
     """True if `item` is several items that come unopened from another process."""
     return isinstance(item, Payload) and item.forwardable
 
@@ -84,14 +84,14 @@ def items_in(index: Any) -> int:
 
 
 class TaskBatching:
-    """Several items at a time from an iterator, as lists; sealed ones as they come.
+    """Several items at a time from an iterator, as lists; forwarded ones as they come.
 
     Parameters
     ----------
     items
         If it has `next_nowait` and `when_ready`, as a relay has, it is not waited for. Else pulling
         it must be quick.
-    sealed
+    forwarded
         Whether some of `items` are several that come unopened from another process.
     least
         Items that a task should have if they are there, for workers that do several at once.
@@ -105,14 +105,14 @@ class TaskBatching:
         self,
         items: Iterator[Any],
         *,
-        sealed: bool = False,
+        forwarded: bool = False,
         least: int = 1,
         most: int | None = None,
         final: tuple[type[Exception], ...] = (),
     ) -> None:
         self._next: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
         self._when_ready = attribute(items, "when_ready")
-        self._sealed, self._least = sealed, least
+        self._forwarded, self._least = forwarded, least
         self._most = MOST if most is None else min(MOST, most)
         self._others: list[TaskBatching] = []
         self.final = final
@@ -141,7 +141,7 @@ class TaskBatching:
             error, self._error = self._error, None
             raise error
         item = self._next()
-        if self._sealed and is_sealed(item):
+        if self._forwarded and is_forwarded(item):
             return item
         found = [item]
         size = min([self.size, *(other.size for other in self._others)])
@@ -168,7 +168,7 @@ class TaskBatching:
         try:
             while len(found) < size:
                 item = pull()
-                if self._sealed and is_sealed(item):
+                if self._forwarded and is_forwarded(item):
                     self._put_back.append(item)
                     return
                 found.append(item)

@@ -65,12 +65,12 @@ class Lifecycle(ABC):
         self.backend = backend
         self.spec = spec if on_worker_death is None else replace(spec, tracked=True)
         self._scheduler, self._persistent, self._clock = scheduler, persistent, clock
-        # All the mutable state, besides the scheduler, the crew and the roster:
+        # All the mutable state, besides the scheduler, the crew and the table:
         self.epoch = -1  # the number of the one that runs
         self._broken_off = -1  # the epoch of which nobody wants more
         self._closing = self._leaving = self._ended = self._gone = False
         self._inside = 0  # calls under way that use the crew, on the thread that has the lock
-        self._obituary = ""
+        self._death_report = ""
         self._error: Exception | None = None  # of the source; raised behind all that came before it
         self.exhausted: dict[int, Exhausted] = {}  # of this epoch, by worker
         self._opened: dict[int, Ready] = {}  # those that told
@@ -81,14 +81,14 @@ class Lifecycle(ABC):
         self._finalizer = ended_with(self, self._crew)
         if locks is not None:
             self._crew.page_lock(locks)
-        self._roster = WorkerTable(self.spec, scheduler, self._crew, clock)
+        self._table = WorkerTable(self.spec, scheduler, self._crew, clock)
         self._supervisor: Supervisor | None = None
         if on_worker_death is not None or task_timeout > 0:
             self._supervisor = Supervisor(
                 on_worker_death,
                 task_timeout,
                 threads=backend.in_process,
-                roster=self._roster,
+                table=self._table,
                 scheduler=scheduler,
                 crew=self._crew,
             )
@@ -131,11 +131,11 @@ class Lifecycle(ABC):
 
     def report(self) -> list[WorkerReport]:
         """Report what each worker is doing; from any thread."""
-        return self._roster.report()
+        return self._table.report()
 
     def lateness(self, timeout: float) -> str:
         """Return what to say when no result has come for `timeout` seconds; from any thread."""
-        return self._roster.lateness(timeout)
+        return self._table.lateness(timeout)
 
     def begin(
         self,
@@ -224,7 +224,7 @@ class Lifecycle(ABC):
     def _refuse(self) -> NoReturn:
         """Say why there is no next item."""
         if self._scheduler.fault is not None:
-            raise WorkerDied(self._obituary)
+            raise WorkerDied(self._death_report)
         if self._ended:
             raise StopIteration
         raise IteratorClosed(f"the iterator of stage {self.spec.stage!r} is closed")
@@ -263,7 +263,7 @@ class Lifecycle(ABC):
         self.exhausted.clear()
         self._opened.clear()  # those who took the place of a dead one in the pass before
         self.epoch += 1
-        self._roster.begin()
+        self._table.begin()
         if self.epoch > 0:
             message = Begin(self.epoch, shared_seed, changes)
             for worker in range(len(scheduler.workers)):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import Failure, NotReady, TaskTimeout, WorkerTimeout, add_note
 from hybridloader.engine.contract import Backend
-from hybridloader.engine.feed import Feed, FlowControl, is_sealed, items_in
+from hybridloader.engine.feed import Feed, FlowControl, is_forwarded, items_in
 from hybridloader.engine.lifecycle import Lifecycle, discard
 from hybridloader.engine.messages import (
     Done,
@@ -83,9 +83,9 @@ class Stage(Lifecycle, Iterator[Any]):
         ended, and all are ended with the epoch.
     dispatch
         Which worker gets the next task.
-    ledger
+    flow_control
         Is told what happens, and may hold tasks back; None: nobody watches.
-    sealed
+    forwards
         Whether results that can be sent on to another process are given unopened, as payloads.
     on_worker_death
         When another worker takes the place of one that died; None: its death is raised.
@@ -114,8 +114,8 @@ class Stage(Lifecycle, Iterator[Any]):
         timeout: float = 0,
         persistent: bool = False,
         dispatch: Dispatch = round_robin,
-        ledger: FlowControl | None = None,
-        sealed: bool = False,
+        flow_control: FlowControl | None = None,
+        forwards: bool = False,
         on_worker_death: RestartPolicy | None = None,
         task_timeout: float = 0,
         locks: PageLocks | None = None,
@@ -123,7 +123,7 @@ class Stage(Lifecycle, Iterator[Any]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout, self._eager = timeout, lookahead > 0
-        self._ledger, self._sealed = ledger, sealed
+        self._flow, self._forwards = flow_control, forwards
         # All the mutable state, besides that of `Lifecycle`:
         self._source: Iterator[Any] = iter(())
         self._feed: Feed | None = None  # instead of a source that is waited for
@@ -145,8 +145,8 @@ class Stage(Lifecycle, Iterator[Any]):
     @property
     def items_failed(self) -> int:
         """Number of items in the task whose error was raised last; 1 if it was no list of items."""
-        index = self._roster.failed
-        return items_in(index) if type(index) is list or is_sealed(index) else 1
+        index = self._table.failed
+        return items_in(index) if type(index) is list or is_forwarded(index) else 1
 
     def opened(self) -> dict[int, Ready]:
         """Wait until every worker has begun; return what each has told, if it was to tell."""
@@ -189,8 +189,8 @@ class Stage(Lifecycle, Iterator[Any]):
                 result = self._scheduler.pop() if self._scheduler.done else None
                 if result is None:
                     result = self._wait(wait)
-                if self._ledger is not None:
-                    self._ledger.left(result.seq)
+                if self._flow is not None:
+                    self._flow.left(result.seq)
                 # Refill before the result is opened: the workers should not wait for the consumer.
                 if self._eager:
                     self._fill()
@@ -223,22 +223,22 @@ class Stage(Lifecycle, Iterator[Any]):
 
     def _forget(self, *, skipped: bool = False) -> None:
         """Drop the indices of all tasks, or of those that a shard had no more for."""
-        scheduler, indices = self._scheduler, self._roster.indices
+        scheduler, indices = self._scheduler, self._table.indices
         for seq in list(indices):
             if not (skipped and (seq in scheduler.sent or seq in scheduler.done)):
                 del indices[seq]
-                if self._ledger is not None:
-                    self._ledger.left(seq)
+                if self._flow is not None:
+                    self._flow.left(seq)
 
     def _fill(self) -> None:
         """Send tasks while there is room and the source has indices."""
-        scheduler, ledger, feed = self._scheduler, self._ledger, self._feed
+        scheduler, flow, feed = self._scheduler, self._flow, self._feed
         self._hungry = starved = False
         while scheduler.free:
             worker = scheduler.dispatch(scheduler)
             if worker is None:
                 break
-            most = None if ledger is None else ledger.room()
+            most = None if flow is None else flow.room()
             if most == 0:
                 break
             try:
@@ -259,11 +259,11 @@ class Stage(Lifecycle, Iterator[Any]):
                 scheduler.source_ended()
                 return
             seq = scheduler.assign(worker)
-            self._roster.indices[seq] = index
+            self._table.indices[seq] = index
             if scheduler.busy[worker] == 1:
-                self._roster.since[worker] = self._clock()
-            if ledger is not None:
-                ledger.sent(seq, index)
+                self._table.since[worker] = self._clock()
+            if flow is not None:
+                flow.sent(seq, index)
             try:
                 self._crew.send(worker, Task(seq, index))
             except Exception as error:  # an index that can't be pickled
@@ -271,10 +271,10 @@ class Stage(Lifecycle, Iterator[Any]):
                 if feed is not None and feed.take_apart(index):
                     result = Done(worker, seq, ByReference([]))
                 scheduler.take_in([result])
-                if ledger is not None:
-                    ledger.came(result)
-        if ledger is not None:
-            ledger.idle(scheduler.busy.count(0), starved=starved)
+                if flow is not None:
+                    flow.came(result)
+        if flow is not None:
+            flow.idle(scheduler.busy.count(0), starved=starved)
 
     # -- from the workers to the caller ------------------------------------------------------------
 
@@ -313,18 +313,18 @@ class Stage(Lifecycle, Iterator[Any]):
         if deadline is not None:
             remaining = deadline - self._clock()
             if remaining <= 0:
-                raise WorkerTimeout(self._roster.lateness(self._timeout))
+                raise WorkerTimeout(self._table.lateness(self._timeout))
         return remaining if self._supervisor is None else self._supervisor.sooner(remaining)
 
     def _listen(self, timeout: float | None) -> None:
         """Take in what the workers report, and give them more to do."""
-        ledger, supervisor = self._ledger, self._supervisor
-        if ledger is None:
+        flow, supervisor = self._flow, self._supervisor
+        if flow is None:
             self._hear(self._crew.wait(timeout))
         else:
             began = self._clock()
             events = self._crew.wait(timeout)
-            ledger.listening(self._clock() - began)
+            flow.listening(self._clock() - began)
             self._hear(events)
         if supervisor is not None and not self._closing:
             try:
@@ -335,7 +335,7 @@ class Stage(Lifecycle, Iterator[Any]):
         fault = self._scheduler.fault
         if fault is not None:
             refusal = "" if supervisor is None else supervisor.refusal
-            self._obituary = self._roster.obituary(fault, refusal)
+            self._death_report = self._table.death_report(fault, refusal)
             self.close()
         if self._closing:
             self._refuse()
@@ -358,11 +358,11 @@ class Stage(Lifecycle, Iterator[Any]):
         if not results:
             return
         stale = self._scheduler.take_in(results)
-        self._roster.take_in(results)
-        if self._ledger is not None:
+        self._table.take_in(results)
+        if self._flow is not None:
             for result in results:
                 if result.seq in self._scheduler.done:
-                    self._ledger.came(result)
+                    self._flow.came(result)
         if stale:
             discard(stale)
 
@@ -378,7 +378,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 event = death
         wanted = self._scheduler.handle(event)
         if isinstance(event, Ready):
-            self._roster.ready(event.worker)
+            self._table.ready(event.worker)
             if event.told is not None:
                 self._opened[event.worker] = event
         elif isinstance(event, Exhausted) and wanted:
@@ -392,25 +392,25 @@ class Stage(Lifecycle, Iterator[Any]):
 
     def _hand_out(self, result: Result) -> Any:
         """Give the value, or raise the error, of a task that is no longer under way."""
-        roster = self._roster
-        passed_on = result.seq not in roster.indices  # an error of the feed's: it says where it was
-        index = roster.indices.pop(result.seq, None)
+        table = self._table
+        passed_on = result.seq not in table.indices  # an error of the feed's: it says where it was
+        index = table.indices.pop(result.seq, None)
         if isinstance(result, Done):
             payload = result.payload
-            if self._sealed and payload.count is not None and result.extras is None:
+            if self._forwards and payload.count is not None and result.extras is None:
                 return payload
             try:
                 return payload.open()
             except Exception as error:
-                add_note(error, roster.place(result.worker, index, "loading the result of"))
-                roster.failed = index
+                add_note(error, table.place(result.worker, index, "loading the result of"))
+                table.failed = index
                 raise
-        roster.failed = None if passed_on else index
+        table.failed = None if passed_on else index
         if passed_on:
             exception = result.failure.exception
             del result.failure.exception
         else:
-            exception = result.failure.to_exception(roster.place(result.worker, index, "fetching"))
+            exception = result.failure.to_exception(table.place(result.worker, index, "fetching"))
         del result
         try:
             raise exception

@@ -15,7 +15,7 @@ from typing import Any
 from hybridloader._support.errors import TaskTimeout
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import given_up
-from hybridloader.engine.feed import is_sealed
+from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import Exited, Task
 from hybridloader.engine.restart import Deaths, RestartPolicy
@@ -38,7 +38,7 @@ class Supervisor:
         Seconds that a worker may take for one task; 0: any time.
     threads
         Whether the workers are threads, which can't be killed.
-    roster
+    table
         The stage's; the indices of tasks with a sample that is given up are changed in it.
     """
 
@@ -48,16 +48,16 @@ class Supervisor:
         task_timeout: float,
         *,
         threads: bool,
-        roster: WorkerTable,
+        table: WorkerTable,
         scheduler: Scheduler,
         crew: Crew,
     ) -> None:
         self._deaths = None if policy is None else Deaths(policy)
         self._timeout, self._threads = task_timeout, threads
-        self._roster, self._scheduler, self._crew = roster, scheduler, crew
+        self._table, self._scheduler, self._crew = table, scheduler, crew
         # All the other mutable state:
-        self._spec = roster.spec
-        self._shared_seed = roster.spec.shared_seed
+        self._spec = table.spec
+        self._shared_seed = table.spec.shared_seed
         self._begun = False
         self._killed: dict[int, tuple[str, str]] = {}
         """Workers that were killed and have not exited yet: why, and where they were."""
@@ -88,10 +88,8 @@ class Supervisor:
 
     def _start(self, worker: int) -> None:
         """Start the new worker of a place: where the one before had got to."""
-        self._roster.replaced(worker)
-        spec = replace(
-            self._spec, shared_seed=self._shared_seed, skip=self._roster.position[worker]
-        )
+        self._table.replaced(worker)
+        spec = replace(self._spec, shared_seed=self._shared_seed, skip=self._table.position[worker])
         self._crew.start(worker, spec)
         self._crew.settle()
 
@@ -114,7 +112,7 @@ class Supervisor:
         except Exception as error:  # no process or thread can be had any more, for instance
             self.refusal = f"It could not be replaced: {error}"
             return False
-        indices = self._roster.indices
+        indices = self._table.indices
         try:
             for seq in again:
                 if deadly and seq == blamed:
@@ -134,7 +132,7 @@ class Supervisor:
                 f"{policy.deaths_per_sample} workers died at this place of their shard, which can't be "
                 "read past it, so no other was put in its place."
             )
-        if not deaths.may_restart(self._roster.clock()):
+        if not deaths.may_restart(self._table.clock()):
             return (
                 f"{policy.max_restarts} workers of this stage were replaced within "
                 f"{policy.window_seconds:g} seconds, and RestartPolicy allows no more.{self._never()}"
@@ -143,7 +141,7 @@ class Supervisor:
 
     def _never(self) -> str:
         """Hint at causes other than a sample; empty if a worker got ready: it may be a sample."""
-        if self._roster.proven:
+        if self._table.proven:
             return ""
         return (
             " None of them has ever got ready: what each does first ends it (imports, loading the "
@@ -162,7 +160,7 @@ class Supervisor:
         """`index` without the sample that kills, or without all if it is not known which."""
         if not self._spec.fetch.batched:
             return self._given_up(index, death, deaths)
-        items = list(index.peek() if is_sealed(index) else index)
+        items = list(index.peek() if is_forwarded(index) else index)
         chosen = range(len(items)) if death.at is None else (death.at,)
         for number in chosen:
             if number < len(items) and type(items[number]) is not GivenUp:
@@ -170,7 +168,7 @@ class Supervisor:
         return Spared(items)
 
     def _given_up(self, item: Any, death: Exited, deaths: int) -> GivenUp:
-        worker = self._roster.name(death.worker)
+        worker = self._table.name(death.worker)
         at = death.at
         return GivenUp(item, given_up(self._spec.stage, worker, deaths, death.cause or "", at=at))
 
@@ -178,7 +176,7 @@ class Supervisor:
 
     def sooner(self, remaining: float | None) -> float | None:
         """`remaining` seconds, or less if a task runs over before."""
-        longest = self._roster.longest() if self._timeout > 0 else None
+        longest = self._table.longest() if self._timeout > 0 else None
         if longest is None:
             return remaining
         left = max(0.0, self._timeout - longest[0])
@@ -192,18 +190,18 @@ class Supervisor:
         TaskTimeout
             It can't be replaced.
         """
-        longest = self._roster.longest() if self._timeout > 0 else None
+        longest = self._table.longest() if self._timeout > 0 else None
         if longest is None or longest[0] < self._timeout:
             return
         seconds, worker = longest
         stack = self._crew.stack(worker)
         if self._threads or self._deaths is None:
-            told = self._roster.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
+            told = self._table.overrun(worker, seconds, self._timeout, stack, thread=self._threads)
             raise TaskTimeout(told)
         what = "its task ran over"
         if self._scheduler.workers[worker] is not WorkerState.READY:
             what = f"it was not ready after {START:g} seconds more than"
         why = f"was killed because {what} task_timeout={self._timeout:g} seconds"
         self._killed[worker] = why, stack
-        self._roster.since[worker] = self._roster.clock()  # it is not killed again for it
+        self._table.since[worker] = self._table.clock()  # it is not killed again for it
         self._crew.kill(worker)

@@ -131,7 +131,7 @@ class WorkerTable:
         """Where an exception came from."""
         return place(self.spec.stage, self.name(worker), index, doing)
 
-    def obituary(self, fault: Fault, refusal: str) -> str:
+    def death_report(self, fault: Fault, refusal: str) -> str:
         """What to say of a worker that has died and was not replaced."""
         stage, worker = self.spec.stage, fault.worker
         torchs = end_of(stage, self.crew.handles(), worker)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute, close
 from hybridloader._support.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
-from hybridloader.engine.feed import is_sealed
+from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import FINAL
 
@@ -90,7 +90,7 @@ class Dropping(Iterator[Any]):
             except Exception:  # was raised before, in the same place
                 self.done += 1
                 continue
-            if is_sealed(item):
+            if is_forwarded(item):
                 self._drop_of(item)
             else:
                 self.done += 1

@@ -8,7 +8,7 @@ from typing import Any
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed, NotReady, WorkerTimeout
 from hybridloader.engine.diagnosis import name_of
-from hybridloader.engine.feed import TaskBatching, is_sealed
+from hybridloader.engine.feed import TaskBatching, is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import Change
@@ -115,7 +115,7 @@ class StageItems(Iterator[Any]):
                 raise
             finally:
                 self.books.turned_away()
-            if self.sealed and is_sealed(results):
+            if self.sealed and is_forwarded(results):
                 self.books.items_out += results.count
                 if self._losses is not None:
                     self._losses.take(results.count, (), None)

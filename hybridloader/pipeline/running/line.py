@@ -239,7 +239,7 @@ class Line:
         stage_before = nodes[at - 2] if at > 1 else None
         portions = TaskBatching(
             items,
-            sealed=isinstance(stage_before, WorkerNode) and stage_before.sealed,
+            forwarded=isinstance(stage_before, WorkerNode) and stage_before.sealed,
             least=node.placement.threads_per_worker,
             # What is counted in bytes is counted item by item.
             most=1 if node.placement.buffer_bytes else node.placement.prefetch,

@@ -98,8 +98,8 @@ class RunningStages(dict[Path, RunningStage]):
                 timeout=placement.timeout,
                 persistent=True,  # whoever pulls it shall not wait for its workers to end
                 dispatch=fewest_at_hand if node.reads else least_busy,
-                ledger=books,
-                sealed=node.sealed,
+                flow_control=books,
+                forwards=node.sealed,
                 on_worker_death=placement.on_worker_death,
                 task_timeout=placement.task_timeout,
                 locks=self.locks.get(path),
