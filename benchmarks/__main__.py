@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import harness, machine
-from benchmarks import registry as cases
+from benchmarks import harness, machine, registry
+from benchmarks.case import Options
 from benchmarks.display import Display
 from benchmarks.results import Results, relate
 from benchmarks.targets import verdicts
@@ -20,7 +20,7 @@ QUICK_ROUNDS = 2
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    known = ", ".join((*cases.NAMES, *cases.LONG_NAMES))
+    known = ", ".join(registry.CASES)
     made = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure hybridloader beside torch's DataLoader, torchdata.nodes, SPDL and Grain.",
@@ -42,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     if rounds < 1 or options.workers < 1:
         made.error("--rounds and --workers must be at least 1")
-    chosen = cases.Options(
+    chosen = Options(
         options.workers, options.quick, not options.no_rivals, caps=options.rounds is None
     )
     try:
-        todo = cases.choose(options.case, chosen)
-    except cases.UnknownCase as error:
+        todo = registry.choose(options.case, chosen)
+    except registry.UnknownCase as error:
         made.error(str(error))
     about = machine.about(
         quick=options.quick, rounds=rounds, workers=options.workers, cases=options.case or "all"
@@ -61,17 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         display.say(results.notes[-1])
     steps = display.steps(todo, rounds)
     titles = {case.name: case.title for case in todo}
+    titles |= {case.derived.name: case.derived.title for case in todo if case.derived}
     for note in harness.not_run(todo):
         results.notes.append(note)
         display.say(note)
     # A quick run spares itself 10 s a case by going on with the same processes.
-    lanes: harness.Lanes | None = {} if options.quick else None
+    runners: harness.Runners | None = {} if options.quick else None
     try:
         for case in todo:
-            results.measurements += harness.run_case(case, rounds, steps, lanes=lanes)
-            if case.name == "P1":
-                results.measurements += cases.cpu_per_gigabyte(results.measurements)
-                titles["P9"] = "CPU time for what P1 delivers at 38 MB"
+            results.measurements += harness.run_case(case, rounds, steps, runners=runners)
             if options.json:  # after each case: what was measured is not lost if a later one is
                 results.write(options.json)
     except harness.Mismatch as error:
@@ -79,20 +77,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     finally:
-        harness.close_all(lanes or {})
+        harness.close_all(runners or {})
         display.finish()
     relate(results.measurements)
     if options.plot:
         from benchmarks.plot import draw
 
         draw(results, options.plot)
-    display.tables(results, verdicts(results), titles)
+    display.tables(results, verdicts(results, registry.TARGETS), titles)
     for failure in results.failures():
         print(f"benchmarks: failed: {failure}", file=sys.stderr)
     return 1 if results.failures() else 0
 
 
 if __name__ == "__main__":
-    # Ended from outside, it still ends its lanes.
+    # Ended from outside, it still ends its runners.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

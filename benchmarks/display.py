@@ -1,4 +1,4 @@
-"""What a run shows: a line of progress while it goes on, the tables at the end."""
+"""Output of a run: a line of progress while it goes on, the tables at the end."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.cases.pipelines import ALONE
-from benchmarks.harness import Case
+from benchmarks.case import Case
 from benchmarks.harness import Progress as Steps
-from benchmarks.results import HYBRIDS, Measurement, Results, family, is_rival
+from benchmarks.names import BACKENDS, HYBRIDS, LIMITS, STAGES_ALONE, family, is_rival
+from benchmarks.results import Measurement, Results
 from benchmarks.targets import Verdict
 
 _SECONDS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
-_ORDER = (
-    *("limit", "together", *ALONE, "torch", *HYBRIDS),
-    *("inline", "threads", "fork", "shared-memory"),
-)
+_ORDER = (*LIMITS, *STAGES_ALONE, "torch", *HYBRIDS, "inline", *BACKENDS)
 
 
 class Display:
-    """Writes to standard output. It starts no thread; the lanes do the work elsewhere."""
+    """Writer to standard output. It starts no thread; the work is done in runners."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
@@ -114,7 +111,7 @@ class Display:
 
 
 def steps_of(cases: Sequence[Case], rounds: int) -> int:
-    """How many steps a run has, if nothing is left out."""
+    """Number of steps of a run, if nothing is left out."""
     total = 0
     for case in cases:
         for variant in case.variants:
@@ -132,7 +129,7 @@ def column_names(rows: Sequence[Measurement]) -> list[str]:
 
 
 def best(group: Sequence[Measurement], column: str) -> Measurement | None:
-    """What a column shows of a variant: of a rival's ways, the fastest."""
+    """The measurement that a column shows: of a rival's forms, the fastest."""
     rows = [m for m in group if family(m.loader) == column]
     measured = [m for m in rows if m.values]
     if measured:
@@ -141,7 +138,7 @@ def best(group: Sequence[Measurement], column: str) -> Measurement | None:
 
 
 def cell(group: Sequence[Measurement], column: str) -> str:
-    """Median, spread and ratio; for a rival also which of its ways."""
+    """Median, spread and ratio; for a rival also which of its forms."""
     found = best(group, column)
     if found is None:
         return ""

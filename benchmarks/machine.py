@@ -28,7 +28,7 @@ def about(**more: Any) -> dict[str, Any]:
 
 
 def sentence(about: dict[str, Any]) -> str:
-    """The same in one sentence."""
+    """One sentence about the machine of a run."""
     versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
     return (
         f"{about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['os']}, "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.cases.pipelines import ALONE
 from benchmarks.display import best, column_names, number
-from benchmarks.results import PIPELINE, Measurement, Results
-from benchmarks.targets import TARGETS
+from benchmarks.names import LIMITS, PIPELINE, STAGES_ALONE
+from benchmarks.registry import TARGETS
+from benchmarks.results import Measurement, Results
 
 COLOURS = {
     "inline": "#9ecae1",
@@ -81,7 +81,7 @@ def _groups(results: Results) -> list[tuple[str, str, list[tuple[str, Measuremen
             for column in column_names(group):
                 row = best(group, column)
                 if (
-                    column not in ("torch", "limit", "together", *ALONE)
+                    column not in ("torch", *LIMITS, *STAGES_ALONE)
                     and row is not None
                     and row.versus_torch
                     and row.passed is None

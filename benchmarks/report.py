@@ -17,8 +17,9 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.display import best, cell, column_names, number
-from benchmarks.registry import LONG_NAMES, NAMES
-from benchmarks.results import OURS, Measurement, Results, family, is_rival
+from benchmarks.names import OURS, family, is_rival
+from benchmarks.registry import CASES, TARGETS
+from benchmarks.results import Measurement, Results
 from benchmarks.targets import verdicts
 
 HEADLINES = {
@@ -72,7 +73,7 @@ def block(name: str, results: Results) -> str:
         return makers[name](results)
     if name in results.cases():
         return _case(name, results)
-    if name in (*NAMES, *LONG_NAMES):
+    if name in CASES:
         return "*Not in the run that is quoted here.*"
     known = ", ".join((*results.cases(), *makers))
     raise BadBlock(f"nothing to write for {name!r}; there is: {known}")
@@ -150,7 +151,7 @@ def _value(row: Measurement | None) -> str:
 
 def _targets(results: Results) -> str:
     words = {True: "met", False: "**missed**", None: "not measured"}
-    body = [[v.case, v.target, v.reached, words[v.met]] for v in verdicts(results)]
+    body = [[v.case, v.target, v.reached, words[v.met]] for v in verdicts(results, TARGETS)]
     return _table(["case", "target", "reached", "verdict"], body)
 
 

@@ -1,6 +1,6 @@
-"""What was measured: one `Measurement` per loader and variant, and the file they are kept in.
+"""Measurements, one per loader and variant, and the file they are kept in.
 
-Everything is such that less is better: seconds, bytes, CPU seconds. Medians, spreads and ratios are
+Of every value less is better: seconds, bytes, CPU seconds. Medians, spreads and ratios are
 worked out from the values of the rounds, never stored by hand.
 """
 
@@ -13,28 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-PIPELINE = "pipeline"
-"""Our `Pipeline`, where a case has several stages, as a loader; other forms of it begin so."""
-
-DATALOADERS = ("inline", "threads", "fork", "shared-memory", "shared-memory (loky)", "spawn")
-
-HYBRIDS = (PIPELINE, f"{PIPELINE} fork", f"{PIPELINE} spread")
-
-OURS = (*DATALOADERS, *HYBRIDS)
-"""The names of hybridloader's ways, as loaders."""
-
-FAMILIES = {"torchdata": "torchdata.nodes", "SPDL": "SPDL", "Grain": "Grain"}
-"""First word of a rival's name -> the project. A rival may have several ways: 'SPDL threads'."""
-
-
-def family(loader: str) -> str:
-    """The project that `loader` belongs to; torch, the limit and ours are their own."""
-    return FAMILIES.get(loader.split(" ")[0], loader)
-
-
-def is_rival(loader: str) -> bool:
-    """Whether it is another project's than torch's or ours."""
-    return loader.split(" ")[0] in FAMILIES
+from benchmarks.names import LIMITS, OURS
 
 
 @dataclass
@@ -50,14 +29,14 @@ class Measurement:
     memory_mb
         Peak of the tree's PSS in MB in a repetition that was not timed.
     skipped
-        Why there are no values.
+        Reason why there are no values.
     failed
-        Whether that is because it raised, died or hung.
+        True if that is because it raised, died or hung.
     passed
-        For the cases that are passed or failed.
+        Outcome of the cases that are passed or failed.
     versus_torch, versus_limit, versus_together
-        How often faster (smaller) than torch's; how much of the limit is reached, and of what the
-        same number of processes reach when they do nothing but the work at the same time.
+        Torch's value over this one; the part that is reached of the limit, and of what the same
+        number of processes reach when they do nothing but the work at the same time.
     """
 
     case: str
@@ -81,7 +60,7 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Half of the way from the least to the greatest value."""
+        """Half of the distance between the least and the greatest value."""
         return (max(self.values) - min(self.values)) / 2
 
 
@@ -112,11 +91,11 @@ class Results:
         return next((m for m in self.of(case, variant) if m.loader == loader), None)
 
     def failures(self) -> list[str]:
-        """What of ours broke: it raised, died or hung. What it can't do is no failure."""
+        """Loaders of ours that raised, died or hung. Work that one can't do is no failure."""
         return [
             f"{m.case} {m.variant}: {m.loader}: {m.skipped}"
             for m in self.measurements
-            if m.failed and m.loader in (*OURS, "limit")
+            if m.failed and m.loader in (*OURS, *LIMITS)
         ]
 
     def write(self, file: Path) -> None:
@@ -155,10 +134,10 @@ def relate(measurements: Iterable[Measurement]) -> None:
 
 
 def ratio(base: Measurement | None, other: Measurement) -> float | None:
-    """How often `base` is as much as `other`: the median over the rounds.
+    """Value of `base` over that of `other`: the median over the rounds.
 
-    A shared machine is slower in one minute than in the next. What one round measured of both was
-    measured within seconds, so their quotient says more than that of two medians.
+    A shared machine is slower in one minute than in the next. One round measures both within seconds,
+    so their quotient says more than that of two medians.
     """
     if base is None or not base.values or not other.values:
         return None

@@ -1,7 +1,7 @@
-"""Lanes: one fresh process for each loader, so that none forks what another one left behind.
+"""Runners: one fresh process for each loader, so that none forks what another one left behind.
 
-A lane waits while others are measured. It is asked over a pipe; one that does not answer in time is
-killed with all that it started.
+A runner waits while others measure. It is asked over a pipe; one that does not answer in time is killed
+with all that it started.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from benchmarks.case import Answer, Measure, Spec
 
 ROOT = Path(__file__).resolve().parent.parent
 
-Answer = dict[str, Any]
 
-
-class LaneFailed(Exception):
-    """A lane died, or did not answer in time."""
+class RunnerFailed(Exception):
+    """A runner died, or did not answer in time."""
 
 
 class Asked(Protocol):
-    """What a case needs of a lane; tests bring their own."""
+    """A runner, as the harness uses it; tests bring their own."""
 
     @property
     def pid(self) -> int: ...
     def ask(
-        self, job: str, loader: str, spec: dict[str, Any], idle: Callable[[], None] | None = None
+        self, measure: Measure, loader: str, spec: Spec, idle: Callable[[], None] | None = None
     ) -> Answer: ...
     def close(self) -> None: ...
 
 
-class Lane:
+class Runner:
     """A process that runs `benchmarks.runner_main`.
 
     Parameters
@@ -69,25 +69,28 @@ class Lane:
         return self._process.pid
 
     def ask(
-        self, job: str, loader: str, spec: dict[str, Any], idle: Callable[[], None] | None = None
+        self, measure: Measure, loader: str, spec: Spec, idle: Callable[[], None] | None = None
     ) -> Answer:
-        """Have a job done, and wait for its answer.
+        """Have something measured, and wait for the answer.
 
         Parameters
         ----------
+        measure
+            Function of a module, which the runner imports by its name.
         idle
             Called ten times a second while waiting.
 
         Raises
         ------
-        LaneFailed
-            No answer came. The lane is closed.
+        RunnerFailed
+            No answer came. The runner is closed.
         """
         if not self._ready:
             self._answer(None)
             self._ready = True
         assert self._process.stdin is not None
-        command = json.dumps({"job": job, "loader": loader, "spec": spec}) + "\n"
+        name = f"{measure.__module__}:{measure.__name__}"
+        command = json.dumps({"measure": name, "loader": loader, "spec": spec}) + "\n"
         try:
             self._process.stdin.write(command.encode())
             self._process.stdin.flush()
@@ -120,10 +123,10 @@ class Lane:
         said = self.errors().strip().splitlines()[-1:] or [""]
         self.close()
         code = self._process.returncode
-        raise LaneFailed(f"{what} (exit code {code}) {said[0][:160]}".strip())
+        raise RunnerFailed(f"{what} (exit code {code}) {said[0][:160]}".strip())
 
     def errors(self) -> str:
-        """What the lane has written to standard error."""
+        """Text that the runner has written to standard error."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
 
@@ -154,7 +157,7 @@ def small_devshm() -> list[str]:
 
     Raises
     ------
-    LaneFailed
+    RunnerFailed
         It is not permitted here.
     """
     script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
@@ -162,7 +165,7 @@ def small_devshm() -> list[str]:
     try:
         done = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaneFailed(f"can't mount a small /dev/shm: {error}") from None
+        raise RunnerFailed(f"can't mount a small /dev/shm: {error}") from None
     if done.returncode:
-        raise LaneFailed(f"can't mount a small /dev/shm (root is needed): {done.stderr.strip()}")
+        raise RunnerFailed(f"can't mount a small /dev/shm (root is needed): {done.stderr.strip()}")
     return prefix

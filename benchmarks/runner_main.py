@@ -1,7 +1,7 @@
-"""A process that measures one loader: reads one command a line, does it, writes one answer a line.
+"""Process that measures one loader: reads one command a line, obeys, writes one answer a line.
 
 The main script of every process that workers are started from. multiprocessing's spawn imports it
-again in each worker, so nothing else is imported at the top: what a worker needs is up to the loader.
+again in each worker, so nothing else is imported at the top: a worker imports what its loader needs.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import sys
 def main() -> None:
     """Serve until the harness closes the pipe."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not look like an answer
-    from benchmarks.cases.device import JOBS as devices
-    from benchmarks.cases.endurance import JOBS as more
-    from benchmarks.cases.overhead import JOBS as overhead
-    from benchmarks.cases.resuming import JOBS as resuming
-    from benchmarks.cases.seeding import JOBS as seeding
-    from benchmarks.loaders.dataloaders import CannotDo
-    from benchmarks.measurements import JOBS
+    os.dup2(2, 1)  # output of a library must not look like an answer
+    import importlib
 
-    jobs = JOBS | devices | more | overhead | resuming | seeding
+    from benchmarks.case import CannotDo
+
+    for module in ("datasets.catalogue", "loaders.opening", "registry"):
+        importlib.import_module(f"benchmarks.{module}")  # so that no measurement waits for it
+
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
+        where, _, name = command["measure"].partition(":")
         try:
-            answer = jobs[command["job"]](command["loader"], command["spec"])
+            measure = getattr(importlib.import_module(where), name)
+            answer = measure(command["loader"], command["spec"])
         except CannotDo as error:
             answer = {"skipped": str(error)}
         except Exception as error:

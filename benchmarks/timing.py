@@ -1,4 +1,4 @@
-"""How a repetition is timed, and how repetitions are interleaved. No torch, no processes here."""
+"""Timing of a repetition, and the order of interleaved repetitions. No torch, no processes here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NoMeter:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a repetition took, a batch."""
+    """Time of a repetition, a batch."""
 
     seconds: float
     cpu: float
@@ -51,11 +51,11 @@ def steady(
     Parameters
     ----------
     seconds
-        For how long.
+        Time to take batches for.
     warmup
         Batches to take before the clock starts; more than are prefetched.
     least, most
-        Batches to take whatever the clock says.
+        Bounds on the batches to take, whatever the clock says.
     """
     for _ in range(warmup):
         next(batches)
@@ -88,8 +88,23 @@ def turns(epoch: Callable[[], Iterator[Any]], count: int, clock: Clock) -> list[
     return found
 
 
+def fastest(function: Callable[[], Any], times: int = 9) -> float:
+    """Seconds of a call that nothing disturbs: the least of `times` calls."""
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of `values` do not pass; 0 if there are none."""
+    return sorted(values)[int(share * (len(values) - 1))] if values else 0.0
+
+
 def interleaved(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, name), every name once a round, each round beginning with the next one.
+    """Pairs (round, name): every name once a round, each round beginning with the next name.
 
     So a slow minute hits all of them, and none always comes after the same other.
     """

@@ -1,4 +1,7 @@
-"""What a tree of processes costs: CPU seconds, memory, descriptors, threads. Linux' /proc, else less."""
+"""Resources that a tree of processes uses: CPU time, memory, descriptors, threads.
+
+Without Linux' /proc some of them are missing.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def _own_cpu() -> float:
 
 
 class CpuMeter:
-    """CPU seconds of this process and all below it; what it costs itself is left out."""
+    """CPU seconds of this process and all below it, without those of the meter."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -64,7 +67,7 @@ def memory_mb(pid: int, *, files: bool) -> float:
     Parameters
     ----------
     files
-        Whether mapped files count, the code of libraries above all. Other benchmark processes map
+        True to count mapped files, the code of libraries above all. Other benchmark processes map
         the same files, so a process's share of them says how many of those there are.
     """
     total = 0.0
@@ -89,8 +92,8 @@ def rss_mb() -> float:
     return float(psutil.Process().memory_info().rss) / MB
 
 
-def usage() -> dict[str, float]:
-    """What this process and all below it hold: MB of PSS, descriptors, threads, processes."""
+def holdings() -> dict[str, float]:
+    """MB of PSS, descriptors, threads and processes of this process and all below it."""
     processes = tree(os.getpid())
     descriptors = threads = 0
     for process in processes:

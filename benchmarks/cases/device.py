@@ -12,21 +12,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from benchmarks.harness import Case, Variant
-from benchmarks.timing import Clock, Meter, NoMeter
+from benchmarks.case import Answer, CannotDo, Case, Options, Spec, Variant
+from benchmarks.cases.image_batches import IMAGE, SIZES
+from benchmarks.measurements import work_of
+from benchmarks.results import Results
+from benchmarks.targets import Found, Judge, Target, at_least
+from benchmarks.timing import Clock, Meter, NoMeter, percentile
+from benchmarks.usage import CpuMeter
 
-if TYPE_CHECKING:
-    from benchmarks.measurements import Answer
-    from benchmarks.registry import Options
-
-IMAGE = 3 * 224 * 224
 NEEDED = "needs a CUDA device, and there is none here: not run, and no figures are claimed"
 OURS = ("threads", "shared-memory")
 """Not ``fork``: the device is in use when workers start, as in training, and it refuses then."""
@@ -42,20 +45,19 @@ LONGER = 1.25
 
 
 def device_in_sight() -> bool:
-    """Whether it is worth while to ask torch: importing it takes the harness two seconds."""
+    """True if torch may find a device. Asking torch takes two seconds of importing it."""
     if not sys.platform.startswith("linux"):
         return sys.platform == "win32"
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()  # the latter in WSL
 
 
-def p11(options: Options) -> Case:
-    """10, 38 and 150 MB. More workers than elsewhere: a link takes 25 to 55 GB/s."""
-    sizes = [("10 MB", 66), ("38 MB", 256), ("150 MB", 1000)]
-    loaders = ("limit", "torch", *OURS, *options.others("SPDL threads"))
+def to_device(options: Options) -> Case:
+    """Batches of 10, 38 and 150 MB. More workers than elsewhere: a link takes 25 to 55 GB/s."""
+    loaders = ("limit", "torch", *OURS, *options.taking_part("SPDL threads"))
     blanks = {} if device_in_sight() else dict.fromkeys(loaders, NEEDED)
     workers = max(options.workers, min(8, len(os.sched_getaffinity(0)) // 2))
     variants = []
-    for label, batch in sizes[1:2] if options.quick else sizes:
+    for label, batch in SIZES.items():
         spec = {
             "dataset": "images",
             "arguments": {"dtype": "uint8"},
@@ -65,12 +67,10 @@ def p11(options: Options) -> Case:
             "seconds": 0.5 if options.quick else 2.0,
             "steps": 100 if options.quick else 400,
         }
-        variants.append(Variant(label, spec, loaders, blanks))
+        if label == "38 MB" or not options.quick:
+            variants.append(Variant(label, spec, loaders, blanks))
     title = "to the device, beside a pinned copy"
-    return Case("P11", title, "ms / batch", "to_device", tuple(variants), scale=1e3, check=False)
-
-
-# -- what a device is to the measurement ---------------------------------------------------------------
+    return Case("P11", title, "ms / batch", a_round, tuple(variants), scale=1e3, check=False)
 
 
 class Done(Protocol):
@@ -81,7 +81,7 @@ class Done(Protocol):
 
 
 class Gpu(Protocol):
-    """What is asked of a device. A test brings one that is none."""
+    """A device, as the measurement uses it; tests bring one of their own."""
 
     def synchronize(self) -> None: ...
 
@@ -175,22 +175,14 @@ def stepping(
 
 
 def overlap(step: float, alone: float, copy: float) -> float:
-    """Which part of a copy is hidden behind the step: 1 if the copy costs nothing, 0 if all of it."""
+    """Part of a copy that is hidden behind the step: 1 if the copy costs nothing, 0 if all of it."""
     return min(1.0, max(0.0, 1.0 - (step - alone) / copy))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of them do not pass; 0 if there are none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def measure(
     batches: Iterator[Any],
     gpu: Gpu,
-    spec: dict[str, Any],
+    spec: Spec,
     copy: float,
     clock: Clock = time.perf_counter,
 ) -> Answer:
@@ -201,8 +193,6 @@ def measure(
     copy
         Seconds of a batch's copy alone.
     """
-    from benchmarks.usage import CpuMeter
-
     warmup = 2 * spec["workers"] + 4
     seconds, cpu = each(batches, gpu, spec["seconds"], warmup, clock, CpuMeter())
     nothing = itertools.repeat(None)
@@ -236,12 +226,12 @@ def pinned_bytes() -> int:
 # -- who takes part ------------------------------------------------------------------------------------
 
 
-def to_device(loader: str, spec: dict[str, Any]) -> Answer:
+Batches = AbstractContextManager[Iterator[Any]]
+
+
+def a_round(loader: str, spec: Spec) -> Answer:
     """A round of `loader`; needs a CUDA device."""
     import torch
-
-    from benchmarks.loaders.dataloaders import CannotDo
-    from benchmarks.measurements import work_of
 
     if not torch.cuda.is_available():
         raise CannotDo(NEEDED)
@@ -268,87 +258,67 @@ def _pinned(work: Any) -> Iterator[Iterator[Any]]:
 
 @contextlib.contextmanager
 def _torch(work: Any) -> Iterator[Iterator[Any]]:
-    """As torch's documentation has it: pinned by its thread, copied on the training stream."""
-    import torch
+    """Batches pinned by torch's thread, copied on the training stream, as its documentation has it."""
+    from benchmarks.loaders.dataloaders import open_torch
 
-    from benchmarks.loaders.dataloaders import PREFETCH, Loader
-
-    running = Loader(
-        torch.utils.data.DataLoader(
-            work.dataset,
-            work.batch,
-            sampler=work.sampler(),
-            num_workers=work.workers,
-            prefetch_factor=PREFETCH,
-            multiprocessing_context="fork",
-            pin_memory=True,
-        )
-    )
-    try:
+    with contextlib.closing(open_torch(work, pin_memory=True)) as running:
         yield (batch.to("cuda", non_blocking=True) for batch in running.epoch())
-    finally:
-        running.close()
 
 
-def _ours(name: str) -> Callable[[Any], contextlib.AbstractContextManager[Iterator[Any]]]:
-    @contextlib.contextmanager
-    def open_ours(work: Any) -> Iterator[Iterator[Any]]:
-        import hybridloader
-        from benchmarks.loaders.dataloaders import PREFETCH, Loader
+@contextlib.contextmanager
+def _ours(backend: str, work: Any) -> Iterator[Iterator[Any]]:
+    from benchmarks.loaders.dataloaders import open_ours
 
-        running = Loader(
-            hybridloader.DataLoader(
-                work.dataset,
-                work.batch,
-                sampler=work.sampler(),
-                num_workers=work.workers,
-                prefetch_factor=PREFETCH,
-                backend=name,
-                device="cuda",
-            )
-        )
-        try:
-            yield running.epoch()
-        finally:
-            running.close()
-
-    return open_ours
+    with contextlib.closing(open_ours(backend, work, device="cuda")) as running:
+        yield running.epoch()
 
 
 @contextlib.contextmanager
 def _spdl(work: Any) -> Iterator[Iterator[Any]]:
-    """Its pipeline of threads, and its transfer on one thread behind, as its documentation has it."""
     from concurrent.futures import ThreadPoolExecutor
-
-    from benchmarks.loaders.dataloaders import PREFETCH, CannotDo
 
     try:
         from spdl.io import transfer_tensor_h2d
-        from spdl.pipeline import PipelineBuilder
     except ImportError as error:
         raise CannotDo(f"not installed: spdl-core and spdl-io ({error})") from None
-    import torch
+    from benchmarks.loaders.rival_spdl import items_to_device
 
-    from benchmarks.loaders.rivals import Fetch
-
-    with ThreadPoolExecutor(1) as alone:
-        pipeline = (
-            PipelineBuilder()
-            .add_source(torch.utils.data.BatchSampler(work.sampler(), work.batch, False))
-            .pipe(Fetch(work.dataset), concurrency=work.workers, output_order="input")
-            .pipe(transfer_tensor_h2d, executor=alone)
-            .add_sink(PREFETCH)
-            .build(num_threads=work.workers)
-        )
-        with pipeline.auto_stop():
-            yield iter(pipeline.get_iterator())
+    with ThreadPoolExecutor(1) as thread:
+        items = items_to_device(work, transfer_tensor_h2d, thread)
+        with contextlib.closing(items):
+            yield items
 
 
-_OPENERS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Iterator[Any]]]] = {
+_OPENERS: dict[str, Callable[[Any], Batches]] = {
     "limit": _pinned,
     "torch": _torch,
     "SPDL threads": _spdl,
-    **{name: _ours(name) for name in OURS},
+    **{name: partial(_ours, name) for name in OURS},
 }
 
-JOBS: dict[str, Callable[[str, dict[str, Any]], Answer]] = {"to_device": to_device}
+
+def detail(key: str, bound: float, *, least: bool = False) -> Judge:
+    """Detail `key` of the fastest of ours, in the worst variant: at most `bound`, or at `least` that."""
+
+    def judge(results: Results, case: str) -> Found:
+        found = []
+        for variant in results.variants(case):
+            rows = [m for m in results.of(case, variant) if m.loader in OURS and m.details.get(key)]
+            if rows:
+                best = min(rows, key=lambda m: m.median)
+                found.append((statistics.median(best.details[key]), best))
+        if not found:
+            return "not run: needs a CUDA device", None
+        worst, row = (min if least else max)(found, key=lambda pair: pair[0])
+        met = worst >= bound if least else worst <= bound
+        return f"{worst:.3g} ({row.loader}, {row.variant})", met
+
+    return judge
+
+
+TARGETS = (
+    Target("P11", ">= 0.95 of a pinned copy alone", at_least(0.95, OURS, "limit")),
+    Target("P11", ">= 0.9 of the copy behind the step", detail("overlap", 0.9, least=True)),
+    Target("P11", "p99 of next() <= 1 ms", detail("next_p99_ms", 1)),
+    Target("P11", "training thread late < 2 ms (p99)", detail("late_p99_ms", 2)),
+)

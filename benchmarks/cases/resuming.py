@@ -1,36 +1,17 @@
-"""P10: what a state of the loader costs at every step, and how long it takes to go on in the middle."""
+"""P10 and resume: the time of a state at every step, and of going on in the middle."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.harness import Case, Variant
-from benchmarks.loaders.dataloaders import CannotDo
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from benchmarks.measurements import Answer
-    from benchmarks.registry import Options
+from benchmarks.case import Answer, CannotDo, Case, Options, Spec, Variant
+from benchmarks.datasets.plain import Ints
 
 TORCHDATA = "torchdata stateful"
 
 BATCH = 256
-
-
-class Ints:
-    """Samples that are made in no time."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def _loader(name: str, length: int, workers: int, *, shuffled: bool) -> Any:
@@ -53,7 +34,7 @@ def _loader(name: str, length: int, workers: int, *, shuffled: bool) -> Any:
     return DataLoader(Ints(length), BATCH, **options)  # type: ignore[arg-type]  # it need not be torch's
 
 
-def state_every_step(loader: str, spec: dict[str, Any]) -> Answer:
+def state_every_step(loader: str, spec: Spec) -> Answer:
     """Seconds that ``state_dict()`` takes, called after every batch: the median of the calls.
 
     Beside it the whole step, because torchdata does its part of the work there.
@@ -73,7 +54,7 @@ def state_every_step(loader: str, spec: dict[str, Any]) -> Answer:
     return {"value": statistics.median(taken), "details": details}
 
 
-def go_on_in_the_middle(loader: str, spec: dict[str, Any]) -> Answer:
+def go_on_in_the_middle(loader: str, spec: Spec) -> Answer:
     """Seconds from a state in the middle of the samples to the first batch."""
     length = spec["length"]
     opened = _loader(loader, length, 0, shuffled=False)
@@ -88,7 +69,7 @@ def go_on_in_the_middle(loader: str, spec: dict[str, Any]) -> Answer:
 
 
 def _moved(state: dict[str, Any], batches: int) -> dict[str, Any]:
-    """The state of a run that is `batches` further: nobody wants to wait for one that really is."""
+    """The state of a run that is `batches` further, edited, as a run that long would take minutes."""
     state = dict(state)
     within = state["_index_sampler_state"] or {}
     for holder, name, value in (
@@ -114,36 +95,31 @@ def _close(items: Any) -> None:
             return
 
 
-def p10(options: Options) -> Case:
-    """A state at every step."""
+def states(options: Options) -> Case:
+    """P10: a state at every step."""
     length = 100_000 if options.quick else 10_000_000
-    loaders = ("threads", "threads, ours", *options.others(TORCHDATA))
+    loaders = ("threads", "threads, ours", *options.taking_part(TORCHDATA))
     variants = tuple(
         Variant(
             f"{length:,} samples, {workers} workers",
             {"length": length, "workers": workers, "steps": 50 if options.quick else 300},
             loaders,
-            most_rounds=options.most(1 if options.quick else 3),
+            most_rounds=options.most(3, quick=1),
         )
         for workers in (0, 2)
     )
     title = "a state at every step, shuffled"
-    return Case("P10", title, "us / state", "state_every_step", variants, scale=1e6, check=False)
+    return Case("P10", title, "us / state", state_every_step, variants, scale=1e6, check=False)
 
 
-def p10_middle(options: Options) -> Case:
-    """Going on in the middle."""
+def resume(options: Options) -> Case:
+    """resume: from a state in the middle to the first batch."""
     length = 1_000_000 if options.quick else 100_000_000
     variant = Variant(
         f"the middle of {length:,} samples",
         {"length": length},
-        ("threads", "threads, ours", *options.others(TORCHDATA)),
-        most_rounds=options.most(1 if options.quick else 3),
+        ("threads", "threads, ours", *options.taking_part(TORCHDATA)),
+        most_rounds=options.most(3, quick=1),
     )
     title = "from a state to the first batch"
-    return Case("resume", title, "ms", "go_on_in_the_middle", (variant,), scale=1e3, check=False)
-
-
-JOBS: dict[str, Callable[[str, dict[str, Any]], Answer]] = {
-    job.__name__: job for job in (state_every_step, go_on_in_the_middle)
-}
+    return Case("resume", title, "ms", go_on_in_the_middle, (variant,), scale=1e3, check=False)

@@ -1,33 +1,16 @@
-"""What ``seeding="sample"`` costs: time a sample beside that of ``seeding="worker"``."""
+"""seeding: time that ``seeding="sample"`` adds to a sample, beside ``seeding="worker"``."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-from benchmarks.datasets import plain as light
-from benchmarks.harness import Case, Variant
-
-if TYPE_CHECKING:
-    from benchmarks.measurements import Answer
-    from benchmarks.registry import Options
-
-LENGTH = 1 << 40
+from benchmarks.case import Answer, Case, Options, Spec, Variant
+from benchmarks.datasets.plain import ENDLESS, Ints, identity
+from benchmarks.names import BACKENDS
 
 
-class Ints:
-    """Samples that are made in no time."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def seeding(loader: str, spec: dict[str, Any]) -> Answer:
+def added_by_seeding(loader: str, spec: Spec) -> Answer:
     """Seconds a sample that seeding by sample adds, with one worker: the median over `repeats`.
 
     One worker, because then its work is what a batch takes. The two are measured in turn.
@@ -54,10 +37,10 @@ def _seconds(backend: str, batch: int, batches: int, how: str) -> float:
     loader = DataLoader(
         Ints(),  # type: ignore[arg-type]  # no subclass of torch's, on purpose: it need not be one
         batch,
-        sampler=range(LENGTH),
+        sampler=range(ENDLESS),
         num_workers=0 if inline else 1,
         backend=None if inline else backend,
-        collate_fn=light.nothing,
+        collate_fn=identity,
         seeding=how,
     )
     items = iter(loader)
@@ -72,16 +55,13 @@ def _seconds(backend: str, batch: int, batches: int, how: str) -> float:
         items.close()  # type: ignore[attr-defined]
 
 
-def case(options: Options) -> Case:
-    """Samples that are nothing but their index."""
+def seeding(options: Options) -> Case:
+    """Samples that are their own index."""
     spec = {
         "batch": 64,
         "batches": 40 if options.quick else 200,
         "repeats": 3 if options.quick else 7,
     }
-    variant = Variant("64 ints", spec, ("inline", "threads", "fork", "shared-memory"))
-    title = "seeding every sample"
-    return Case("seeding", title, "us / sample more", "seeding", (variant,), scale=1e6, check=False)
-
-
-JOBS: dict[str, Callable[[str, dict[str, Any]], Answer]] = {"seeding": seeding}
+    variant = Variant("64 ints", spec, ("inline", *BACKENDS))
+    title, unit = "seeding every sample", "us / sample more"
+    return Case("seeding", title, unit, added_by_seeding, (variant,), scale=1e6, check=False)

@@ -1,103 +1,92 @@
-"""What it costs that a running stage keeps books: its calls recorded and timed, and a run without them.
-
-Imported by the job that measures this and by nobody else: it reaches into hybridloader's engine.
-"""
+"""metrics: part of a pipeline's time that goes into the metrics which `stats()` reads."""
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import inspect
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
 from benchmarks import timing
-from benchmarks.datasets.plain import nothing
-from benchmarks.datasets.remote import least
-from hybridloader import Pipeline
-from hybridloader.engine.feed import items_in
-from hybridloader.engine.messages import Done, Result
-from hybridloader.engine.payload import ByReference
-from hybridloader.pipeline.running import running_stages
-from hybridloader.pipeline.running.stage_metrics import StageMetrics
-
-ENDLESS = 1 << 40
+from benchmarks.case import Answer, Case, Options, Spec, Variant
+from benchmarks.datasets.plain import ENDLESS, identity
+from benchmarks.names import BACKENDS
+from benchmarks.targets import Target, at_most
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""Name of a method, its arguments, and those by keyword."""
 
 
-class Recorder(StageMetrics):
-    """Books that note down every call they get."""
+def part_of_time(backend: str, spec: Spec) -> Answer:
+    """Part of the time of a pipeline that only hands items on.
 
-    def __init__(self, workers: int, calls: list[Call]) -> None:
-        super().__init__(workers)
-        self._calls = calls
-
-    def room(self) -> int | None:
-        self._calls.append(("room", (), {}))
-        return super().room()
-
-    def sent(self, seq: int, index: Any) -> None:
-        self._calls.append(("sent", (seq, index), {}))
-        super().sent(seq, index)
-
-    def came(self, event: Result) -> None:
-        # Without what it carries: that may lie in memory which is to be used again.
-        light = event._replace(payload=ByReference(None)) if isinstance(event, Done) else event
-        self._calls.append(("came", (light,), {}))
-        super().came(event)
-
-    def left(self, seq: int) -> None:
-        self._calls.append(("left", (seq,), {}))
-        super().left(seq)
-
-    def idle(self, workers: int, *, starved: bool) -> None:
-        self._calls.append(("idle", (workers,), {"starved": starved}))
-        super().idle(workers, starved=starved)
-
-    def listening(self, seconds: float) -> None:
-        self._calls.append(("listening", (seconds,), {}))
-        super().listening(seconds)
-
-
-class Unkept(StageMetrics):
-    """No books: only what the engine itself lives on, how long tasks take."""
-
-    def room(self) -> int | None:
-        return None
-
-    def sent(self, seq: int, index: Any) -> None:
-        self._items[seq] = items_in(index)
-
-    def came(self, event: Result) -> None:
-        if isinstance(event, Done) and self.learn is not None:
-            self.learn(self._items.pop(event.seq, 1), event.seconds)
-
-    def left(self, seq: int) -> None:
-        return
-
-    def idle(self, workers: int, *, starved: bool) -> None:
-        return
-
-    def listening(self, seconds: float) -> None:
-        return
-
-
-def record(backend: str, workers: int, batch: int, batches: int) -> list[Call]:
-    """The calls of a pipeline's only stage, for so many batches."""
-    calls: list[Call] = []
-    with _kept_by(lambda: Recorder(workers, calls)), running(backend, workers, batch) as run:
+    Every call that the metrics of its stage get is recorded for some batches; then the calls are
+    made again and timed, and so are the two looks at the clock for every batch that the loop gets.
+    """
+    batches, size, workers = spec["batches"], spec["batch"], spec["workers"]
+    with recorded() as calls, handing_on(backend, workers, size) as run:
         for _ in range(batches):
             next(run)
-    return calls
+    kept = min(replay(calls, workers) for _ in range(5)) + looks(batches)
+    seconds = []
+    for _ in range(spec["repeats"]):
+        with handing_on(backend, workers, size) as run:
+            seconds.append(timing.steady(run, spec["seconds"], warmup=50).seconds)
+    whole = timing.percentile(seconds, 0.5)
+    details = {
+        "us_per_batch": kept / batches * 1e6,
+        "calls_per_batch": len(calls) / batches,
+        "batch_us": whole * 1e6,
+    }
+    return {"value": kept / batches / whole, "details": details}
+
+
+def handing_on(
+    backend: str, workers: int, batch: int
+) -> contextlib.AbstractContextManager[Iterator[Any]]:
+    """A pipeline of one empty stage, running."""
+    from hybridloader import Pipeline
+
+    pipeline = Pipeline.from_dataset(range(ENDLESS))
+    return iter(pipeline.map(identity, backend=backend, num_workers=workers).batch(batch))
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Calls that the metrics of stages get meanwhile."""
+    from hybridloader.pipeline.running.stage_metrics import StageMetrics
+
+    calls: list[Call] = []
+
+    def recording(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def record(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append((name, tuple(map(_without_payload, args)), kwargs))
+            return method(self, *args, **kwargs)
+
+        return record
+
+    with contextlib.ExitStack() as stack:
+        for name, method in inspect.getmembers(StageMetrics, inspect.isfunction):
+            if not name.startswith("_"):
+                stack.enter_context(mock.patch.object(StageMetrics, name, recording(name, method)))
+        yield calls
+
+
+def _without_payload(value: Any) -> Any:
+    """A message without its payload, which may lie in memory that is used again."""
+    return value._replace(payload=None) if "payload" in getattr(value, "_fields", ()) else value
 
 
 def replay(calls: list[Call], workers: int) -> float:
     """Seconds that those calls take."""
-    books = StageMetrics(workers)
-    bound = [partial(getattr(books, name), *told, **more) for name, told, more in calls]
+    from hybridloader.pipeline.running.stage_metrics import StageMetrics
+
+    metrics = StageMetrics(workers)
+    bound = [partial(getattr(metrics, name), *args, **kwargs) for name, args, kwargs in calls]
     began = time.perf_counter()
     for call in bound:
         call()
@@ -105,7 +94,7 @@ def replay(calls: list[Call], workers: int) -> float:
 
 
 def looks(items: int) -> float:
-    """Seconds that the looks at the clock take that a `Run` makes for every item it hands out."""
+    """Seconds of the looks at the clock that a running pipeline takes for every item."""
 
     def look() -> None:
         waited = 0.0
@@ -113,39 +102,21 @@ def looks(items: int) -> float:
             began = time.monotonic()
             waited += time.monotonic() - began
 
-    return least(look, 5)
+    return timing.fastest(look, 5)
 
 
-def beside(
-    backend: str, workers: int, batch: int, *, seconds: float, repeats: int
-) -> tuple[float, float]:
-    """Seconds of a batch with books, and the median of its ratio to a batch without."""
-    kept: list[float] = []
-    ratios: list[float] = []
-    for _ in range(repeats):
-        kept.append(_timed(backend, workers, batch, seconds))
-        with _kept_by(lambda: Unkept(workers)):
-            ratios.append(kept[-1] / _timed(backend, workers, batch, seconds))
-    return statistics.median(kept), statistics.median(ratios)
+def metrics(options: Options) -> Case:
+    """Batches of 64 integers from one empty stage."""
+    spec: dict[str, Any] = {
+        "workers": options.workers,
+        "batch": 64,
+        "batches": 300,
+        "seconds": 0.15 if options.quick else 0.5,
+        "repeats": 3 if options.quick else 9,
+    }
+    variant = Variant("64 ints", spec, BACKENDS)
+    title = "the part of the time that goes into stage metrics"
+    return Case("metrics", title, "% of the time", part_of_time, (variant,), scale=100, check=False)
 
 
-def running(backend: str, workers: int, batch: int) -> contextlib.AbstractContextManager[Any]:
-    """A pipeline of one empty stage, run."""
-    pipeline = Pipeline.from_dataset(range(ENDLESS))
-    return iter(pipeline.map(nothing, backend=backend, num_workers=workers).batch(batch))
-
-
-def _timed(backend: str, workers: int, batch: int, seconds: float) -> float:
-    with running(backend, workers, batch) as run:
-        return timing.steady(run, seconds, warmup=50).seconds
-
-
-@contextlib.contextmanager
-def _kept_by(make: Callable[[], StageMetrics]) -> Iterator[None]:
-    """Pipelines that are run meanwhile have such books."""
-
-    def make_books(node: Any) -> StageMetrics:
-        return make()
-
-    with mock.patch.object(running_stages, "_books", make_books):
-        yield
+TARGETS = (Target("metrics", "<= 1 % of the time", at_most(1, BACKENDS, each=True)),)

@@ -1,4 +1,4 @@
-"""Datasets that need neither torch nor anything of ours, so that a fresh worker can do without.
+"""Datasets that need neither torch nor hybridloader, so that a fresh worker imports neither.
 
 Nothing but numpy is imported here, and that only when a sample is made.
 """
@@ -7,6 +7,22 @@ from __future__ import annotations
 
 import random
 from typing import Any
+
+ENDLESS = 1 << 40
+"""Samples of a dataset that no repetition comes to the end of."""
+
+
+class Ints:
+    """Samples that cost nothing: their own index."""
+
+    def __init__(self, length: int = ENDLESS) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 class Numbers:
@@ -25,7 +41,7 @@ class Numbers:
 
 
 class Paths:
-    """A dataset that holds `paths` (a list, or something that looks like one) and gives a number."""
+    """Lengths of `paths`, which are a list or look like one."""
 
     def __init__(self, paths: Any) -> None:
         self.paths = paths
@@ -39,32 +55,32 @@ class Paths:
 
 
 class Spinning:
-    """Samples that are a loop of so many turns in Python: they never leave the GIL."""
+    """Samples that are a loop of `loops` turns in Python: they never release the GIL."""
 
     def __init__(self, loops: int) -> None:
         self.loops = loops
 
     def __len__(self) -> int:
-        return 1 << 40
+        return ENDLESS
 
     def __getitem__(self, index: int) -> int:
         return spin(self.loops, index) & 1
 
 
 def spin(loops: int, value: int = 1) -> int:
-    """Python and nothing else, some 0.1 us a turn."""
+    """A loop of `loops` turns in Python, some 0.1 us each."""
     for _ in range(loops):
         value = (value * 1_103_515_245 + 12_345) & 0x7FFFFFFF
     return value
 
 
-def nothing(item: Any) -> Any:
-    """The work of an empty stage."""
+def identity(item: Any) -> Any:
+    """The function of an empty stage."""
     return item
 
 
 def path_strings(count: int) -> list[str]:
-    """So many file names of 30 to 60 letters, the same ones every time."""
+    """`count` file names of 30 to 60 letters, the same ones every time."""
     chance = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz" * 2
     return [

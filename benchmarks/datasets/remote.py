@@ -1,9 +1,9 @@
 """Images that come over HTTP: a server that lets every answer wait, and the three parts of the work.
 
-The server runs in a process of its own, and answers any number of requests at once, each after its
-time. A sample takes waiting (`read`), work that leaves the GIL (`decode`) and a loop in Python
-(`augment`). Only the standard library is imported before a sample is made, so that a fresh worker needs
-no torch.
+The server runs in a process of its own and answers any number of requests at once, each after the
+delay that it asks for. A sample takes waiting (`read`), work that releases the GIL (`decode`) and a loop
+in Python (`augment`). Only the standard library is imported before a sample is made, so that a fresh
+worker needs no torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import asyncio
 import atexit
 import http.client
 import io
-import math
 import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 from benchmarks.datasets.plain import spin
@@ -29,29 +26,23 @@ SIDE = 160
 POOL = 32
 """Different files."""
 
-_WIDTH, _HEIGHT = 400, 300
-"""Of the file whose decoding `calibrated` times."""
-
-_LOOPS = 5_000
-"""Turns of the loop that `calibrated` times."""
-
 
 class Remote:
-    """A dataset of `length` samples behind `url`.
+    """A dataset of `length` samples behind a server.
 
     Parameters
     ----------
     port
-        Where the server listens on this machine.
+        Port of the server, on this machine.
     delay_ms
-        How long an answer waits.
+        Milliseconds that an answer waits.
     loops
         Turns of the loop in `augment`.
     """
 
     def __init__(self, port: int, delay_ms: float, loops: int, length: int) -> None:
         self.port, self.delay_ms, self.loops, self.length = port, delay_ms, loops, length
-        self._here = _Here()
+        self._connections = _ThreadConnection()
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.port, self.delay_ms, self.loops, self.length
@@ -60,7 +51,7 @@ class Remote:
         self.__init__(*state)  # type: ignore[misc]  # connections do not travel
 
     def without_waiting(self) -> Remote:
-        """The same work, answers at once: what the cores alone can do."""
+        """This dataset with answers at once: the work that takes cores."""
         return Remote(self.port, 0, self.loops, self.length)
 
     def __len__(self) -> int:
@@ -71,7 +62,7 @@ class Remote:
 
     def read(self, index: int) -> bytes:
         """The file of a sample, over a connection that this thread keeps."""
-        connection = self._here.connection(self.port)
+        connection = self._connections.connection(self.port)
         connection.request("GET", f"/{self.delay_ms:g}/{index}")
         answer = connection.getresponse()
         data = answer.read()
@@ -81,7 +72,7 @@ class Remote:
 
     def close(self) -> None:
         """End the connection of the calling thread."""
-        self._here.close()
+        self._connections.close()
 
     def decode(self, data: bytes) -> Any:
         """The pixels of a file, resized."""
@@ -102,14 +93,14 @@ class Remote:
 
 
 class _Connection(http.client.HTTPConnection):
-    """It is closed when the thread that has it ends."""
+    """A connection that is closed when the thread that has it ends."""
 
     def __del__(self) -> None:
         self.close()
 
 
-class _Here(threading.local):
-    """A thread's connection. One that was made before a fork is the parent's."""
+class _ThreadConnection(threading.local):
+    """A thread's connection. One that was made before a fork is the parent's, and not used."""
 
     def __init__(self) -> None:
         self._known: tuple[int, int, _Connection] | None = None
@@ -143,35 +134,11 @@ def files(width: int, count: int = POOL) -> list[bytes]:
     return made
 
 
-def least(function: Callable[[], Any], times: int = 9) -> float:
-    """Seconds that a call takes when nothing disturbs it."""
-    found = []
-    for _ in range(times):
-        began = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - began)
-    return min(found)
-
-
-def loops_for(seconds: float) -> int:
-    """Turns of `spin` that take so long here."""
-    return max(1, round(_LOOPS * seconds / least(lambda: spin(_LOOPS))))
-
-
-def width_for(seconds: float) -> int:
-    """Width of the files that take so long to decode here."""
-    remote = Remote(0, 0, 0, 0)
-    data = files(_WIDTH, 1)[0]
-    # Twice the edge is four times the work.
-    edge = _WIDTH * math.sqrt(seconds / least(lambda: remote.decode(data)))
-    return max(16, 16 * round(edge / 16))
-
-
 class Server:
-    """The server's process. It is no child of this one, so what it takes is nobody's memory or CPU time.
+    """The server's process. It is no child of this one, so its memory and CPU time count for no loader.
 
-    It stays in the process group of whoever started it, and ends with `close`, or soon after that
-    process.
+    It stays in the process group of the process that started it, and ends with `close`, or soon after
+    that process.
     """
 
     def __init__(self, width: int) -> None:
@@ -201,7 +168,7 @@ _servers: dict[int, Server] = {}
 
 
 def server_of(width: int) -> Server:
-    """This process's server of files of that width; it is ended with the process."""
+    """This process's server of files of that width; it ends with the process."""
     if width not in _servers:
         if not _servers:
             atexit.register(close_servers, os.getpid())
@@ -210,7 +177,7 @@ def server_of(width: int) -> Server:
 
 
 def close_servers(owner: int | None = None) -> None:
-    """End them, unless this is a fork of their owner."""
+    """End all servers, unless this is a fork of their `owner`."""
     if owner in (None, os.getpid()):
         while _servers:
             _servers.popitem()[1].close()

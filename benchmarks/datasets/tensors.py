@@ -1,36 +1,17 @@
-"""The datasets of the cases, by name. The ones here need torch; those in `light` do not."""
+"""Datasets of tensors: images, JPEG files, blocks of bytes, a table."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.data
 
-from benchmarks.datasets.plain import Numbers, Paths, Spinning, path_strings
-from benchmarks.datasets.remote import Remote, server_of
-from benchmarks.loaders.dataloaders import CannotDo
+from benchmarks.datasets.plain import ENDLESS
 
 POOL = 64
 """Different images in a dataset of images: 10 MB, so that they don't all stay in the caches."""
-
-ENDLESS = 1 << 40
-"""Samples of a dataset that no repetition comes to the end of."""
-
-
-class Ints(torch.utils.data.Dataset[int]):
-    """Samples that cost nothing: their own index."""
-
-    def __init__(self, length: int = ENDLESS) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Images(torch.utils.data.Dataset[torch.Tensor]):
@@ -122,34 +103,3 @@ def table(rows: int = 20_000, columns: int = 20) -> torch.utils.data.TensorDatas
     values = torch.randn(rows, columns, generator=generator)
     labels = torch.randint(0, 10, (rows,), generator=generator)
     return torch.utils.data.TensorDataset(values, labels)
-
-
-def paths(count: int, container: str = "list") -> Paths:
-    """Names of files, in a list or in hybridloader's `SharedList`."""
-    names = path_strings(count)
-    if container == "list":
-        return Paths(names)
-    try:
-        from hybridloader import SharedList
-    except ImportError as error:
-        raise CannotDo(f"this hybridloader has no SharedList: {error}") from error
-    return Paths(SharedList(names))
-
-
-def remote(width: int, loops: int, delay_ms: float) -> Remote:
-    """Images behind a server of this process's own."""
-    return Remote(server_of(width).port, delay_ms, loops, ENDLESS)
-
-
-DATASETS: dict[str, Callable[..., Any]] = {
-    "ints": Ints,
-    "images": Images,
-    "blocks": Blocks,
-    "jpegs": Jpegs,
-    "table": table,
-    "numbers": Numbers,
-    "paths": paths,
-    "remote": remote,
-    "spinning": Spinning,
-}
-"""How to make a dataset, by the name that a case gives."""

@@ -18,14 +18,16 @@ pytest.importorskip("rich")
 pytest.importorskip("psutil")
 pytest.importorskip("matplotlib")
 
-from benchmarks import harness, report, targets, timing
-from benchmarks import registry as cases
+from benchmarks import harness, measurements, registry, report, timing
 from benchmarks.__main__ import main
+from benchmarks.case import Case, Measure, Options, Spec, Variant
+from benchmarks.cases import image_batches, small_batches
 from benchmarks.display import Display, cell, number, steps_of
-from benchmarks.harness import Case, Mismatch, Variant
-from benchmarks.measurements import digest
+from benchmarks.harness import Mismatch
+from benchmarks.measurements import digest, steady
 from benchmarks.results import Measurement, Results, relate
-from benchmarks.runner import Lane, LaneFailed
+from benchmarks.runner import Runner, RunnerFailed
+from benchmarks.targets import verdicts
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +42,7 @@ class FakeClock:
         return self.now
 
 
-class FakeLane:
+class FakeRunner:
     """Answers from a script: loader -> seconds of its rounds."""
 
     log: list[tuple[str, str]]
@@ -50,23 +52,23 @@ class FakeLane:
     def __init__(self) -> None:
         self.pid = 0
         self.closed = False
-        FakeLane.made.append(self)
+        FakeRunner.made.append(self)
 
-    made: list[FakeLane]
+    made: list[FakeRunner]
 
     def ask(
-        self, job: str, loader: str, spec: dict[str, Any], idle: Callable[[], None] | None = None
+        self, measure: Measure, loader: str, spec: Spec, idle: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        FakeLane.log.append((job, loader))
+        FakeRunner.log.append((measure.__name__, loader))
         if loader in spec.get("dies", ()):
-            raise LaneFailed("died (exit code -9)")
+            raise RunnerFailed("died (exit code -9)")
         if loader in spec.get("cannot", ()):
             return {"skipped": "it can't"}
-        if job == "check":
+        if measure is measurements.check:
             if idle is not None:
                 idle()
-            return {"digest": FakeLane.digests.get(loader, "same")}
-        return {"value": FakeLane.seconds[loader].pop(0), "cpu": 0.5}
+            return {"digest": FakeRunner.digests.get(loader, "same")}
+        return {"value": FakeRunner.seconds[loader].pop(0), "cpu": 0.5}
 
     def close(self) -> None:
         self.closed = True
@@ -74,8 +76,8 @@ class FakeLane:
 
 @pytest.fixture(autouse=True)
 def _fresh_script() -> None:
-    FakeLane.log, FakeLane.digests, FakeLane.made = [], {}, []
-    FakeLane.seconds = {
+    FakeRunner.log, FakeRunner.digests, FakeRunner.made = [], {}, []
+    FakeRunner.seconds = {
         "limit": [0.001, 0.001, 0.001],
         "torch": [0.010, 0.020, 0.030],
         "threads": [0.001, 0.004, 0.002],
@@ -84,18 +86,18 @@ def _fresh_script() -> None:
 
 
 def a_case(**spec: Any) -> Case:
-    variant = Variant("tiny", {"limit_workers": 2, **spec}, tuple(FakeLane.seconds))
-    return Case("P2", "small", "ms / batch", "steady", (variant,), scale=1e3)
+    variant = Variant("tiny", {"limit_workers": 2, **spec}, tuple(FakeRunner.seconds))
+    return Case("P2", "small", "ms / batch", steady, (variant,), scale=1e3)
 
 
 def run(case: Case, rounds: int = 3) -> Results:
-    found = harness.run_case(case, rounds, harness.Progress(), FakeLane, lambda pid: 42.0)
+    found = harness.run_case(case, rounds, harness.Progress(), FakeRunner, lambda pid: 42.0)
     relate(found)
     return Results({}, found)
 
 
 def run_with(**seconds: list[float]) -> Results:
-    FakeLane.seconds = seconds
+    FakeRunner.seconds = seconds
     return run(a_case())
 
 
@@ -158,17 +160,22 @@ def test_medians_spreads_and_ratios() -> None:
 
 def test_every_loader_is_checked_before_any_is_timed() -> None:
     run(a_case())
-    assert [job for job, _ in FakeLane.log] == ["check"] * 4 + ["steady"] * 12
-    assert [name for _, name in FakeLane.log[4:8]] == ["limit", "torch", "threads", "SPDL threads"]
-    assert FakeLane.log[8] == ("steady", "torch")
-    assert all(lane.closed for lane in FakeLane.made)
+    assert [job for job, _ in FakeRunner.log] == ["check"] * 4 + ["steady"] * 12
+    assert [name for _, name in FakeRunner.log[4:8]] == [
+        "limit",
+        "torch",
+        "threads",
+        "SPDL threads",
+    ]
+    assert FakeRunner.log[8] == ("steady", "torch")
+    assert all(runner.closed for runner in FakeRunner.made)
 
 
 def test_other_batches_fail_loudly() -> None:
-    FakeLane.digests["SPDL threads"] = "other"
+    FakeRunner.digests["SPDL threads"] = "other"
     with pytest.raises(Mismatch, match="P2 tiny: SPDL threads did not deliver"):
         run(a_case())
-    assert all(lane.closed for lane in FakeLane.made)
+    assert all(runner.closed for runner in FakeRunner.made)
 
 
 def test_a_digest_sees_types_shapes_and_bytes() -> None:
@@ -188,26 +195,28 @@ def test_who_can_t_or_dies_is_left_out_with_the_reason() -> None:
     assert not by_name["threads"].values
     assert by_name["torch"].values == [10.0, 20.0, 30.0]
     assert by_name["threads"].details == {"tried_again": ["died (exit code -9)"]}
-    assert len(FakeLane.made) == 6, "the dead lane was replaced, to try again and for the next"
+    assert len(FakeRunner.made) == 6, "the dead runner was replaced, to try again and for the next"
     assert len(results.failures()) == 1, "ours died; what a rival can't do is none"
 
 
 def test_verdicts_hold_a_run_against_the_targets() -> None:
-    found = {v.target: v for v in targets.verdicts(run(a_case()))}
+    found = {v.target: v for v in verdicts(run(a_case()), registry.TARGETS)}
     assert found["threads >= 10x torch"].met is True
     assert found["threads >= 10x torch"].reached == "10x (threads, tiny)"
     assert found["shared-memory and fork >= 10x torch"].met is None
     slower = run_with(torch=[0.009, 0.036, 0.018], threads=[0.001, 0.004, 0.002])
-    assert {v.target: v.met for v in targets.verdicts(slower)}["threads >= 10x torch"] is False
+    assert {v.target: v.met for v in verdicts(slower, registry.TARGETS)}[
+        "threads >= 10x torch"
+    ] is False
     assert {v.case for v in found.values()} == {"P2"}, "only of cases that were run"
 
 
 def test_every_target_copes_with_a_run_that_measured_nothing() -> None:
-    names = sorted({target.case for target in targets.TARGETS})
+    names = sorted({target.case for target in registry.TARGETS})
     rows = [Measurement(name, "v", "threads", "s", skipped="not here") for name in names]
-    found = targets.verdicts(Results({}, rows))
+    found = verdicts(Results({}, rows), registry.TARGETS)
     assert [v.met for v in found if v.met] == []
-    assert len(found) == len(targets.TARGETS)
+    assert len(found) == len(registry.TARGETS)
 
 
 def test_flat_targets_compare_sizes() -> None:
@@ -215,7 +224,7 @@ def test_flat_targets_compare_sizes() -> None:
         Measurement("P12", f"{workers} workers", "fork", "us", values=[value])
         for workers, value in ((1, 50.0), (2, 20.0), (8, 26.0), (64, 40.0))
     ]
-    judged = targets.flat("workers", 2, 1.5, ("fork",))(Results({}, rows))
+    judged = small_batches.flat("workers", 2, 1.5, ("fork",))(Results({}, rows), "P12")
     assert judged == ("2x (fork, 64 workers)", False)
 
 
@@ -239,7 +248,7 @@ def test_a_cell_shows_median_spread_ratio_and_the_rival_s_best_way() -> None:
 def test_tables_are_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     results = run(a_case())
     results.about = _about()
-    Display().tables(results, targets.verdicts(results), {"P2": "small"})
+    Display().tables(results, verdicts(results, registry.TARGETS), {"P2": "small"})
     shown = capsys.readouterr().out
     assert "P2: small, ms / batch" in shown
     assert "threads >= 10x torch" in shown
@@ -247,8 +256,10 @@ def test_tables_are_drawn_without_a_terminal(capsys: pytest.CaptureFixture[str])
 
 
 def test_an_unknown_case_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(cases.UnknownCase, match=r"no case 'P44'; there are: P1, P2, .*, endurance"):
-        cases.choose(["P44"], cases.Options())
+    with pytest.raises(
+        registry.UnknownCase, match=r"no case 'P44'; there are: P1, P2, .*, endurance"
+    ):
+        registry.choose(["P44"], Options())
     with pytest.raises(SystemExit) as caught:
         main(["--case", "P44"])
     assert caught.value.code == 2
@@ -256,18 +267,20 @@ def test_an_unknown_case_lists_those_there_are(capsys: pytest.CaptureFixture[str
 
 
 def test_all_cases_can_be_made() -> None:
-    for options in (cases.Options(), cases.Options(3, quick=True, rivals=False)):
-        made = cases.choose([], options)
+    for options in (Options(), Options(3, quick=True, rivals=False)):
+        made = registry.choose([], options)
         assert steps_of(made, 2) > 0
         for case in made:
             for variant in case.variants:
                 assert json.loads(json.dumps(variant.spec)) == variant.spec
-    assert [case.name for case in cases.choose(["p2", "P2"], cases.Options())] == ["P2"]
+    assert [case.name for case in registry.choose(["p2", "P2"], Options())] == ["P2"]
 
 
 def test_cpu_per_gigabyte_comes_from_the_runs_of_p1() -> None:
     row = Measurement("P1", "38 MB uint8", "torch", "ms", values=[9.0], cpu=[0.0385351680])
-    (found,) = cases.cpu_per_gigabyte([row, Measurement("P1", "10 MB uint8", "torch", "ms")])
+    (found,) = image_batches.cpu_per_gigabyte(
+        [row, Measurement("P1", "10 MB uint8", "torch", "ms")]
+    )
     assert found.case == "P9"
     assert found.values == pytest.approx([1.0])
 
@@ -346,33 +359,33 @@ def test_report_refuses_what_it_can_t_fill(
     assert (tmp_path / "page.md").read_text() == text
 
 
-def test_a_lane_that_dies_says_so() -> None:
-    lane = Lane(prefix=["sh", "-c", "echo oh no >&2; exit 3"])
-    with pytest.raises(LaneFailed, match=r"died \(exit code 3\) oh no"):
-        lane.ask("steady", "torch", {})
-    lane.close()
+def test_a_runner_that_dies_says_so() -> None:
+    runner = Runner(prefix=["sh", "-c", "echo oh no >&2; exit 3"])
+    with pytest.raises(RunnerFailed, match=r"died \(exit code 3\) oh no"):
+        runner.ask(steady, "torch", {})
+    runner.close()
 
 
-def test_a_lane_that_does_not_answer_is_ended() -> None:
-    lane = Lane(prefix=["sh", "-c", "exec sleep 60"], timeout=0.2)
-    with pytest.raises(LaneFailed, match="no answer within"):
-        lane.ask("steady", "torch", {})
+def test_a_runner_that_does_not_answer_is_ended() -> None:
+    runner = Runner(prefix=["sh", "-c", "exec sleep 60"], timeout=0.2)
+    with pytest.raises(RunnerFailed, match="no answer within"):
+        runner.ask(steady, "torch", {})
 
 
 @pytest.mark.slow
 def test_a_run_from_the_command_line_writes_json_and_a_figure(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--quick", "--case", "books", "--no-rivals"]
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--case", "metrics", "--no-rivals"]
     command += ["--rounds", "1", "--json", str(tmp_path / "r.json")]
     command += ["--plot", str(tmp_path / "f.png")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "books: " in done.stdout
+    assert "metrics: " in done.stdout
     assert "<= 1 % of the time" in done.stdout
     results = Results.read(tmp_path / "r.json")
     assert results.about["quick"] is True
-    assert results.cases() == ["books"]
+    assert results.cases() == ["metrics"]
     assert not [m for m in results.measurements if m.skipped]
-    assert {m.loader for m in results.of("books")} == {"threads", "fork", "shared-memory"}
+    assert {m.loader for m in results.of("metrics")} == {"threads", "fork", "shared-memory"}
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 

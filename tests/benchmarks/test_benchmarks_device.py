@@ -12,12 +12,13 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
-from benchmarks import device_targets, harness, targets
-from benchmarks import registry as cases
+from benchmarks import harness, registry
 from benchmarks.__main__ import main
+from benchmarks.case import CannotDo, Options
 from benchmarks.cases import device as devices
-from benchmarks.loaders.dataloaders import CannotDo
 from benchmarks.results import Measurement, Results, relate
+from benchmarks.targets import verdicts
+from benchmarks.timing import percentile
 
 COPY, PRODUCT = 0.010, 0.001
 
@@ -118,11 +119,11 @@ def test_who_waits_in_next_and_who_is_held_up_is_told_apart() -> None:
     assert seconds == pytest.approx((0.005 + 0.014) / 2, rel=0.02)
     seconds, waits, late = devices.stepping(slow(0.004), device, 5, 50, device.clock)
     assert seconds == pytest.approx(0.005, rel=0.02), "what is shorter than a step costs nothing"
-    assert devices.percentile(waits, 0.99) == pytest.approx(0.004, rel=0.01)
-    assert devices.percentile(late, 0.99) < 1e-5
+    assert percentile(waits, 0.99) == pytest.approx(0.004, rel=0.01)
+    assert percentile(late, 0.99) < 1e-5
     device.step = lambda batch, products: Stutters(device.clock, device.clock.now + 0.02)  # type: ignore[method-assign,assignment]
     _, _, late = devices.stepping(iter(range(9)), device, 5, 9, device.clock)
-    assert devices.percentile(late, 0.5) == pytest.approx(0.003, abs=2 * devices.TICK)
+    assert percentile(late, 0.5) == pytest.approx(0.003, abs=2 * devices.TICK)
 
 
 def test_every_batch_is_used_once_and_in_order() -> None:
@@ -133,16 +134,16 @@ def test_every_batch_is_used_once_and_in_order() -> None:
 
 
 def test_percentiles() -> None:
-    assert devices.percentile([], 0.99) == 0
-    assert devices.percentile(list(range(100)), 0.99) == 99
-    assert devices.percentile([3, 1, 2], 0.5) == 2
+    assert percentile([], 0.99) == 0
+    assert percentile(list(range(100)), 0.99) == 98
+    assert percentile([3, 1, 2], 0.5) == 2
 
 
 def test_without_a_device_it_says_so_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(devices, "device_in_sight", lambda: False)
-    monkeypatch.setattr(harness, "Lane", lambda: pytest.fail("a lane was started"))
+    monkeypatch.setattr(harness, "Runner", lambda: pytest.fail("a runner was started"))
     assert main(["--case", "P11", "--no-rivals", "--json", str(tmp_path / "r.json")]) == 0
     assert f"P11 {devices.NEEDED}" in capsys.readouterr().out
     kept = json.loads((tmp_path / "r.json").read_text())
@@ -151,17 +152,17 @@ def test_without_a_device_it_says_so_and_starts_nothing(
     assert not any(row["values"] for row in kept["measurements"])
 
 
-def test_a_lane_without_a_device_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_without_a_device_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(CannotDo, match="needs a CUDA device"):
-        devices.to_device("torch", {})
+        devices.a_round("torch", {})
 
 
 def test_with_a_device_everybody_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "device_in_sight", lambda: True)
-    [case] = cases.choose(["P11"], cases.Options())
+    [case] = registry.choose(["P11"], Options())
     assert [variant.name for variant in case.variants] == ["10 MB", "38 MB", "150 MB"]
     for variant in case.variants:
         assert variant.blanks == {}
@@ -179,7 +180,7 @@ def test_targets_are_held_against_the_fastest_of_ours() -> None:
     fast = row("threads", 1.0, overlap=0.95, next_p99_ms=0.4, late_p99_ms=2.5)
     results = Results({}, [row("limit", 0.97), row("torch", 2.0), slow, fast])
     relate(results.measurements)
-    found = [(v.target, v.met) for v in targets.verdicts(results)]
+    found = [(v.target, v.met) for v in verdicts(results, registry.TARGETS)]
     assert found == [
         (">= 0.95 of a pinned copy alone", True),
         (">= 0.9 of the copy behind the step", True),
@@ -190,6 +191,6 @@ def test_targets_are_held_against_the_fastest_of_ours() -> None:
 
 def test_targets_claim_nothing_where_it_was_not_run() -> None:
     results = Results({}, [Measurement("P11", "38 MB", "threads", "ms", skipped="no device")])
-    assert {v.met for v in targets.verdicts(results)} == {None}
-    said = device_targets.detail(results, "overlap", 0.9, devices.OURS, least=True)
+    assert {v.met for v in verdicts(results, registry.TARGETS)} == {None}
+    said = devices.detail("overlap", 0.9, least=True)(results, "P11")
     assert said == ("not run: needs a CUDA device", None)

@@ -1,0 +1,89 @@
+"""P1 and P9: large batches of images, nothing left to do but collate and hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.case import Case, Derived, Options, Variant
+from benchmarks.measurements import steady
+from benchmarks.names import BACKENDS, FRESH_RIVALS, RIVAL_PROCESSES, RIVAL_THREADS, WITH_WORKERS
+from benchmarks.results import Measurement
+from benchmarks.targets import Target, ahead_of, at_least, faster_than_torch
+
+IMAGE = 3 * 224 * 224
+"""Bytes of one image."""
+
+SIZES = {"10 MB": 66, "38 MB": 256, "150 MB": 1000}
+"""Size of a batch -> its images."""
+
+
+def everybody(options: Options) -> tuple[str, ...]:
+    """All loaders; a quick run leaves out `spawn`, which takes 2 s to start each time."""
+    ours = BACKENDS if options.quick else (*BACKENDS, "spawn")
+    rivals = options.taking_part(*RIVAL_THREADS, *RIVAL_PROCESSES)
+    return ("limit", "torch", "inline", *ours, *rivals)
+
+
+def large_batches(options: Options) -> Case:
+    """P1: batches of 10, 38 and 150 MB, as uint8 and float32."""
+    variants = []
+    for label, batch in SIZES.items():
+        for dtype in ("uint8", "float32"):
+            usual = (label, dtype) == ("38 MB", "uint8")
+            if options.quick and not usual:
+                continue
+            spec = {
+                "dataset": "images",
+                "arguments": {"dtype": dtype},
+                "batch": batch,
+                "batch_bytes": batch * IMAGE,
+                "workers": options.workers,
+                "recycled": True,
+                "limit_workers": options.cores,
+                "seconds": 0.25 if options.quick else 0.6,
+                "look": 0.2 if options.quick else 0.4,
+            }
+            loaders, rounds = ("together", *everybody(options)), 5 if label == "38 MB" else 3
+            if not usual:  # fresh processes take seconds each time: once will do
+                loaders = tuple(n for n in loaders if n not in ("spawn", *FRESH_RIVALS))
+            variants.append(
+                Variant(f"{label} {dtype}", spec, loaders, most_rounds=options.most(rounds))
+            )
+    return Case(
+        "P1",
+        "large batches: stack and carry",
+        "ms / batch",
+        steady,
+        tuple(variants),
+        scale=1e3,
+        derived=Derived("P9", "CPU time for what P1 delivers at 38 MB", cpu_per_gigabyte),
+    )
+
+
+def cpu_time(options: Options) -> Case:
+    """P9 alone: the part of P1 that it is worked out from."""
+    case = large_batches(options)
+    return replace(case, variants=tuple(v for v in case.variants if v.name.startswith("38 MB")))
+
+
+def cpu_per_gigabyte(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """P9, from the 38 MB variants of P1."""
+    found = []
+    gigabytes = SIZES["38 MB"] * IMAGE / 1e9
+    for m in measurements:
+        if m.case == "P1" and m.variant.startswith("38 MB"):
+            row = Measurement("P9", m.variant, m.loader, "CPU s / GB", skipped=m.skipped)
+            if m.values:
+                row.values = [cpu / gigabytes for cpu in m.cpu]
+            found.append(row)
+    return found
+
+
+TARGETS = (
+    faster_than_torch("P1", ">= 10x torch", 10, WITH_WORKERS),
+    Target("P1", ">= 5x the best rival, 38 MB", ahead_of(5, WITH_WORKERS, variant="38 MB")),
+    Target("P1", ">= 0.6 of the limit", at_least(0.6, WITH_WORKERS, "limit")),
+    Target("P1", ">= 0.6 of all cores together", at_least(0.6, WITH_WORKERS, "together")),
+    faster_than_torch("P9", "<= 0.3x torch's CPU seconds", 1 / 0.3, WITH_WORKERS),
+)

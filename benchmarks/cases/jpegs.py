@@ -1,0 +1,32 @@
+"""P3: JPEG files decoded and resized, where the work dominates."""
+
+from __future__ import annotations
+
+from benchmarks.case import Case, Options, Variant
+from benchmarks.cases.image_batches import IMAGE, everybody
+from benchmarks.measurements import steady
+from benchmarks.names import PROCESS_BACKENDS, WITH_WORKERS
+from benchmarks.targets import Target, ahead_of, at_least
+
+
+def jpegs(options: Options) -> Case:
+    spec = {
+        "dataset": "jpegs",
+        "batch": 32,
+        "batch_bytes": 32 * IMAGE,
+        "workers": options.workers,
+        "limit_workers": options.cores,
+        "seconds": 0.5 if options.quick else 1.5,
+    }
+    variant = Variant("500x375, batch 32", spec, ("together", *everybody(options)))
+    return Case("P3", "decode and resize JPEGs", "ms / batch", steady, (variant,), scale=1e3)
+
+
+_THREADS = ("threads",)
+TARGETS = (
+    Target("P3", "threads >= 0.98 of the limit", at_least(0.98, _THREADS, "limit")),
+    Target("P3", "processes >= 0.98 of the limit", at_least(0.98, PROCESS_BACKENDS, "limit")),
+    Target("P3", "threads >= 0.98 of all together", at_least(0.98, _THREADS, "together")),
+    Target("P3", "processes >= 0.98 of all together", at_least(0.98, PROCESS_BACKENDS, "together")),
+    Target("P3", "ahead of every rival", ahead_of(1, WITH_WORKERS)),
+)

@@ -1,0 +1,106 @@
+"""P2 and P12: batches of a few integers, where a loader's overhead is all there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.case import Case, Options, Variant
+from benchmarks.cases.image_batches import everybody
+from benchmarks.measurements import steady
+from benchmarks.names import BACKENDS, RIVAL_PROCESSES, RIVAL_THREADS
+from benchmarks.results import Results
+from benchmarks.targets import (
+    NOT_MEASURED,
+    Found,
+    Judge,
+    Target,
+    ahead_of,
+    chosen,
+    faster_than_torch,
+    short,
+)
+
+
+def small_batches(options: Options) -> Case:
+    """P2: batches of 64 integers."""
+    spec = {
+        "dataset": "ints",
+        "batch": 64,
+        "workers": options.workers,
+        "seconds": 0.25 if options.quick else 1.0,
+    }
+    variant = Variant("64 ints", spec, everybody(options))
+    title = "small batches: nothing but overhead"
+    return Case("P2", title, "us / batch", steady, (variant,), scale=1e6)
+
+
+def many(options: Options) -> Case:
+    """P12: more workers than cores; more and more samples, in order."""
+    quick = options.quick
+    base: dict[str, Any] = {"dataset": "ints", "look": 0.1, "batch": 8}
+    rivals = (*RIVAL_THREADS[:1],) if quick else (*RIVAL_THREADS, "torchdata processes")
+    blanks = dict.fromkeys(
+        () if quick else options.taking_part(*RIVAL_PROCESSES[1:]),
+        "not measured: 64 fresh processes that import torch",
+    )
+    specs = {}
+    for workers in (2, 8) if quick else (1, 2, 8, 32, 64):
+        specs[f"{workers} workers"] = {"workers": workers, "seconds": 0.1 if quick else 0.4}
+    for power in (3, 8) if quick else (3, 4, 6, 8):
+        specs[f"1e{power} samples"] = {
+            "arguments": {"length": 10**power},
+            "batch": 2,
+            "workers": options.workers,
+            "seconds": 10.0,  # the number of batches decides: 1,000 samples make 500
+            "most": 400,
+        }
+    loaders = ("torch", *BACKENDS, *options.taking_part(*rivals), *blanks)
+    variants = tuple(
+        Variant(name, base | spec, loaders, blanks, most_rounds=options.most(3))
+        for name, spec in specs.items()
+    )
+    return Case("P12", "many workers, many samples", "us / batch", steady, variants, scale=1e6)
+
+
+def flat(word: str, first: float, bound: float, loaders: tuple[str, ...]) -> Judge:
+    """From `first` (workers, samples) on, no more than `bound` times the time taken there."""
+
+    def judge(results: Results, case: str) -> Found:
+        found = []
+        for loader in loaders:
+            rows = {
+                float(m.variant.split(" ")[0]): m
+                for m in results.of(case)
+                if m.loader == loader and m.variant.endswith(word)
+            }
+            base = rows.get(first)
+            for size, row in rows.items():
+                if base is not None and size > first:
+                    found.append((row.median / base.median, row))
+        if not found:
+            return NOT_MEASURED
+        worst, row = max(found, key=lambda pair: pair[0])
+        return f"{short(worst)}x ({row.loader}, {row.variant})", worst <= bound
+
+    return judge
+
+
+def _little_memory(results: Results, case: str) -> Found:
+    """Iterating over 1e8 samples adds at most 10 MB to resident memory."""
+    rows = chosen(results, case, "1e8", BACKENDS)
+    grown = [(max(row.details.get("rss_growth_mb", [0.0])), row) for row in rows]
+    if not grown:
+        return NOT_MEASURED
+    worst, row = max(grown, key=lambda pair: pair[0])
+    return f"{worst:.1f} MB ({row.loader})", worst <= 10
+
+
+_PROCESSES = ("fork", "shared-memory")
+TARGETS = (
+    faster_than_torch("P2", "shared-memory and fork >= 10x torch", 10, _PROCESSES, each=True),
+    faster_than_torch("P2", "threads >= 10x torch", 10, ("threads",)),
+    Target("P2", "threads ahead of torchdata.nodes", ahead_of(1, ("threads",), "torchdata")),
+    Target("P12", "workers: <= 1.5x of 2 workers", flat("workers", 2, 1.5, BACKENDS)),
+    Target("P12", "samples: <= 1.5x of 1e3", flat("samples", 1e3, 1.5, BACKENDS)),
+    Target("P12", "1e8 samples: no list of indices (<= 10 MB)", _little_memory),
+)

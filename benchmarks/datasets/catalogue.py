@@ -1,0 +1,38 @@
+"""Datasets by the name that a case gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.datasets.plain import ENDLESS, Ints, Numbers, Paths, Spinning, path_strings
+from benchmarks.datasets.remote import Remote, server_of
+from benchmarks.datasets.tensors import Blocks, Images, Jpegs, table
+
+
+def paths(count: int, container: str = "list") -> Paths:
+    """Names of files, in a list or in hybridloader's `SharedList`."""
+    names = path_strings(count)
+    if container == "list":
+        return Paths(names)
+    from hybridloader import SharedList
+
+    return Paths(SharedList(names))
+
+
+def remote(width: int, loops: int, delay_ms: float) -> Remote:
+    """Images behind a server that this process starts."""
+    return Remote(server_of(width).port, delay_ms, loops, ENDLESS)
+
+
+DATASETS: dict[str, Callable[..., Any]] = {
+    "ints": Ints,
+    "images": Images,
+    "blocks": Blocks,
+    "jpegs": Jpegs,
+    "table": table,
+    "numbers": Numbers,
+    "paths": paths,
+    "remote": remote,
+    "spinning": Spinning,
+}

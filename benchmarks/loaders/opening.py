@@ -1,0 +1,54 @@
+"""Opening a loader by its name. All get the same workers and prefetch two batches a worker."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from benchmarks.case import CannotDo
+from benchmarks.loaders import rival_grain, rival_spdl, rival_torchdata
+from benchmarks.loaders.dataloaders import DATALOADER_OPENERS
+from benchmarks.loaders.limits import LIMIT_OPENERS
+from benchmarks.loaders.pipelines import HYBRID_OPENERS, ONE_STAGE_OPENERS
+from benchmarks.loaders.work import Opener, Running, Work
+from benchmarks.names import is_rival
+
+_PACKAGES = {"torchdata": "torchdata", "SPDL": "spdl-core", "Grain": "grain"}
+"""First word of a rival's name -> what to install."""
+
+_BATCHES: dict[str, Opener] = {
+    **LIMIT_OPENERS,
+    **DATALOADER_OPENERS,
+    **rival_torchdata.BATCH_OPENERS,
+    **rival_spdl.BATCH_OPENERS,
+    **rival_grain.BATCH_OPENERS,
+}
+_BY_STAGES: dict[int, dict[str, Opener]] = {
+    0: _BATCHES,
+    1: {**_BATCHES, **ONE_STAGE_OPENERS},
+    3: {
+        **_BATCHES,
+        **HYBRID_OPENERS,
+        **rival_torchdata.STAGE_OPENERS,
+        **rival_spdl.STAGE_OPENERS,
+        **rival_grain.STAGE_OPENERS,
+    },
+}
+
+
+def open_loader(name: str, work: Work) -> Running:
+    """Open the loader called `name`.
+
+    Raises
+    ------
+    CannotDo
+        It can't do this work, or is not installed.
+    """
+    if is_rival(name):
+        package = _PACKAGES[name.split(" ")[0]]
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise CannotDo(f"not installed: pip install {package}") from None
+        if work.workers == 0:
+            raise CannotDo("measured with workers only")
+    return _BY_STAGES[work.stages][name](work)

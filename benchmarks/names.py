@@ -1,0 +1,41 @@
+"""Names of the loaders that take part, as measurements and tables show them."""
+
+from __future__ import annotations
+
+LIMITS = ("limit", "together")
+"""The plain loop in one process, and in as many processes as there are workers at the same time."""
+
+BACKENDS = ("threads", "fork", "shared-memory")
+"""Backends of hybridloader that take part in nearly every case."""
+
+PROCESS_BACKENDS = ("fork", "shared-memory", "shared-memory (loky)", "spawn")
+WITH_WORKERS = ("threads", *PROCESS_BACKENDS)
+DATALOADERS = ("inline", *WITH_WORKERS)
+"""Forms of hybridloader's `DataLoader`."""
+
+PIPELINE = "pipeline"
+HYBRIDS = (PIPELINE, f"{PIPELINE} fork", f"{PIPELINE} spread")
+"""Forms of hybridloader's `Pipeline` of three stages."""
+
+STAGES_ALONE = ("read alone", "decode alone", "augment alone")
+"""The stages of that pipeline, each measured without the others."""
+
+OURS = (*DATALOADERS, *HYBRIDS)
+
+FAMILIES = {"torchdata": "torchdata.nodes", "SPDL": "SPDL", "Grain": "Grain"}
+"""First word of a rival's name -> the project. A rival may have several forms: 'SPDL threads'."""
+
+RIVAL_THREADS = ("torchdata threads", "SPDL threads", "Grain threads")
+RIVAL_PROCESSES = ("torchdata processes", "SPDL subprocess", "SPDL processes", "Grain processes")
+FRESH_RIVALS = RIVAL_PROCESSES[2:]
+"""Rivals that start fresh processes for every epoch, which takes seconds."""
+
+
+def family(loader: str) -> str:
+    """Project that `loader` belongs to; torch, the limits and ours stand for themselves."""
+    return FAMILIES.get(loader.split(" ")[0], loader)
+
+
+def is_rival(loader: str) -> bool:
+    """True if `loader` is neither torch's nor ours."""
+    return loader.split(" ")[0] in FAMILIES
