@@ -16,7 +16,7 @@ from hybridloader._support.attributes import attribute
 from hybridloader.engine.fetcher import Fetch, Fetcher, FollowingContext, Spared, TaskContext
 from hybridloader.fetching.fanout import spread_over
 from hybridloader.fetching.fetch import MapFetch
-from hybridloader.fetching.on_error.error_handler import Guard, seeded
+from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import ItemsFetcher
@@ -132,7 +132,7 @@ class WorkFetch(Fetch):
             from hybridloader.seeding.seeded_items import of_item
 
             policy = seeded(policy, rng, of_item)
-        return ItemsLoop(opened, Guard(policy, context), context, self.threads)
+        return ItemsLoop(opened, ErrorHandler(policy, context), context, self.threads)
 
 
 class ItemsLoop(ItemsFetcher):
@@ -145,7 +145,7 @@ class ItemsLoop(ItemsFetcher):
     ----------
     opened
         The steps.
-    guard
+    handler
         Of each item.
     context
         Looked at after every item.
@@ -156,22 +156,22 @@ class ItemsLoop(ItemsFetcher):
     def __init__(
         self,
         opened: Opened,
-        guard: Guard,
+        handler: ErrorHandler,
         context: TaskContext,
         threads: int,
     ) -> None:
-        super().__init__(guard, context)
+        super().__init__(handler, context)
         self._rng, enter = context.rng, None
         if self._rng is not None:
             from hybridloader.seeding.seeded_items import numbered_item
 
             enter = numbered_item
         spread = spread_over(threads, context) if threads > 1 else None
-        self._loop = ItemLoop(opened, guard, context, spread, enter=enter)
+        self._loop = ItemLoop(opened, handler, context, spread, enter=enter)
 
     def fetch(self, items: list[Any]) -> Any:
         spared, rng = type(items) is Spared, self._rng
         if rng is not None:
             items = list(zip(items, count(rng.take(len(items))), strict=False))
-        tally = self._loop.run(items, spared=spared)
-        return tally.told(self._context) if tally.notes else tally.results
+        results = self._loop.run(items, spared=spared)
+        return results.told(self._context) if results.notes else results.values

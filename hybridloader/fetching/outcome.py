@@ -40,9 +40,9 @@ class Note(NamedTuple):
     ----------
     position
         Number of results before it.
-    tried
-        Samples to be counted, those of `misses` among them.
-    misses
+    attempted
+        Samples to be counted, those of `failures` among them.
+    failures
         Those that failed.
     item
         If the one of them stands in the place of a result, to be raised or left out there: its item, in
@@ -50,19 +50,19 @@ class Note(NamedTuple):
     """
 
     position: int
-    tried: int
-    misses: Sequence[FailureRecord]
+    attempted: int
+    failures: Sequence[FailureRecord]
     item: str | None = None
 
 
 class Outcome(NamedTuple):
-    """Metadata of the value of a task of a loader: what was tried for it, and what has failed.
+    """Metadata of the value of a task of a loader: what was attempted for it, and what has failed.
 
     Attributes
     ----------
-    tried
-        Samples that were tried for it.
-    misses
+    attempted
+        Samples that were attempted for it.
+    failures
         Those of them that failed.
     short
         None if the value is whole. Else it is the list of the samples that are left of a batch, not
@@ -71,8 +71,8 @@ class Outcome(NamedTuple):
         Samples that such a batch should have had.
     """
 
-    tried: int
-    misses: Sequence[FailureRecord] = ()
+    attempted: int
+    failures: Sequence[FailureRecord] = ()
     short: Sequence[Any] | None = None
     wanted: int = 0
 
@@ -82,14 +82,14 @@ Attempt = tuple[Any, Outcome]
 
 
 def short(
-    indices: Sequence[Any], samples: list[Any], misses: Sequence[FailureRecord], wanted: int
+    indices: Sequence[Any], samples: list[Any], failures: Sequence[FailureRecord], wanted: int
 ) -> Attempt:
     """Return what is left of a batch of which samples failed."""
-    return samples, Outcome(len(samples) + len(misses), misses, indices, wanted)
+    return samples, Outcome(len(samples) + len(failures), failures, indices, wanted)
 
 
 def all_lost(
-    indices: Sequence[Any], error: Exception, misses: Sequence[FailureRecord], wanted: int
+    indices: Sequence[Any], error: Exception, failures: Sequence[FailureRecord], wanted: int
 ) -> Attempt:
     """Return what is told of a batch that can't be had, because of `error`.
 
@@ -97,13 +97,13 @@ def all_lost(
     ----------
     indices
         Of the samples that were good.
-    misses
+    failures
         Those that were lost before.
     wanted
         Samples that it should have had.
     """
     batch = [FailureRecord(index, place, Failure(error)) for place, index in enumerate(indices)]
-    return short([], [], sorted([*misses, *batch], key=lambda miss: miss.position), wanted)
+    return short([], [], sorted([*failures, *batch], key=lambda failed: failed.position), wanted)
 
 
 def outcome_of(context: TaskContext) -> Outcome:

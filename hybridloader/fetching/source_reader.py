@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from hybridloader._support.errors import ShardLost
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetch, Fetcher, TaskContext
 from hybridloader.fetching.fetch import end, skip
-from hybridloader.fetching.on_error.error_handler import Guard, seeded
+from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.task_results import ItemsFetcher, Tally
+from hybridloader.fetching.on_error.task_results import ItemsFetcher, TaskResults
 from hybridloader.fetching.on_error.tolerant_shard import TolerantIterator
 from hybridloader.seeding.sample_rng import innermost
 
@@ -70,12 +70,12 @@ class Reader(ItemsFetcher):
     """
 
     def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
-        super().__init__(Guard(None, context), context)
+        super().__init__(ErrorHandler(None, context), context)
         self._items = items
-        self._guarded: TolerantIterator | None = None  # with a policy, it counts
+        self._tolerant: TolerantIterator | None = None  # with a policy, it counts
         if on_error is not None:
-            self._guarded = TolerantIterator(items, on_error, context, self)
-            self._guard = self._guarded.guard
+            self._tolerant = TolerantIterator(items, on_error, context, self)
+            self._handler = self._tolerant.handler
         # All the mutable state:
         self.position = 0
         self._ended = False
@@ -84,40 +84,40 @@ class Reader(ItemsFetcher):
         )
 
     def fetch(self, most: int) -> Any:
-        tally = Tally(self._guard, what="the next item")
+        results = TaskResults(self._handler, what="the next item")
         if self._lost is not None:
             lost, self._lost, self._ended = self._lost, None, True
-            tally.lose(self.position, lost)
-            return tally.told(self._context)
+            results.add_failure(self.position, lost)
+            return results.told(self._context)
         if self._ended:
             raise EndOfShard
         try:
-            self._read(most, tally)
+            self._read(most, results)
         finally:
-            if self._guarded is None:
-                self.position += len(tally.results) + len(tally.notes)
-        if not (tally.results or tally.notes):
+            if self._tolerant is None:
+                self.position += len(results.values) + len(results.notes)
+        if not (results.values or results.notes):
             raise EndOfShard
-        return tally.told(self._context)
+        return results.told(self._context)
 
-    def _read(self, most: int, tally: Tally) -> None:
-        """Add items to `tally`, up to one that is lost."""
-        results, notes, draw = tally.results, tally.notes, self._items.__next__
+    def _read(self, most: int, results: TaskResults) -> None:
+        """Add items to `results`, up to one that is lost."""
+        values, notes, draw = results.values, results.notes, self._items.__next__
         until = time.monotonic() + _READING
-        while len(results) < most and not (results and time.monotonic() > until):
+        while len(values) < most and not (values and time.monotonic() > until):
             try:
-                if self._guarded is None:
-                    results.append(draw())
+                if self._tolerant is None:
+                    values.append(draw())
                 else:
-                    self._guarded.draw(tally)
+                    self._tolerant.draw(results)
             except StopIteration:
                 self._ended = True
                 return
             except Exception as error:
-                number = self.position + (len(results) if self._guarded is None else -1)
-                if self._guarded is None and isinstance(innermost(self._items), GeneratorType):
+                number = self.position + (len(values) if self._tolerant is None else -1)
+                if self._tolerant is None and isinstance(innermost(self._items), GeneratorType):
                     self._lost = rest_is_lost(f"item {number} of this reader", error)
-                tally.lose(number, error)
+                results.add_failure(number, error)
             if notes and notes[-1].item is not None:
                 return
             if self._context.cancelled:
@@ -126,8 +126,8 @@ class Reader(ItemsFetcher):
     def close(self) -> None:
         """End the iterator: nothing more will be read."""
         items, self._items, self._ended = self._items, iter(()), True
-        if self._guarded is not None:
-            self._guarded.close()
+        if self._tolerant is not None:
+            self._tolerant.close()
         end(innermost(items))
 
     def skip(self, count: int) -> None:

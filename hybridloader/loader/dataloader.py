@@ -208,8 +208,8 @@ persistent_workers, pin_memory_device, in_order
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         """The samples of the last pass that were left out or replaced, in the order of the batches."""
-        losses = record_of(self).losses
-        return () if losses is None else tuple(losses.records)
+        budget = record_of(self).budget
+        return () if budget is None else tuple(budget.records)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of `epoch`: for sampler, batch sampler and dataset, and for seeding.

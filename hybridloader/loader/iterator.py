@@ -109,7 +109,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._carries = False  # whether workers send the state of the dataset with their results
         self._stage = self._start()
         self._next_batch: Callable[[], Any] = self._stage.pull
-        self._losses: ErrorBudget | None = None
+        self._budget: ErrorBudget | None = None
         if self._num_workers == 0:
             self._begin()
         else:
@@ -282,25 +282,25 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _filled(self, batches: Iterator[Any], results: Results, progress: Progress) -> FullBatches:
         if self._on_error is not None:
-            self._losses = self._new_losses(self._on_error)
+            self._budget = self._new_budget(self._on_error)
         collate_fn = self._seeds.collating(self._collate_fn, lambda: progress.yielded)
         if self._pinner is not None and self._pin_thread is not None:
             collate_fn = _then(collate_fn, self._pinner.here)  # that thread does not see these
         return FullBatches(
             batches,
             functools.partial(_last, results, workers=bool(self._num_workers or self._joins)),
-            self._losses,
+            self._budget,
             collate_fn,
             drop_last=self._drop_last,
             copies=not self._backend.in_process,
             waiting=progress.waiting,
         )
 
-    def _new_losses(self, policy: Policy) -> ErrorBudget:
+    def _new_budget(self, policy: Policy) -> ErrorBudget:
         record = self._plan.record
-        epoch = 0 if record.losses is None else record.losses.epoch + 1
-        record.losses = ErrorBudget(policy, "DataLoader", epoch)
-        return record.losses
+        epoch = 0 if record.budget is None else record.budget.epoch + 1
+        record.budget = ErrorBudget(policy, "DataLoader", epoch)
+        return record.budget
 
     def __next__(self) -> Any:
         # torch's enters a profiler range for every batch, which costs 15-30 us; only a running
@@ -337,7 +337,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         """The samples of this pass that were left out or replaced, in the order of the batches."""
-        return () if self._losses is None else tuple(self._losses.records)
+        return () if self._budget is None else tuple(self._budget.records)
 
     def report(self) -> str:
         """A table of the workers: what each is doing, and has done. From any thread."""

@@ -31,20 +31,20 @@ class LoaderRecord:
         State that was loaded, until the next pass begins.
     given
         That state as `StatefulDataLoader` was given it; the error, if it could not be loaded.
-    losses
+    budget
         Records of the latest pass that has an `on_error`.
     report
         The method `report` of the latest iterator.
     """
 
-    __slots__ = ("begun", "given", "loaded", "losses", "progress", "report")
+    __slots__ = ("begun", "budget", "given", "loaded", "progress", "report")
 
     def __init__(self) -> None:
         self.begun: int | None = None
         self.progress: Progress | None = None
         self.loaded: Mapping[str, Any] | None = None
         self.given: Any = None
-        self.losses: ErrorBudget | None = None
+        self.budget: ErrorBudget | None = None
         self.report: weakref.WeakMethod[Callable[[], str]] | None = None
 
 

@@ -87,7 +87,7 @@ class FullBatches(Iterator[Any]):
     last
         Returns who made the last of them, and what became of its samples: of a batch that came with
         nothing to tell, None.
-    losses
+    budget
         Is told what has failed; None if nothing can, because there is no policy.
     collate_fn
         Makes a batch of samples; called by whoever asks.
@@ -103,14 +103,14 @@ class FullBatches(Iterator[Any]):
         self,
         results: Iterator[Any],
         last: Callable[[], tuple[int | None, Outcome | None]],
-        losses: ErrorBudget | None,
+        budget: ErrorBudget | None,
         collate_fn: Callable[[Any], Any],
         *,
         drop_last: bool,
         copies: bool,
         waiting: Waiting | None = None,
     ) -> None:
-        self._results, self._last, self._losses = results, last, losses
+        self._results, self._last, self._budget = results, last, budget
         self._collate_fn, self._drop_last, self._copies = collate_fn, drop_last, copies
         # All the mutable state: what waits, and batches that came with an error that was raised first.
         self._refill: Refill[_Good] = Refill()
@@ -130,13 +130,13 @@ class FullBatches(Iterator[Any]):
             worker, outcome = self._last()
             if outcome is None:
                 return found
-            if outcome.short is None and not outcome.misses:
-                if self._losses is not None:
-                    self._losses.take(outcome.tried, (), None)
+            if outcome.short is None and not outcome.failures:
+                if self._budget is not None:
+                    self._budget.count(outcome.attempted, (), None)
                 return found
             try:
-                if self._losses is not None:
-                    self._losses.take(outcome.tried, outcome.misses, worker)
+                if self._budget is not None:
+                    self._budget.count(outcome.attempted, outcome.failures, worker)
             except TooManyErrors:
                 self._take(found, outcome, worker)  # for whoever catches it and goes on
                 raise
@@ -163,11 +163,11 @@ class FullBatches(Iterator[Any]):
             data = self._collate_fn([sample for _, sample in batch])
         except Exception as error:
             self._waiting.given(len(batch))
-            if self._losses is None:
+            if self._budget is None:
                 raise
             failure = Failure(no_stop(error))
-            misses = [FailureRecord(index, n, failure) for n, (index, _) in enumerate(batch)]
-            self._losses.take(0, misses, None)  # tried before, one by one
+            failures = [FailureRecord(index, n, failure) for n, (index, _) in enumerate(batch)]
+            self._budget.count(0, failures, None)  # tried before, one by one
             return
         self._ready.append((data, len(batch)))
 

@@ -243,8 +243,8 @@ def test_a_reader_counts_what_it_has_drawn(policy: Any) -> None:
     reader: Any = ReadersFetch(lambda: Steps(6, (1,)), policy).open(None, context)
     assert reader.fetch(4) == [0]
     assert reader.position == 2
-    ((position, tried, (miss,), item),) = (context.take_extras() or {})["notes"]
-    assert (position, tried, miss.index, item) == (1, 1, 1, "'the next item'")
+    ((position, attempted, (failed,), item),) = (context.take_extras() or {})["notes"]
+    assert (position, attempted, failed.index, item) == (1, 1, 1, "'the next item'")
     assert reader.fetch(2) == [2, 3]
     assert reader.position == 4
     assert reader.fetch(9) == [4, 5]

@@ -1,4 +1,4 @@
-"""The policies themselves, the guard around one call, the budget, and how batches are filled up."""
+"""The policies themselves, the handler around one call, the budget, and how batches are filled up."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hybridloader import Replace, Retry, Skip, TooManyErrors
 from hybridloader._support.errors import Failure, ShardLost, WorkerDied, no_stop
 from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
-from hybridloader.fetching.on_error.error_budget import ErrorBudget, Register, bare
-from hybridloader.fetching.on_error.error_handler import Guard
+from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog, bare
+from hybridloader.fetching.on_error.error_handler import ErrorHandler
 from hybridloader.fetching.on_error.policies import final, parse
 from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome
 from hybridloader.fetching.outcome import short as left
@@ -101,7 +101,7 @@ class Scripted:
         return found
 
 
-def called(guard: Guard, function: Callable[[Any], Any], argument: Any) -> Any:
+def called(handler: ErrorHandler, function: Callable[[Any], Any], argument: Any) -> Any:
     """``function(argument)``, as the loop over items calls it."""
     index = argument
     try:
@@ -112,24 +112,24 @@ def called(guard: Guard, function: Callable[[Any], Any], argument: Any) -> Any:
     except Exception as raised:
         error = no_stop(raised)
     try:
-        return guard.rescue(function, argument, index, error)[0]
+        return handler.rescue(function, argument, index, error)[0]
     finally:
         del error
 
 
 def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices() -> None:
     slept: list[float] = []
-    guard = Guard(Retry(5, backoff=0.05, longest=0.3), TaskContext(), slept.append)
+    handler = ErrorHandler(Retry(5, backoff=0.05, longest=0.3), TaskContext(), slept.append)
     function = Scripted(*[OSError(n) for n in range(5)], "good")
-    assert called(guard, function, 7) == "good"
+    assert called(handler, function, 7) == "good"
     assert function.calls == [7] * 6
     assert sum(slept) == pytest.approx(0.05 + 0.1 + 0.2 + 0.3 + 0.3)
     assert max(slept) <= 0.02
 
 
 def test_without_backoff_nobody_sleeps() -> None:
-    guard = Guard(Retry(1, backoff=0), TaskContext(), lambda seconds: pytest.fail("slept"))
-    assert called(guard, Scripted(OSError(), 1), 0) == 1
+    handler = ErrorHandler(Retry(1, backoff=0), TaskContext(), lambda seconds: pytest.fail("slept"))
+    assert called(handler, Scripted(OSError(), 1), 0) == 1
 
 
 def test_a_wait_ends_when_nobody_waits_any_more() -> None:
@@ -142,23 +142,23 @@ def test_a_wait_ends_when_nobody_waits_any_more() -> None:
 
     function = Scripted(OSError(), "never")
     with pytest.raises(Abandoned):
-        called(Guard(Retry(1, backoff=60), flag, sleep), function, 0)
+        called(ErrorHandler(Retry(1, backoff=60), flag, sleep), function, 0)
     assert len(slept) == 3
     assert len(function.calls) == 1
 
 
 def test_only_what_is_worth_it_is_tried_again() -> None:
-    guard = Guard(Retry(3, 0, OSError), TaskContext())
+    handler = ErrorHandler(Retry(3, 0, OSError), TaskContext())
     function = Scripted(OSError("passes"), ValueError("stays"), "never")
     with pytest.raises(ValueError, match="stays"):
-        called(guard, function, 0)
+        called(handler, function, 0)
     assert len(function.calls) == 2
 
 
 def test_times_counts_the_repetitions_and_the_last_error_is_raised() -> None:
     function = Scripted(OSError(0), OSError(1), OSError(2), "never")
     with pytest.raises(OSError, match="2") as caught:
-        called(Guard(Retry(2, 0), TaskContext()), function, 0)
+        called(ErrorHandler(Retry(2, 0), TaskContext()), function, 0)
     assert len(function.calls) == 3
     assert caught.value.__context__ is None
 
@@ -170,8 +170,8 @@ def test_a_replacement_is_told_what_failed() -> None:
         seen.append((index, repr(error)))
         return "other"
 
-    guard = Guard(Retry(1, 0, then=Replace(instead)), TaskContext())
-    found, reason = guard.rescue(Scripted(OSError(1)), 7, 7, OSError(0))
+    handler = ErrorHandler(Retry(1, 0, then=Replace(instead)), TaskContext())
+    found, reason = handler.rescue(Scripted(OSError(1)), 7, 7, OSError(0))
     assert (found, repr(reason)) == ("other", "OSError(1)")
     assert seen == [(7, "OSError(1)")]
 
@@ -181,7 +181,7 @@ def test_what_a_replacement_raises_is_raised_and_says_why_it_was_called() -> Non
         raise KeyError(index)
 
     with pytest.raises(KeyError) as caught:
-        called(Guard(Replace(instead), TaskContext()), Scripted(OSError("first")), 7)
+        called(ErrorHandler(Replace(instead), TaskContext()), Scripted(OSError("first")), 7)
     assert repr(caught.value.__cause__) == "OSError('first')"
     assert "function of Replace" in caught.value.__notes__[0]
 
@@ -189,7 +189,7 @@ def test_what_a_replacement_raises_is_raised_and_says_why_it_was_called() -> Non
         raise error
 
     with pytest.raises(OSError, match="first") as second:
-        called(Guard(Replace(again), TaskContext()), Scripted(OSError("first")), 7)
+        called(ErrorHandler(Replace(again), TaskContext()), Scripted(OSError("first")), 7)
     assert second.value.__cause__ is None
 
 
@@ -198,24 +198,24 @@ def test_what_is_no_exception_passes(policy: Any) -> None:
     for error in (KeyboardInterrupt(), SystemExit(), Abandoned()):
         function = Scripted(error, "never")
         with pytest.raises(type(error)):
-            called(Guard(policy, TaskContext()), function, 0)
+            called(ErrorHandler(policy, TaskContext()), function, 0)
         assert len(function.calls) == 1
 
 
 def test_a_stop_iteration_is_a_runtime_error() -> None:
-    guard = Guard(Retry(1, 0, on=RuntimeError), TaskContext())
-    assert called(guard, Scripted(StopIteration(3), "good"), 0) == "good"
+    handler = ErrorHandler(Retry(1, 0, on=RuntimeError), TaskContext())
+    assert called(handler, Scripted(StopIteration(3), "good"), 0) == "good"
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        called(Guard(Skip(), TaskContext()), Scripted(StopIteration()), 0)
+        called(ErrorHandler(Skip(), TaskContext()), Scripted(StopIteration()), 0)
 
 
 def test_what_was_given_up_is_not_tried_but_may_be_replaced() -> None:
     function = Scripted("never")
     lost = GivenUp(7, "it kills")
     with pytest.raises(WorkerDied, match="it kills"):
-        called(Guard(Retry(5, 0), TaskContext()), function, lost)
-    guard = Guard(Retry(5, 0, then=Replace(lambda i, e: (i, str(e)))), TaskContext())
-    assert called(guard, function, lost) == (7, "it kills")
+        called(ErrorHandler(Retry(5, 0), TaskContext()), function, lost)
+    handler = ErrorHandler(Retry(5, 0, then=Replace(lambda i, e: (i, str(e)))), TaskContext())
+    assert called(handler, function, lost) == (7, "it kills")
     assert function.calls == []
     spared = pickle.loads(pickle.dumps(Spared([1, lost])))
     assert type(spared) is Spared
@@ -230,7 +230,7 @@ def test_a_guard_leaves_no_cycle() -> None:
     try:
         for policy in (Skip(), Retry(2, 0), Replace(lambda i, e: 1), Replace(lambda i, e: 1 / 0)):
             try:
-                called(Guard(policy, TaskContext()), lambda n: {}[n], 0)
+                called(ErrorHandler(policy, TaskContext()), lambda n: {}[n], 0)
             except Exception:
                 pass
         assert gc.collect() == 0
@@ -241,24 +241,24 @@ def test_a_guard_leaves_no_cycle() -> None:
 # -- the budget ------------------------------------------------------------------------------------
 
 
-def miss(index: Any, error: Exception | None = None) -> FailureRecord:
+def failed(index: Any, error: Exception | None = None) -> FailureRecord:
     return FailureRecord(index, 0, Failure(error or ValueError(index)))
 
 
-def fails_at(policy: Any, tried: list[int]) -> int | None:
+def fails_at(policy: Any, attempted: list[int]) -> int | None:
     """The number of the failure that is one too many, if one fails behind so many good ones each."""
-    losses = ErrorBudget(policy, "stage")
-    for number, good in enumerate(tried):
-        losses.take(good, (), None)
+    budget = ErrorBudget(policy, "stage")
+    for number, good in enumerate(attempted):
+        budget.count(good, (), None)
         try:
-            losses.take(1, [miss(number)], 0)
+            budget.count(1, [failed(number)], 0)
         except TooManyErrors:
             return number
     return None
 
 
 @pytest.mark.parametrize(
-    ("budget", "tried", "last"),
+    ("budget", "attempted", "last"),
     [
         (0, [5], 0),
         (2, [0] * 9, 2),
@@ -272,18 +272,20 @@ def fails_at(policy: Any, tried: list[int]) -> int | None:
         (None, [0] * 2000, None),
     ],
 )
-def test_a_budget_is_a_number_or_a_share(budget: Any, tried: list[int], last: int | None) -> None:
-    assert fails_at(Skip(budget), tried) == last
-    assert fails_at(Replace(nothing, budget), tried) == last
-    assert fails_at(Retry(1, then=Skip(budget)), tried) == last
+def test_a_budget_is_a_number_or_a_share(
+    budget: Any, attempted: list[int], last: int | None
+) -> None:
+    assert fails_at(Skip(budget), attempted) == last
+    assert fails_at(Replace(nothing, budget), attempted) == last
+    assert fails_at(Retry(1, then=Skip(budget)), attempted) == last
 
 
 def test_the_error_tells_what_was_skipped() -> None:
-    losses = ErrorBudget(Skip(22), "the stage")
+    budget = ErrorBudget(Skip(22), "the stage")
     for number in range(22):
-        losses.take(1, [miss(number, KeyError("x" * 500))], 0)
+        budget.count(1, [failed(number, KeyError("x" * 500))], 0)
     with pytest.raises(TooManyErrors) as caught:
-        losses.take(1, [miss(22, KeyError("x" * 500))], 0)
+        budget.count(1, [failed(22, KeyError("x" * 500))], 0)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("In stage 'the stage', 23 of 23 samples failed")
     assert "budget=22" in lines[0]
@@ -293,8 +295,8 @@ def test_the_error_tells_what_was_skipped() -> None:
     assert lines[22:] == ["and 3 more"]
     assert repr(caught.value.__cause__) == repr(KeyError("x" * 500))
     with pytest.raises(TooManyErrors, match="24 of 24"):  # again at the next
-        losses.take(1, [miss(0)], 0)
-    losses.take(1, (), None)  # and not at what is good
+        budget.count(1, [failed(0)], 0)
+    budget.count(1, (), None)  # and not at what is good
 
 
 def test_records_hold_no_frames() -> None:
@@ -305,14 +307,14 @@ def test_records_hold_no_frames() -> None:
         except KeyError as error:
             raise ValueError("outer") from error
 
-    register = Register()
-    losses = ErrorBudget(Skip(), "stage", 3, register, "key")
+    log = FailureLog()
+    budget = ErrorBudget(Skip(), "stage", 3, log, "key")
     try:
         fail()
     except ValueError as error:
         original = error
-    losses.take(1, [miss(7, original)], 2)
-    (record,) = losses.records
+    budget.count(1, [failed(7, original)], 2)
+    (record,) = budget.records
     assert (record.index, record.worker, record.stage, record.epoch) == (7, 2, "stage", 3)
     assert "KeyError: 'inner'" in record.traceback
     assert "ValueError: outer" in record.traceback
@@ -320,10 +322,10 @@ def test_records_hold_no_frames() -> None:
     assert record.error.__traceback__ is record.error.__cause__ is record.error.__context__ is None
     assert original.__traceback__ is not None  # somebody may be handling it
     assert original.__cause__ is not None
-    assert register.records == [record]
-    assert register.counts["key"] == register.total == 1
-    register.new_run()
-    assert (register.records, register.total) == ([], 1)
+    assert log.records == [record]
+    assert log.counts["key"] == log.total == 1
+    log.new_run()
+    assert (log.records, log.total) == ([], 1)
 
 
 def test_an_exception_that_can_not_be_copied_is_told_by_name() -> None:
@@ -342,16 +344,16 @@ def test_an_exception_that_can_not_be_copied_is_told_by_name() -> None:
 
 def test_only_so_many_tracebacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridloader.fetching.on_error.error_budget._TRACEBACKS", 2)
-    losses = ErrorBudget(Skip(None), "stage")
-    losses.take(3, [miss(n) for n in range(3)], 0)
-    assert [bool(record.traceback) for record in losses.records] == [True, True, False]
+    budget = ErrorBudget(Skip(None), "stage")
+    budget.count(3, [failed(n) for n in range(3)], 0)
+    assert [bool(record.traceback) for record in budget.records] == [True, True, False]
 
 
 def test_the_rest_of_a_shard_is_never_forgiven() -> None:
-    assert ErrorBudget(Skip(), "stage").forgives(Failure(ValueError()))
-    assert not ErrorBudget(Skip(), "stage").forgives(Failure(ShardLost()))
-    assert not ErrorBudget(Replace(nothing), "stage").forgives(Failure(ValueError()))
-    assert not ErrorBudget(Retry(1), "stage").forgives(Failure(ValueError()))
+    assert ErrorBudget(Skip(), "stage").may_skip(Failure(ValueError()))
+    assert not ErrorBudget(Skip(), "stage").may_skip(Failure(ShardLost()))
+    assert not ErrorBudget(Replace(nothing), "stage").may_skip(Failure(ValueError()))
+    assert not ErrorBudget(Retry(1), "stage").may_skip(Failure(ValueError()))
 
 
 # -- full batches ----------------------------------------------------------------------------------
@@ -405,12 +407,12 @@ def batches_of(
 ) -> tuple[FullBatches, ErrorBudget]:
     parsed = parse(policy)
     assert parsed is not None
-    losses = ErrorBudget(parsed, "stage")
+    budget = ErrorBudget(parsed, "stage")
     given = Given(results)
     batches = FullBatches(
-        given, lambda: (0, given.outcome), losses, collate, drop_last=drop_last, copies=True
+        given, lambda: (0, given.outcome), budget, collate, drop_last=drop_last, copies=True
     )
-    return batches, losses
+    return batches, budget
 
 
 class Given(Iterator[Any]):
@@ -425,21 +427,21 @@ class Given(Iterator[Any]):
         return value
 
 
-def whole(value: Any, tried: int, misses: Any = ()) -> Attempt:
-    return value, Outcome(tried, misses)
+def whole(value: Any, attempted: int, failures: Any = ()) -> Attempt:
+    return value, Outcome(attempted, failures)
 
 
 def short(wanted: int, *samples: int) -> Attempt:
-    lost = [miss(-n) for n in range(wanted - len(samples))]
+    lost = [failed(-n) for n in range(wanted - len(samples))]
     return left(list(samples), list(samples), lost, wanted)
 
 
 def test_full_batches_stand_where_the_short_one_did() -> None:
     results = [whole("a", 3), short(3, 1, 2), whole("b", 3), short(3, 3), whole("c", 3), short(3)]
-    batches, losses = batches_of(results)
+    batches, budget = batches_of(results)
     assert list(batches) == ["a", "b", (1, 2, 3), "c"]
-    assert losses.tried == 18
-    assert len(losses.records) == 1 + 2 + 3
+    assert budget.attempted == 18
+    assert len(budget.records) == 1 + 2 + 3
     batches, _ = batches_of([short(3, 1, 2), whole("b", 3)])
     assert list(batches) == ["b", (1, 2)]
     assert list(batches) == []
@@ -452,12 +454,12 @@ def test_what_came_with_the_last_straw_is_there_for_who_goes_on() -> None:
     with pytest.raises(TooManyErrors):
         next(batches)
     assert list(batches) == [(1, 2, 3), "b", (4,)]
-    swapped = whole("a", 3, [miss(0)._replace(replaced=True)])
-    batches, losses = batches_of([swapped, whole("b", 3)], Replace(nothing, 0))
+    swapped = whole("a", 3, [failed(0)._replace(replaced=True)])
+    batches, budget = batches_of([swapped, whole("b", 3)], Replace(nothing, 0))
     with pytest.raises(TooManyErrors, match="replaced:"):
         next(batches)
     assert list(batches) == ["a", "b"]
-    assert losses.records[0].replaced
+    assert budget.records[0].replaced
 
 
 def test_samples_that_do_not_fit_together_are_listed() -> None:
@@ -466,10 +468,10 @@ def test_samples_that_do_not_fit_together_are_listed() -> None:
             raise ValueError("odd one")
         return tuple(samples)
 
-    batches, losses = batches_of([short(2, 1), short(2, 2), short(2, 3)], collate=collate)
+    batches, budget = batches_of([short(2, 1), short(2, 2), short(2, 3)], collate=collate)
     assert list(batches) == [(3,)]
-    assert [record.index for record in losses.records] == [0, 0, 1, 2, 0]
-    assert losses.tried == 6
+    assert [record.index for record in budget.records] == [0, 0, 1, 2, 0]
+    assert budget.attempted == 6
 
 
 def test_what_waits_is_copied_if_that_can_be() -> None:
@@ -478,7 +480,7 @@ def test_what_waits_is_copied_if_that_can_be() -> None:
             raise TypeError("not me")
 
     kept, stubborn = [0], Sample()
-    results = [left([0, 1], [kept, stubborn], [miss(2)], 3)]
+    results = [left([0, 1], [kept, stubborn], [failed(2)], 3)]
     ((first, second),) = batches_of(results)[0]
     kept.append(1)
     assert first == [0]

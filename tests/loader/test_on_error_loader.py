@@ -216,11 +216,11 @@ class Flaky(Samples):
 
     def __init__(self, times: int) -> None:
         super().__init__(8, ())
-        self.times, self.tried = times, [0] * 8
+        self.times, self.attempted = times, [0] * 8
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        self.tried[index] += 1
-        if self.tried[index] <= self.times:
+        self.attempted[index] += 1
+        if self.attempted[index] <= self.times:
             raise OSError("again", index)
         return super().__getitem__(index)
 
@@ -523,7 +523,7 @@ def test_a_sample_that_was_given_up_is_as_one_that_failed() -> None:
             opened(dataset, TaskContext())(Spared([1, lost]))
         short = opened(dataset, TaskContext(), Skip())(Spared([1, lost, 2]))
         assert (short.outcome.short, short.outcome.wanted) == ([1, 2], 3)
-        ((index, position, failure, replaced),) = short.outcome.misses
+        ((index, position, failure, replaced),) = short.outcome.failures
         assert (index, position, replaced) == (7, 1, False)
         assert str(failure.exception) == "it kills"
         whole = opened(dataset, TaskContext(), Replace(lambda i, e: -i))(Spared([lost]))
@@ -531,7 +531,7 @@ def test_a_sample_that_was_given_up_is_as_one_that_failed() -> None:
         with pytest.raises(WorkerDied, match="it kills"):
             opened(dataset, TaskContext(), batched=False, collate_fn=abs)(lost)
         alone = opened(dataset, TaskContext(), Skip(), batched=False)(lost)
-        assert (alone.value, alone.outcome.misses[0].index) == ([], 7)
+        assert (alone.value, alone.outcome.failures[0].index) == ([], 7)
 
 
 def test_of_a_batch_that_is_lost_each_sample_keeps_its_own_error() -> None:
@@ -541,7 +541,7 @@ def test_of_a_batch_that_is_lost_each_sample_keeps_its_own_error() -> None:
     short = opened(Samples(9, (3,)), TaskContext(), Skip(), collate_fn=collate, fill=False)(
         [2, 3, 4]
     )
-    assert [(m.index, type(m.failure.exception)) for m in short.outcome.misses] == [
+    assert [(m.index, type(m.failure.exception)) for m in short.outcome.failures] == [
         (2, TypeError),
         (3, ValueError),
         (4, TypeError),
@@ -555,7 +555,7 @@ class Greedy(Samples):
 
 def test_a_dataset_never_sees_what_was_given_up() -> None:
     short = opened(Greedy(), TaskContext(), Skip())(Spared([1, GivenUp(7, "it kills")]))
-    assert [missing.index for missing in short.outcome.misses] == [7]
+    assert [missing.index for missing in short.outcome.failures] == [7]
     assert len(short.value) == 1
 
 

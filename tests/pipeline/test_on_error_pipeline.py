@@ -103,13 +103,13 @@ class Flaky:
     """Fails twice for each item."""
 
     def setup(self) -> None:
-        self.tried: dict[Any, int] = {}
+        self.attempted: dict[Any, int] = {}
         self.counting = threading.Lock()
 
     def __call__(self, item: int) -> Any:
         with self.counting:
-            self.tried[item] = self.tried.get(item, 0) + 1
-        if self.tried[item] <= 2:
+            self.attempted[item] = self.attempted.get(item, 0) + 1
+        if self.attempted[item] <= 2:
             raise OSError("again", item)
         return item
 
@@ -388,10 +388,10 @@ def told(fetcher: Any, context: TaskContext, items: Any) -> list[Any]:
     """Results of a task, and what is told of the others where they would have been."""
     results = list(fetcher.fetch(items))
     for note in reversed((context.take_extras() or {}).get("notes", ())):
-        (miss,) = note.misses
-        kind = "replaced" if note.item is None else str(miss.failure.exception)
-        assert miss.replaced == (note.item is None)
-        results.insert(note.position, (kind, miss.index))
+        (failed,) = note.failures
+        kind = "replaced" if note.item is None else str(failed.failure.exception)
+        assert failed.replaced == (note.item is None)
+        results.insert(note.position, (kind, failed.index))
     return results
 
 
@@ -413,7 +413,7 @@ def test_an_item_that_was_given_up_is_as_one_that_failed(kind: str, threads: int
     assert told(work, context, items) == [10, ("it kills", 7), 20]
     work.fetch(items)
     (note,) = (context.take_extras() or {})["notes"]
-    assert type(note.misses[0].failure.exception) is WorkerDied
+    assert type(note.failures[0].failure.exception) is WorkerDied
     swapped: Any = WorkFetch(STEPS[kind], threads, Replace(lambda i, e: 4)).open(None, context)
     expected = 40 if kind == "filter" else 4  # it goes on to the next step
     assert told(swapped, context, items) == [10, ("replaced", 7), expected, 20]

@@ -61,7 +61,7 @@ class Skipped:
     replaced: bool = False
 
 
-class Register:
+class FailureLog:
     """What all stages of one machine have lost: counted over all passes, recorded for one run."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class ErrorBudget:
         Its name.
     epoch
         The number of the pass.
-    register
+    log
         Is told too, under `key`.
     gaps
         Whether a left-out item keeps its place: `LeftOut` is raised there.
@@ -97,7 +97,7 @@ class ErrorBudget:
     ----------
     records
         In the order in which results were handed out.
-    tried
+    attempted
         Samples until now, those that failed among them.
     """
 
@@ -106,7 +106,7 @@ class ErrorBudget:
         policy: Policy,
         stage: str,
         epoch: int = 0,
-        register: Register | None = None,
+        log: FailureLog | None = None,
         key: Hashable = None,
         *,
         gaps: bool = False,
@@ -115,31 +115,31 @@ class ErrorBudget:
         self.skips = isinstance(last, Skip)
         self._budget = None if last is None else last.budget
         self._stage, self.epoch, self.gaps = stage, epoch, gaps
-        self._register, self._key = register, key
-        self._shared = None if register is None else register.records
+        self._log, self._key = log, key
+        self._shared = None if log is None else log.records
         # All the mutable state:
         self.records: list[Skipped] = []
-        self.tried = 0
+        self.attempted = 0
 
-    def forgives(self, failure: Failure) -> bool:
+    def may_skip(self, failure: Failure) -> bool:
         """True if what raised this is left out, and not raised."""
-        # The rest of a shard is more than one sample, and nobody has tried it.
+        # The rest of a shard is more than one sample, and nobody has attempted it.
         return self.skips and not isinstance(failure.exception, ShardLost)
 
-    def take(self, tried: int, misses: Iterable[FailureRecord], worker: int | None) -> None:
-        """So many samples were tried, of which these failed.
+    def count(self, attempted: int, failures: Iterable[FailureRecord], worker: int | None) -> None:
+        """So many samples were attempted, of which these failed.
 
         Raises
         ------
         TooManyErrors
-            The budget has run out. All losses have been recorded. The error stands beside the
+            The budget has run out. All failures have been recorded. The error stands beside the
             items, in the place of none.
         """
-        if self._note(tried, misses, worker):
+        if self._note(attempted, failures, worker):
             raise beside(self._too_many())
 
-    def leave_out(self, miss: FailureRecord, worker: int | None) -> None:
-        """Record a sample that was tried, failed, and is left out.
+    def leave_out(self, failed: FailureRecord, worker: int | None) -> None:
+        """Record a sample that was attempted, failed, and is left out.
 
         Raises
         ------
@@ -148,17 +148,17 @@ class ErrorBudget:
         LeftOut
             The place of the sample must be kept.
         """
-        if self._note(1, [miss], worker):
+        if self._note(1, [failed], worker):
             raise self._too_many()
         if self.gaps:
             raise LeftOut
 
-    def _note(self, tried: int, misses: Iterable[FailureRecord], worker: int | None) -> bool:
-        """Count `tried` samples, record `misses`, and tell whether these exceed the budget."""
-        self.tried += tried
+    def _note(self, attempted: int, failures: Iterable[FailureRecord], worker: int | None) -> bool:
+        """Count `attempted` samples, record `failures`, and tell whether these exceed the budget."""
+        self.attempted += attempted
         before = len(self.records)
-        for miss in misses:
-            self._record(miss, worker)
+        for failed in failures:
+            self._record(failed, worker)
         return len(self.records) > before and len(self.records) > self.allowed
 
     @property
@@ -168,19 +168,21 @@ class ErrorBudget:
             return float("inf")
         if isinstance(self._budget, int):
             return self._budget
-        return int(self._budget * max(self.tried, LEAST) + 1e-9)  # 0.07 * 100 is 7.000000000000001
+        return int(
+            self._budget * max(self.attempted, LEAST) + 1e-9
+        )  # 0.07 * 100 is 7.000000000000001
 
-    def _record(self, miss: FailureRecord, worker: int | None) -> None:
+    def _record(self, failed: FailureRecord, worker: int | None) -> None:
         text = ""
         if len(self.records) < _TRACEBACKS:
-            text = text_of(miss.failure)
-        error = bare(miss.failure.exception)
+            text = text_of(failed.failure)
+        error = bare(failed.failure.exception)
         record = Skipped(
-            miss.index, error, text, worker, self._stage, self.epoch, replaced=miss.replaced
+            failed.index, error, text, worker, self._stage, self.epoch, replaced=failed.replaced
         )
         self.records.append(record)
-        if self._register is not None:
-            self._register.counts[self._key] += 1
+        if self._log is not None:
+            self._log.counts[self._key] += 1
         if self._shared is not None:
             self._shared.append(record)
 
@@ -188,13 +190,13 @@ class ErrorBudget:
         lost, done = len(self.records), "skipped" if self.skips else "replaced"
         budget = f"budget={self._budget}"
         if isinstance(self._budget, float):
-            budget += f": {int(self.allowed)} of {max(self.tried, LEAST)}"
+            budget += f": {int(self.allowed)} of {max(self.attempted, LEAST)}"
         rows = [(cell(r.index), _line_of(r.error)) for r in self.records[:_SHOWN]]
         lines = table([("index", "exception"), *rows], underlined=False)
         if lost > _SHOWN:
             lines.append(f"and {lost - _SHOWN} more")
         error = TooManyErrors(
-            f"In stage {self._stage!r}, {lost} of {self.tried} samples failed, more than on_error "
+            f"In stage {self._stage!r}, {lost} of {self.attempted} samples failed, more than on_error "
             f"allows ({budget}). Mend the data, or give a larger budget; None sets no limit. "
             f"These were {done}:\n" + "\n".join(lines)
         )

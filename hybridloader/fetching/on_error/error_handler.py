@@ -31,7 +31,7 @@ def seeded(policy: Any, rng: SampleRng | None, key: Callable[[Any], bytes] = key
     return policy
 
 
-class Guard:
+class ErrorHandler:
     """Calls functions for single samples again, or takes something else.
 
     Parameters

@@ -13,8 +13,8 @@ from typing import Any
 
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
 from hybridloader.fetching.fetch import Spread, numbered
-from hybridloader.fetching.on_error.error_handler import Guard
-from hybridloader.fetching.on_error.task_results import Tally
+from hybridloader.fetching.on_error.error_handler import ErrorHandler
+from hybridloader.fetching.on_error.task_results import TaskResults
 from hybridloader.fetching.outcome import Note
 
 Opened = list[tuple[str, Callable[[Any], Any]]]
@@ -28,7 +28,7 @@ class ItemLoop:
     ----------
     opened
         Besides the kinds of `Step` there is ``"batch"``: its function gives an `Attempt`.
-    guard
+    handler
         Of what fails.
     context
         Looked at after every item.
@@ -37,24 +37,26 @@ class ItemLoop:
     enter
         Called first with what stands for an item, on the thread that is to work on it; returns the item.
     batch
-        Whether the results make one batch; see `Tally`.
+        Whether the results make one batch; see `TaskResults`.
     """
 
     def __init__(
         self,
         opened: Opened,
-        guard: Guard,
+        handler: ErrorHandler,
         context: TaskContext,
         spread: Spread | None = None,
         *,
         enter: Callable[[Any], Any] | None = None,
         batch: bool = False,
     ) -> None:
-        self._guard, self._context, self._spread, self._batch = guard, context, spread, batch
+        self._handler, self._context, self._spread, self._batch = handler, context, spread, batch
         self._steps = [
             (
                 kind,
-                partial(self._at_once, function) if kind == "flat_map" and guard.acts else function,
+                partial(self._at_once, function)
+                if kind == "flat_map" and handler.acts
+                else function,
             )
             for kind, function in opened
         ]
@@ -63,7 +65,7 @@ class ItemLoop:
         if all(kind == "map" for kind, _ in opened):
             self._maps = [(at, function) for at, (_, function) in enumerate(opened, 1)]
 
-    def run(self, items: Iterable[Any], *, spared: bool = False) -> Tally:
+    def run(self, items: Iterable[Any], *, spared: bool = False) -> TaskResults:
         """Take the items of a task through the steps.
 
         Parameters
@@ -71,11 +73,11 @@ class ItemLoop:
         spared
             Whether some may be `GivenUp`.
         """
-        tally, context, maps = self.tally(), self._context, self._maps
+        results, context, maps = self.new_results(), self._context, self._maps
         if self._spread is not None:
             for part in self._spread(self.alone, items):
-                tally.extend(part.results, part.notes)
-            return tally
+                results.extend(part.values, part.notes)
+            return results
         if self._enter is not None:
             items = map(self._enter, items)
         if context.tracked:
@@ -83,11 +85,11 @@ class ItemLoop:
         if spared or not maps:
             through = self._begin if spared else self._through
             for item in items:
-                through(item, 0, tally)
+                through(item, 0, results)
                 if context.cancelled:
                     raise Abandoned
-            return tally
-        results, (begin, first), more = tally.results, maps[0], maps[1:]
+            return results
+        values, (begin, first), more = results.values, maps[0], maps[1:]
         for item in items:  # the same, as short as can be
             at = begin
             try:
@@ -95,7 +97,7 @@ class ItemLoop:
                 if more:
                     for at, function in more:  # noqa: B007  # told if it fails
                         item = function(item)
-                results.append(item)
+                values.append(item)
             except Exception as raised:
                 error = raised
             else:
@@ -103,50 +105,50 @@ class ItemLoop:
                     raise Abandoned
                 continue
             try:  # outside of the clause above, so that further errors have no context
-                self.failed(item, error, tally, at)
+                self.failed(item, error, results, at)
             finally:
                 del error
             if context.cancelled:
                 raise Abandoned
-        return tally
+        return results
 
-    def tally(self) -> Tally:
+    def new_results(self) -> TaskResults:
         """Make an empty one."""
-        return Tally(self._guard, batch=self._batch)
+        return TaskResults(self._handler, batch=self._batch)
 
-    def alone(self, item: Any) -> Tally:
+    def alone(self, item: Any) -> TaskResults:
         """Take one item through the steps. On any thread."""
-        tally = self.tally()
-        self._begin(item if self._enter is None else self._enter(item), 0, tally)
-        return tally
+        results = self.new_results()
+        self._begin(item if self._enter is None else self._enter(item), 0, results)
+        return results
 
-    def _begin(self, item: Any, at: int, tally: Tally) -> None:
+    def _begin(self, item: Any, at: int, results: TaskResults) -> None:
         if type(item) is GivenUp:
-            self.failed(item, item.error(), tally, at + 1)
+            self.failed(item, item.error(), results, at + 1)
         else:
-            self._through(item, at, tally)
+            self._through(item, at, results)
 
-    def failed(self, item: Any, error: Exception, tally: Tally, at: int = 1) -> None:
+    def failed(self, item: Any, error: Exception, results: TaskResults, at: int = 1) -> None:
         """Go on with `item`, at which the function before step number `at` has raised `error`."""
         try:
-            self._each(item, iter(self._rescued(item, error, tally, at)), at, tally)
+            self._each(item, iter(self._rescued(item, error, results, at)), at, results)
         finally:
             del error
 
-    def _rescued(self, item: Any, error: Exception, tally: Tally, at: int) -> Iterable[Any]:
+    def _rescued(self, item: Any, error: Exception, results: TaskResults, at: int) -> Iterable[Any]:
         """Return what the step gives after all."""
         kind, function = self._steps[at - 1]
         index = item.index if type(item) is GivenUp else item
         try:
             if kind == "batch" and index is item:  # its samples have been tried again already
-                tally.lose(item, error)
+                results.add_failure(item, error)
                 return ()
-            return tally.rescue(partial(_outputs, kind, function), item, index, error)
+            return results.rescue(partial(_outputs, kind, function), item, index, error)
         finally:
             del error
 
-    def _through(self, item: Any, at: int, tally: Tally) -> None:
-        """Take `item` through the steps from number `at` on; what comes out is added to `tally`."""
+    def _through(self, item: Any, at: int, results: TaskResults) -> None:
+        """Take `item` through the steps from number `at` on; what comes out is added to `results`."""
         several: Iterator[Any] | None = None
         error: Exception | None = None
         while at < len(self._steps):
@@ -159,8 +161,8 @@ class ItemLoop:
                 elif kind == "batch":
                     item, outcome = found
                     whole = outcome.short is None  # it counts as one itself
-                    note = Note(len(tally.results), outcome.tried - whole, outcome.misses)
-                    tally.notes.append(note)
+                    note = Note(len(results.values), outcome.attempted - whole, outcome.failures)
+                    results.notes.append(note)
                     if not whole:
                         return
                 elif kind == "flat_map":
@@ -172,18 +174,18 @@ class ItemLoop:
                 error = raised
                 break
         else:
-            tally.results.append(item)
+            results.values.append(item)
             return
         if several is not None:
-            self._each(item, several, at, tally)
+            self._each(item, several, at, results)
             return
         try:
             assert error is not None
-            self.failed(item, error, tally, at)
+            self.failed(item, error, results, at)
         finally:
             del error
 
-    def _each(self, item: Any, several: Iterator[Any], at: int, tally: Tally) -> None:
+    def _each(self, item: Any, several: Iterator[Any], at: int, results: TaskResults) -> None:
         """Take on what a function gave for `item`, as far as it comes."""
         while not self._context.cancelled:
             try:
@@ -191,9 +193,9 @@ class ItemLoop:
             except StopIteration:
                 return
             except Exception as error:
-                tally.lose(item, error)
+                results.add_failure(item, error)
                 return
-            self._through(one, at, tally)
+            self._through(one, at, results)
 
     def _at_once(self, function: Callable[[Any], Any], item: Any) -> list[Any]:
         """All that `function` gives for an item, so that nothing is given twice."""

@@ -1,7 +1,8 @@
 """What is to be done with samples that fail: the policies that `on_error` takes.
 
 They are descriptions, compared by value and sent to workers by pickle. They do nothing by themselves:
-`guard` repeats and replaces in the worker, `losses` counts and records where results are handed out.
+`ErrorHandler` repeats and replaces in the worker; `ErrorBudget` counts and records where results are
+handed out.
 """
 
 from __future__ import annotations

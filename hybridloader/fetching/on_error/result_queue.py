@@ -11,14 +11,14 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.outcome import Note
 
 
-class InPlace(Iterator[Any]):
+class ResultQueue(Iterator[Any]):
     """Results of tasks, and what is to be told between them.
 
     It goes on behind an error, and ends whenever there is nothing more at the moment.
 
     Parameters
     ----------
-    losses
+    budget
         Is told what is handed out and what was left out; None: nothing is.
     where
         Says where an item failed, for the error: called with the item, in short, and the worker.
@@ -31,8 +31,8 @@ class InPlace(Iterator[Any]):
         Notes and errors that wait, each with its place among all results so far and the worker.
     """
 
-    def __init__(self, losses: ErrorBudget | None, where: Callable[[str, int | None], str]) -> None:
-        self._losses, self._where = losses, where
+    def __init__(self, budget: ErrorBudget | None, where: Callable[[str, int | None], str]) -> None:
+        self._budget, self._where = budget, where
         # All the mutable state:
         self.results: deque[Any] = deque()
         self.between: deque[tuple[int, Note | Raised, int | None]] = deque()
@@ -45,7 +45,7 @@ class InPlace(Iterator[Any]):
         self.results.extend(results)
         self._added = added + len(results)
         return len(results) + sum(
-            note.item is not None and not self._forgives(note) for note in notes
+            note.item is not None and not self._may_skip(note) for note in notes
         )
 
     def fail(self, error: Exception) -> None:
@@ -60,8 +60,8 @@ class InPlace(Iterator[Any]):
         note = self.between[0][1]
         if isinstance(note, Raised):
             return False
-        kept = self._losses is not None and self._losses.gaps
-        return note.item is None or (self._forgives(note) and not kept)
+        kept = self._budget is not None and self._budget.gaps
+        return note.item is None or (self._may_skip(note) and not kept)
 
     @property
     def _due(self) -> bool:
@@ -75,8 +75,8 @@ class InPlace(Iterator[Any]):
             self.settle()
         if not self.results:
             raise StopIteration
-        if self._losses is not None:
-            self._losses.take(1, (), None)
+        if self._budget is not None:
+            self._budget.count(1, (), None)
         return self.results.popleft()
 
     def settle(self) -> None:
@@ -85,13 +85,13 @@ class InPlace(Iterator[Any]):
         if isinstance(note, Raised):
             note.throw()
         if note.item is None:
-            if self._losses is not None:
-                self._losses.take(note.tried, note.misses, worker)
-        elif self._losses is not None and self._forgives(note):
-            self._losses.leave_out(note.misses[0], worker)
+            if self._budget is not None:
+                self._budget.count(note.attempted, note.failures, worker)
+        elif self._budget is not None and self._may_skip(note):
+            self._budget.leave_out(note.failures[0], worker)
         else:
             where = self._where(note.item, worker)
-            Raised(note.misses[0].failure.to_exception(where)).throw()
+            Raised(note.failures[0].failure.to_exception(where)).throw()
 
-    def _forgives(self, note: Note) -> bool:
-        return self._losses is not None and self._losses.forgives(note.misses[0].failure)
+    def _may_skip(self, note: Note) -> bool:
+        return self._budget is not None and self._budget.may_skip(note.failures[0].failure)

@@ -9,16 +9,16 @@ from typing import Any
 from hybridloader._support.errors import Failure, no_stop
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Fetcher, GivenUp, TaskContext
-from hybridloader.fetching.on_error.error_handler import Guard
+from hybridloader.fetching.on_error.error_handler import ErrorHandler
 from hybridloader.fetching.outcome import FailureRecord, Note
 
 
-class Tally:
+class TaskResults:
     """Results of one task as they come, and notes on what does not.
 
     Parameters
     ----------
-    guard
+    handler
         Tries again, or replaces.
     batch
         Whether the results make one batch: what can't be helped is raised, unless it is to be left out.
@@ -28,21 +28,23 @@ class Tally:
 
     Attributes
     ----------
-    results, notes
+    values, notes
         Until now.
     """
 
-    __slots__ = ("_batch", "_guard", "_what", "notes", "results")
+    __slots__ = ("_batch", "_handler", "_what", "notes", "values")
 
-    def __init__(self, guard: Guard, *, batch: bool = False, what: str | None = None) -> None:
-        self._guard, self._batch, self._what = guard, batch, what
-        self.results: list[Any] = []
+    def __init__(
+        self, handler: ErrorHandler, *, batch: bool = False, what: str | None = None
+    ) -> None:
+        self._handler, self._batch, self._what = handler, batch, what
+        self.values: list[Any] = []
         self.notes: list[Note] = []
 
     @property
-    def misses(self) -> list[FailureRecord]:
+    def failures(self) -> list[FailureRecord]:
         """Failures, in order."""
-        return [miss for note in self.notes for miss in note.misses]
+        return [failed for note in self.notes for failed in note.failures]
 
     def rescue(
         self,
@@ -63,23 +65,23 @@ class Tally:
         if not self._batch:
             error = no_stop(error, "a function of a pipeline")
         try:
-            found, replaced = self._guard.rescue(function, argument, index, no_stop(error))
+            found, replaced = self._handler.rescue(function, argument, index, no_stop(error))
         except Exception as last:
-            if self._batch and not self._guard.skips:
+            if self._batch and not self._handler.skips:
                 raise
-            self.lose(index, last)
+            self.add_failure(index, last)
             return ()
         finally:
             del error
         if replaced is None:
             several: Iterable[Any] = found
             return several
-        self.lose(index, replaced, replaced=True)
+        self.add_failure(index, replaced, replaced=True)
         return (found,)
 
-    def lose(self, index: Any, error: Exception, *, replaced: bool = False) -> None:
+    def add_failure(self, index: Any, error: Exception, *, replaced: bool = False) -> None:
         """Note that the result of `index` can't be had, or that another was put in its place."""
-        place, item = len(self.results), None
+        place, item = len(self.values), None
         if type(index) is GivenUp:
             index = index.index
         if not self._batch:
@@ -87,22 +89,24 @@ class Tally:
             shown = brief(index if self._what is None else self._what)
             index = index if type(index) in (int, str) else shown
             item = None if replaced else shown
-        miss = FailureRecord(index, place, Failure(error), replaced)
-        self.notes.append(Note(place, 0 if replaced else 1, [miss], item))
+        failed = FailureRecord(index, place, Failure(error), replaced)
+        self.notes.append(Note(place, 0 if replaced else 1, [failed], item))
 
     def extend(self, results: Iterable[Any], notes: Iterable[Note]) -> None:
         """Take in results that follow, and the notes on them."""
-        before = len(self.results)
-        self.results.extend(results)
+        before = len(self.values)
+        self.values.extend(results)
         for note in notes:
-            misses = [miss._replace(position=before + miss.position) for miss in note.misses]
-            self.notes.append(note._replace(position=before + note.position, misses=misses))
+            failures = [
+                failed._replace(position=before + failed.position) for failed in note.failures
+            ]
+            self.notes.append(note._replace(position=before + note.position, failures=failures))
 
     def told(self, context: TaskContext) -> list[Any]:
         """Return the value of the task; the notes go beside it."""
         if self.notes:
             context.add("notes", self.notes)
-        return self.results
+        return self.values
 
 
 class ItemsFetcher(Fetcher):
@@ -110,26 +114,26 @@ class ItemsFetcher(Fetcher):
 
     Parameters
     ----------
-    guard
+    handler
         Of each item.
     context
         Takes the notes.
     """
 
-    def __init__(self, guard: Guard, context: TaskContext) -> None:
-        self._guard, self._context = guard, context
+    def __init__(self, handler: ErrorHandler, context: TaskContext) -> None:
+        self._handler, self._context = handler, context
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the items that can't be sent; see `Fetcher.mend`."""
-        tally, context = Tally(self._guard), self._context
+        results, context = TaskResults(self._handler), self._context
         notes = deque((context.take_extras() or {}).get("notes", ()))
         for place, item in enumerate(value):
             while notes and notes[0].position <= place:
-                tally.notes.append(notes.popleft()._replace(position=len(tally.results)))
+                results.notes.append(notes.popleft()._replace(position=len(results.values)))
             try:
                 check(item)
-                tally.results.append(item)
+                results.values.append(item)
             except Exception as last:
-                tally.lose(item, last)
-        tally.notes.extend(note._replace(position=len(tally.results)) for note in notes)
-        return tally.told(context)
+                results.add_failure(item, last)
+        results.notes.extend(note._replace(position=len(results.values)) for note in notes)
+        return results.told(context)

@@ -24,10 +24,10 @@ from hybridloader.fetching.fetch import (
     one_by_one,
 )
 from hybridloader.fetching.gather import Odd, gatherer
-from hybridloader.fetching.on_error.error_handler import Guard, seeded
+from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.task_results import Tally
+from hybridloader.fetching.on_error.task_results import TaskResults
 from hybridloader.fetching.outcome import (
     Attempt,
     FailureRecord,
@@ -64,9 +64,9 @@ class TolerantBatchFetcher(Fetcher):
         if rng is not None:
             self._dataset = rng.seeded_dataset(fetch.dataset, whole=not one_by_one(fetch.dataset))
             one, self._collate_fn = rng.seeded(one), rng.seeded_collate(fetch.collate_fn)
-        self._skips = (guard := Guard(seeded(policy, rng), context)).skips
+        self._skips = (handler := ErrorHandler(seeded(policy, rng), context)).skips
         spread = spread if one_by_one(self._dataset) else None
-        self._loop = ItemLoop([("map", one)], guard, context, spread, batch=True)
+        self._loop = ItemLoop([("map", one)], handler, context, spread, batch=True)
         # All the mutable state: what the last task was for.
         self._indices: Sequence[Any] = ()
 
@@ -82,29 +82,29 @@ class TolerantBatchFetcher(Fetcher):
     def attempt(self, index: Any) -> Attempt:
         """Return the value of a task and what became of its samples. On any thread."""
         if not self._batched:
-            tally = self._loop.run([index], spared=True)
-            if not tally.results:
-                return short([], [], tally.misses, 1)
-            return self._collated([index], tally.results[0], tally.misses)
+            results = self._loop.run([index], spared=True)
+            if not results.values:
+                return short([], [], results.failures, 1)
+            return self._collated([index], results.values[0], results.failures)
         if type(index) is Apart:
-            tally = self._loop.tally()
+            results = self._loop.new_results()
             for one in index:  # not numbered: if one kills, none is known to be it
                 found = self._loop.alone(one)
-                tally.extend(found.results, found.notes)
+                results.extend(found.values, found.notes)
                 if self._context.cancelled:
                     raise Abandoned
-            return short(_left(index, tally), tally.results, tally.misses, index.wanted)
+            return short(_left(index, results), results.values, results.failures, index.wanted)
         whole = self._as_a_whole(index)
         if whole is not None:
             return whole
-        tally = self._loop.run(index, spared=type(index) is Spared)
-        samples = tally.results
-        if not tally.notes:
+        results = self._loop.run(index, spared=type(index) is Spared)
+        samples = results.values
+        if not results.notes:
             return self._collated(index, samples, [])
-        indices, misses = _left(index, tally), tally.misses
+        indices, failures = _left(index, results), results.failures
         if len(samples) < len(index) and (self._fill or not samples):
-            return short(indices, samples, misses, len(index))
-        return self._collated(indices, samples, misses)
+            return short(indices, samples, failures, len(index))
+        return self._collated(indices, samples, failures)
 
     def _as_a_whole(self, indices: Any) -> Attempt | None:
         """The batch in one go; None where that can't be had, or has failed."""
@@ -122,18 +122,18 @@ class TolerantBatchFetcher(Fetcher):
         return self._collated(indices, samples, [])
 
     def _collated(
-        self, indices: Sequence[Any], samples: Any, misses: list[FailureRecord]
+        self, indices: Sequence[Any], samples: Any, failures: list[FailureRecord]
     ) -> Attempt:
         """`samples`, as a batch; if that can't be made, the whole of it is lost."""
-        tried = len(indices)
-        if misses:
-            tried += sum(not miss.replaced for miss in misses)
+        attempted = len(indices)
+        if failures:
+            attempted += sum(not failed.replaced for failed in failures)
         try:
-            return self._collate_fn(samples), Outcome(tried, misses)
+            return self._collate_fn(samples), Outcome(attempted, failures)
         except Exception as error:
             if not self._skips:
                 raise
-            return all_lost(indices, no_stop(error), misses, tried)
+            return all_lost(indices, no_stop(error), failures, attempted)
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the samples that can't be sent, or the batch; see `Fetcher.mend`."""
@@ -143,22 +143,25 @@ class TolerantBatchFetcher(Fetcher):
         if outcome.short is None:  # nothing was lost of it before
             value, outcome = all_lost(self._indices, error, (), len(self._indices))
         else:
-            tally = self._loop.tally()
+            results = self._loop.new_results()
             for index, sample in zip(outcome.short, value, strict=True):
                 try:
                     check(sample)
-                    tally.results.append(sample)
+                    results.values.append(sample)
                 except Exception as last:
-                    tally.lose(index, last)
-            indices, misses = _left(outcome.short, tally), [*outcome.misses, *tally.misses]
-            value, outcome = short(indices, tally.results, misses, outcome.wanted)
+                    results.add_failure(index, last)
+            indices, failures = (
+                _left(outcome.short, results),
+                [*outcome.failures, *results.failures],
+            )
+            value, outcome = short(indices, results.values, failures, outcome.wanted)
         self._context.add("outcome", outcome)
         return value
 
 
-def _left(asked: Sequence[Any], tally: Tally) -> list[Any]:
+def _left(asked: Sequence[Any], results: TaskResults) -> list[Any]:
     """The indices of the samples that are there."""
-    lost = [miss.position for miss in tally.misses if not miss.replaced]
+    lost = [failed.position for failed in results.failures if not failed.replaced]
     gone = {place + before for before, place in enumerate(lost)}
     return [index for place, index in enumerate(asked) if place not in gone]
 

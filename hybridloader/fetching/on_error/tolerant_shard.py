@@ -12,10 +12,10 @@ from typing import Any
 from hybridloader._support.errors import ShardLost, no_stop
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, GivenUp, TaskContext
 from hybridloader.fetching.fetch import IterableFetch
-from hybridloader.fetching.on_error.error_handler import Guard, seeded
+from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.task_results import Tally
+from hybridloader.fetching.on_error.task_results import TaskResults
 from hybridloader.fetching.outcome import (
     Attempt,
     FailureRecord,
@@ -50,42 +50,42 @@ class TolerantShardFetcher(ShardFetcher):
         if self.ended:
             return self._nothing([])
         wanted = len(indices) if self._batched else 1
-        tally = Tally(self._source.guard, batch=True)
+        results = TaskResults(self._source.handler, batch=True)
         numbers: list[int] = []
-        samples = tally.results
+        samples = results.values
         self._numbers, before = numbers, self.position
         while len(samples) < wanted and not self.ended:
             if self._context.cancelled:
                 raise Abandoned
             number = self.position
             try:
-                self._source.draw(tally)
+                self._source.draw(results)
             except StopIteration:
                 self.ended = True
             except ShardLost as error:  # comes out behind the samples before it
                 self.ended, self._lost = True, error
             if len(samples) > len(numbers):
                 numbers.append(number)
-        misses, tried = tally.misses, self.position - before
+        failures, attempted = results.failures, self.position - before
         if not samples or (self._drop_last and len(samples) < wanted):
-            return self._nothing(misses)
+            return self._nothing(failures)
         if self._join and self._batched and len(samples) < wanted:
-            return short(numbers, samples, misses, wanted)
+            return short(numbers, samples, failures, wanted)
         try:
             data = self._collate_fn(samples if self._batched else samples[0])
         except Exception as error:
-            if not self._source.guard.skips:
+            if not self._source.handler.skips:
                 raise
-            return all_lost(numbers, no_stop(error), misses, 0)
-        return data, Outcome(tried, misses)
+            return all_lost(numbers, no_stop(error), failures, 0)
+        return data, Outcome(attempted, failures)
 
     def close(self) -> None:
         super().close()
         self._source.close()
 
-    def _nothing(self, misses: list[FailureRecord]) -> Attempt:
-        if misses:
-            return short([], [], misses, 0)
+    def _nothing(self, failures: list[FailureRecord]) -> Attempt:
+        if failures:
+            return short([], [], failures, 0)
         if self._lost is not None:
             error, self._lost = self._lost, None
             raise error
@@ -94,9 +94,9 @@ class TolerantShardFetcher(ShardFetcher):
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the batch that can't be sent; see `Fetcher.mend`."""
         numbers, outcome = self._numbers, outcome_of(self._context)
-        if not self._source.guard.skips or outcome.short is not None:
+        if not self._source.handler.skips or outcome.short is not None:
             super().mend(value, error, check)  # of a short batch, the samples were sent as they are
-        value, outcome = all_lost(numbers, error, outcome.misses, 0)
+        value, outcome = all_lost(numbers, error, outcome.failures, 0)
         self._context.add("outcome", outcome)
         return value
 
@@ -121,11 +121,11 @@ class TolerantIterator:
         self, samples: Iterator[Any], policy: Policy | None, context: TaskContext, place: Any
     ) -> None:
         self._samples, self._place = samples, place
-        self.guard = Guard(policy, context)
+        self.handler = ErrorHandler(policy, context)
         self._is_over = False
 
-    def draw(self, tally: Tally) -> None:
-        """Add the next sample to `tally`, or a note on it.
+    def draw(self, results: TaskResults) -> None:
+        """Add the next sample to `results`, or a note on it.
 
         Raises
         ------
@@ -134,13 +134,13 @@ class TolerantIterator:
         ShardLost
             The iterator was a generator.
         Exception
-            What `tally` does not take; it can be asked again.
+            What `results` does not take; it can be asked again.
         """
         if self._is_over:
             raise StopIteration
         number = self._place.position
         try:
-            tally.results.append(self._again())
+            results.values.append(self._again())
             return
         except (StopIteration, ShardLost):
             raise
@@ -150,11 +150,11 @@ class TolerantIterator:
             if isinstance(innermost(self._samples), GeneratorType):
                 raise rest_is_lost(f"sample {number} of this worker's shard", error) from error
             try:
-                found = tally.rescue(self._several, None, number, error)
+                found = results.rescue(self._several, None, number, error)
             except _Ended:  # behind what failed
                 self._is_over = True
-                found = tally.rescue(self._several, GivenUp(number, ""), number, error)
-            tally.results.extend(found)
+                found = results.rescue(self._several, GivenUp(number, ""), number, error)
+            results.values.extend(found)
         finally:
             del error
 
@@ -181,4 +181,4 @@ class TolerantIterator:
 
 
 class _Ended(BaseException):
-    """The iterator, tried again, has ended: no error of it. Past every ``except Exception``."""
+    """The iterator, attempted again, has ended: no error of it. Past every ``except Exception``."""

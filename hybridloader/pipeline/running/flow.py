@@ -17,7 +17,7 @@ from hybridloader.engine.scheduler import ACTIVE, Scheduler
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import alike
-from hybridloader.fetching.on_error.result_queue import InPlace
+from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
 
@@ -57,7 +57,7 @@ class StageItems(Iterator[Any]):
         What the stage is fed from; closed when this is.
     portions
         What it is fed with.
-    losses
+    budget
         Of this pass, if there is a policy.
     """
 
@@ -67,9 +67,9 @@ class StageItems(Iterator[Any]):
         books: StageMetrics,
         items: Iterator[Any],
         portions: TaskBatching,
-        losses: ErrorBudget | None = None,
+        budget: ErrorBudget | None = None,
     ) -> None:
-        self._stage, self.books, self._items, self._losses = stage, books, items, losses
+        self._stage, self.books, self._items, self._budget = stage, books, items, budget
         self.portions = portions
         self.sealed = False  # whether results may come unopened
         self.depths: list[Depth] = []  # of the relays before and behind
@@ -77,7 +77,7 @@ class StageItems(Iterator[Any]):
         # All the mutable state:
         self._epoch = 0
         self._results: Iterator[Any] = iter(())
-        self._in_place = InPlace(losses, _places_of(stage, "working on"))
+        self._queue = ResultQueue(budget, _places_of(stage, "working on"))
 
     def begin(self, changes: tuple[Change, ...]) -> None:
         """Begin a pass of the stage."""
@@ -110,15 +110,15 @@ class StageItems(Iterator[Any]):
             except Exception as error:  # of every item of the task, each in its place
                 more = self._stage.items_failed - 1
                 for _ in range(more):
-                    self._in_place.fail(alike(error))
-                self._results = self._in_place
+                    self._queue.fail(alike(error))
+                self._results = self._queue
                 raise
             finally:
                 self.books.turned_away()
             if self.sealed and is_forwarded(results):
                 self.books.items_out += results.count
-                if self._losses is not None:
-                    self._losses.take(results.count, (), None)
+                if self._budget is not None:
+                    self._budget.count(results.count, (), None)
                 if results.count:
                     return results
                 _discard(results)
@@ -126,12 +126,12 @@ class StageItems(Iterator[Any]):
             notes = _notes_of(self._stage)
             if notes is not None:
                 worker = self._stage.last.worker
-                self.books.items_out += self._in_place.add(results, notes, worker)
-                self._results = self._in_place
+                self.books.items_out += self._queue.add(results, notes, worker)
+                self._results = self._queue
                 continue
             self.books.items_out += len(results)
-            if self._losses is not None:
-                self._losses.take(len(results), (), None)
+            if self._budget is not None:
+                self._budget.count(len(results), (), None)
             self._results = iter(results)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class ReaderItems(Iterator[Any]):
         Unordered; the `fewest_at_hand` of this object is its dispatch.
     books
         Of that stage.
-    losses
+    budget
         Of this pass, if there is a policy.
     """
 
@@ -166,13 +166,13 @@ class ReaderItems(Iterator[Any]):
     """Tasks of one reader that may be under way or wait."""
 
     def __init__(
-        self, stage: Stage, books: StageMetrics, losses: ErrorBudget | None = None
+        self, stage: Stage, books: StageMetrics, budget: ErrorBudget | None = None
     ) -> None:
-        self._stage, self.books, self._losses = stage, books, losses
+        self._stage, self.books, self._budget = stage, books, budget
         # All the mutable state:
         self._epoch = 0
         where = _places_of(stage, "reading")
-        self._waiting = [InPlace(losses, where) for _ in range(books.workers)]
+        self._waiting = [ResultQueue(budget, where) for _ in range(books.workers)]
         self._turn = 0
         self._over = False
 
@@ -321,7 +321,7 @@ def _notes_of(stage: Stage) -> Sequence[Note] | None:
 
 
 def _places_of(stage: Stage, doing: str) -> Callable[[str, int | None], str]:
-    """Return what says where an item failed; see `InPlace`."""
+    """Return what says where an item failed; see `ResultQueue`."""
 
     def where(item: str, worker: int | None) -> str:
         assert worker is not None

@@ -14,11 +14,11 @@ from hybridloader._support.errors import IteratorClosed
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.fetching.item_steps import Step
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.on_error.error_handler import Guard, seeded
+from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.result_queue import InPlace
-from hybridloader.fetching.on_error.task_results import Tally
+from hybridloader.fetching.on_error.result_queue import ResultQueue
+from hybridloader.fetching.on_error.task_results import TaskResults
 from hybridloader.seeding.sample_rng import SampleRng
 
 
@@ -39,7 +39,7 @@ class InlineItems(Iterator[Any]):
         What seeds each item, if it is to be seeded.
     policy
         What to do with items that fail; None: raise.
-    losses
+    budget
         Of this pass, if there is a policy.
     """
 
@@ -51,9 +51,9 @@ class InlineItems(Iterator[Any]):
         left: TaskContext,
         rng: SampleRng | None = None,
         policy: Policy | None = None,
-        losses: ErrorBudget | None = None,
+        budget: ErrorBudget | None = None,
     ) -> None:
-        self._items, self._stage, self._left, self._losses = items, stage, left, losses
+        self._items, self._stage, self._left, self._budget = items, stage, left, budget
         self._pull = items.__next__
         self._rng = rng  # held: letting them go ends the seeding
         context = left
@@ -65,20 +65,20 @@ class InlineItems(Iterator[Any]):
             self._pull = map(numbered_item, pairs).__next__
             policy = seeded(policy, rng, of_item)
             context = FollowingContext(left, rng)
-        guard = Guard(policy, left)
+        handler = ErrorHandler(policy, left)
         opened = step.open(context, policy)
-        self._loop = ItemLoop([opened], guard, left)
+        self._loop = ItemLoop([opened], handler, left)
         self._kind, self._function = opened
         # An iterable of a function may be long, or endless, so it is not read before it is asked for.
-        if self._kind == "batch" or (self._kind == "flat_map" and guard.acts):
-            self._kind, self._function = "tally", self._loop.alone
-        self._plain = self._kind == "map" and losses is None
+        if self._kind == "batch" or (self._kind == "flat_map" and handler.acts):
+            self._kind, self._function = "results", self._loop.alone
+        self._plain = self._kind == "map" and budget is None
         # All the mutable state: what there is more of the last item.
         self._several: Iterator[Any] | None = None
         self._item: Any = None  # that these are made of
         self._told = False
-        self._in_place = InPlace(
-            losses, lambda item, _: f"In stage {stage!r}, the thread that asked, working on {item}."
+        self._queue = ResultQueue(
+            budget, lambda item, _: f"In stage {stage!r}, the thread that asked, working on {item}."
         )
 
     def __next__(self) -> Any:
@@ -86,17 +86,17 @@ class InlineItems(Iterator[Any]):
             if self._several is not None:
                 try:
                     found = next(self._several)
-                    if self._losses is not None:
-                        self._losses.take(1, (), None)
+                    if self._budget is not None:
+                        self._budget.count(1, (), None)
                     return found
                 except StopIteration:
                     self._several = None
                 except Exception as raised:
-                    self._several, tally = None, self._loop.tally()
-                    tally.lose(self._item, raised)
-                    self._hand_out(tally)
+                    self._several, results = None, self._loop.new_results()
+                    results.add_failure(self._item, raised)
+                    self._hand_out(results)
             if self._told:
-                for found in self._in_place:
+                for found in self._queue:
                     return found
                 self._told = False
             if self._left.cancelled:
@@ -107,7 +107,7 @@ class InlineItems(Iterator[Any]):
                 found = self._function(item)
                 if self._plain:
                     return found
-                if self._kind == "tally":
+                if self._kind == "results":
                     self._hand_out(found)
                     continue
                 if self._kind == "flat_map":
@@ -122,20 +122,20 @@ class InlineItems(Iterator[Any]):
             except Exception as raised:
                 error = raised
             if error is None:
-                if self._losses is not None:
-                    self._losses.take(1, (), None)
+                if self._budget is not None:
+                    self._budget.count(1, (), None)
                 return found
             try:
-                tally = self._loop.tally()
-                self._loop.failed(item, error, tally)
-                self._hand_out(tally)
+                results = self._loop.new_results()
+                self._loop.failed(item, error, results)
+                self._hand_out(results)
             except Abandoned:
                 pass  # as above
             finally:
                 del error
 
-    def _hand_out(self, tally: Tally) -> None:
-        self._in_place.add(tally.results, tally.notes)
+    def _hand_out(self, results: TaskResults) -> None:
+        self._queue.add(results.values, results.notes)
         self._told = True
 
     def close(self) -> None:

@@ -121,12 +121,12 @@ class Line:
             node.placement.worker_init_fn(0)
         for work in node.works:
             rng = stations.sample_rng_of(work, self._path, run.epoch, start.items)
-            losses = stations.losses(
+            budget = stations.budget(
                 (*self._path, at), node.placement, work.name, run.epoch, gaps=run.rows
             )
             policy = node.placement.on_error
             try:
-                items = InlineItems(items, work.step(), work.name, run.left, rng, policy, losses)
+                items = InlineItems(items, work.step(), work.name, run.left, rng, policy, budget)
             except Exception as error:
                 add_note(error, f"In stage {work.name!r}, setting it up.")
                 raise
@@ -219,21 +219,21 @@ class Line:
         station = machine.stations.of((*path, at), node)
         changes = station.watch.changes() if station.watch is not None and station.begun else ()
         station.begun = True
-        losses = machine.stations.losses(
+        budget = machine.stations.budget(
             (*path, at), node.placement, node.name, self._run.epoch, gaps=self._run.rows
         )
-        return node, station, changes, losses
+        return node, station, changes, budget
 
     def _open_readers(self, at: int) -> Iterator[Any]:
-        _, station, changes, losses = self._station(at)
+        _, station, changes, budget = self._station(at)
         station.counter.begin(self._run.epoch)
-        station.readers = ReaderItems(station.stage, station.books, losses)
+        station.readers = ReaderItems(station.stage, station.books, budget)
         station.readers.begin(changes)
         return station.readers
 
     def _open_stage(self, at: int, start: Start) -> Opening:
         nodes, path, run, machine = self._nodes, self._path, self._run, self._machine
-        node, station, changes, losses = self._station(at)
+        node, station, changes, budget = self._station(at)
         stage, books = station.stage, station.books
         items = yield at - 1, start
         stage_before = nodes[at - 2] if at > 1 else None
@@ -245,7 +245,7 @@ class Line:
             most=1 if node.placement.buffer_bytes else node.placement.prefetch,
             final=FINAL,
         )
-        found = StageItems(stage, books, items, portions, losses)
+        found = StageItems(stage, books, items, portions, budget)
         found.sealed = node.sealed
         depth, source = machine.depths.get((*path, at - 1)), machine.behind.get((*path, at - 1))
         if depth is not None:

@@ -124,7 +124,7 @@ class Machine:
         """Make the iterators of one epoch, and start them. What is left of another is broken off."""
         self.break_off()
         self.left = TaskContext()
-        self.stations.register.new_run()
+        self.stations.failure_log.new_run()
         trail.layout = Layout(self._line, self.path_of)
         run = Pass(self, trail, (), epoch, {}, self.left)
         return self.open_line(self.pipeline, (), run, Start(trail.start.given))

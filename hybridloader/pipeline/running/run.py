@@ -59,7 +59,7 @@ class Run(Iterator[Any]):
         counts, saved = (Counts(), {}) if resumed is None else (resumed.counts, resumed.saved)
         self._trail = RunPosition(machine.pipeline, epoch, counts, saved)
         self._items: Iterator[Any] = iter(())
-        self._left, self._skipped = machine.left, machine.stations.register.records
+        self._left, self._skipped = machine.left, machine.stations.failure_log.records
         if resumed is not None and resumed.finished:
             self._end(StopIteration())
             return
@@ -68,7 +68,7 @@ class Run(Iterator[Any]):
         except BaseException:
             machine.close()
             raise
-        self._left, self._skipped = machine.left, machine.stations.register.records
+        self._left, self._skipped = machine.left, machine.stations.failure_log.records
 
     def __next__(self) -> Any:
         return self._ask(self._items.__next__)

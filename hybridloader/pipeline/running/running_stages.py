@@ -18,7 +18,7 @@ from hybridloader.engine.refresh import Watch
 from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.item_steps import WorkFetch
-from hybridloader.fetching.on_error.error_budget import ErrorBudget, Register
+from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.source_reader import ReadersFetch
 from hybridloader.pipeline.operators.work import Lookup, Placement, Readers, Work
 from hybridloader.pipeline.running.flow import ReaderItems
@@ -59,7 +59,7 @@ class RunningStages(dict[Path, RunningStage]):
         super().__init__()
         self._seed, self._closed = seed, closed
         # All the other mutable state:
-        self.register = Register()  # of what was skipped
+        self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
         self._numbers: dict[int, int] = {}  # of functions in their line, by their identity
 
@@ -151,13 +151,13 @@ class RunningStages(dict[Path, RunningStage]):
         rng.begin_at(first, epoch)
         return rng
 
-    def losses(
+    def budget(
         self, where: Path, placement: Placement, name: str, epoch: int, *, gaps: bool
     ) -> ErrorBudget | None:
         """The account of what one pass of a stage loses; None if errors are raised."""
         if placement.on_error is None:
             return None
-        return ErrorBudget(placement.on_error, name, epoch, self.register, where, gaps=gaps)
+        return ErrorBudget(placement.on_error, name, epoch, self.failure_log, where, gaps=gaps)
 
 
 def _books(node: WorkerNode) -> StageMetrics:

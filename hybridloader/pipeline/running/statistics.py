@@ -127,7 +127,7 @@ def collect(machine: Machine) -> PipelineStats:
     seconds, waited = machine.seconds, machine.waited
     busy = max(0.0, seconds - waited)
     counted = sum(stage.skipped for stage in found)  # the rest was skipped by whoever asked
-    skipped = machine.stations.register.total - counted
+    skipped = machine.stations.failure_log.total - counted
     loop = StageStats("your loop", "caller", 1, machine.given, busy, waited, 0.0, 0.0, 0, skipped)
     return PipelineStats((*found, loop), seconds)
 
@@ -157,7 +157,7 @@ def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
                 books.blocked,
                 books.other,
                 books.held,
-                machine.stations.register.counts[where],
+                machine.stations.failure_log.counts[where],
             )
             continue
         feeder = machine.feeders[where]
@@ -174,7 +174,7 @@ def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
         blocked, queued = feeder.blocked, feeder.queued
         # The functions that it calls are right before it.
         called = [(*where[:-1], at) for at in range(where[-1] - len(works), where[-1])]
-        skipped = sum(machine.stations.register.counts[place] for place in called)
+        skipped = sum(machine.stations.failure_log.counts[place] for place in called)
         yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
 
 
