@@ -1,6 +1,6 @@
-"""Samplers for what torch's fall short of: huge, resumable, weighted, and by length.
+"""Samplers that torch lacks: for huge datasets, resumable, with many weights, and by length.
 
-Public names load when they are first used; `Permutation` needs no torch.
+Names are imported when they are first used; `Permutation` needs no torch.
 """
 
 from __future__ import annotations

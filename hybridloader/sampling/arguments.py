@@ -1,7 +1,7 @@
-"""What samplers are given, made one form of: whole numbers, lengths, weights.
+"""Checks of the arguments of samplers: seeds, numbers of samples, lengths and weights.
 
-Everything wrong is found here, at once and by name. Nothing is rounded, clipped or guessed, and
-torch is not imported: a tensor is known by its methods.
+Errors come at once and name the argument. Nothing is rounded, clipped or guessed. torch is not
+imported: a tensor is recognised by its methods.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from hybridloader._support.arguments import whole
 from hybridloader._support.attributes import has
 
 LARGEST = 2**63 - 1
-"""The most that a length or an epoch can be: that of int64."""
+"""The largest length or epoch: that of int64."""
 
 MOST_SAMPLES = 2**62
-"""Leaves room in int64 for an index and a number of ranks."""
+"""The largest number of samples. It leaves room in int64 for an index and a number of ranks."""
 
 
 def seed_of(value: Any) -> int:
-    """A seed: any of 64 bits, such as ``torch.initial_seed()`` gives."""
+    """A seed of 64 bits, such as ``torch.initial_seed()`` gives."""
     return whole("seed", value, 0, 2**64 - 1)
 
 
 def count_of(name: str, source: int | Sized) -> int:
-    """Number of samples: the number itself, or the length of what has one."""
+    """The number of samples: `source` itself, or its length."""
     if isinstance(source, Sized):
         return whole(f"len({name})", len(source), 0, MOST_SAMPLES)
     if has(source, "__index__"):
@@ -41,7 +41,7 @@ def count_of(name: str, source: int | Sized) -> int:
 
 
 def _array(name: str, values: Any) -> npt.NDArray[Any]:
-    """One dimension of numbers, from a sequence, an array or a tensor."""
+    """A one-dimensional array of the numbers in a sequence, an array or a tensor."""
     if has(values, "detach"):
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
@@ -58,39 +58,32 @@ def _array(name: str, values: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _first(bad: npt.NDArray[np.bool_]) -> int | None:
-    where = int(bad.argmax())
-    return where if bad[where] else None
-
-
 def lengths_of(lengths: Any) -> npt.NDArray[np.int64]:
-    """The lengths of the samples: whole, from 0 up."""
+    """Lengths of samples: whole numbers from 0 up."""
     array = _array("lengths", lengths)
     if array.dtype.kind == "f":
         raise TypeError(
             f"lengths must be whole numbers, got {array.dtype}; count in a finer unit, such as "
             "milliseconds for seconds"
         )
-    if array.size:
-        if array.dtype.kind == "u" and int(array.max()) > LARGEST:
-            raise ValueError(f"lengths must be at most {LARGEST}, got {int(array.max())}")
-        at = _first(array < 0) if array.dtype.kind == "i" else None
-        if at is not None:
-            raise ValueError(f"lengths must not be negative, got lengths[{at}] = {array[at]}")
+    if array.size and int(array.max()) > LARGEST:
+        raise ValueError(f"lengths must be at most {LARGEST}, got {int(array.max())}")
+    if array.size and int(array.min()) < 0:
+        at = int((array < 0).argmax())
+        raise ValueError(f"lengths must not be negative, got lengths[{at}] = {array[at]}")
     return array.astype(np.int64, copy=False)
 
 
 def weights_of(weights: Any) -> npt.NDArray[np.float64]:
-    """Weights that something can be drawn by: finite, from 0 up, not all 0."""
+    """Weights to draw by: finite, from 0 up, not all 0."""
     array = _array("weights", weights)
     if not array.size:
         raise ValueError("weights is empty: there is nothing to draw from")
     array = array.astype(np.float64, copy=False)
-    # The two extremes tell whether anything is wrong: min and max of an array with a NaN are NaN.
+    # The extremes suffice: min and max of an array with a NaN are NaN.
     least, most = float(array.min()), float(array.max())
     if not (least >= 0 and most < float("inf")):
-        at = _first(~(np.isfinite(array) & (array >= 0)))
-        assert at is not None
+        at = int((~(np.isfinite(array) & (array >= 0))).argmax())
         raise ValueError(
             f"weights must be finite and not negative, got weights[{at}] = {float(array[at])}"
         )

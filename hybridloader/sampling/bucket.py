@@ -1,4 +1,4 @@
-"""Batches of samples of similar length, of a fixed number of samples each."""
+"""`BucketBatchSampler`: batches of similar length, each of the same number of samples."""
 
 from __future__ import annotations
 
@@ -8,37 +8,47 @@ from typing import Any
 import numpy as np
 
 from hybridloader._support.arguments import flag, whole
-from hybridloader.sampling.arguments import fingerprint, lengths_of, seed_of
-from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler, cut_each, narrow
+from hybridloader.sampling.arguments import lengths_of
+from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler
+
+
+def _cut_each(counts: Ints, size: int, *, drop_last: bool) -> Cuts:
+    """Cut each class into batches of `size` samples, where `counts` are the sizes of the classes."""
+    batches = counts // size if drop_last else -(-counts // size)
+    of = np.repeat(np.arange(len(counts)), batches)  # the class of each batch
+    offsets = np.cumsum(counts) - counts
+    number = np.arange(len(of)) - (np.cumsum(batches) - batches)[of]
+    starts = offsets[of] + number * size
+    return Cuts(starts, np.minimum(starts + size, (offsets + counts)[of]))
 
 
 class BucketBatchSampler(PlannedBatchSampler):
     """Batches of samples of similar length: each from one bucket, in random order of all batches.
 
-    Say either `buckets` or `width`.
+    Give either `buckets` or `width`.
 
     Parameters
     ----------
     lengths
-        One of each sample: a list, an array or a tensor of whole numbers.
+        The length of each sample: a list, an array or a tensor of whole numbers.
     batch_size
-        Samples in a batch. The last of each bucket has fewer.
+        Samples in a batch. The last batch of each bucket may have fewer.
     buckets
-        How many buckets, of about as many samples each; or the lengths at which a new one begins, so
-        ``[50, 100]`` makes three: below 50, from 50 to 99, from 100 on. Samples of one length are in
-        one bucket.
+        The number of buckets, which then have about as many samples each; or the lengths at which new
+        ones begin: ``[50, 100]`` makes three, below 50, from 50 to 99, and from 100 on. Samples of the
+        same length are in the same bucket.
     width
         Lengths in a bucket: ``10`` makes 0 to 9, 10 to 19, and so on.
     seed
-        From 0 to ``2**64 - 1``. With the epoch it gives the batches, on every platform.
+        From 0 to ``2**64 - 1``. Seed and epoch give the batches, on every platform.
     drop_last
-        Leave out the batches that are not full; `left_out` says how many samples that are. Which
-        they are differs by epoch.
+        Leave out the batches that are not full. `left_out` says how many samples that are; which ones
+        differs by epoch.
     shuffle
-        Whether in random order, of the samples within a bucket and of the batches. If not: bucket by
-        bucket, and in the order of their indices within.
+        Shuffle the samples within a bucket, and the batches. If False, batches come bucket by bucket,
+        and samples in the order of their indices.
     epoch
-        The first epoch. Every iteration has other batches; see `ResumableSampler`.
+        The first epoch. Each iteration has other batches; see `ResumableSampler`.
 
     Attributes
     ----------
@@ -47,8 +57,8 @@ class BucketBatchSampler(PlannedBatchSampler):
 
     Notes
     -----
-    The number of batches is the same in every epoch. With the first item of an epoch its samples are
-    put in order, which takes 8 bytes and some 200 ns for each, and is kept until the next.
+    Each epoch has the same number of batches. The first item of an epoch sorts the samples, which takes
+    8 bytes and some 200 ns for each; the result is kept until the next epoch.
 
     Examples
     --------
@@ -58,6 +68,8 @@ class BucketBatchSampler(PlannedBatchSampler):
     >>> list(BucketBatchSampler([5, 90, 6, 91, 7], 2, width=50, seed=0, shuffle=False))
     [[0, 2], [4], [1, 3]]
     """
+
+    _STATED = ("seed", "batch_size", "buckets", "width", "drop_last", "shuffle")
 
     def __init__(
         self,
@@ -71,8 +83,8 @@ class BucketBatchSampler(PlannedBatchSampler):
         shuffle: bool = True,
         epoch: int = 0,
     ) -> None:
-        super().__init__(seed_of(seed), epoch, flag("shuffle", shuffle))
         given = lengths_of(lengths)
+        super().__init__(given, seed, epoch, shuffle)
         self.batch_size = whole("batch_size", batch_size, 1)
         self.drop_last = flag("drop_last", drop_last)
         if (buckets is None) == (width is None):
@@ -80,57 +92,37 @@ class BucketBatchSampler(PlannedBatchSampler):
                 "give either buckets= (a number, or the lengths at which they begin) or width=, got "
                 f"buckets={buckets!r} and width={width!r}"
             )
-        self._fingerprint = fingerprint(given)
-        self._made_by: dict[str, Any] = {"buckets": None, "width": None}
-        if width is not None:
-            self._made_by["width"] = width = whole("width", width, 1)
-            classes: Any = given // width
+        self.width = None if width is None else whole("width", width, 1)
+        self.buckets = None if buckets is None else _buckets(buckets)
+        if self.width is not None:
+            classes: Any = given // self.width
             if given.size and int(classes.max()) > max(len(given), 2**16):
                 classes = np.unique(classes, return_inverse=True)[1]
         else:
-            bounds = self._bounds(given, buckets)
-            classes = np.searchsorted(bounds, given, side="right")
-        self._classes = narrow(classes)
-        counts = np.bincount(self._classes).astype(np.int64)
-        sizes = np.full(len(counts), self.batch_size, np.int64)
-        self._cuts = cut_each(counts, sizes, whole_only=self.drop_last)
+            classes = np.searchsorted(_bounds(given, self.buckets), given, side="right")
+        counts = self._classify(classes)
+        self._cuts = _cut_each(counts, self.batch_size, drop_last=self.drop_last)
         self.left_out = len(given) - int((self._cuts.ends - self._cuts.starts).sum())
 
-    def _bounds(self, lengths: Ints, buckets: Any) -> Ints:
-        """The lengths at which a bucket begins, but for the first."""
-        if isinstance(buckets, (int, np.integer)):
-            self._made_by["buckets"] = number = whole("buckets", buckets, 1)
-            if not lengths.size:
-                return lengths
-            number = min(number, len(lengths))
-            at = [len(lengths) * i // number for i in range(1, number)]
-            return np.unique(np.sort(lengths)[at])
-        if not isinstance(buckets, Iterable):
-            raise TypeError(
-                f"buckets must be a number, or the lengths at which they begin, got {buckets!r}"
-            )
-        bounds = np.asarray([whole("a length in buckets", bound, 0) for bound in buckets], np.int64)
-        if (bounds[1:] <= bounds[:-1]).any():
-            raise ValueError(f"buckets must ascend, got {bounds.tolist()}")
-        self._made_by["buckets"] = bounds.tolist()
-        return bounds
 
-    def __len__(self) -> int:
-        return len(self._cuts.starts)
+def _buckets(buckets: Any) -> int | list[int]:
+    """A number of buckets, or the lengths at which new ones begin."""
+    if isinstance(buckets, (int, np.integer)):
+        return whole("buckets", buckets, 1)
+    if not isinstance(buckets, Iterable):
+        raise TypeError(
+            f"buckets must be a number, or the lengths at which they begin, got {buckets!r}"
+        )
+    bounds = [whole("a length in buckets", bound, 0) for bound in buckets]
+    if sorted({*bounds}) != bounds:
+        raise ValueError(f"buckets must ascend, got {bounds}")
+    return bounds
 
-    def _positions(self, epoch: int) -> int:
-        return len(self._cuts.starts)
 
-    def _cut(self, samples: Ints) -> Cuts:
-        return self._cuts
-
-    def _agreement(self) -> dict[str, Any]:
-        return {
-            "n": len(self._classes),
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            **self._made_by,
-            "drop_last": self.drop_last,
-            "shuffle": self.shuffle,
-            "lengths_crc32": self._fingerprint,
-        }
+def _bounds(lengths: Ints, buckets: int | list[int] | None) -> Any:
+    """The lengths at which new buckets begin, the first bucket excepted."""
+    if not isinstance(buckets, int):
+        return buckets or []
+    number = min(buckets, len(lengths))
+    at = [len(lengths) * i // number for i in range(1, number)]
+    return np.unique(np.sort(lengths)[at])

@@ -1,4 +1,4 @@
-"""Batches of as many samples as a budget of tokens (frames, bytes, ...) allows."""
+"""`TokenBudgetBatchSampler`: batches within a budget of tokens, frames, bytes, ..."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any, Literal
 import numpy as np
 
 from hybridloader._support.arguments import flag, one_of, whole
-from hybridloader.sampling.arguments import LARGEST, fingerprint, lengths_of, seed_of
-from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler, narrow
+from hybridloader.sampling.arguments import LARGEST, lengths_of
+from hybridloader.sampling.batching import Cuts, Ints, PlannedBatchSampler
 
 OVERSIZE = ("raise", "skip", "alone")
 
 _BANDS = 4
-"""Bits of a length that its band has below the highest one: a band is at most 1/16 wide."""
+"""Bits below the highest bit of a length that its band tells apart: a band is at most 1/16 wide."""
 
 
 def _bands(lengths: Ints) -> Ints:
-    """A number for each length that grows with it, by one for each 1/32 to 1/16 of it."""
+    """The band of each length. It rises by one where the length rises by 1/32 to 1/16."""
     exponent = np.maximum(np.frexp(lengths.astype(np.float64))[1] - 1 - _BANDS, 0).astype(np.int64)
     bands: Ints = (exponent << _BANDS) + (lengths >> exponent)
     return bands
 
 
 def _distinct(lengths: Ints) -> tuple[Ints, Any]:
-    """The lengths that occur, ascending, and which of them each sample has."""
+    """The distinct lengths, ascending, and for each sample the index of its own."""
     most = int(lengths.max()) if lengths.size else 0
     if most >= max(4 * len(lengths), 2**16):
         return np.unique(lengths, return_inverse=True)
@@ -35,77 +35,76 @@ def _distinct(lengths: Ints) -> tuple[Ints, Any]:
 
 
 def _cut_filling(counts: Ints, sizes: Ints) -> Cuts:
-    """Cut the samples into batches, of which one may go on into the next classes.
+    """Cut the samples into batches; a batch may continue into the next classes.
 
     Parameters
     ----------
     counts, sizes
-        Of each class, how many samples there are and how many make a batch; sizes do not grow, so
-        a batch that is not above the size of its last class is not above any.
+        For each class, the number of samples and the size of a batch. Sizes do not grow, so a batch
+        within the size of its last class is within all.
     """
-    starts: list[Ints] = []
-    at = opened = 0
+    starts: list[int] = []
+    at = opened = 0  # the start of the class; that of the batch which is not cut yet
     for count, size in zip(counts.tolist(), sizes.tolist(), strict=True):
-        end = at + count
         if at - opened > size:
-            starts.append(np.array([opened], np.int64))
+            starts.append(opened)
             opened = at
-        full = np.arange(opened, end - size + 1, size, dtype=np.int64)
-        if len(full):
-            starts.append(full)
-            opened = int(full[-1]) + size
-        at = end
+        at += count
+        full = range(opened, at - size + 1, size)
+        starts += full
+        opened += size * len(full)
     if at > opened:
-        starts.append(np.array([opened], np.int64))
-    all_starts = np.concatenate(starts) if starts else np.empty(0, np.int64)
-    return Cuts(all_starts, np.append(all_starts[1:], at)[: len(all_starts)])
+        starts.append(opened)
+    cut = np.array(starts, np.int64)
+    return Cuts(cut, np.append(cut[1:], at)[: len(cut)])
 
 
 class TokenBudgetBatchSampler(PlannedBatchSampler):
-    """Batches of as many samples as stay within a budget.
+    """Batches of as many samples as fit into a budget.
 
     Parameters
     ----------
     lengths
-        One of each sample: a list, an array or a tensor of whole numbers.
+        The length of each sample: a list, an array or a tensor of whole numbers. 0 counts as 1.
     budget
         The most that a batch may cost.
     padded
-        What a batch costs: its longest length times its samples, or, if False, the sum of its lengths,
-        for packed sequences. Padded batches are of samples of similar length; packed ones of any.
+        The cost of a batch. True: its longest length times its samples, for padded sequences; batches
+        are of samples of similar length. False: the sum of its lengths, for packed sequences; batches
+        are of any samples.
     max_size
-        The most samples in a batch. Default: no limit but the budget.
+        The most samples in a batch. None: no limit.
     seed
-        From 0 to ``2**64 - 1``. With the epoch it gives the batches, on every platform.
+        From 0 to ``2**64 - 1``. Seed and epoch give the batches, on every platform.
     oversize
         Treatment of a sample that alone costs more than `budget`: ``"raise"`` a `ValueError` that names
         it; ``"skip"`` it, in every epoch; or give it ``"alone"``, in a batch of its own. `oversized`
-        says how many there are. `Pipeline.batch_by` has the same words.
+        is their number. `Pipeline.batch_by` has the same words.
     shuffle
-        Whether in random order, of the samples and of the batches. If not: padded ones ascend in
-        length, packed ones are in the order of the indices.
+        Shuffle the samples and the batches. If False, padded batches ascend in length, and packed ones
+        are in the order of the indices.
     epoch
-        The first epoch. Every iteration has other batches; see `ResumableSampler`.
+        The first epoch. Each iteration has other batches; see `ResumableSampler`.
 
     Attributes
     ----------
     oversized : int
-        Samples that alone are above the budget.
+        Samples that alone cost more than the budget.
 
     Raises
     ------
     ValueError
-        Among others, a sample is above the budget; the message names the first.
+        A sample costs more than the budget, among others; the message names the first.
 
     Notes
     -----
-    Samples that fit as many times into the budget, and are within 1/16 of each other in length, make a
-    class, and a batch is a random choice from one; what does not fill a batch is filled up from the
-    next class. So padded batches have the same number in every epoch; packed ones
-    are filled in random order, and ``len`` is that of the epoch `self.epoch`. Lengths of 0 count as 1.
+    Samples of which as many fit into the budget, and whose lengths are within 1/16 of each other, are a
+    class. A padded batch is a random choice from a class; the last of a class is filled up from the
+    next. So each epoch has the same number of padded batches. Packed batches are filled in random
+    order, and ``len`` is that of the epoch `self.epoch`.
 
-    With the first item of an epoch its samples are put in order, which takes 8 bytes and some 200 ns
-    for each, and is kept until the next.
+    The first item of an epoch sorts the samples, which takes 8 bytes and some 200 ns for each; the
+    result is kept until the next epoch.
 
     Examples
     --------
@@ -113,6 +112,8 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     >>> sorted(sorted(batch) for batch in sampler)
     [[0, 1, 2], [3], [4]]
     """
+
+    _STATED = ("seed", "budget", "padded", "max_size", "oversize", "shuffle")
 
     def __init__(
         self,
@@ -126,8 +127,8 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         shuffle: bool = True,
         epoch: int = 0,
     ) -> None:
-        super().__init__(seed_of(seed), epoch, flag("shuffle", shuffle))
         given = lengths_of(lengths)
+        super().__init__(given, seed, epoch, shuffle)
         self.budget = whole("budget", budget, 1)
         self.padded = flag("padded", padded)
         self.max_size = None if max_size is None else whole("max_size", max_size, 1)
@@ -141,50 +142,36 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
                 f"sample {at} has length {given[at]}, above budget={self.budget} ({self.oversized} "
                 "such in all); raise the budget, or choose oversize='skip' or oversize='alone'"
             )
-        self._fingerprint = fingerprint(given)
         self._kept = len(given) - (self.oversized if oversize == "skip" else 0)
         costs = np.maximum(given, 1)
-        self._cuts: Cuts | None = None
         self._costs: Any = None
         if self.padded:
-            self._classify(costs)
-        else:
-            self._classes = narrow(above.astype(np.int64) * (oversize == "skip"))
-            most = int(costs.max()) if costs.size else 0
-            if most * len(costs) > LARGEST - self.budget:
-                raise ValueError(
-                    f"lengths of up to {most} are too long to add up; use a coarser unit"
-                )
-            self._costs = costs.astype(np.min_scalar_type(-most - 1))
+            self._cuts = self._cut_padded(costs)
+            return
+        self._classify(above.astype(np.int64) * (oversize == "skip"))  # those that are skipped last
+        most = int(costs.max()) if costs.size else 0
+        if most * len(costs) > LARGEST - self.budget:
+            raise ValueError(f"lengths of up to {most} are too long to add up; use a coarser unit")
+        self._costs = costs.astype(np.min_scalar_type(-most - 1))
 
-    def _classify(self, costs: Ints) -> None:
+    def _cut_padded(self, costs: Ints) -> Cuts:
         """Give each sample its class, ascending in length, and cut the classes into batches."""
         distinct, which = _distinct(costs)
         sizes = np.maximum(self.budget // distinct, 1)
         if self.max_size is not None:
             sizes = np.minimum(sizes, self.max_size)
-        bands = _bands(distinct)
-        # Neither ever goes back as lengths grow, so a class ends where one of them changes. What is
-        # above the budget is apart, to be last if it is left out.
-        above = distinct > self.budget
-        new = (np.diff(sizes) != 0) | (np.diff(bands) != 0) | (np.diff(above) != 0)
-        class_of = np.concatenate((np.zeros(min(1, len(distinct)), np.int64), np.cumsum(new)))
-        self._classes = narrow(class_of[which])
-        counts = np.bincount(self._classes).astype(np.int64)
-        class_sizes = sizes[np.flatnonzero(np.append(True, new))] if len(distinct) else sizes
+        # None of these ever turns back, so a class ends where one of them changes. Samples above the
+        # budget are classes of their own, the last ones, so that they can be left out.
+        marks = sizes, _bands(distinct), distinct > self.budget
+        new = np.any([np.diff(mark) != 0 for mark in marks], axis=0)
+        begins = np.append(True, new)[: len(distinct)]
+        counts = self._classify((np.cumsum(begins) - 1)[which])
+        first = np.flatnonzero(begins)
         if self.oversize == "skip":
-            counts = counts[: len(counts) - len(np.unique(class_of[above]))]
-        self._cuts = _cut_filling(counts, class_sizes[: len(counts)])
-
-    def __len__(self) -> int:
-        return self._positions(self.epoch)
-
-    def _positions(self, epoch: int) -> int:
-        return len(self._cuts.starts) if self._cuts else super()._positions(epoch)
+            first = first[distinct[first] <= self.budget]
+        return _cut_filling(counts[: len(first)], sizes[first])
 
     def _cut(self, samples: Ints) -> Cuts:
-        if self._cuts is not None:
-            return self._cuts
         costs = self._costs[samples[: self._kept]]
         sums = np.cumsum(costs, dtype=np.int64)
         ends = np.searchsorted(sums, sums - costs + self.budget, side="right")
@@ -198,15 +185,3 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
             at_start = jumps[at_start]
         cut = np.array(starts, np.int64)
         return Cuts(cut, ends[cut])
-
-    def _agreement(self) -> dict[str, Any]:
-        return {
-            "n": len(self._classes),
-            "seed": self.seed,
-            "budget": self.budget,
-            "padded": self.padded,
-            "max_size": self.max_size,
-            "oversize": self.oversize,
-            "shuffle": self.shuffle,
-            "lengths_crc32": self._fingerprint,
-        }

@@ -1,27 +1,27 @@
-"""The indices of one epoch, shared out among ranks; a place in it holds for any number of ranks.
+"""`DistributedShuffleSampler`: the indices of an epoch, divided among ranks.
 
-The ranks take turns along one order, so after the same number of steps everywhere the epoch has come
-to one position, and that is all that is saved. No rank talks to another here: that all of them were
-saved after the same step, and load the same state, is up to the caller.
+The ranks take turns along one order, so after as many steps on each the epoch is at one position, and
+only that is saved. Ranks do not talk to each other: to save all of them after the same step, and to
+load the same state on all, is the caller's part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from hybridloader._support.arguments import flag, one_of, whole
-from hybridloader.sampling.arguments import count_of, seed_of
-from hybridloader.sampling.permutation import BLOCK, order_of
+from hybridloader.sampling.arguments import count_of
+from hybridloader.sampling.permutation import order_of
 from hybridloader.sampling.resumable import Place, ResumableSampler
 
 UNEVEN = ("pad", "drop", "exact")
 
 
 def _group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Number of processes, and this one's rank; None takes what torch.distributed says."""
+    """The number of ranks, and this one; None takes torch.distributed's."""
     if num_replicas is None or rank is None:
         import torch.distributed as dist
 
@@ -38,37 +38,37 @@ def _group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 class DistributedShuffleSampler(ResumableSampler[int]):
-    """This rank's part of all indices in random order, at no cost in memory.
+    """This rank's part of all indices in random order, in constant memory.
 
     Rank ``r`` of ``w`` takes the positions ``r``, ``r + w``, ``r + 2 w``, ... of the order that a
-    `ShuffleSampler` of the same seed has.
+    `ShuffleSampler` with the same seed has.
 
     Parameters
     ----------
     dataset
-        The dataset, or anything else with a length, which is asked for once; or the number of samples.
+        The dataset, or anything else with a length, which is read once; or the number of samples.
     seed
         From 0 to ``2**64 - 1``, the same on all ranks.
     num_replicas, rank
-        Number of processes that share the indices, and which of them this is, from 0. Default: what
-        `torch.distributed` says, which must have been initialised.
+        The number of processes that share the indices, and this one's number, from 0. Default: those
+        of `torch.distributed`, which must have been initialised.
     uneven
-        What becomes of the last indices if they are not enough for all ranks: with ``"pad"`` the
-        missing ones are taken from the beginning again, as by torch's `DistributedSampler`, so some
-        indices come twice; with ``"drop"`` they are left out; with ``"exact"`` some ranks get one
-        index less, which is right for evaluation, and wrong where every rank must make as many steps.
+        Treatment of the last indices if they are too few for all ranks. ``"pad"`` adds indices from
+        the beginning, as torch's `DistributedSampler` does, so some come twice. ``"drop"`` leaves
+        them out. ``"exact"`` gives some ranks one index less: right for evaluation, wrong where
+        every rank must make as many steps.
     shuffle
-        Whether in random order.
+        Take the indices in random order (default), or in their own.
     epoch
-        The first epoch. Every iteration has another order, as with `ShuffleSampler`; call
-        `set_epoch` if some rank iterates more often than others.
+        The first epoch. Each iteration has another order, as with `ShuffleSampler`; call `set_epoch`
+        if some rank iterates more often than others.
 
     Notes
     -----
-    The state of all ranks is the same if all have made as many steps; it may be loaded with another
-    `num_replicas`, by all ranks, and goes on after the last index that any rank has had. With
-    batches, save after the same batch everywhere. A state saved after different steps loses or
-    doubles indices, and no rank can tell.
+    After as many steps on each rank, the state is the same on all of them. It may be loaded with
+    another `num_replicas`, on all ranks, and continues after the last index that any rank had. With
+    batches, save after the same batch everywhere: states saved after different steps lose or repeat
+    indices, and no rank can tell.
 
     ``len`` is that of a whole epoch, also after a state was loaded.
 
@@ -83,6 +83,8 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     [0, 1, 2, 3, 4]
     """
 
+    _STATED = ("seed", "shuffle")
+
     def __init__(
         self,
         dataset: int | Sized,
@@ -94,9 +96,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         shuffle: bool = True,
         epoch: int = 0,
     ) -> None:
-        super().__init__(epoch)
-        self._n = count_of("dataset", dataset)
-        self.seed = seed_of(seed)
+        super().__init__(count_of("dataset", dataset), seed, epoch)
         self.num_replicas, self.rank = _group(num_replicas, rank)
         one_of("uneven", uneven, UNEVEN)
         self.uneven = uneven
@@ -111,19 +111,13 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         return self._steps(0)
 
     def _steps(self, start: int) -> int:
-        """How many indices this rank gets from position `start` on."""
+        """The number of indices that this rank gets from position `start` on."""
         left = self._n - start
         if self.uneven == "drop":
             return left // self.num_replicas
         if self.uneven == "exact":
             left = max(0, left - self.rank)
         return -(-left // self.num_replicas)
-
-    def _agreement(self) -> dict[str, Any]:
-        return {"n": self._n, "seed": self.seed, "shuffle": self.shuffle}
-
-    def _positions(self, epoch: int) -> int:
-        return self._n
 
     def _position(self, place: Place) -> int:
         return place.start + place.taken * self.num_replicas
@@ -132,12 +126,11 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         return self._n - position >= (self.num_replicas if self.uneven == "drop" else 1)
 
     def _items(self, place: Place) -> list[int]:
-        steps = min(BLOCK, self._steps(place.start) - place.taken)
+        steps = min(self._BLOCK, self._steps(place.start) - place.taken)
         if steps <= 0:
             return []
-        first = place.start + self.rank
         ks = np.arange(place.taken, place.taken + steps, dtype=np.int64)
-        positions = first + self.num_replicas * ks
+        positions = place.start + self.rank + self.num_replicas * ks
         if positions[-1] >= self._n:  # only where padded
             positions %= self._n
         if self.shuffle:

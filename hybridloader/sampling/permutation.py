@@ -1,9 +1,8 @@
-"""A permutation of any size that is computed, not stored: a keyed bijection of range(n).
+"""`Permutation`: a random order of any size that is computed, not stored: a keyed bijection of range(n).
 
-Each position is mapped on its own, so there is nothing to build, nothing to keep and nowhere that
-can't be jumped to. Only integers of 64 bits are added, multiplied, shifted and compared, so the
-order is the same on every platform and with every numpy. It is for shuffling, and not for secrets:
-it has the shape of a cipher, not the strength.
+Each position is mapped on its own, so nothing is built or kept, and any position is found at once. Only
+integers of 64 bits are added, multiplied, shifted and compared, so the order is the same on every
+platform and with every numpy. It is for shuffling, not for secrets.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from hybridloader.sampling.arguments import LARGEST, MOST_SAMPLES, seed_of
 Words = npt.NDArray[np.uint64]
 
 BLOCK = 32_768
-"""Positions that are mapped at a time. With 4096, calls of numpy take most of the time: 73 ns a
-position, against 27. With 65,536 there is little left to gain (23 ns), and it is twice the memory."""
+"""Positions that are mapped at a time. 4096 take 73 ns each, for the calls of numpy; these take 27, and
+65,536 take 23 and twice the memory."""
 
 ROUNDS = 8
 """Rounds of the Feistel network; SHA-512 gives as many keys.
 
-Over 2,000,000 keys a chi-square test of how the values at two positions differ finds fault with 4
-rounds up to 4096 elements, with 6 up to 256 and with 8 up to 64.
+Over 2,000,000 keys, a chi-square test of the difference between the values at two positions rejects 4
+rounds for up to 4096 elements, 6 for up to 256 and 8 for up to 64.
 """
 
 TABLE = 4096
-"""Up to this size the order is a table, sorted by a hash: halves of a few bits mix badly."""
+"""Size up to which the order is a table that is sorted by a hash: halves of a few bits mix badly."""
 
 # Stafford's multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -40,13 +39,13 @@ _HALF = np.uint64(32)
 
 
 def key_words(purpose: str, seed: int, epoch: int) -> Words:
-    """Eight words of 64 bits that depend on every bit of what is given."""
+    """Eight words of 64 bits that depend on every bit of the arguments."""
     digest = hashlib.sha512(f"hybridloader/{purpose}/{seed}/{epoch}".encode()).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _mix(values: Words, key: np.uint64, out: Words, scratch: Words) -> None:
-    """A hash of `values` into `out`; its high bits are the good ones."""
+    """Write a hash of `values` into `out`; its high bits are well mixed."""
     np.add(values, key, out=out)
     np.multiply(out, _FIRST, out=out)
     np.right_shift(out, _HALF, out=scratch)
@@ -57,16 +56,16 @@ def _mix(values: Words, key: np.uint64, out: Words, scratch: Words) -> None:
 class Feistel:
     """A bijection of range(n): a Feistel network over the next power of 2, with cycle walking.
 
-    What the network maps to `n` or above is mapped again until it is below (Black and Rogaway,
-    Ciphers with arbitrary finite domains, CT-RSA 2002): less than twice on average, as more than
-    half of the domain is below `n`.
+    A value that is not below `n` is mapped again until it is (Black and Rogaway, Ciphers with arbitrary
+    finite domains, CT-RSA 2002): less than twice on average, as more than half of the domain is below
+    `n`.
 
     Parameters
     ----------
     n
-        From 3.
+        Size, from 3.
     keys
-        One of each round.
+        One for each round.
     """
 
     def __init__(self, n: int, keys: Words) -> None:
@@ -101,16 +100,14 @@ class Feistel:
 
 
 class Permutation:
-    """All numbers below `n` in random order, at no cost in memory.
+    """All numbers below `n` in random order, in constant memory.
 
     Parameters
     ----------
     n
-        How many, from 0 to ``2**62``.
-    seed, epoch
-        Which order; another epoch has an unrelated one.
-    purpose
-        Orders for different purposes are unrelated too.
+        Size, from 0 to ``2**62``.
+    seed, epoch, purpose
+        Key of the order. Orders with different keys are unrelated.
 
     Examples
     --------
@@ -140,7 +137,7 @@ class Permutation:
         return self._n
 
     def take(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """What is at each of `positions`, which must be from 0 to below `n`."""
+        """The values at `positions`, which must be from 0 to below `n`."""
         values = np.empty(len(positions), np.int64)
         for start in range(0, len(positions), BLOCK):
             block = positions[start : start + BLOCK].astype(np.uint64)
@@ -150,7 +147,7 @@ class Permutation:
         return values
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """What is from position `start` to before `stop`, as an array."""
+        """The values from position `start` to before `stop`, as an array."""
         if not 0 <= start <= stop <= self._n:
             raise IndexError(f"no positions from {start} to {stop} in an order of {self._n}")
         return self.take(np.arange(start, stop, dtype=np.int64))
@@ -168,4 +165,4 @@ class Permutation:
 
 
 order_of = functools.lru_cache(maxsize=16)(Permutation)
-"""A `Permutation`, which never changes, made once for whoever asks for the same one again."""
+"""A `Permutation` from a cache of the last ones; it never changes."""

@@ -1,30 +1,31 @@
-"""What all our samplers share: epochs, and a place in them that can be saved and found again.
+"""Base of the samplers: epochs, and a position in an epoch that can be saved and loaded.
 
-A sampler keeps where the iterator that yielded last has come to; an iterator takes its start from the
+A sampler keeps the position of the iterator that yielded last. An iterator reads its start from the
 sampler when its first item is asked for, not before, because loaders call ``iter`` and throw the
-iterator away. It never knows what was done with an index that it has given: a loader with workers
-asks ahead, and whoever saves the state beside the batches must save it as it was for that batch.
+iterator away. The position counts what the sampler gave out: a loader with workers asks ahead, so the
+state to save beside a batch is the one that the sampler had at that batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch.utils.data import Sampler
 
 from hybridloader._support.arguments import whole
 from hybridloader._support.state_schema import ANY, Schema, up_to
-from hybridloader.sampling.arguments import LARGEST
+from hybridloader.sampling.arguments import LARGEST, seed_of
+from hybridloader.sampling.permutation import BLOCK
 
 T_co = TypeVar("T_co", covariant=True)
 
 VERSION = 1
-"""Of the state; it changes with the meaning of a field, and with the order that a seed stands for."""
+"""Version of the state. It changes with the meaning of a field, and with the order of a seed."""
 
 
 class Place:
-    """Where an iteration started, and how many items it has given."""
+    """Start of an iteration, and the number of items that it has given."""
 
     __slots__ = ("epoch", "start", "taken")
 
@@ -33,58 +34,70 @@ class Place:
 
 
 class ResumableSampler(Sampler[T_co]):
-    """A sampler whose order follows from a seed and an epoch, and that can start anywhere in it.
+    """A sampler whose order depends on a seed and an epoch alone, and that can start anywhere in it.
 
-    A base class: `ShuffleSampler` and the others add what is sampled and how.
+    A base class: `ShuffleSampler` and the others define the order.
 
     Parameters
     ----------
+    n
+        Number of samples.
+    seed
+        From 0 to ``2**64 - 1``.
     epoch
         The first epoch.
 
     Notes
     -----
-    Every iteration is an epoch of its own: the one that `set_epoch` named, or else the one after that
-    of the iteration before, whether or not that came to its end. An iteration begins when its first
-    item is asked for; ``iter`` alone does nothing.
+    Each iteration is an epoch: the one that `set_epoch` named, or else the one after the last that
+    began, even if that was broken off. An iteration begins when its first item is asked for; ``iter``
+    alone does nothing.
 
-    Reading a sampler from several threads at the same time is not supported.
+    A sampler must not be read from several threads at the same time.
     """
 
-    def __init__(self, epoch: int) -> None:
-        self._next: Place | None = Place(whole("epoch", epoch, 0))
-        """Where the next iteration starts, if not at the epoch after `_begun`."""
-        self._begun = 0
-        """The epoch of the iteration that began last."""
-        self._place: Place | None = None
-        """That of the iteration that yielded last, while it is in the middle of its epoch."""
+    _STATED: ClassVar[tuple[str, ...]] = ("seed",)
+    """Attributes in which a state must agree with the sampler that loads it; values as in JSON."""
 
-    # What a sampler of a kind adds.
+    _BLOCK: ClassVar[int] = BLOCK
+    """Positions that are computed at a time."""
 
-    def _agreement(self) -> dict[str, Any]:
-        """What a state must have in common with this sampler, in what JSON has."""
+    def __init__(self, n: int, seed: int, epoch: int) -> None:
+        self._n, self.seed = n, seed_of(seed)
+        # All the mutable state:
+        self._next: Place | None = Place(whole("epoch", epoch, 0))  # None: the epoch after `_begun`
+        self._begun = 0  # the epoch of the iteration that began last
+        self._place: Place | None = None  # of the iteration that yielded last, until it ends
+
+    def _read(self, epoch: int, start: int, stop: int) -> list[Any]:
+        """The items from position `start` to before `stop`."""
         raise NotImplementedError
 
     def _positions(self, epoch: int) -> int:
-        """How many positions `epoch` has."""
-        raise NotImplementedError
-
-    def _items(self, place: Place) -> list[Any]:
-        """Some of what comes next after `place`; nothing if that was all."""
-        raise NotImplementedError
+        """The number of positions of `epoch`."""
+        return self._n
 
     def _position(self, place: Place) -> int:
-        """The position that an iteration has come to."""
+        """The position of an iteration."""
         return place.start + place.taken
 
     def _left(self, epoch: int, position: int) -> bool:
-        """True if anything is left of `epoch` from `position` on."""
+        """True if `epoch` goes on at `position`."""
         return position < self._positions(epoch)
 
-    # What all have.
+    def _items(self, place: Place) -> list[Any]:
+        """Some items that follow `place`; none at the end."""
+        start = self._position(place)
+        stop = min(start + self._BLOCK, self._positions(place.epoch))
+        return self._read(place.epoch, start, stop)
+
+    def _agreement(self) -> dict[str, Any]:
+        """Fields in which a state must agree with this sampler."""
+        return {"n": self._n, **{name: getattr(self, name) for name in self._STATED}}
 
     def __iter__(self) -> Iterator[T_co]:
-        place = self._begin()  # with the first item
+        place = self._upcoming()  # with the first item
+        self._next, self._begun, self._place = None, place.epoch, place
         while items := self._items(place):
             for item in items:
                 place.taken += 1
@@ -98,14 +111,14 @@ class ResumableSampler(Sampler[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, or, between two of them, the next."""
+        """The current epoch, or, between two of them, the next."""
         return (self._place or self._upcoming()).epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`.
+        """Make `epoch` the next iteration's.
 
-        A place that was loaded and has not been gone on from is kept if it is within `epoch`; an
-        iteration that is under way is left alone.
+        A position that was loaded and not used yet is kept if it is in `epoch`. Running iterations are
+        not affected.
         """
         epoch = whole("epoch", epoch, 0)
         if self._next is None or self._next.epoch != epoch:
@@ -113,71 +126,54 @@ class ResumableSampler(Sampler[T_co]):
         self._place = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterator that yielded last has come to, in what JSON has.
+        """The position of the iterator that yielded last, as a dict that JSON can hold.
 
         Returns
         -------
         dict
-            ``epoch`` and ``position`` say what comes next: an epoch that has ended is told as the
-            start of the next. Beside them are a version, the kind of sampler, and everything that
-            the sampler which loads it must have in common with this one.
+            ``epoch`` and ``position`` say what comes next; the end of an epoch is the start of the
+            next. The other fields are a version, the kind of sampler, and everything in which the
+            sampler that loads the state must agree.
         """
-        epoch, position = self._where()
-        return {
-            "version": VERSION,
-            "sampler": type(self).__name__,
-            **self._agreement(),
-            "epoch": epoch,
-            "position": position,
-        }
+        return self._state_at(self._place or self._upcoming())
 
     def upcoming_state_dict(self) -> dict[str, Any]:
-        """Where the next iteration starts; as `state_dict`, but when one was broken off, behind it."""
-        place = self._upcoming()
-        epoch, position = self._settled(place.epoch, self._position(place))
-        return {**self.state_dict(), "epoch": epoch, "position": position}
+        """The start of the next iteration. It differs from `state_dict` within an iteration."""
+        return self._state_at(self._upcoming())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Start the next iteration where another, or this one, had come to.
+        """Start the next iteration where `state_dict` says. Running iterations are not affected.
 
         Parameters
         ----------
         state_dict
-            What `state_dict` gave, in this process or another. Iterations that are under way are
-            left alone.
+            A state of this sampler or of one that was made with the same arguments, also in another
+            process.
 
         Raises
         ------
-        ValueError
-            It is not such a dict, or is from a sampler that differs from this one. Nothing has been
-            changed then.
+        StateError
+            A `ValueError`: this is no such state. The sampler is unchanged.
         """
-        epoch, position = self._checked(state_dict)
-        self._next = Place(epoch, position)
+        kind = type(self).__name__
+        fields = (up_to(LARGEST - 1), "epoch"), (ANY, "position")
+        schema = Schema(kind, *fields, version=VERSION, kind=("sampler", kind), exact=True)
+        schema.check(state_dict, self._agreement())
+        epoch = state_dict["epoch"]
+        Schema(kind, (up_to(self._positions(epoch)), "position")).check(state_dict)
+        self._next = Place(*self._settled(epoch, state_dict["position"]))
         self._place = None
 
     def _upcoming(self) -> Place:
         return self._next or Place(self._begun + 1)
 
-    def _begin(self) -> Place:
-        place = self._upcoming()
-        self._next, self._begun, self._place = None, place.epoch, place
-        return place
-
-    def _where(self) -> tuple[int, int]:
-        place = self._place or self._upcoming()
-        return self._settled(place.epoch, self._position(place))
+    def _state_at(self, place: Place) -> dict[str, Any]:
+        epoch, position = self._settled(place.epoch, self._position(place))
+        told = {"version": VERSION, "sampler": type(self).__name__, **self._agreement()}
+        return {**told, "epoch": epoch, "position": position}
 
     def _settled(self, epoch: int, position: int) -> tuple[int, int]:
+        """The same position, or the start of the next epoch at the end of one."""
         if position and not self._left(epoch, position):
             return epoch + 1, 0
         return epoch, position
-
-    def _checked(self, state: Any) -> tuple[int, int]:
-        kind = type(self).__name__
-        fields = (up_to(LARGEST - 1), "epoch"), (ANY, "position")
-        told = Schema(kind, *fields, version=VERSION, kind=("sampler", kind), exact=True)
-        told.check(state, self._agreement())
-        epoch = state["epoch"]
-        Schema(kind, (up_to(self._positions(epoch)), "position")).check(state)
-        return self._settled(epoch, state["position"])

@@ -1,29 +1,28 @@
-"""Every index once, in random order, at no cost in memory: `torch.randperm` without the tensor."""
+"""`ShuffleSampler`: all indices of a dataset in random order, in constant memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Any
 
-from hybridloader.sampling.arguments import count_of, seed_of
-from hybridloader.sampling.permutation import BLOCK, Permutation, order_of
-from hybridloader.sampling.resumable import Place, ResumableSampler
+from hybridloader.sampling.arguments import count_of
+from hybridloader.sampling.permutation import Permutation, order_of
+from hybridloader.sampling.resumable import ResumableSampler
 
 
 class ShuffleSampler(ResumableSampler[int]):
-    """All indices in random order, whatever their number: nothing is stored, and any place is at hand.
+    """All indices in random order. No list of them is stored, and any position is found at once.
 
-    torch's `RandomSampler` makes a list of all indices first, which takes 40 bytes each, and can only
-    be resumed by making it again.
+    torch's `RandomSampler` makes a list of all indices first, of 40 bytes each, and can only be
+    resumed by making it again.
 
     Parameters
     ----------
     data_source
-        The dataset, or anything else with a length, which is asked for once; or the number of samples.
+        The dataset, or anything else with a length, which is read once; or the number of samples.
     seed
-        From 0 to ``2**64 - 1``. With the epoch it gives the order, on every platform.
+        From 0 to ``2**64 - 1``. Seed and epoch give the order, on every platform.
     epoch
-        The first epoch. Every iteration has another order; see `ResumableSampler`.
+        The first epoch. Each iteration has another order; see `ResumableSampler`.
 
     Examples
     --------
@@ -40,9 +39,7 @@ class ShuffleSampler(ResumableSampler[int]):
     """
 
     def __init__(self, data_source: int | Sized, seed: int, *, epoch: int = 0) -> None:
-        super().__init__(epoch)
-        self._n = count_of("data_source", data_source)
-        self.seed = seed_of(seed)
+        super().__init__(count_of("data_source", data_source), seed, epoch)
 
     def order(self, epoch: int | None = None) -> Permutation:
         """The order of `epoch` (None: that of `self.epoch`): ``order[k]`` is its k-th index."""
@@ -52,14 +49,6 @@ class ShuffleSampler(ResumableSampler[int]):
         """The k-th index of the epoch `self.epoch`."""
         return self.order()[k]
 
-    def _agreement(self) -> dict[str, Any]:
-        return {"n": self._n, "seed": self.seed}
-
-    def _positions(self, epoch: int) -> int:
-        return self._n
-
-    def _items(self, place: Place) -> list[int]:
-        start = self._position(place)
-        stop = min(start + BLOCK, self._n)
-        items: list[int] = self.order(place.epoch).read(start, stop).tolist()
+    def _read(self, epoch: int, start: int, stop: int) -> list[int]:
+        items: list[int] = self.order(epoch).read(start, stop).tolist()
         return items

@@ -1,8 +1,8 @@
-"""Draws by weight from any number of categories, where `torch.multinomial` ends at 2^24.
+"""`WeightedSampler`: draws by weight from any number of indices; `torch.multinomial` ends at 2^24.
 
-Draw number k of an epoch follows from the seed, the epoch and k alone, by a generator that counts
-(Philox), so any of them is at hand without those before. Weights are added up in float64, in short
-runs and over those, so that small ones are not lost beside a large sum.
+Draw k of an epoch depends on seed, epoch and k alone, by a generator that counts (Philox), so it is
+found without those before. Weights are summed in float64, in short runs and then over the runs, so that
+small ones are not lost beside a large sum.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.arguments import flag, whole
-from hybridloader.sampling.arguments import fingerprint, seed_of, weights_of
-from hybridloader.sampling.permutation import BLOCK, key_words
-from hybridloader.sampling.resumable import Place, ResumableSampler
+from hybridloader.sampling.arguments import fingerprint, weights_of
+from hybridloader.sampling.permutation import key_words
+from hybridloader.sampling.resumable import ResumableSampler
 
 Floats = npt.NDArray[np.float64]
 
 RUN = 256
-"""Weights in a run: 2 KB of sums. Those over the runs are 1.6 MB for 5e7 weights, which a cache holds;
-a draw takes 0.4 us then, against 1.9 us of `numpy.searchsorted` in all sums."""
+"""Weights in a run: 2 KB of sums. The sums over the runs take 1.6 MB for 5e7 weights, which fit into a
+cache; a draw takes 0.4 us, against 1.9 us of `numpy.searchsorted` in all sums."""
 
 _BUILT_AT_ONCE = 4096 * RUN
 
 
 def _exponent(weights: Floats) -> int:
-    """The power of 2 that brings the largest weight near 1: no bit is lost, no sum overflows."""
+    """The power of 2 that scales the largest weight to about 1: no bit is lost, no sum overflows."""
     return -int(np.frexp(weights.max())[1])
 
 
 class WeightedDraws:
-    """Uniform numbers, each found by its number.
+    """Uniform random numbers, of which any is found by its number.
 
-    Only the raw words of Philox are used, which numpy promises to keep (NEP 19), and not the methods
-    of its `Generator`, which it does not.
+    Made of the raw words of Philox, which numpy promises to keep (NEP 19), unlike the methods of its
+    `Generator`.
     """
 
     def __init__(self, seed: int, epoch: int) -> None:
         self._key = key_words("draws", seed, epoch)[:2]
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
-        """Draws number `start` to before `stop`: whole numbers below ``2**53``."""
+        """The draws from number `start` to before `stop`: whole numbers below ``2**53``."""
         first = start // 4  # one value of the counter makes four words
         counter = np.array([first, 0, 0, 0], np.uint64)
         generator = np.random.Philox(key=self._key, counter=counter)
@@ -52,9 +52,9 @@ class WeightedDraws:
 
 
 class Sums:
-    """Weights as running sums, in which a number below the total finds a category.
+    """Running sums of the weights, in which a number below the total finds a category.
 
-    Two levels: the runs of `RUN` weights, and the sums within each.
+    They have two levels: the runs of `RUN` weights, and the sums within each.
 
     Parameters
     ----------
@@ -72,14 +72,14 @@ class Sums:
         table = self._within.reshape(runs, RUN)
         for start in range(0, runs, 4096):
             np.cumsum(table[start : start + 4096], axis=1, out=table[start : start + 4096])
-        # What is left of a number within a run can be rounded up to the sum of the run, which would
-        # be beyond its last weight.
+        # The remainder of a number in a run may be rounded up to the sum of the run, which is beyond
+        # its last weight.
         self._ends = np.nextafter(table[:, -1], 0)
         self._over = np.concatenate(([0.0], np.cumsum(table[:, -1])))
 
     def find(self, draws: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """The category of each of `draws`, which are whole numbers below ``2**53``."""
-        # Below the total even when rounded: (1 - 2**-53) of it is nearer to the next number below.
+        # Below the total, even when rounded: (1 - 2**-53) of it is nearer to the next number below.
         sought = draws * (self._over[-1] * 2.0**-53)
         run = np.searchsorted(self._over, sought, side="right") - 1
         sought -= self._over[run]
@@ -101,25 +101,25 @@ class WeightedSampler(ResumableSampler[int]):
     Parameters
     ----------
     weights
-        One of each index: a sequence, an array or a tensor. They need not add up to 1; an index of
+        The weight of each index: a sequence, an array or a tensor. The sum need not be 1; an index of
         weight 0 is never drawn.
     num_samples
         Draws in an epoch.
     replacement
-        Whether an index can be drawn again. If not, the draws of an epoch are made at once, by
+        Allow an index to be drawn again (default). If False, all draws of an epoch are made at once, by
         exponential keys (Efraimidis and Spirakis, Information Processing Letters 97, 2006), in the
-        memory of four arrays as long as `weights`, and in an order that is that of drawing one after
-        the other; `num_samples` may be as many as there are weights above 0.
+        memory of four arrays as long as `weights`. They come in the order of drawing one after the
+        other. `num_samples` is then at most the number of weights above 0.
     seed
-        From 0 to ``2**64 - 1``. With the epoch it gives the draws.
+        From 0 to ``2**64 - 1``. Seed and epoch give the draws.
     epoch
-        The first epoch. Every iteration has other draws; see `ResumableSampler`.
+        The first epoch. Each iteration has other draws; see `ResumableSampler`.
 
     Notes
     -----
-    Takes 8 bytes for each weight, 16 without replacement. A weight below 1e-16 of their sum
-    may be taken for 0. With replacement the draws are the same on every platform; without, keys are
-    logarithms, whose last bit the platform's library decides.
+    A weight takes 8 bytes, 16 without replacement. Weights below 1e-16 of their sum may be taken for
+    0. With replacement the draws are the same on every platform. Without, the keys are logarithms,
+    whose last bit may differ between platforms.
 
     Examples
     --------
@@ -128,6 +128,8 @@ class WeightedSampler(ResumableSampler[int]):
     >>> sorted(WeightedSampler([0.0, 3.0, 1.0], 2, replacement=False, seed=0))
     [1, 2]
     """
+
+    _STATED = ("seed", "num_samples", "replacement")
 
     def __init__(
         self,
@@ -138,13 +140,11 @@ class WeightedSampler(ResumableSampler[int]):
         seed: int,
         epoch: int = 0,
     ) -> None:
-        super().__init__(epoch)
+        given = weights_of(weights)
+        super().__init__(len(given), seed, epoch)
         self.num_samples = whole("num_samples", num_samples, 1)
         self.replacement = flag("replacement", replacement)
-        self.seed = seed_of(seed)
-        given = weights_of(weights)
         self._fingerprint = fingerprint(given)
-        self._n = len(given)
         self._sums: Sums | None = None
         self._chosen: tuple[int, npt.NDArray[np.int64]] | None = None
         if self.replacement:
@@ -156,47 +156,38 @@ class WeightedSampler(ResumableSampler[int]):
                 f"num_samples={self.num_samples} without replacement, but only {len(self._above)} of "
                 f"{self._n} weights are above 0; draw fewer, or use replacement=True"
             )
-        # Not so small that a time, which is 37 over a rate at most, could overflow.
+        # At least 1e-300, or a time, which is 37 over a rate at most, could overflow.
         self._rates = np.maximum(np.ldexp(given[self._above], _exponent(given)), 1e-300)
 
     def at(self, k: int) -> int:
         """The k-th draw of the epoch `self.epoch`."""
         k = whole("k", k, 0, self.num_samples - 1)
-        return int(self._read(self.epoch, k, k + 1)[0])
+        return self._read(self.epoch, k, k + 1)[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_chosen": None}
 
     def _agreement(self) -> dict[str, Any]:
-        return {
-            "n": self._n,
-            "num_samples": self.num_samples,
-            "replacement": self.replacement,
-            "seed": self.seed,
-            "weights_crc32": self._fingerprint,
-        }
+        return {**super()._agreement(), "weights_crc32": self._fingerprint}
 
     def _positions(self, epoch: int) -> int:
         return self.num_samples
 
-    def _items(self, place: Place) -> list[int]:
-        start = self._position(place)
-        stop = min(start + BLOCK, self.num_samples)
-        items: list[int] = self._read(place.epoch, start, stop).tolist()
-        return items
-
-    def _read(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def _read(self, epoch: int, start: int, stop: int) -> list[int]:
         if self._sums is not None:
-            return self._sums.find(WeightedDraws(self.seed, epoch).read(start, stop))
-        if self._chosen is None or self._chosen[0] != epoch:
-            self._chosen = epoch, self._choose(epoch)
-        return self._chosen[1][start:stop]
+            found = self._sums.find(WeightedDraws(self.seed, epoch).read(start, stop))
+        else:
+            if self._chosen is None or self._chosen[0] != epoch:
+                self._chosen = epoch, self._choose(epoch)
+            found = self._chosen[1][start:stop]
+        items: list[int] = found.tolist()
+        return items
 
     def _choose(self, epoch: int) -> npt.NDArray[np.int64]:
         """An epoch of draws without replacement.
 
-        The time until an event that happens at rate w is exponential; those that happen first, in
-        their order, are draws without replacement.
+        Each index has an exponential time whose rate is its weight. The first ones, in their order, are
+        draws without replacement.
         """
         n = len(self._rates)
         times = (WeightedDraws(self.seed, epoch).read(0, n) + np.uint64(1)) * 2.0**-53

@@ -25,11 +25,8 @@ from hybridloader.sampling import (
     ShuffleSampler,
     TokenBudgetBatchSampler,
     WeightedSampler,
-    batching,
-    distributed,
-    shuffle,
-    weighted,
 )
+from hybridloader.sampling.batching import PlannedBatchSampler
 
 LENGTHS = [(7 * i) % 31 for i in range(60)]
 WEIGHTS = [0.0, *(1 + i % 3 for i in range(59))]
@@ -66,9 +63,8 @@ no_deadline = settings(deadline=None, max_examples=30)
 def _short_blocks() -> Iterator[None]:
     """So that an epoch is read in several."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (shuffle, distributed, weighted):
-            patch.setattr(module, "BLOCK", 7)
-        patch.setattr(batching, "_BATCHES", 3)
+        patch.setattr(ResumableSampler, "_BLOCK", 7)
+        patch.setattr(PlannedBatchSampler, "_BLOCK", 3)
         yield
 
 
