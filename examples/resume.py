@@ -84,10 +84,11 @@ def losses_in(folder):
 def main():
     with tempfile.TemporaryDirectory() as name:
         one, other = Path(name) / "one", Path(name) / "other"
-        alone, killed = start(one, "2", "threads", "0"), start(other, "2", "fork", "33")
-        killed = killed.wait()
+        one.mkdir()
+        running = start(other, "2", "fork", "33")
+        train(one, 2, "threads")
+        killed = running.wait()
         start(other, "3", "threads", "0").wait()
-        alone.wait()
         whole, resumed = losses_in(one), losses_in(other)
     print(f"killed after step 33 by signal {-killed}; gone on from step 30 on another backend\n")
     print("step  never killed        killed and resumed")

@@ -98,6 +98,11 @@ def some_counts(batches: int, *which: int) -> range:
 every_sampler = pytest.mark.parametrize("sampler", sorted(SAMPLERS))
 
 
+def listed(batches: Any) -> list[Any]:
+    """Batches of numbers as lists; all others as they are."""
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
+
+
 def flat(batches: Any) -> list[Any]:
     return [numbers[0].tolist() for numbers in batches]
 

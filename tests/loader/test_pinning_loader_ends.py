@@ -1,0 +1,334 @@
+"""Errors and ends of a loader that pins, or moves to a device, by a thread."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.failing import Samples, at_gate, outcomes
+from support.pinned import (
+    Counting,
+    Pinnable,
+    Rows,
+    first_of,
+    on_backends,
+    start,
+)
+
+from hybridloader import (
+    DataLoader,
+    IteratorClosed,
+    WorkerDied,
+    WorkerTimeout,
+)
+from hybridloader.testing import FakeAccelerator, Gate
+
+PIN_THREAD = "hybridloader-pin_memory"
+TO_THREAD = "hybridloader-to"
+
+
+def main() -> str:
+    return threading.current_thread().name
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def pinnable(samples: list[int]) -> Pinnable:
+    return Pinnable(samples[0], LookupError("not this one", 3) if samples[0] == 2 else None)
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork", None])
+def test_what_fails_on_the_way_comes_in_its_place_and_says_where(backend: str | None) -> None:
+    workers = 0 if backend is None else 2
+    loader = DataLoader(
+        Samples(int, 5),
+        collate_fn=pinnable,
+        num_workers=workers,
+        backend=backend,
+        device=Counting(),
+    )
+    found = outcomes(iter(loader))
+    assert [getattr(item, "number", None) for item in found] == [0, 1, None, 3, 4]
+    error = found[2]
+    assert type(error) is LookupError
+    assert error.args == ("not this one", 3)
+    if sys.version_info >= (3, 11):
+        assert error.__notes__ == ["In stage 'to' of the loader, at batch 2 of this pass."]
+
+
+def failing_at_two(index: int) -> int:
+    if index == 2:
+        raise ValueError("bad sample")
+    return index
+
+
+@on_backends
+def test_errors_of_workers_keep_their_place_and_their_words(backend: str) -> None:
+    loader = DataLoader(
+        Samples(failing_at_two, 5), num_workers=2, backend=backend, device=FakeAccelerator()
+    )
+    found = outcomes(iter(loader))
+    assert [type(item) for item in found] == [torch.Tensor] * 2 + [ValueError] + [torch.Tensor] * 2
+    if sys.version_info >= (3, 11):
+        assert "In stage 'DataLoader', worker 0" in found[2].__notes__[0]
+
+
+def exit_at_two(index: int) -> int:
+    if index == 2:
+        os._exit(3)
+    return index
+
+
+def test_a_worker_that_dies_is_told_of_behind_what_was_there_and_again() -> None:
+    loader = DataLoader(
+        Samples(exit_at_two, 5), num_workers=1, backend="fork", device=FakeAccelerator()
+    )
+    iterator = start(loader)
+    assert len([next(iterator), next(iterator)]) == 2
+    for _ in range(2):
+        with pytest.raises(WorkerDied, match="3"):
+            next(iterator)
+
+
+def test_a_timeout_counts_while_the_caller_waits_and_loses_nothing(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    loader = DataLoader(
+        Samples(at_gate(gate, 1), 3),
+        num_workers=1,
+        backend="threads",
+        timeout=60,
+        collate_fn=list,
+        device=FakeAccelerator(),
+    )
+    iterator = start(loader)
+    results: Any = iterator._next_batch.__self__  # type: ignore[attr-defined]
+    assert next(iterator) == [0]
+    gate.await_arrivals()
+    results._timeout = 0.01  # only now: the first batch may take its time
+    for _ in range(2):
+        with pytest.raises(WorkerTimeout, match=r"worker 0.*which was to fetch"):
+            next(iterator)
+    gate.open()
+    results._timeout = 60
+    assert list(iterator) == [[1], [2]]
+
+
+@pytest.mark.parametrize("failure", [SystemExit(4), KeyboardInterrupt()], ids=["exit", "interrupt"])
+def test_the_death_of_the_thread_is_noticed_at_once(failure: BaseException) -> None:
+    def collate(samples: list[int]) -> Pinnable:
+        return Pinnable(samples[0], failure if samples[0] == 1 else None)
+
+    loader = DataLoader(
+        Samples(int, 9), collate_fn=collate, num_workers=1, backend="threads", device=Counting()
+    )
+    iterator = start(loader)
+    assert next(iterator).number == 0
+    with pytest.raises(type(failure)):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(IteratorClosed):
+            next(iterator)
+
+
+def test_a_device_that_can_not_be_entered_is_an_error_and_no_early_end() -> None:
+    class Gone(FakeAccelerator):
+        pins = False  # type: ignore[assignment]
+
+        def enter(self) -> None:
+            raise RuntimeError("the device has fallen off the bus")
+
+    iterator = start(DataLoader(Rows(), num_workers=1, backend="threads", device=Gone()))
+    with pytest.raises(RuntimeError, match="fallen off"):
+        next(iterator)
+    with pytest.raises(IteratorClosed):
+        next(iterator)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_refused_pinning_is_one_warning_and_every_batch_comes(workers: int) -> None:
+    fake = FakeAccelerator(pinnable=0, lockable=0)
+    loader = DataLoader(
+        Rows(), 4, num_workers=workers, backend="threads" if workers else None, device=fake
+    )
+    with pytest.warns(UserWarning, match="the fake device pins at most 0 bytes") as caught:
+        batches = list(loader)
+    fake.run()
+    assert [first_of(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert len([w for w in caught if "could not be put" in str(w.message)]) == 1
+
+
+def test_an_interrupt_while_the_caller_waits_ends_all(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    loader = DataLoader(
+        Samples(at_gate(gate, 0)), num_workers=1, backend="fork", device=FakeAccelerator()
+    )
+    iterator = start(loader)
+    gate.await_arrivals()
+    relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
+    sleep = relay._sleep
+
+    def interrupted(timeout: float | None) -> None:
+        raise KeyboardInterrupt
+
+    relay._sleep = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    relay._sleep = sleep
+    assert not relay.alive
+    assert not any(worker.is_alive() for worker in iterator._workers)
+    with pytest.raises(IteratorClosed):
+        next(iterator)
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+@on_backends
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterator_that_is_let_go_ends_workers_and_thread(backend: str, persistent: bool) -> None:
+    loader = DataLoader(
+        Rows(),
+        num_workers=1,
+        backend=backend,
+        persistent_workers=persistent,
+        device=FakeAccelerator(),
+    )
+    iterator = start(loader)
+    next(iterator)
+    workers, relay = list(iterator._workers), iterator._pin_thread._relay  # type: ignore[union-attr]
+    known, stage = weakref.ref(iterator), weakref.ref(iterator._stage)
+    assert relay is not None
+    gc.disable()
+    try:
+        del iterator, loader
+        assert known() is None
+        assert not relay.alive
+        assert not any(worker.is_alive() for worker in workers)
+        del relay
+        assert stage() is None
+    finally:
+        gc.enable()
+
+
+@on_backends
+def test_a_closed_iterator_is_over_and_has_no_thread(backend: str) -> None:
+    iterator = start(DataLoader(Rows(), num_workers=1, backend=backend, device=FakeAccelerator()))
+    next(iterator)
+    for _ in range(2):
+        iterator.close()
+        with pytest.raises(IteratorClosed):
+            next(iterator)
+    assert not iterator._pin_thread._relay.alive  # type: ignore[union-attr]
+
+
+def test_a_close_from_another_thread_ends_the_wait(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    iterator = start(
+        DataLoader(
+            Samples(at_gate(gate, 0)), num_workers=1, backend="fork", device=FakeAccelerator()
+        )
+    )
+    gate.await_arrivals()
+    waiting, found = threading.Event(), []
+    relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
+    sleep = relay._sleep
+
+    def told(timeout: float | None) -> None:
+        waiting.set()
+        sleep(timeout)
+
+    relay._sleep = told
+
+    def pull() -> None:
+        found.extend(outcomes_of_one(iterator))
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    assert waiting.wait(60)
+    iterator.close()
+    thread.join(60)
+    assert [type(item) for item in found] == [IteratorClosed]
+
+
+def outcomes_of_one(iterator: Any) -> list[Any]:
+    try:
+        return [next(iterator)]
+    except Exception as error:
+        return [error]
+
+
+def test_a_thread_that_is_stuck_in_foreign_code_holds_up_nobody_for_long() -> None:
+    arrived, free = threading.Event(), threading.Event()
+
+    class Stuck:
+        def pin_memory(self) -> Stuck:
+            arrived.set()
+            assert free.wait(60)
+            return self
+
+    loader = DataLoader(
+        Samples(int),
+        collate_fn=lambda _: Stuck(),
+        num_workers=1,
+        backend="threads",
+        device=Counting(),
+    )
+    iterator = start(loader)
+    assert arrived.wait(60)
+    relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
+    iterator.close()
+    assert relay.alive
+    assert not any(worker.is_alive() for worker in iterator._workers)
+    free.set()
+
+
+def test_a_fork_of_this_process_has_no_thread_and_is_told_so() -> None:
+    iterator = start(DataLoader(Rows(), num_workers=1, backend="threads", device=FakeAccelerator()))
+    next(iterator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from 3.12 on
+        pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            next(iterator)
+        except IteratorClosed:
+            iterator.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    next(iterator)
+    iterator.close()
+
+
+def test_a_process_may_end_with_a_batch_in_every_place() -> None:
+    script = """
+        import torch
+        from torch.utils.data import TensorDataset
+        from hybridloader import DataLoader
+        from hybridloader.testing import FakeAccelerator
+
+        data = TensorDataset(torch.zeros(64, 1000))
+        kept = []
+        for backend in ("threads", "fork"):
+            loader = DataLoader(data, 2, num_workers=2, backend=backend, device=FakeAccelerator())
+            kept.append(iter(loader))
+            next(kept[-1])
+    """
+    code = textwrap.dedent(script)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
