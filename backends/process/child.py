@@ -23,7 +23,7 @@ from hybridloader.backends.process.codec import (
     encode_event,
 )
 from hybridloader.backends.process.parent_watch import ParentWatch, leave_signals
-from hybridloader.backends.process.postmortem import WorkerSide
+from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.serving import received
@@ -55,13 +55,13 @@ class _Result(Payload):
 
 def main(
     number: int,
-    channel_class: Any,
-    connection: Any,
+    endpoint_class: Any,
+    pipe: Any,
     spec: WorkerSpec | None,
     parent: int,
     slots: tuple[int, str | None] | None,
     strays: Sequence[int],
-    board: int | None = None,
+    record: int | None = None,
     inherited: Inherited | None = None,
 ) -> None:
     """Run one worker until it is told to stop or the parent is gone.
@@ -77,9 +77,9 @@ def main(
         they have any; None for no slots.
     strays
         Descriptors that the fork has copied and that belong to the parent alone.
-    board
-        The descriptor of this worker's board; -1 if it is the last that comes with the first frame, None
-        if there is no board.
+    record
+        Descriptor of this worker's postmortem record; -1 if it is the last that comes with the first
+        frame, None if there is no record.
     inherited
         Objects of the first frame that could only come with the start of the process.
     """
@@ -92,36 +92,36 @@ def main(
         except OSError:
             pass
     leave_signals()
-    side = WorkerSide.open(board) if board is not None and board >= 0 else None
-    channel = channel_class(connection)
+    side = PostmortemWriter.open(record) if record is not None and record >= 0 else None
+    endpoint = endpoint_class(pipe)
     writer = None if slots is None else shared_slots.SlotWriter(*slots)
     share, names = slots or (0, None)
     task_names = None if names is None else shared_slots.task_names(names)
-    desk = _Desk(number, channel, writer, share, task_names)
-    life = ParentWatch(channel, parent, desk.sweep)
+    connection = _WorkerConnection(number, endpoint, writer, share, task_names)
+    life = ParentWatch(endpoint, parent, connection.sweep)
     fresh = spec is None
     try:
         one_thread_in_this_process(fresh)
         set_slots(writer)
         when_imported("torch", teach_torch)
         if spec is None:
-            frame = channel.get()
-            if board is not None and frame.fds:  # the kernel drops what there is no room for
-                side = WorkerSide.open(frame.fds.pop())
+            frame = endpoint.get()
+            if record is not None and frame.fds:  # the kernel drops what there is no room for
+                side = PostmortemWriter.open(frame.fds.pop())
             spec = received(frame.parts, frame.fds, inherited)
             del frame
         if side is not None:
-            desk.notes_on(side)
+            connection.notes_on(side)
             if spec.tracked:
                 life.change(side.context())
         worker = Worker(number, spec, ProcessSeeds(), _Result, life.context)
         set_process_info(worker.info)
-        run(worker, desk.get, desk.report)
-        desk.finish()
+        run(worker, connection.get, connection.report)
+        connection.finish()
     except EOFError:  # the parent has closed the iterator, or is gone, and reads nothing more
-        desk.sweep()
+        connection.sweep()
     finally:
-        channel.close()
+        endpoint.close()
     if fresh:
         _leave()
 
@@ -141,8 +141,8 @@ def _leave() -> None:
     os._exit(0)
 
 
-class _Desk:
-    """The worker's messages in, events out, over one channel.
+class _WorkerConnection:
+    """The worker's messages in, events out, over one endpoint.
 
     Parameters
     ----------
@@ -159,13 +159,13 @@ class _Desk:
     def __init__(
         self,
         worker: int,
-        channel: Any,
+        endpoint: Any,
         results: shared_slots.SlotWriter | None,
         share: int,
         names: str | None,
     ) -> None:
         self._worker = worker
-        self._channel = channel
+        self._endpoint = endpoint
         self._results = results
         self._share = share
         self._tasks = shared_slots.SlotReader(shared_slots.both_ways(share)[1], names)
@@ -175,15 +175,15 @@ class _Desk:
         self._unwritten = 0
         self._counting = threading.Lock()
         self._writer: threading.Thread | None = None
-        self._side: WorkerSide | None = None
+        self._side: PostmortemWriter | None = None
 
-    def notes_on(self, side: WorkerSide) -> None:
-        """From now on note on the worker's board which task it is at."""
+    def notes_on(self, side: PostmortemWriter) -> None:
+        """From now on note on the worker's record which task it is at."""
         self._side = side
 
     def get(self) -> Message:
         while True:
-            frame = self._channel.get()
+            frame = self._endpoint.get()
             try:
                 message, returned = decode_message(frame.parts, self._tasks, frame.fds)
             except Unreadable as lost:
@@ -278,6 +278,6 @@ class _Desk:
                 self._unwritten -= 1
 
     def _put(self, parts: list[Any], fds: Sequence[int]) -> None:
-        self._channel.send(parts, fds)
+        self._endpoint.send(parts, fds)
         for fd in fds:
             os.close(fd)

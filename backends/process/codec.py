@@ -28,7 +28,7 @@ READY, DONE, FAILED, EXHAUSTED, TASK, OTHER = range(6)
 """Kinds: those of events, a task, and every other message."""
 
 _FIELDS = struct.Struct("<BQIIqqqI")
-"""Kind, seq, bytes of the pickled parcel and metadata, slots given back (their numbers follow, 8 bytes
+"""Kind, seq, bytes of the pickled slot_map and metadata, slots given back (their numbers follow, 8 bytes
 each), items in the result (-1: no list), nanoseconds, position in the shard, and a check of these."""
 
 _BEGIN = _FIELDS.size
@@ -46,12 +46,12 @@ class Unreadable(Exception):
         self.seq, self.returned, self.error = seq, returned, error
 
 
-def letter(
+def encode_fields(
     kind: int,
     seq: int,
     body: Any,
     returned: Sequence[int] = (),
-    parcel: SlotMap | None = None,
+    slot_map: SlotMap | None = None,
     extras: bytes | None = None,
     items: int = -1,
     seconds: float = 0.0,
@@ -65,14 +65,14 @@ def letter(
         A pickle, as bytes or a view of them; empty if it is the last of the buffers.
     returned
         Slots of the reader's that the writer of the letter is done with.
-    parcel
+    slot_map
         Where the buffers lie; None if all follow as further parts.
     extras
         Metadata of the result, pickled.
     items
         In the result; -1 if it is no list.
     """
-    meta = b"" if parcel is None and extras is None else pickle.dumps((parcel, extras), 5)
+    meta = b"" if slot_map is None and extras is None else pickle.dumps((slot_map, extras), 5)
     size, back, spent = len(meta), len(returned), int(seconds * 1e9)
     folded = kind ^ seq ^ size ^ back ^ items ^ spent ^ position
     check = (folded ^ folded >> 32 ^ _SIGN) & _MASK
@@ -83,7 +83,7 @@ def letter(
     return whole
 
 
-def read_letter(
+def decode_fields(
     parts: Sequence[memoryview],
 ) -> tuple[
     int, int, memoryview, Sequence[int], SlotMap | None, bytes | None, int | None, float, int
@@ -110,13 +110,13 @@ def read_letter(
     if end > len(part):
         raise DamagedMessage(f"a message of {len(part):,} bytes is cut off")
     returned: Sequence[int] = struct.unpack_from(f"<{back}q", part, _BEGIN)
-    parcel = extras = None
+    slot_map = extras = None
     if size:
         meta = _loaded(part[start:end], tuple, "what comes with a message")
         if tuple(map(type, meta)) not in _METAS:
             raise DamagedMessage(f"a message comes with {meta!r:.100}")
-        parcel, extras = meta
-    return kind, seq, part[end:], returned, parcel, extras, items, spent * 1e-9, position
+        slot_map, extras = meta
+    return kind, seq, part[end:], returned, slot_map, extras, items, spent * 1e-9, position
 
 
 def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
@@ -139,9 +139,9 @@ def encode_message(
     """`message`, without slots for what is large."""
     if type(message) is Task:
         header, buffers = pack(message.index, "a task", other_main=other_main)
-        return [letter(TASK, message.seq, header, returned), *buffers]
+        return [encode_fields(TASK, message.seq, header, returned), *buffers]
     header, buffers = pack(message, "a message", other_main=other_main)
-    return [letter(OTHER, 0, header, returned), *buffers]
+    return [encode_fields(OTHER, 0, header, returned), *buffers]
 
 
 def decode_message(
@@ -156,7 +156,7 @@ def decode_message(
     DamagedMessage
         It is no message.
     """
-    kind, seq, body, returned, parcel, *_ = read_letter(parts)
+    kind, seq, body, returned, slot_map, *_ = decode_fields(parts)
     if kind == OTHER:
         try:
             message = unpack(body, parts[1:])
@@ -167,9 +167,9 @@ def decode_message(
     if kind != TASK:
         raise DamagedMessage("the parent sent what is no message")
     try:
-        if parcel is None:
+        if slot_map is None:
             return Task(seq, unpack(body, parts[1:])), returned
-        return Task(seq, open_packed(body, parts[1:], slots, parcel, fds)), returned
+        return Task(seq, open_packed(body, parts[1:], slots, slot_map, fds)), returned
     except Exception as error:
         raise Unreadable(seq, returned, error) from error
 
@@ -178,16 +178,16 @@ def open_packed(
     header: bytes | memoryview,
     buffers: Sequence[memoryview],
     slots: SlotReader | None,
-    parcel: SlotMap | None,
+    slot_map: SlotMap | None,
     fds: list[int] | None = None,
 ) -> Any:
-    """The value; `fds` came with a parcel that `slots` has not learnt yet."""
-    if parcel is not None:
+    """The value; `fds` came with a slot_map that `slots` has not learnt yet."""
+    if slot_map is not None:
         assert slots is not None
         if fds is not None:
-            slots.learn(parcel, fds)
+            slots.learn(slot_map, fds)
         try:
-            buffers = slots.buffers(parcel, buffers)
+            buffers = slots.buffers(slot_map, buffers)
             if not header:  # it was so large that it has a slot too
                 header = buffers.pop()
         except (LookupError, StopIteration) as error:  # a StopIteration would end the user's loop
@@ -208,11 +208,11 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
         ) as error:  # Failure guards against this; a hang would be worse than a guess
             lost = Failure(ResultNotSendable(f"an exception could not be sent: {error!r}"))
             failure = pickle.dumps(lost)
-        return [letter(FAILED, event.seq, failure, returned, position=event.position)]
+        return [encode_fields(FAILED, event.seq, failure, returned, position=event.position)]
     told = b"" if event.told is None else pickle.dumps(event.told, 5)  # which is made to be sent
     if isinstance(event, Ready):
-        return [letter(READY, 0, told, returned)]
-    return [letter(EXHAUSTED, event.seq, told, returned, position=event.position)]
+        return [encode_fields(READY, 0, told, returned)]
+    return [encode_fields(EXHAUSTED, event.seq, told, returned, position=event.position)]
 
 
 def decode_told(body: memoryview) -> Any:
@@ -256,21 +256,23 @@ def encode_done(
         Where the worker is in its shard.
     """
     header, buffers = packed
-    parcel: SlotMap | None = None
+    slot_map: SlotMap | None = None
     fds: Sequence[int] = ()
     if slots is not None and (buffers or len(header) >= OWN):
-        parcel, header, buffers, fds = into_slots(header, buffers, slots)
+        slot_map, header, buffers, fds = into_slots(header, buffers, slots)
     if refusal is not None:
-        parcel = (parcel or SlotMap((None,) * len(buffers), (), (), None))._replace(refusal=refusal)
+        slot_map = (slot_map or SlotMap((None,) * len(buffers), (), (), None))._replace(
+            refusal=refusal
+        )
     items = -1 if count is None else count
-    told = letter(DONE, seq, header, returned, parcel, extras, items, seconds, position)
+    told = encode_fields(DONE, seq, header, returned, slot_map, extras, items, seconds, position)
     return [told, *buffers], fds
 
 
 def into_slots(
     header: Any, buffers: list[memoryview], slots: SlotWriter | None
 ) -> tuple[SlotMap | None, Any, list[memoryview], Sequence[int]]:
-    """Bring into slots what is large: the parcel, if there is one, and what goes through the stream.
+    """Bring into slots what is large: the slot_map, if there is one, and what goes through the stream.
 
     A header that has gone into a slot, as the last buffer, is empty here.
     """
@@ -278,6 +280,6 @@ def into_slots(
         return None, header, buffers, ()
     if len(header) >= OWN:
         buffers, header = [*buffers, memoryview(header)], b""
-    parcel, fds = slots.write(buffers)
-    streamed = [b for b, span in zip(buffers, parcel.spans, strict=True) if span is None]
-    return parcel, header, streamed, fds
+    slot_map, fds = slots.write(buffers)
+    streamed = [b for b, span in zip(buffers, slot_map.spans, strict=True) if span is None]
+    return slot_map, header, streamed, fds

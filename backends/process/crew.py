@@ -23,8 +23,8 @@ from hybridloader.backends.process.codec import (
     READY,
     decode_extras,
     decode_failure,
+    decode_fields,
     decode_told,
-    read_letter,
 )
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import GRACE, ProcessHandle, bury, join_all
@@ -124,11 +124,11 @@ class ProcessCrew(Crew):
         self._limit = memory.bytes()
         self._sockets = sockets
         occupy_standard_descriptors()
-        self._post: Any = SocketTransport() if sockets else PipeTransport()
+        self.transport: Any = SocketTransport() if sockets else PipeTransport()
         # All the mutable state:
         self._handles: list[ProcessHandle] = []
-        self._lanes: list[SlotChannel] = []
-        self._boards: list[PostmortemRecord | None] = []
+        self.channels: list[SlotChannel] = []
+        self.records: list[PostmortemRecord | None] = []
         self._gone: set[int] = set()
         self._asked: set[int] = set()
         self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}  # to workers not yet ready
@@ -148,7 +148,7 @@ class ProcessCrew(Crew):
         try:
             self._start(worker, spec, notes, shipment)
         except BaseException:  # no process or descriptor can be had any more, for instance
-            if notes is not None and notes not in self._boards:
+            if notes is not None and notes not in self.records:
                 notes.close()
             if shipment is not None and not any(s is shipment for _, s in self._shipments.values()):
                 shipment.close()
@@ -163,7 +163,7 @@ class ProcessCrew(Crew):
                 for fd in fds:
                     os.close(fd)
                 raise
-            self._post.send(worker, shipment.parts, fds)
+            self.transport.send(worker, shipment.parts, fds)
 
     def _start(
         self,
@@ -173,20 +173,20 @@ class ProcessCrew(Crew):
         shipment: Shipment | None,
     ) -> None:
         share = max(1, self._limit // max(1, spec.workers))
-        lane = SlotChannel(share, self._kind, forks=self._forks, locks=self._locks)
+        channel = SlotChannel(share, self._kind, forks=self._forks, locks=self._locks)
         told = None if notes is None else (notes.fd if self._forks else -1)
         ours, theirs = self._context.Pipe(duplex=True)
-        self._post.connect(worker, ours)
-        channel = SocketEndpoint if self._sockets else PipeEndpoint
+        self.transport.connect(worker, ours)
+        endpoint = SocketEndpoint if self._sockets else PipeEndpoint
         process = self._context.Process(
             target=main,
             args=(
                 worker,
-                channel,
+                endpoint,
                 theirs,
                 spec if self._forks else None,
                 os.getpid(),
-                lane.slots,
+                channel.slots,
                 tuple(descriptors.ours - {told}) if self._forks else (),
                 told,
                 None if shipment is None else shipment.inherited,
@@ -198,27 +198,27 @@ class ProcessCrew(Crew):
             with starting(self._method):
                 process.start()
                 handle = ProcessHandle(process)
-                self._take_place(worker, handle, lane, notes)
+                self._take_place(worker, handle, channel, notes)
         finally:
             theirs.close()
-        self._post.watch(worker, handle)
+        self.transport.watch(worker, handle)
 
     def send(self, worker: int, message: Message) -> None:
-        lane = self._lanes[worker]
+        channel = self.channels[worker]
         if worker in self._gone or self._left is not None:
             if isinstance(message, Task) and isinstance(message.index, ProcessResult):
-                lane.hold(message.seq, message.index)  # it may be sent again, to another
+                channel.hold(message.seq, message.index)  # it may be sent again, to another
                 if self._left is not None:
-                    lane.answered(message.seq)
+                    channel.answered(message.seq)
             return
         if isinstance(message, Stop):
             self._asked.add(worker)
-        self._post.send(worker, *lane.encode(message))
-        if lane.refusal is not None:
-            self._overflow, lane.refusal = self._overflow or lane.refusal, None
+        self.transport.send(worker, *channel.encode(message))
+        if channel.refusal is not None:
+            self._overflow, channel.refusal = self._overflow or channel.refusal, None
 
     def flush(self) -> None:
-        self._post.flush()
+        self.transport.flush()
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
         if self._overflow is not None:  # before anything is taken in: a warning may be an error
@@ -226,7 +226,7 @@ class ProcessCrew(Crew):
         if self._locks is not None:
             self._locks.warn()
         events: list[Event] = []
-        for worker, frame in self._post.wait(timeout):
+        for worker, frame in self.transport.wait(timeout):
             event = None
             try:
                 if worker in self._gone:
@@ -234,8 +234,8 @@ class ProcessCrew(Crew):
                 if frame is not None:
                     event = self._decode(worker, frame)
             except DamagedMessage as error:
-                self._post.drop(worker)
-                self._post.damaged[worker] = str(error)
+                self.transport.drop(worker)
+                self.transport.damaged[worker] = str(error)
             finally:
                 while frame is not None and frame.fds:  # which nobody has taken over
                     os.close(frame.fds.pop())
@@ -247,13 +247,13 @@ class ProcessCrew(Crew):
         return events
 
     def wake(self) -> None:
-        self._post.wake()
+        self.transport.wake()
 
     def kill(self, worker: int) -> None:
         self._handles[worker].kill()
 
     def stack(self, worker: int) -> str:
-        notes, handle = self._boards[worker], self._handles[worker]
+        notes, handle = self.records[worker], self._handles[worker]
         if notes is None or handle.pid is None:
             return "Its stack can't be had on this platform."
         return (
@@ -262,13 +262,13 @@ class ProcessCrew(Crew):
         )
 
     def leave(self) -> None:
-        self._post.hang_up()
+        self.transport.hang_up()
         if self._left is None:
             self._left = time.monotonic()
 
     def close(self) -> None:
         self.leave()
-        self._post.close()
+        self.transport.close()
         assert self._left is not None
         deadline = self._left + GRACE
         join_all(self._handles, deadline)
@@ -279,13 +279,13 @@ class ProcessCrew(Crew):
         for handle in self._handles:
             handle.release()
         bury()
-        if isinstance(self._post, PipeTransport):
-            self._post.join()
-        for lane in self._lanes:
-            lane.close()
+        if isinstance(self.transport, PipeTransport):
+            self.transport.join()
+        for channel in self.channels:
+            channel.close()
         for worker in list(self._shipments):
             self._arrived(worker)
-        for notes in self._boards:
+        for notes in self.records:
             if notes is not None:
                 notes.close()
         self._gone.update(range(len(self._handles)))
@@ -300,28 +300,28 @@ class ProcessCrew(Crew):
         self._handles = []
 
     def _decode(self, worker: int, frame: Frame) -> Event:
-        found = read_letter(frame.parts)
-        kind, seq, body, returned, parcel, extras, count, seconds, position = found
-        lane = self._lanes[worker]
+        found = decode_fields(frame.parts)
+        kind, seq, body, returned, slot_map, extras, count, seconds, position = found
+        channel = self.channels[worker]
         if returned:
-            lane.take_back(returned)
+            channel.take_back(returned)
         if kind == DONE:
             told = None if extras is None else decode_extras(extras)
-            if lane.sent_on:
-                lane.answered(seq)
-            if parcel is None:
-                sealed = ProcessResult(body, frame.parts[1:], count, self._forks)
+            if channel.forwarded:
+                channel.answered(seq)
+            if slot_map is None:
+                result = ProcessResult(body, frame.parts[1:], count, self._forks)
             else:
-                slots = lane.results
-                slots.learn(parcel, frame.fds)
-                self._overflow = self._overflow or parcel.refusal or slots.overflow
-                sealed = SlottedResult(body, frame.parts[1:], count, self._forks, slots, parcel)
-            return Done(worker, seq, sealed, seconds, position, told)
+                slots = channel.results
+                slots.learn(slot_map, frame.fds)
+                self._overflow = self._overflow or slot_map.refusal or slots.overflow
+                result = SlottedResult(body, frame.parts[1:], count, self._forks, slots, slot_map)
+            return Done(worker, seq, result, seconds, position, told)
         if kind == FAILED:
-            lane.answered(seq)
+            channel.answered(seq)
             return Failed(worker, seq, decode_failure(body), position)
         if kind == EXHAUSTED:
-            lane.all_answered()
+            channel.all_answered()
             return Exhausted(worker, seq, position, decode_told(body))
         if kind != READY:
             raise DamagedMessage("a worker sent what is no event")
@@ -342,33 +342,39 @@ class ProcessCrew(Crew):
             shipment.close()
 
     def _take_place(
-        self, worker: int, handle: ProcessHandle, lane: SlotChannel, notes: PostmortemRecord | None
+        self,
+        worker: int,
+        handle: ProcessHandle,
+        channel: SlotChannel,
+        notes: PostmortemRecord | None,
     ) -> None:
         """Note what belongs to a worker that has started."""
         if worker == len(self._handles):
             self._handles.append(handle)
-            self._lanes.append(lane)
-            self._boards.append(notes)
+            self.channels.append(channel)
+            self.records.append(notes)
             return
-        former, board_before = self._lanes[worker], self._boards[worker]
-        lane.sent_on.update(former.sent_on)  # it will be sent again, and answered by the new one
-        former.sent_on.clear()
+        former, board_before = self.channels[worker], self.records[worker]
+        channel.forwarded.update(
+            former.forwarded
+        )  # it will be sent again, and answered by the new one
+        former.forwarded.clear()
         former.close()
         if board_before is not None:
             board_before.close()
         self._handles[worker].join(GRACE)
         self._handles[worker].release()
-        self._handles[worker], self._lanes[worker], self._boards[worker] = handle, lane, notes
+        self._handles[worker], self.channels[worker], self.records[worker] = handle, channel, notes
         self._gone.discard(worker)
 
     def _exited(self, worker: int) -> Exited:
         """What is known of a worker that is gone."""
-        self._lanes[worker].worker_gone()
+        self.channels[worker].worker_gone()
         self._arrived(worker)
         if worker in self._asked:
             return Exited(worker)
-        handle, notes = self._handles[worker], self._boards[worker]
-        damage = self._post.damaged.get(worker)
+        handle, notes = self._handles[worker], self.records[worker]
+        damage = self.transport.damaged.get(worker)
         if damage is None:
             cause = handle.cause()
         else:
@@ -377,7 +383,7 @@ class ProcessCrew(Crew):
             cause = f"sent what can't be read ({damage}), and was killed"
         killed = next((name for name in ("SIGKILL", "SIGBUS") if name in cause), None)
         memory = "" if killed is None else self._oom.describe(killed)
-        slots = None if killed is None else self._lanes[worker].taken
+        slots = None if killed is None else self.channels[worker].taken
         if notes is None:
             return Exited(worker, cause, memory=memory, slots=slots)
         task = notes.task

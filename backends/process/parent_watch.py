@@ -63,12 +63,12 @@ class ParentWatch:
         Called before that end.
     """
 
-    def __init__(self, channel: Any, parent: int, sweep: Callable[[], None]) -> None:
+    def __init__(self, endpoint: Any, parent: int, sweep: Callable[[], None]) -> None:
         self.context = TaskContext()
         self._sweep = sweep
         self._changing = threading.Lock()
         thread = threading.Thread(
-            target=self._watch, args=(channel.fileno(), parent), name="hybridloader-life"
+            target=self._watch, args=(endpoint.fileno(), parent), name="hybridloader-life"
         )
         thread.daemon = True
         thread.start()

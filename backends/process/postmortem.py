@@ -1,9 +1,9 @@
 """What a worker process leaves behind: which sample it is at, and where, when it is stuck or dies.
 
-A board is a file without a name that parent and worker both have open. Its first bytes are numbers
+A record is a file without a name that parent and worker both have open. Its first bytes are numbers
 that the worker keeps up to date by plain stores into mapped memory, so they outlive it however it
 dies. After them come the Python stacks that faulthandler writes: by itself when the worker crashes,
-and when the parent asks, by a signal. Neither needs the GIL nor the worker's cooperation. The board
+and when the parent asks, by a signal. Neither needs the GIL nor the worker's cooperation. The record
 never carries what work depends on: where there can be none, everything runs the same without.
 """
 
@@ -84,7 +84,7 @@ class PostmortemRecord:
     Parameters
     ----------
     fd
-        The file, its offset at its end; owned by the board from now on.
+        The file, its offset at its end; owned by the record from now on.
     clock, sleep, kill, status
         How time passes, signals are sent and /proc/PID/status is read. For tests.
 
@@ -156,7 +156,7 @@ class PostmortemRecord:
         """
         try:
             return self._stack(pid, patience, send or partial(self._kill, pid))
-        except OSError:  # another thread has ended the crew meanwhile, and closed the board
+        except OSError:  # another thread has ended the crew meanwhile, and closed the record
             if self.fd >= 0:
                 raise
             self.why_none = "it was ended meanwhile"
@@ -257,7 +257,7 @@ def _state(status: Mapping[str, str] | None) -> str:
 def _nameless_file() -> int:
     """A descriptor of the file, its numbers written, that programs do not inherit."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("hybridloader-board", os.MFD_CLOEXEC)
+        fd = os.memfd_create("hybridloader-record", os.MFD_CLOEXEC)
     else:  # not a POSIX segment, which macOS lets nobody write to with `write`
         with tempfile.TemporaryFile(buffering=0) as file:
             fd = os.dup(file.fileno())
@@ -278,7 +278,7 @@ class PostmortemContext(TaskContext):
     Parameters
     ----------
     cell
-        Of the mapped memory of a board: a `ctypes.c_int64`, which is set a little faster than an item
+        Of the mapped memory of a record: a `ctypes.c_int64`, which is set a little faster than an item
         of an array or of a memoryview.
     """
 
@@ -297,7 +297,7 @@ class PostmortemContext(TaskContext):
         self._cell.value = number
 
 
-class WorkerSide:
+class PostmortemWriter:
     """The worker's side; lives as long as the process.
 
     The file stays open, at `fd`: faulthandler writes to it. What the user's own code does with
@@ -326,7 +326,7 @@ class WorkerSide:
         self._cells[_SIGNAL].value = signum  # from now on the parent may send it
 
     @classmethod
-    def open(cls, fd: int) -> WorkerSide | None:
+    def open(cls, fd: int) -> PostmortemWriter | None:
         """Take over `fd`; None if it can't be used, and then the worker does without."""
         try:
             return cls(fd)

@@ -133,9 +133,9 @@ class ProcessResult(Payload):
 
 
 class SlottedResult(ProcessResult):
-    """A batch of which something lies in slots; `parcel` tells where."""
+    """A batch of which something lies in slots; `slot_map` tells where."""
 
-    __slots__ = ("_holds", "parcel", "slots")
+    __slots__ = ("_holds", "slot_map", "slots")
 
     def __init__(
         self,
@@ -144,11 +144,11 @@ class SlottedResult(ProcessResult):
         count: int | None,
         forks: bool,
         slots: shared_slots.SlotReader,
-        parcel: shared_slots.SlotMap,
+        slot_map: shared_slots.SlotMap,
     ) -> None:
         super().__init__(header, buffers, count, forks)
         self.slots = slots
-        self.parcel: shared_slots.SlotMap | None = parcel
+        self.slot_map: shared_slots.SlotMap | None = slot_map
         self._holds: dict[int, SlotReference] = {}  # by slot, once it was sent on
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -164,18 +164,18 @@ class SlottedResult(ProcessResult):
         if self._state:
             self._refuse("opened")
         self._state = "opened"
-        return open_packed(self.header, self.buffers, self.slots, self.parcel)
+        return open_packed(self.header, self.buffers, self.slots, self.slot_map)
 
     def discard(self) -> None:
-        if not self._state and self.parcel is not None:
-            self.slots.give_back(self.parcel)
+        if not self._state and self.slot_map is not None:
+            self.slots.give_back(self.slot_map)
         super().discard()
 
     def holds(self) -> dict[int, SlotReference]:
-        if not self._state and self.parcel is not None:
+        if not self._state and self.slot_map is not None:
             self.slots.forwards = True
             self._holds = {
-                n: SlotReference(self.slots, n) for n in shared_slots.slots_of(self.parcel)
+                n: SlotReference(self.slots, n) for n in shared_slots.slots_of(self.slot_map)
             }
         super().holds()
         return self._holds
@@ -187,7 +187,7 @@ class SlottedResult(ProcessResult):
         super().answered()
 
     def spans(self) -> tuple[shared_slots.Span | None, ...]:
-        return () if self.parcel is None else self.parcel.spans
+        return () if self.slot_map is None else self.slot_map.spans
 
     def buffers_in_place(self) -> list[memoryview]:
         stream, view = iter(self.buffers), self.slots.view
@@ -195,4 +195,4 @@ class SlottedResult(ProcessResult):
 
     def _let_go(self) -> None:
         super()._let_go()
-        self.parcel = None
+        self.slot_map = None

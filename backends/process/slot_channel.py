@@ -35,7 +35,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.backends.process import descriptors
-from hybridloader.backends.process.codec import TASK, encode_message, into_slots, letter
+from hybridloader.backends.process.codec import TASK, encode_fields, encode_message, into_slots
 from hybridloader.backends.process.result import ProcessResult, SlotReference, SlottedResult
 from hybridloader.engine.messages import Message, Task
 from hybridloader.memory import shared_slots
@@ -77,11 +77,11 @@ class SlotChannel:
         # All the other mutable state:
         self.refusal: str | None = None
         """Why a large task went through the stream, until somebody takes it from here."""
-        self.sent_on: dict[int, ProcessResult] = {}
+        self.forwarded: dict[int, ProcessResult] = {}
         """Results of other workers, by the task that was made of them and is not answered."""
-        self._tasks: shared_slots.SlotWriter | None = None
-        self._known: dict[int, MappedSegment] = {}  # segments of other workers, by alias
-        self._claims: dict[int, list[SlotReference]] = {}  # of the worker, by slot as it knows it
+        self.tasks: shared_slots.SlotWriter | None = None
+        self.known: dict[int, MappedSegment] = {}  # segments of other workers, by alias
+        self.claims: dict[int, list[SlotReference]] = {}  # of the worker, by slot as it knows it
         self._forgotten: deque[int] = deque()  # aliases it has yet to hear of; from any thread
 
     @property
@@ -106,7 +106,7 @@ class SlotChannel:
             kind = type(index[0]) if type(index) is list and index else type(index)
             if kind is int or kind is str:  # what a sampler gives
                 try:
-                    return [letter(TASK, seq, pickle.dumps(index, 5), returned)], ()
+                    return [encode_fields(TASK, seq, pickle.dumps(index, 5), returned)], ()
                 except Exception:  # a mixed list with something in it that plain pickle can't do
                     pass
             if isinstance(index, ProcessResult):
@@ -117,10 +117,10 @@ class SlotChannel:
                 self.results.hand_back(number)
             raise
 
-    def hold(self, seq: int, sealed: ProcessResult) -> dict[int, SlotReference]:
+    def hold(self, seq: int, result: ProcessResult) -> dict[int, SlotReference]:
         """Keep what task `seq` was made of, so that it can be sent again, until it is answered."""
-        self.sent_on[seq] = sealed
-        return sealed.holds()
+        self.forwarded[seq] = result
+        return result.holds()
 
     def take_back(self, numbers: Iterable[int]) -> None:
         """The worker is done with these."""
@@ -129,34 +129,34 @@ class SlotChannel:
             if number >= 0:
                 own.append(number)
             else:
-                self._claims[number].pop().release()
-        if own and self._tasks is not None:
-            self._tasks.release(own)
+                self.claims[number].pop().release()
+        if own and self.tasks is not None:
+            self.tasks.release(own)
 
     def answered(self, seq: int) -> None:
         """Task `seq` needs not be sent again."""
-        sealed = self.sent_on.pop(seq, None)
-        if sealed is not None:
-            sealed.answered()
+        result = self.forwarded.pop(seq, None)
+        if result is not None:
+            result.answered()
 
     def all_answered(self) -> None:
         """No task that this worker was given will be sent again."""
-        for seq in list(self.sent_on):
+        for seq in list(self.forwarded):
             self.answered(seq)
 
     def worker_gone(self) -> None:
         """End the worker's claims, and the slots that were for it alone."""
-        claims, self._claims = self._claims, {}
+        claims, self.claims = self.claims, {}
         for holds in claims.values():
             for hold in holds:
                 hold.release()
-        for seen in list(self._known.values()):
-            seen.knowers.discard(self)
-        self._known.clear()
-        if self._tasks is not None:
-            self._tasks.close()
-            self._tasks.sweep()
-            self._tasks = None
+        for seen in list(self.known.values()):
+            seen.listeners.discard(self)
+        self.known.clear()
+        if self.tasks is not None:
+            self.tasks.close()
+            self.tasks.sweep()
+            self.tasks = None
 
     def close(self) -> None:
         """The worker is gone and nothing will be sent again."""
@@ -168,16 +168,16 @@ class SlotChannel:
     def forget(self, alias: int) -> None:
         """Note that a segment of another worker is gone. May be called from any thread."""
         self._forgotten.append(alias)
-        self._known.pop(alias, None)
+        self.known.pop(alias, None)
 
     # -- the parts -----------------------------------------------------------------------------------
 
     def _writer(self) -> shared_slots.SlotWriter | None:
-        if self._tasks is None and self._kind != "stream":
+        if self.tasks is None and self._kind != "stream":
             limit, self.results.limit = shared_slots.both_ways(self._share)
             names = None if self._names is None else shared_slots.task_names(self._names)
-            self._tasks = shared_slots.SlotWriter(limit, names)
-        return self._tasks
+            self.tasks = shared_slots.SlotWriter(limit, names)
+        return self.tasks
 
     def _enclose(
         self, seq: int, returned: list[int], index: Any
@@ -185,32 +185,32 @@ class SlotChannel:
         packed, buffers = pack(index, "a task", other_main=not self._forks)
         large = buffers or len(packed) >= OWN
         slots = self._writer() if large else None
-        parcel, header, streamed, fds = into_slots(packed, buffers, slots)
-        if parcel is not None:
-            self.refusal = self.refusal or parcel.refusal
-        return [letter(TASK, seq, header, returned, parcel), *streamed], fds
+        slot_map, header, streamed, fds = into_slots(packed, buffers, slots)
+        if slot_map is not None:
+            self.refusal = self.refusal or slot_map.refusal
+        return [encode_fields(TASK, seq, header, returned, slot_map), *streamed], fds
 
     def _forward(
-        self, seq: int, returned: list[int], sealed: ProcessResult
+        self, seq: int, returned: list[int], result: ProcessResult
     ) -> tuple[list[Any], Sequence[int]]:
-        holds = self.hold(seq, sealed)
+        holds = self.hold(seq, result)
         try:
-            same = self._forks and sealed.forks
-            if not same and not reads_the_same_everywhere(sealed.pickled()):
-                return self._enclose(seq, returned, sealed.peek())
-            return self._name(seq, returned, sealed, holds)
+            same = self._forks and result.forks
+            if not same and not reads_the_same_everywhere(result.pickled()):
+                return self._enclose(seq, returned, result.peek())
+            return self._name(seq, returned, result, holds)
         except BaseException:
             self.answered(seq)
             raise
 
     def _name(
-        self, seq: int, returned: list[int], sealed: ProcessResult, holds: dict[int, SlotReference]
+        self, seq: int, returned: list[int], result: ProcessResult, holds: dict[int, SlotReference]
     ) -> tuple[list[Any], Sequence[int]]:
         """A letter that names the slots of another worker, as far as this one can map them."""
         slots = (
-            sealed.slots if isinstance(sealed, SlottedResult) else self.results
+            result.slots if isinstance(result, SlottedResult) else self.results
         )  # or none is named
-        segments = {segment: slots.seen[segment] for segment, _ in map(place_of, holds)}
+        segments = {segment: slots.segments[segment] for segment, _ in map(place_of, holds)}
         for seen in segments.values():
             seen.mapped()  # it may raise
         forgotten = self._take_forgotten()
@@ -222,8 +222,8 @@ class SlotChannel:
                 named[number] = number_of(aliases[segment], place)
         spans: list[Span | None] = []
         rest: list[memoryview] = []  # what must be copied: one for each None in `spans`
-        stream = iter(sealed.buffers)
-        for span in sealed.spans():
+        stream = iter(result.buffers)
+        for span in result.spans():
             if span is None:
                 rest.append(next(stream))
             elif span.slot in named:
@@ -234,10 +234,10 @@ class SlotChannel:
             spans.append(span)
         for number, name in named.items():
             holds[number].add()
-            self._claims.setdefault(name, []).append(holds[number])
-        header: Any = sealed.header
+            self.claims.setdefault(name, []).append(holds[number])
+        header: Any = result.header
         if self._kind == "stream":
-            return [letter(TASK, seq, header or rest.pop(), returned), *rest], ()
+            return [encode_fields(TASK, seq, header or rest.pop(), returned), *rest], ()
         own: SlotMap | None = None
         own_fds: Sequence[int] = ()
         if rest or len(header) >= OWN:
@@ -247,10 +247,10 @@ class SlotChannel:
             copied = iter(own.spans)
             spans = [next(copied) if span is None else span for span in spans] + list(copied)
             new, forgotten = [*own.new, *new], [*own.retired, *forgotten]
-        parcel = None
+        slot_map = None
         if spans or forgotten:
-            parcel = SlotMap(tuple(spans), tuple(new), tuple(forgotten), None)
-        return [letter(TASK, seq, header, returned, parcel), *rest], [*own_fds, *fds]
+            slot_map = SlotMap(tuple(spans), tuple(new), tuple(forgotten), None)
+        return [encode_fields(TASK, seq, header, returned, slot_map), *rest], [*own_fds, *fds]
 
     def _introduce(
         self, segments: dict[int, MappedSegment]
@@ -261,7 +261,7 @@ class SlotChannel:
         fds: list[int] = []
         for number, seen in segments.items():
             alias = seen.alias
-            if alias in self._known:
+            if alias in self.known:
                 aliases[number] = alias
                 continue
             kept = seen.kept
@@ -269,12 +269,12 @@ class SlotChannel:
                 continue
             # First this, then the descriptor: whoever closes A does the same the other way round, maybe
             # on another thread, so that no worker is left with memory that nobody tells it to forget.
-            seen.knowers.add(self)
+            seen.listeners.add(self)
             fd = kept.duplicate()
             if fd is None:
-                seen.knowers.discard(self)
+                seen.listeners.discard(self)
                 continue
-            self._known[alias] = seen
+            self.known[alias] = seen
             aliases[number] = alias
             new.append(Notice(alias, seen.capacity, Ticket(seen.mapped().size, None)))
             fds.append(fd)
@@ -284,6 +284,6 @@ class SlotChannel:
         found = []
         while self._forgotten:
             alias = self._forgotten.popleft()
-            self._known.pop(alias, None)
+            self.known.pop(alias, None)
             found.append(alias)
         return found

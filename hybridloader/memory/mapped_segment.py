@@ -25,7 +25,7 @@ class Keeper(Protocol):
         """Return another descriptor of the same segment, for the caller; None if it is closed."""
 
 
-class Knower(Protocol):
+class Listener(Protocol):
     """Interface of an object that has told a third process of a segment."""
 
     def forget(self, alias: int) -> None:
@@ -50,20 +50,20 @@ class MappedSegment:
         process knows has it.
     kept
         Its descriptor, if it was kept.
-    knowers
+    listeners
         Who has told others of it.
     locks
         What its pages are locked by, if they are.
     """
 
     __slots__ = (
-        "_ended", "_lent", "_tried", "alias", "capacity", "kept", "knowers", "locks", "mapping"
+        "_ended", "_lent", "_tried", "alias", "capacity", "kept", "listeners", "locks", "mapping"
     )  # fmt: skip
 
     def __init__(self, mapping: Mapping | OSError, kept: Keeper | None, capacity: int) -> None:
         self.mapping, self.kept, self.capacity = mapping, kept, capacity
         self.alias = next(_aliases)
-        self.knowers: set[Knower] = set()
+        self.listeners: set[Listener] = set()
         self.locks: PageLocks | None = None
         self._tried = self._ended = False
         self._lent: set[int] = set()  # batches over it that are open; finalizers take them out
@@ -121,6 +121,6 @@ class MappedSegment:
     def end(self) -> None:
         """It is gone, or nobody will send it any more."""
         self.unkeep()
-        for knower in list(self.knowers):
-            knower.forget(self.alias)
-        self.knowers.clear()
+        for listener in list(self.listeners):
+            listener.forget(self.alias)
+        self.listeners.clear()

@@ -103,15 +103,15 @@ class SlotWriter:
         self._names = names
         self._naming = threading.Lock()
         self._swept = False
-        self._pool = Pool(make, limit)
-        self.empty = self._pool.empty
+        self.pool = Pool(make, limit)
+        self.empty = self.pool.empty
 
     def write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
         """Bring `buffers` into slots, those that do not lie in one already.
 
         Returns
         -------
-        parcel
+        slot_map
             To be sent to the reader, which holds every slot that it names until it returns it.
         fds
             To be sent along, and then closed.
@@ -129,19 +129,19 @@ class SlotWriter:
             return self._announce(where, taken)
         finally:
             for number in taken:  # of which the reader is not told
-                self._pool.release(number)
+                self.pool.release(number)
 
     def release(self, numbers: Sequence[int]) -> None:
         """The reader is done with these."""
         for number in numbers:
-            self._pool.drop(number)
+            self.pool.drop(number)
 
     def lower(self, limit: int) -> None:
         """Make do with `limit` bytes; what is in use above that goes as it becomes free."""
-        self._pool.lower(limit)
+        self.pool.lower(limit)
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
     def sweep(self) -> None:
         """Take the names off what a reader, which is gone, has never opened. From any thread.
@@ -152,7 +152,7 @@ class SlotWriter:
             return
         with self._naming:
             self._swept = True
-        for number in range(self._pool.made + 1):  # one may have its name and not be counted yet
+        for number in range(self.pool.made + 1):  # one may have its name and not be counted yet
             segments.unlink(f"{self._names}{number}")
 
     def _find(self, buffer: memoryview) -> Span | None:
@@ -160,7 +160,7 @@ class SlotWriter:
         address = segments.address_of(buffer)
         if address is None:
             return None
-        found = self._pool.find(address, buffer.nbytes)
+        found = self.pool.find(address, buffer.nbytes)
         return None if found is None else Span(*found, buffer.nbytes)
 
     def _copy(
@@ -174,19 +174,19 @@ class SlotWriter:
         for i in those:
             starts.append(-(-end // ALIGN) * ALIGN)
             end = starts[-1] + buffers[i].nbytes
-        number = self._pool.take(end) if end else None
+        number = self.pool.take(end) if end else None
         if number is None:
             return
         taken.add(number)
         # All of it: ctypes makes a type for every other size, in 26 us, and slots are of few sizes.
-        target = memoryview(self._pool.view(number)).cast("B")
+        target = memoryview(self.pool.view(number)).cast("B")
         for i, start in zip(those, starts, strict=True):
             size = buffers[i].nbytes
             target[start : start + size] = buffers[i]
             where[i] = Span(number, start, size)
 
     def _announce(self, where: list[Span | None], taken: set[int]) -> tuple[SlotMap, list[int]]:
-        pool = self._pool
+        pool = self.pool
         new: list[Notice] = []
         fds: list[int] = []
         used: set[int] = set()
@@ -204,7 +204,7 @@ class SlotWriter:
                 segment.ticket = segment.fd = None
             used.add(span.slot)
         for number in used - taken:
-            pool.hold(number)  # for the reader, to which our hold of the others passes
+            pool.retain(number)  # for the reader, to which our hold of the others passes
         taken -= used
         retired, pool.retired = tuple(pool.retired), []
         refusal, pool.refusal = pool.refusal, None
@@ -249,7 +249,7 @@ class SlotReader:
         self._keep = keep
         self._locks = locks
         # All the mutable state:
-        self.seen: dict[int, MappedSegment] = {}  # by the number of the segment
+        self.segments: dict[int, MappedSegment] = {}  # by the number of the segment
         self.overflow: str | None = None
         self.forwards = False
         self.highest = -1
@@ -260,18 +260,18 @@ class SlotReader:
     @property
     def size(self) -> int:
         """Bytes of all segments that are known."""
-        mapped = [seen.mapping for seen in list(self.seen.values())]
+        mapped = [seen.mapping for seen in list(self.segments.values())]
         return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
 
-    def learn(self, parcel: SlotMap, fds: list[int]) -> None:
-        """Map what is new in `parcel`, forget what is gone. Takes over `fds`."""
-        for number in parcel.retired:
-            gone = self.seen.pop(number, None)
+    def learn(self, slot_map: SlotMap, fds: list[int]) -> None:
+        """Map what is new in `slot_map`, forget what is gone. Takes over `fds`."""
+        for number in slot_map.retired:
+            gone = self.segments.pop(number, None)
             if gone is not None:
                 gone.end()
-        for number, capacity, ticket in parcel.new:
+        for number, capacity, ticket in slot_map.new:
             self.highest = max(self.highest, number)
-            self.seen[number] = MappedSegment(*self._map(ticket, fds), capacity)
+            self.segments[number] = MappedSegment(*self._map(ticket, fds), capacity)
 
     def _map(self, ticket: Ticket, fds: list[int]) -> tuple[Mapping | OSError, Keeper | None]:
         kept: Keeper | None = None
@@ -289,36 +289,36 @@ class SlotReader:
                 kept.close()
             return error, None
 
-    def buffers(self, parcel: SlotMap, streamed: Sequence[memoryview]) -> list[memoryview]:
+    def buffers(self, slot_map: SlotMap, streamed: Sequence[memoryview]) -> list[memoryview]:
         """The batch's buffers; each slot is returned when the last array over it dies."""
         stream = iter(streamed)
         by_slot: dict[int, memoryview] = {}
         found = []
-        numbers = slots_of(parcel)
+        numbers = slots_of(slot_map)
         try:
             for number in numbers:
                 by_slot[number] = self._lend(number)
         except MemoryError:
             self._returned.extend((number, 0) for number in numbers if number not in by_slot)
             raise
-        for span in parcel.spans:
+        for span in slot_map.spans:
             if span is None:
                 found.append(next(stream))
             else:
                 found.append(by_slot[span.slot][span.start : span.start + span.size])
         return found
 
-    def give_back(self, parcel: SlotMap) -> None:
-        """Nobody wants what is in `parcel`."""
-        for number in slots_of(parcel):
+    def give_back(self, slot_map: SlotMap) -> None:
+        """Nobody wants what is in `slot_map`."""
+        for number in slots_of(slot_map):
             if not self.forwards:
-                self.seen[place_of(number)[0]].unkeep()
+                self.segments[place_of(number)[0]].unkeep()
             self.hand_back(number)
 
     def view(self, span: Span) -> memoryview:
         """Return a buffer without a copy. The caller must hold the slot in another way."""
         segment, place = place_of(span.slot)
-        return self.seen[segment].view(place, span.start, span.size)
+        return self.segments[segment].view(place, span.start, span.size)
 
     def hand_back(self, number: int) -> None:
         """One batch less over a slot, from any thread."""
@@ -340,7 +340,7 @@ class SlotReader:
         """
         if self._locks is not None:
             self._locks.collect()
-        for seen in list(self.seen.values()):
+        for seen in list(self.segments.values()):
             seen.end()
             seen.unlock_soon()
 
@@ -362,7 +362,7 @@ class SlotReader:
 
     def _lend(self, number: int) -> memoryview:
         segment, place = place_of(number)
-        seen = self.seen[segment]
+        seen = self.segments[segment]
         size = seen.capacity
         holder = seen.slot(place)
         if not self.forwards:
@@ -389,9 +389,9 @@ class SlotReader:
         return memoryview(holder).cast("B")
 
 
-def slots_of(parcel: SlotMap) -> list[int]:
+def slots_of(slot_map: SlotMap) -> list[int]:
     """The slots that it names, each once."""
-    return list(dict.fromkeys(span.slot for span in parcel.spans if span is not None))
+    return list(dict.fromkeys(span.slot for span in slot_map.spans if span is not None))
 
 
 def _hand_in(returned: deque[tuple[int, int]], number: int, seen: MappedSegment, lent: int) -> None:

@@ -67,13 +67,21 @@ class Segment:
     """One mapping, cut into slots of `capacity` bytes; what its pages are locked by, if they are."""
 
     __slots__ = (
-        "capacity", "fd", "free", "holders", "last", "locks", "mapping", "number", "ticket"
+        "capacity",
+        "fd",
+        "free",
+        "last",
+        "locks",
+        "mapping",
+        "number",
+        "references",
+        "ticket"
     )  # fmt: skip
 
     def __init__(self, number: int, capacity: int, slots: int, made: Made) -> None:
         self.number, self.capacity = number, capacity
         self.mapping, self.ticket, self.fd = made
-        self.holders = [0] * slots  # of each slot
+        self.references = [0] * slots  # of each slot
         self.free = list(range(slots - 1, -1, -1))  # the one that was freed last at the end
         self.last = 0
         self.locks: PageLocks | None = None
@@ -81,7 +89,7 @@ class Segment:
     @property
     def unused(self) -> bool:
         """True if nobody holds any of its slots."""
-        return len(self.free) == len(self.holders)
+        return len(self.free) == len(self.references)
 
     def close(self) -> None:
         """Nobody will be told of it any more."""
@@ -176,7 +184,7 @@ class Pool:
             self._unused.pop(segment.number, None)
             segment.last = self._takes
             place = segment.free.pop()
-            segment.holders[place] = 1
+            segment.references[place] = 1
             number = number_of(segment.number, place)
             if not segment.free:
                 del self._roomy[segment.capacity][segment.number]
@@ -184,10 +192,10 @@ class Pool:
             self._retire(self._oldest())
         return number
 
-    def hold(self, number: int) -> None:
+    def retain(self, number: int) -> None:
         """Add a holder to the slot with that number."""
         segment, place = place_of(number)
-        self.segments[segment].holders[place] += 1
+        self.segments[segment].references[place] += 1
 
     def release(self, number: int) -> None:
         """One holder less."""
@@ -195,8 +203,8 @@ class Pool:
         segment = self.segments.get(found)
         if segment is None:  # the pool was closed meanwhile
             return
-        segment.holders[place] -= 1
-        if segment.holders[place] == 0:
+        segment.references[place] -= 1
+        if segment.references[place] == 0:
             if not segment.free:
                 self._roomy.setdefault(segment.capacity, OrderedDict())[found] = segment
             segment.free.append(place)
@@ -225,7 +233,7 @@ class Pool:
             return None
         segment = self._by_start[before - 1]
         place, start = divmod(address - segment.mapping.address, segment.capacity)
-        if place >= len(segment.holders) or start + size > segment.capacity:
+        if place >= len(segment.references) or start + size > segment.capacity:
             return None
         return number_of(segment.number, place), start
 
@@ -297,7 +305,7 @@ class Pool:
         at = bisect_right(self._starts, segment.mapping.address)
         self._starts.insert(at, segment.mapping.address)
         self._by_start.insert(at, segment)
-        self._slots[capacity] += len(segment.holders)
+        self._slots[capacity] += len(segment.references)
         self._roomy.setdefault(capacity, OrderedDict())[segment.number] = segment
         return segment
 
@@ -317,7 +325,7 @@ class Pool:
         del self.segments[segment.number]
         at = bisect_left(self._starts, segment.mapping.address)
         del self._starts[at], self._by_start[at]
-        self._slots[segment.capacity] -= len(segment.holders)
+        self._slots[segment.capacity] -= len(segment.references)
         self.size -= segment.mapping.size
         if segment.ticket is None:  # else nobody has heard of it
             self.retired.append(segment.number)
@@ -339,28 +347,28 @@ class PrivateSlots:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._pool = Pool(_make_private, limit)
+        self.pool = Pool(_make_private, limit)
         self._taking = threading.Lock()
         self._warned = False
         self.refusal: str | None = None
 
     def page_lock(self, locks: PageLocks) -> None:
         """Lock the pages of all slots, for a consumer that pins. Before the first is taken."""
-        self._pool = Pool(_make_lockable, self._limit, locks)
+        self.pool = Pool(_make_lockable, self._limit, locks)
 
     def empty(self, size: int) -> Any | None:
         """A buffer of `size` bytes, with anything in it; None if there can be none."""
         with self._taking:
-            found = self._pool.empty(size)
+            found = self.pool.empty(size)
         if found is None and not self._warned:
-            self.refusal = self._pool.refusal
+            self.refusal = self.pool.refusal
         return found
 
     def warn(self) -> None:
         """Warn, once, that there was no slot for a batch, and that pages could not be locked."""
         reason, self.refusal = self.refusal, None
-        if self._pool.locks is not None:
-            self._pool.locks.warn()
+        if self.pool.locks is not None:
+            self.pool.locks.warn()
         if reason is not None and not self._warned:
             self._warned = True
             warn_of_overflow(reason)
@@ -373,19 +381,19 @@ class PrivateSlots:
         """
         if self._taking.acquire(blocking=False):
             try:
-                self._pool.close()
+                self.pool.close()
             finally:
                 self._taking.release()
 
     @property
     def locks(self) -> PageLocks | None:
         """What locks their pages; None: nothing."""
-        return self._pool.locks
+        return self.pool.locks
 
     @property
     def size(self) -> int:
         """Bytes of all slots."""
-        return self._pool.size
+        return self.pool.size
 
 
 def _make_private(size: int, number: int) -> Made:

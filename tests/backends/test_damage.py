@@ -23,13 +23,13 @@ from hybridloader.backends.process.codec import (
     Unreadable,
     decode_extras,
     decode_failure,
+    decode_fields,
     decode_message,
     decode_told,
     encode_done,
     encode_event,
+    encode_fields,
     encode_message,
-    letter,
-    read_letter,
 )
 from hybridloader.backends.process.frames import MOST_BYTES, Decoder, encode
 from hybridloader.engine.messages import Begin, Exhausted, Failed, Ready, Stop, Task
@@ -228,10 +228,10 @@ def test_a_damaged_stream_stays_damaged() -> None:
     assert issubclass(DamagedMessage, HybridLoaderError)
 
 
-# -- letters ---------------------------------------------------------------------------------------
+# -- first parts of frames ------------------------------------------------------------------------
 
-PARCEL = SlotMap((Span(3, 0, 70_000), None), (), (5,), "too much is kept")
-LETTERS: list[bytes] = [
+SLOT_MAP = SlotMap((Span(3, 0, 70_000), None), (), (5,), "too much is kept")
+FIRST_PARTS: list[bytes] = [
     bytes(encode_event(Ready(0))[0]),
     bytes(encode_event(Exhausted(0, 7), [1, -2])[0]),
     bytes(encode_event(Failed(0, 3, Failure(KeyError("k"))), [9])[0]),
@@ -242,34 +242,34 @@ LETTERS: list[bytes] = [
 
 
 @pytest.mark.parametrize(
-    "whole", LETTERS, ids=["ready", "exhausted", "failed", "done", "refusal", "task"]
+    "whole", FIRST_PARTS, ids=["ready", "exhausted", "failed", "done", "refusal", "task"]
 )
 def test_every_bit_of_the_fixed_bytes_counts(whole: bytes) -> None:
-    read_letter([memoryview(whole)])
+    decode_fields([memoryview(whole)])
     for bit in range(8 * codec._BEGIN):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedMessage):
-            read_letter([memoryview(damaged)])
+            decode_fields([memoryview(damaged)])
     for size in range(codec._BEGIN):
         with pytest.raises(DamagedMessage):
-            read_letter([memoryview(whole)[:size]])
+            decode_fields([memoryview(whole)[:size]])
 
 
-def test_a_letter_is_read_as_it_was_written() -> None:
-    written = codec.DONE, 1 << 40, b"body", (3, -4), PARCEL, b"extras", 7, 0.25, 1 << 50
-    assert read_letter([memoryview(letter(*written))]) == written
+def test_a_first_part_is_read_as_it_was_written() -> None:
+    written = codec.DONE, 1 << 40, b"body", (3, -4), SLOT_MAP, b"extras", 7, 0.25, 1 << 50
+    assert decode_fields([memoryview(encode_fields(*written))]) == written
     plain = codec.FAILED, 0, b"", (), None, None, -1, 0.0, 0
-    assert read_letter([memoryview(letter(*plain))]) == (*plain[:6], None, *plain[7:])
+    assert decode_fields([memoryview(encode_fields(*plain))]) == (*plain[:6], None, *plain[7:])
 
 
 @thorough
 @given(st.binary(max_size=200))
-def test_any_bytes_are_no_letter(part: bytes) -> None:
+def test_any_bytes_are_no_first_part(part: bytes) -> None:
     with pytest.raises(DamagedMessage):
-        read_letter([memoryview(part)])
+        decode_fields([memoryview(part)])
     with pytest.raises(DamagedMessage):
-        read_letter([])
+        decode_fields([])
 
 
 @thorough
@@ -278,11 +278,11 @@ def test_any_bytes_are_no_letter(part: bytes) -> None:
     st.integers(0, 300) | st.integers(0, 2**32 - 1),
     st.integers(0, 30) | st.integers(0, 2**32 - 1),
     st.binary(max_size=300)
-    | st.sampled_from([(PARCEL, None), (None, b"e"), (None, None), (b"e", PARCEL), 1, PARCEL]).map(
-        lambda meta: pickle.dumps(meta, 5)
-    ),
+    | st.sampled_from(
+        [(SLOT_MAP, None), (None, b"e"), (None, None), (b"e", SLOT_MAP), 1, SLOT_MAP]
+    ).map(lambda meta: pickle.dumps(meta, 5)),
 )
-def test_a_letter_that_claims_what_it_has_not_is_refused(
+def test_a_first_part_that_claims_what_it_has_not_is_refused(
     kind: int, size: int, back: int, rest: bytes
 ) -> None:
     """The check is right, and the numbers are wrong."""
@@ -292,12 +292,12 @@ def test_a_letter_that_claims_what_it_has_not_is_refused(
     fields = struct.pack("<BQIIqqqI", kind, 1, size, back, -1, 0, 0, check)
     with only("SlotMap", "Span", "_reconstruct"):
         try:
-            found = read_letter([memoryview(fields + rest)])
+            found = decode_fields([memoryview(fields + rest)])
         except DamagedMessage:
             return
-    _, _, left, returned, parcel, extras, *_ = found
+    _, _, left, returned, slot_map, extras, *_ = found
     assert kind <= codec.OTHER
-    assert parcel is None or type(parcel) is SlotMap
+    assert slot_map is None or type(slot_map) is SlotMap
     assert extras is None or type(extras) is bytes
     assert (len(returned), len(left)) == (back, len(rest) - size - 8 * back)
 
@@ -338,7 +338,7 @@ def test_any_bytes_are_no_message_and_nothing_that_a_worker_told(part: bytes) ->
                     decode(memoryview(part))
         for kind in (codec.OTHER, codec.DONE):
             with pytest.raises(DamagedMessage):
-                decode_message([memoryview(letter(kind, 0, part))])
+                decode_message([memoryview(encode_fields(kind, 0, part))])
 
 
 class Explosive:

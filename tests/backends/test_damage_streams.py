@@ -41,19 +41,19 @@ def joined(*parts: bytes) -> bytes:
 
 
 class Wire:
-    """A post with one worker, which is played by whoever holds `theirs`."""
+    """A transport with one worker, played by whoever has `theirs`."""
 
     def __init__(self, kind: type) -> None:
         ours, self.theirs = Pipe()
-        self.post: Any = kind()
-        self.post.connect(0, ours)
+        self.transport: Any = kind()
+        self.transport.connect(0, ours)
         if kind is PipeTransport:
             self._life, self._end = os.pipe()
-            self.post.watch(0, SimpleNamespace(sentinel=self._life))
+            self.transport.watch(0, SimpleNamespace(sentinel=self._life))
 
     def write(self, data: bytes) -> None:
         """As what the other side's transport would deliver."""
-        if isinstance(self.post, PipeTransport):
+        if isinstance(self.transport, PipeTransport):
             self.theirs.send_bytes(data)
         else:
             os.write(self.theirs.fileno(), data)
@@ -61,14 +61,14 @@ class Wire:
     def until_gone(self) -> list[Any]:
         found: list[Any] = []
         while not found or found[-1][1] is not None:
-            found += self.post.wait(5.0)
+            found += self.transport.wait(5.0)
         return found
 
     def close(self) -> None:
         self.theirs.close()
-        self.post.close()
-        if isinstance(self.post, PipeTransport):
-            self.post.join()
+        self.transport.close()
+        if isinstance(self.transport, PipeTransport):
+            self.transport.join()
             os.close(self._life)
             os.close(self._end)
 
@@ -87,17 +87,17 @@ def test_damage_is_the_end_of_that_worker_and_the_reason_is_kept(wire: Wire) -> 
         (0, b"good"),
         (0, None),
     ]
-    assert "no message begins with 7072696e" in wire.post.damaged[0]
-    assert "something else wrote to this descriptor" in wire.post.damaged[0]
-    wire.post.send(0, [b"to nobody"])
-    wire.post.flush()
+    assert "no message begins with 7072696e" in wire.transport.damaged[0]
+    assert "something else wrote to this descriptor" in wire.transport.damaged[0]
+    wire.transport.send(0, [b"to nobody"])
+    wire.transport.flush()
 
 
 def test_a_worker_that_just_ends_is_not_damaged(wire: Wire) -> None:
     wire.write(joined(b"good"))
     wire.theirs.close()
     assert len(wire.until_gone()) == 2
-    assert wire.post.damaged == {}
+    assert wire.transport.damaged == {}
 
 
 def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
@@ -110,7 +110,7 @@ def test_no_memory_for_a_message_is_the_end_of_that_worker_alone(
     wire = Wire(PipeTransport)
     wire.write(b"anything")
     assert wire.until_gone() == [(0, None)]
-    assert "no memory" in wire.post.damaged[0]
+    assert "no memory" in wire.transport.damaged[0]
     wire.close()
 
 
@@ -121,7 +121,7 @@ def test_any_bytes_end_a_worker_and_leave_nothing(data: bytes) -> None:
     try:
         wire.write(data)
         assert wire.until_gone() == [(0, None)]
-        assert wire.post.damaged[0]
+        assert wire.transport.damaged[0]
     finally:
         wire.close()
 
@@ -143,14 +143,14 @@ def test_descriptors_that_came_with_damage_are_closed() -> None:
 @pytest.mark.parametrize("kind", [SocketEndpoint, PipeEndpoint])
 def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> None:
     ours, theirs = Pipe()
-    channel = kind(theirs)
+    endpoint = kind(theirs)
     if kind is SocketEndpoint:
         os.write(ours.fileno(), b"sixteen bytes and more")
     else:
         ours.send_bytes(b"sixteen bytes and more")
     with pytest.raises(DamagedMessage, match="no message begins with"):
-        channel.get()
-    channel.close()
+        endpoint.get()
+    endpoint.close()
     ours.close()
 
 
@@ -158,7 +158,7 @@ def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> N
 def test_a_wait_of_years_is_a_wait(timeout: float) -> None:
     wire = Wire(SocketTransport)
     wire.write(joined(b"here"))
-    assert len(wire.post.wait(timeout)) == 1
+    assert len(wire.transport.wait(timeout)) == 1
     wire.close()
 
 
@@ -375,15 +375,15 @@ def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
     with Driven(Fork(), abs) as driven:
         assert driven.call(-3) == 3
         crew = driven.raw
-        wait = crew._post.wait
+        wait = crew.transport.wait
 
         def damaged(timeout: float | None) -> Any:
             monkeypatch.undo()
             garbage = memoryview(b"no event at all")
             return [(0, Frame([garbage], [os.dup(0), os.dup(0)])) for _ in range(2)]
 
-        monkeypatch.setattr(crew._post, "wait", damaged)
+        monkeypatch.setattr(crew.transport, "wait", damaged)
         [event] = crew.wait(0)
         assert isinstance(event, Exited)
         assert "sent what can't be read" in str(event.cause)
-        assert crew._post.wait == wait
+        assert crew.transport.wait == wait

@@ -213,23 +213,23 @@ def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -
 def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input() -> None:
     """What is unread when a socket is closed makes the other side's next read an error."""
     ours, theirs = multiprocessing.Pipe(duplex=True)
-    channel = SocketEndpoint(theirs)
+    endpoint = SocketEndpoint(theirs)
     try:
-        channel.send([b"a result that nobody reads"])
+        endpoint.send([b"a result that nobody reads"])
         ours.close()
         with pytest.raises(EOFError):
-            channel.get()
+            endpoint.get()
     finally:
-        channel.close()
+        endpoint.close()
 
 
 def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
     """Its writer thread may still be at a large frame; a traceback of it would be noise."""
     ours, theirs = multiprocessing.Pipe(duplex=True)
-    channel = SocketEndpoint(theirs)
-    channel.close()
+    endpoint = SocketEndpoint(theirs)
+    endpoint.close()
     with pytest.raises(EOFError):
-        channel.send([b"late"])
+        endpoint.send([b"late"])
     ours.close()
 
 
@@ -237,7 +237,7 @@ def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=True)
-    channel, other = SocketEndpoint(theirs), SocketEndpoint(ours)
+    endpoint, other = SocketEndpoint(theirs), SocketEndpoint(ours)
     refusals = [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
 
     def send_some(*args: Any) -> bool:
@@ -248,11 +248,11 @@ def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
     send = socket_transport.send_some
     monkeypatch.setattr(socket_transport, "send_some", send_some)
     monkeypatch.setattr(socket_transport, "_PAUSE", 0)
-    channel.send([b"a slot"], [0])
+    endpoint.send([b"a slot"], [0])
     frame = other.get()
     assert bytes(frame.parts[0]) == b"a slot"
     os.close(*frame.fds)
-    channel.close()
+    endpoint.close()
     other.close()
 
 
@@ -267,8 +267,8 @@ def test_a_worker_that_can_not_write_a_large_result_ends_and_is_named(
             raise OSError(errno.ENOBUFS, "no room")
         put(self, parts, fds)
 
-    put = child._Desk._put
-    monkeypatch.setattr(child._Desk, "_put", refuse)
+    put = child._WorkerConnection._put
+    monkeypatch.setattr(child._WorkerConnection, "_put", refuse)
     with pytest.raises(WorkerDied, match="exited with code 1"):
         list(load(Samples(lambda index: os.urandom(100_000)), "fork", timeout=30))
 

@@ -52,11 +52,12 @@ def test_hundreds_of_results_arrive_as_they_were_made(one: Backend, other: Backe
     numbers, workers = range(200 if forks else 100), 2 if forks else 1  # loky's take their time
     with Driven(one, make, workers=workers) as a, Driven(other, digest, workers=workers) as b:
         assert through(a, b, numbers) == [digest(make(number)) for number in numbers]
-        for lane in a.raw._lanes:  # 4 under way at A, 4 at B, of 3 sizes, and a shared one each
-            assert len(lane.results.seen) <= 24
-        for lane in b.raw._lanes:
-            assert lane.sent_on == {}
-            assert sum(map(len, lane._claims.values())) <= 8
+        # 4 under way at A, 4 at B, of 3 sizes, and a shared one each
+        for channel in a.raw.channels:
+            assert len(channel.results.segments) <= 24
+        for channel in b.raw.channels:
+            assert channel.forwarded == {}
+            assert sum(map(len, channel.claims.values())) <= 8
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
@@ -68,7 +69,7 @@ def test_what_is_sent_on_is_the_value_itself(one: Backend, other: Backend) -> No
         os.urandom(10) * 40_000,
         {"a": [full(3), torch.ones(90_000)], "b": np.empty((0, 2))},
         [full(k)[:40_000] for k in range(9)],
-        [np.full(OWN, k, np.uint8) for k in range(60)],  # more slots than one letter tells
+        [np.full(OWN, k, np.uint8) for k in range(60)],  # more slots than one message tells
     ]
     with Driven(one, echo) as a, Driven(other, echo) as b:
         for _ in range(2):
@@ -82,19 +83,19 @@ def test_between_forks_nothing_is_opened_or_copied_here(monkeypatch: pytest.Monk
     with Driven(Fork(), make) as a, Driven(Fork(), digest) as b:
         payloads = [a.payload(a.send(k)) for k in range(6)]
         monkeypatch.setattr("hybridloader.backends.process.result.unpack", None)
-        monkeypatch.setattr("hybridloader.memory.shared_slots.Seen.view", None)
+        monkeypatch.setattr("hybridloader.memory.mapped_segment.MappedSegment.view", None)
         sent = [b.send(payload) for payload in payloads]
         monkeypatch.undo()
         assert [b.payload(seq).open() for seq in sent] == [digest(make(k)) for k in range(6)]
-        assert b.raw._lanes[0]._tasks is None
+        assert b.raw.channels[0].tasks is None
 
 
 def test_from_threads_to_processes_values_go_through_slots() -> None:
     with Driven(Threads(), make) as a, Driven(Fork(), digest) as b:
         found = through(a, b, range(40), send=lambda payload: b.send(payload.open()))
         assert found == [digest(make(k)) for k in range(40)]
-        pool = b.raw._lanes[0]._tasks._pool
-        slots = sum(len(segment.holders) for segment in pool.segments.values())
+        pool = b.raw.channels[0].tasks.pool
+        slots = sum(len(segment.references) for segment in pool.segments.values())
         assert slots <= 24 * 2  # twice: a segment may be as large as all before it
 
 
@@ -219,7 +220,7 @@ def test_a_task_that_fails_gives_the_slots_of_its_input_back() -> None:
             failed = b.result(b.send(a.payload(a.send(k))))
             assert isinstance(failed, Failed)
             del failed
-        assert len(a.raw._lanes[0].results.seen) <= 3
+        assert len(a.raw.channels[0].results.segments) <= 3
 
 
 def test_a_payload_is_opened_discarded_or_sent_on_and_then_no_more() -> None:
@@ -250,5 +251,5 @@ def test_slots_of_sizes_no_longer_used_leave_the_second_worker_too(tmp_path: Any
     with Driven(Fork(), sized) as a, Driven(Fork(), mapped) as b:
         assert max(through(a, b, range(40), ahead=1)) > inherited + 20
         assert through(a, b, range(40, 160), ahead=1)[-1] <= inherited + 4
-        lane = b.raw._lanes[0]
-        assert len(lane._known) == len(a.raw._lanes[0].results.seen)
+        channel = b.raw.channels[0]
+        assert len(channel.known) == len(a.raw.channels[0].results.segments)

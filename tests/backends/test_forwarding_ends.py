@@ -52,7 +52,7 @@ def test_a_second_worker_that_dies_gives_all_back_and_the_rest_can_be_sent_to_an
         b.call(full(0), 1)
         for k in range(20):
             a.payload(a.send(k)).discard()
-        assert len(a.raw._lanes[0].results.seen) <= 9
+        assert len(a.raw.channels[0].results.segments) <= 9
 
 
 @pytest.mark.usefixtures("_one_slot_in_each_mapping")
@@ -82,8 +82,8 @@ def test_when_the_second_crew_ends_the_first_has_its_slots_again(how: str, tmp_p
                     b.raw.send(0, Task(99, payload))  # to nobody, who lets go of it
             b.raw.send(0, Task(100, late))
             assert slots_in_use(a) == 0
-        assert len(a.raw._lanes[0].results.seen) <= 6
-        assert all(seen.knowers == set() for seen in a.raw._lanes[0].results.seen.values())
+        assert len(a.raw.channels[0].results.segments) <= 6
+        assert all(seen.listeners == set() for seen in a.raw.channels[0].results.segments.values())
 
 
 def test_when_the_first_crew_ends_the_second_keeps_what_it_has_and_gets_the_rest(
@@ -107,7 +107,7 @@ def test_when_the_first_crew_ends_the_second_keeps_what_it_has_and_gets_the_rest
             sent += [b.send(payload) for payload in late]
             gate.open()
             assert [b.payload(seq).open() for seq in sent] == [(k, k) for k in range(6)]
-        assert len(b.raw._lanes[0]._known) <= 6
+        assert len(b.raw.channels[0].known) <= 6
 
 
 def test_crews_that_are_driven_by_two_threads_may_end_in_any_order() -> None:
@@ -165,4 +165,4 @@ def test_a_worker_is_given_the_descriptor_of_a_slot_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(descriptors.KeptDescriptor, "duplicate", counting)
     with Driven(Fork(), full) as a, Driven(Fork(), one_value, workers=2) as b:
         through(a, b, range(60))
-        assert 0 < len(given) <= 2 * len(a.raw._lanes[0].results.seen)
+        assert 0 < len(given) <= 2 * len(a.raw.channels[0].results.segments)

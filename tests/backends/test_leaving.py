@@ -85,7 +85,7 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
 
 def test_waking_a_closed_crew_writes_to_nobody() -> None:
     with Driven(Fork(), echo) as crew:
-        ours = crew.raw._post._alarm_r, crew.raw._post._alarm_w
+        ours = crew.raw.transport._alarm_r, crew.raw.transport._alarm_w
     pipes: list[tuple[int, int]] = []
     try:
         while not {fd for pipe in pipes for fd in pipe} >= set(ours):

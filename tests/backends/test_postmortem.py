@@ -21,12 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridloader.backends.fork import Fork
-from hybridloader.backends.process import postmortem as board_module
-from hybridloader.backends.process import stack_dump
+from hybridloader.backends.process import postmortem, stack_dump
 from hybridloader.backends.process.postmortem import (
     PostmortemContext,
     PostmortemRecord,
-    WorkerSide,
+    PostmortemWriter,
     free_signal,
     ours,
 )
@@ -43,7 +42,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals
 
 
 @pytest.fixture
-def board() -> Iterator[PostmortemRecord]:
+def record() -> Iterator[PostmortemRecord]:
     made = PostmortemRecord.make()
     assert made is not None
     yield made
@@ -51,9 +50,9 @@ def board() -> Iterator[PostmortemRecord]:
 
 
 class Child:
-    """A forked process with the worker's side of a board, and a line each way."""
+    """A forked process with the worker's side of a record, and a line each way."""
 
-    def __init__(self, board: PostmortemRecord, body: Callable[[Child], Any]) -> None:
+    def __init__(self, record: PostmortemRecord, body: Callable[[Child], Any]) -> None:
         self.here, there = os.pipe(), os.pipe()
         self.told, self.tell = there[0], self.here[1]
         self.read_end, self.write_end = self.here[0], there[1]
@@ -66,7 +65,7 @@ class Child:
                 os.close(self.write_end)
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, 2)  # what dying processes have to say
-                side = WorkerSide.open(board.fd)
+                side = PostmortemWriter.open(record.fd)
                 assert side is not None
                 self.side = side
                 body(self)
@@ -97,8 +96,8 @@ class Child:
 
 
 @contextmanager
-def child(board: PostmortemRecord, body: Callable[[Child], Any]) -> Iterator[Child]:
-    made = Child(board, body)
+def child(record: PostmortemRecord, body: Callable[[Child], Any]) -> Iterator[Child]:
+    made = Child(record, body)
     ended = False
     try:
         yield made
@@ -113,11 +112,11 @@ def child(board: PostmortemRecord, body: Callable[[Child], Any]) -> Iterator[Chi
 # -- numbers -----------------------------------------------------------------------------------------
 
 
-def test_a_new_board_knows_nothing(board: PostmortemRecord) -> None:
-    assert (board.at, board.task, board.crash()) == (None, None, "")
+def test_a_new_record_knows_nothing(record: PostmortemRecord) -> None:
+    assert (record.at, record.task, record.crash()) == (None, None, "")
 
 
-def test_what_the_worker_was_at_outlives_it(board: PostmortemRecord) -> None:
+def test_what_the_worker_was_at_outlives_it(record: PostmortemRecord) -> None:
     def body(me: Child) -> None:
         me.side.begin(7)
         flag = me.side.context()
@@ -125,11 +124,11 @@ def test_what_the_worker_was_at_outlives_it(board: PostmortemRecord) -> None:
         flag.at = 3
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert Child(board, body).end() == -signal.SIGKILL
-    assert (board.task, board.at) == (7, 3)
+    assert Child(record, body).end() == -signal.SIGKILL
+    assert (record.task, record.at) == (7, 3)
 
 
-def test_a_task_begins_without_a_sample_and_ends_without_either(board: PostmortemRecord) -> None:
+def test_a_task_begins_without_a_sample_and_ends_without_either(record: PostmortemRecord) -> None:
     seen: list[tuple[int | None, int | None]] = []
 
     def body(me: Child) -> None:
@@ -144,10 +143,10 @@ def test_a_task_begins_without_a_sample_and_ends_without_either(board: Postmorte
             step()
             me.stuck()
 
-    with child(board, body) as one:
+    with child(record, body) as one:
         for _ in range(4):
             one.hear()
-            seen.append((board.task, board.at))
+            seen.append((record.task, record.at))
             one.let_go()
     assert seen == [(0, None), (0, 5), (None, 5), (1, None)]
 
@@ -162,35 +161,40 @@ def test_the_flag_is_one_that_fetchers_know_and_starts_at_no_sample() -> None:
     assert (flag.at, cell.value) == (4, 4)
 
 
-def test_closing_twice_is_closing_once_and_nothing_is_known_after(board: PostmortemRecord) -> None:
-    fd = board.fd
+def test_closing_twice_is_closing_once_and_nothing_is_known_after(record: PostmortemRecord) -> None:
+    fd = record.fd
     assert fd in ours
-    board.close()
+    record.close()
     other = os.dup(0)  # has the number now, most likely; a second close would take it away
-    board.close()
+    record.close()
     os.fstat(other)
     os.close(other)
     assert fd not in ours
-    assert (board.at, board.task, board.crash(), board.stack(os.getpid())) == (None, None, "", "")
-    assert board.why_none
+    assert (record.at, record.task, record.crash(), record.stack(os.getpid())) == (
+        None,
+        None,
+        "",
+        "",
+    )
+    assert record.why_none
 
 
-def test_there_is_no_board_where_no_file_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_record_where_no_file_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(board_module, "_nameless_file", refuse)
+    monkeypatch.setattr(postmortem, "_nameless_file", refuse)
     assert PostmortemRecord.make() is None
     monkeypatch.undo()
     monkeypatch.delattr(faulthandler, "register")
     assert PostmortemRecord.make() is None
 
 
-def test_a_descriptor_that_is_no_board_leaves_the_worker_without(board: PostmortemRecord) -> None:
-    assert WorkerSide.open(10_000_000) is None
+def test_a_descriptor_that_is_no_record_leaves_the_worker_without(record: PostmortemRecord) -> None:
+    assert PostmortemWriter.open(10_000_000) is None
     read, write = os.pipe()
     was = faulthandler.is_enabled()
-    assert WorkerSide.open(read) is None  # can't be mapped
+    assert PostmortemWriter.open(read) is None  # can't be mapped
     assert faulthandler.is_enabled() == was
     with pytest.raises(OSError):  # and was closed
         os.fstat(read)
@@ -238,43 +242,43 @@ def _raise_signal(signum: int) -> Callable[[], None]:
     ],
 )
 def test_a_crash_leaves_its_python_stack_and_its_signal(
-    board: PostmortemRecord, die: Callable[[], None], signum: int
+    record: PostmortemRecord, die: Callable[[], None], signum: int
 ) -> None:
     def the_users_sample(me: Child) -> None:
         die()
 
-    assert Child(board, lambda me: the_users_sample(me)).end() == -signum
-    text = board.crash()
+    assert Child(record, lambda me: the_users_sample(me)).end() == -signum
+    text = record.crash()
     assert text.startswith("Fatal Python error: ")
     assert "The thread that crashed" in text
     assert "in the_users_sample" in text
     assert "Extension modules" not in text
 
 
-def test_a_death_without_a_crash_leaves_no_stack(board: PostmortemRecord) -> None:
-    assert Child(board, lambda me: os.kill(os.getpid(), signal.SIGKILL)).end() == -signal.SIGKILL
-    assert board.crash() == ""
+def test_a_death_without_a_crash_leaves_no_stack(record: PostmortemRecord) -> None:
+    assert Child(record, lambda me: os.kill(os.getpid(), signal.SIGKILL)).end() == -signal.SIGKILL
+    assert record.crash() == ""
 
 
 def test_a_stack_that_was_asked_for_is_no_crash_and_a_crash_after_it_is_told(
-    board: PostmortemRecord,
+    record: PostmortemRecord,
 ) -> None:
     def body(me: Child) -> None:
         me.stuck()
         _crash_in_native_code()
 
-    one = Child(board, body)
+    one = Child(record, body)
     one.hear()
-    assert "in stuck" in board.stack(one.pid, PATIENCE)
-    assert board.crash() == ""
+    assert "in stuck" in record.stack(one.pid, PATIENCE)
+    assert record.crash() == ""
     one.let_go()
     assert one.end() == -signal.SIGSEGV
-    assert "in _crash_in_native_code" in board.crash()
-    assert "in stuck" not in board.crash()
+    assert "in _crash_in_native_code" in record.crash()
+    assert "in stuck" not in record.crash()
 
 
 def test_a_fork_of_the_worker_that_crashed_is_not_taken_for_the_worker(
-    board: PostmortemRecord,
+    record: PostmortemRecord,
 ) -> None:
     def grandchild() -> None:
         os.abort()
@@ -286,58 +290,58 @@ def test_a_fork_of_the_worker_that_crashed_is_not_taken_for_the_worker(
         os.waitpid(pid, 0)
         _crash_in_native_code()
 
-    assert Child(board, body).end() == -signal.SIGSEGV
-    assert "in _crash_in_native_code" in board.crash()
-    assert "in grandchild" not in board.crash()
+    assert Child(record, body).end() == -signal.SIGSEGV
+    assert "in _crash_in_native_code" in record.crash()
+    assert "in grandchild" not in record.crash()
 
 
-def test_the_users_own_faulthandler_wins(board: PostmortemRecord, tmp_path: Path) -> None:
+def test_the_users_own_faulthandler_wins(record: PostmortemRecord, tmp_path: Path) -> None:
     own = tmp_path / "own"
 
     def body(me: Child) -> None:
         faulthandler.enable(own.open("w"))
         _crash_in_native_code()
 
-    assert Child(board, body).end() == -signal.SIGSEGV
-    assert board.crash() == ""
+    assert Child(record, body).end() == -signal.SIGSEGV
+    assert record.crash() == ""
     assert "in _crash_in_native_code" in own.read_text()
 
 
 # -- a stack that is asked for -----------------------------------------------------------------------
 
 
-def test_a_worker_that_waits_for_ever_tells_where_and_goes_on(board: PostmortemRecord) -> None:
+def test_a_worker_that_waits_for_ever_tells_where_and_goes_on(record: PostmortemRecord) -> None:
     def the_users_sample(me: Child) -> None:
         me.stuck()
 
-    with child(board, the_users_sample) as one:
+    with child(record, the_users_sample) as one:
         one.hear()
         for _ in range(3):
-            text = board.stack(one.pid, PATIENCE)
+            text = record.stack(one.pid, PATIENCE)
             assert text.startswith("The thread that does the tasks")
             assert text.count("in the_users_sample") == 1
-            assert board.why_none == ""
+            assert record.why_none == ""
         one.let_go()
 
 
-def test_a_second_stack_does_not_have_the_first(board: PostmortemRecord) -> None:
+def test_a_second_stack_does_not_have_the_first(record: PostmortemRecord) -> None:
     def first(me: Child) -> None:
         me.stuck()
 
     def second(me: Child) -> None:
         me.stuck()
 
-    with child(board, lambda me: (first(me), second(me))) as one:
+    with child(record, lambda me: (first(me), second(me))) as one:
         for name, other in (("first", "second"), ("second", "first")):
             one.hear()
-            text = board.stack(one.pid, PATIENCE)
+            text = record.stack(one.pid, PATIENCE)
             assert f"in {name}" in text
             assert f"in {other}" not in text
             one.let_go()
 
 
 def test_native_code_that_holds_the_gil_does_not_keep_its_stack_back(
-    board: PostmortemRecord,
+    record: PostmortemRecord,
 ) -> None:
     def the_users_sample(me: Child) -> None:
         buffer = ctypes.create_string_buffer(1)
@@ -348,85 +352,85 @@ def test_native_code_that_holds_the_gil_does_not_keep_its_stack_back(
     def holds_the_gil(native: Any, fd: int, buffer: Any) -> None:
         native.read(fd, buffer, 1)  # begun anew after the signal: the worker is not disturbed
 
-    with child(board, the_users_sample) as one:
+    with child(record, the_users_sample) as one:
         one.hear()
-        while "in holds_the_gil" not in (text := board.stack(one.pid, PATIENCE)):
+        while "in holds_the_gil" not in (text := record.stack(one.pid, PATIENCE)):
             assert "in the_users_sample" in text  # it is about to call it
         one.let_go()
 
 
-def test_a_loop_without_end_tells_where(board: PostmortemRecord) -> None:
+def test_a_loop_without_end_tells_where(record: PostmortemRecord) -> None:
     def the_users_sample(me: Child) -> None:
         os.write(me.tell, b"!")
         while True:
             pass
 
-    one = Child(board, the_users_sample)
+    one = Child(record, the_users_sample)
     one.hear()
     try:
-        assert "in the_users_sample" in board.stack(one.pid, PATIENCE)
+        assert "in the_users_sample" in record.stack(one.pid, PATIENCE)
     finally:
         os.kill(one.pid, signal.SIGKILL)
         assert one.end() == -signal.SIGKILL
 
 
 @linux
-def test_a_stopped_worker_is_told_and_not_signalled(board: PostmortemRecord) -> None:
+def test_a_stopped_worker_is_told_and_not_signalled(record: PostmortemRecord) -> None:
     def body(me: Child) -> None:
         me.stuck()
 
-    with child(board, body) as one:
+    with child(record, body) as one:
         one.hear()
         os.kill(one.pid, signal.SIGSTOP)
         os.waitpid(one.pid, os.WUNTRACED)
-        assert board.stack(one.pid, PATIENCE) == ""
-        assert "stopped" in board.why_none
-        assert "SIGCONT" in board.why_none
+        assert record.stack(one.pid, PATIENCE) == ""
+        assert "stopped" in record.why_none
+        assert "SIGCONT" in record.why_none
         os.kill(one.pid, signal.SIGCONT)
         os.waitpid(one.pid, os.WCONTINUED)
-        assert "in stuck" in board.stack(one.pid, PATIENCE)
-        assert board.why_none == ""
+        assert "in stuck" in record.stack(one.pid, PATIENCE)
+        assert record.why_none == ""
         one.let_go()
 
 
 @linux
-def test_a_worker_that_has_ended_is_told(board: PostmortemRecord) -> None:
-    one = Child(board, lambda me: None)
+def test_a_worker_that_has_ended_is_told(record: PostmortemRecord) -> None:
+    one = Child(record, lambda me: None)
     os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
-    assert board.stack(one.pid, PATIENCE) == ""
-    assert "ended" in board.why_none
+    assert record.stack(one.pid, PATIENCE) == ""
+    assert "ended" in record.why_none
     assert one.end() == 0
-    assert board.stack(one.pid, PATIENCE) == ""
-    assert "ended" in board.why_none
+    assert record.stack(one.pid, PATIENCE) == ""
+    assert "ended" in record.why_none
 
 
 @linux
-def test_a_worker_that_blocks_the_signal_is_told_to(board: PostmortemRecord) -> None:
+def test_a_worker_that_blocks_the_signal_is_told_to(record: PostmortemRecord) -> None:
     def body(me: Child) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         me.stuck()
 
-    with child(board, body) as one:
+    with child(record, body) as one:
         one.hear()
-        assert board.stack(one.pid, 0.05) == ""
-        assert "blocked" in board.why_none
+        assert record.stack(one.pid, 0.05) == ""
+        assert "blocked" in record.why_none
         one.let_go()
 
 
-def test_only_the_process_whose_board_it_is_gets_the_signal(board: PostmortemRecord) -> None:
+def test_only_the_process_whose_record_it_is_gets_the_signal(record: PostmortemRecord) -> None:
     sent: list[tuple[int, int]] = []
-    board._kill = lambda *what: sent.append(what)
-    assert board.stack(os.getpid(), PATIENCE) == ""  # nobody has registered
-    assert "not yet" in board.why_none
-    with child(board, lambda me: me.stuck()) as one:
+    record._kill = lambda *what: sent.append(what)
+    assert record.stack(os.getpid(), PATIENCE) == ""  # nobody has registered
+    assert "not yet" in record.why_none
+    with child(record, lambda me: me.stuck()) as one:
         one.hear()
-        assert board.stack(os.getpid(), PATIENCE) == ""
-        assert "not yet" in board.why_none
+        assert record.stack(os.getpid(), PATIENCE) == ""
+        assert "not yet" in record.why_none
         one.let_go()
     assert sent == []
 
 
-def test_threads_of_the_users_are_told_and_ours_are_not(board: PostmortemRecord) -> None:
+def test_threads_of_the_users_are_told_and_ours_are_not(record: PostmortemRecord) -> None:
     from hybridloader.backends.process.parent_watch import ParentWatch
 
     class Channel:
@@ -450,9 +454,9 @@ def test_threads_of_the_users_are_told_and_ours_are_not(board: PostmortemRecord)
         done.set()
         thread.join()
 
-    with child(board, body) as one:
+    with child(record, body) as one:
         one.hear()
-        text = board.stack(one.pid, PATIENCE)
+        text = record.stack(one.pid, PATIENCE)
         assert text.startswith("The thread that does the tasks")
         assert text.index("in stuck") < text.index("Another thread")
         assert "in the_users_thread" in text
@@ -461,7 +465,7 @@ def test_threads_of_the_users_are_told_and_ours_are_not(board: PostmortemRecord)
         one.let_go()
 
 
-def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: PostmortemRecord) -> None:
+def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(record: PostmortemRecord) -> None:
     from hybridloader.backends.process.parent_watch import ParentWatch
 
     class Channel:
@@ -479,18 +483,18 @@ def test_a_flag_that_is_up_stays_up_when_another_takes_its_place(board: Postmort
         life.change(flags[1])
         assert flags[1].cancelled
 
-    assert Child(board, body).end() == 0
+    assert Child(record, body).end() == 0
 
 
 FRESH = """
     import os, sys
-    from hybridloader.backends.process.postmortem import WorkerSide
+    from hybridloader.backends.process.postmortem import PostmortemWriter
 
     def the_users_sample():
         print("!", flush=True)
         sys.stdin.read(1)
 
-    side = WorkerSide.open(int(sys.argv[1]))
+    side = PostmortemWriter.open(int(sys.argv[1]))
     assert not os.get_inheritable(side.fd)
     side.begin(4)
     the_users_sample()
@@ -498,16 +502,16 @@ FRESH = """
 """
 
 
-def test_a_fresh_process_with_a_duplicate_does_the_same(board: PostmortemRecord) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(FRESH), str(board.fd)]
+def test_a_fresh_process_with_a_duplicate_does_the_same(record: PostmortemRecord) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(FRESH), str(record.fd)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(board.fd,)
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(record.fd,)
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.read(1) == "!"
-        assert "in the_users_sample" in board.stack(process.pid, PATIENCE)
-        assert board.task == 4
+        assert "in the_users_sample" in record.stack(process.pid, PATIENCE)
+        assert record.task == 4
         assert process.communicate("!")[0].strip() == "[]"
     assert process.returncode == 0
 
@@ -516,62 +520,62 @@ def test_a_fresh_process_with_a_duplicate_does_the_same(board: PostmortemRecord)
 
 
 @linux
-def test_the_signal_is_one_that_nobody_uses(board: PostmortemRecord) -> None:
+def test_the_signal_is_one_that_nobody_uses(record: PostmortemRecord) -> None:
     def handlers() -> list[Any]:
         return [signal.getsignal(n) for n in sorted(signal.valid_signals())]
 
     def body(me: Child) -> None:
         first = signal.SIGRTMIN + 4
-        assert board._numbers()[0] == first
+        assert record._numbers()[0] == first
         assert free_signal() == first + 1  # as faulthandler has taken the first
         signal.signal(first + 1, lambda *_: None)
         signal.signal(first + 2, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {first + 3})
         before = handlers()
         assert free_signal() == first + 4
-        again = WorkerSide.open(os.dup(board.fd))
+        again = PostmortemWriter.open(os.dup(record.fd))
         assert again is not None
-        assert board._numbers()[0] == first + 4
+        assert record._numbers()[0] == first + 4
         assert handlers() == before
         for signum in range(first + 5, signal.SIGRTMAX + 1):
             signal.signal(signum, lambda *_: None)
         assert free_signal() is None
 
-    assert Child(board, body).end() == 0
+    assert Child(record, body).end() == 0
 
 
 def test_without_proc_pythons_own_handlers_are_heeded(
-    board: PostmortemRecord, monkeypatch: pytest.MonkeyPatch
+    record: PostmortemRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board_module, "_status_of", lambda pid: None)
+    monkeypatch.setattr(postmortem, "_status_of", lambda pid: None)
 
     def body(me: Child) -> None:
-        first = board._numbers()[0]
+        first = record._numbers()[0]
         assert first > 0
         signal.signal(first, lambda *_: None)
         signal.signal(first + 1, signal.SIG_IGN)
         assert free_signal() == first + 2
 
-    assert Child(board, body).end() == 0
+    assert Child(record, body).end() == 0
 
 
 def test_where_no_signal_is_free_the_rest_works(
-    board: PostmortemRecord, monkeypatch: pytest.MonkeyPatch
+    record: PostmortemRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board_module, "free_signal", lambda: None)
+    monkeypatch.setattr(postmortem, "free_signal", lambda: None)
 
     def body(me: Child) -> None:
         me.side.begin(1)
         me.stuck()
         _crash_in_native_code()
 
-    one = Child(board, body)
+    one = Child(record, body)
     one.hear()
-    assert (board.task, board.stack(one.pid, PATIENCE)) == (1, "")
-    assert board.why_none
+    assert (record.task, record.stack(one.pid, PATIENCE)) == (1, "")
+    assert record.why_none
     one.let_go()
     assert one.end() == -signal.SIGSEGV
-    assert "in _crash_in_native_code" in board.crash()
+    assert "in _crash_in_native_code" in record.crash()
 
 
 # -- the parent's patience, on a clock of its own ----------------------------------------------------
@@ -587,8 +591,8 @@ class Kernel:
         self._due: list[tuple[float, str]] = []
         made = PostmortemRecord.make()
         assert made is not None
-        numbers = board_module._NUMBERS.pack(38, 99, 1, -1, -1)
-        self.board = PostmortemRecord(
+        numbers = postmortem._NUMBERS.pack(38, 99, 1, -1, -1)
+        self.record = PostmortemRecord(
             _with_numbers(made, numbers),
             clock=lambda: self.now,
             sleep=self._sleep,
@@ -607,7 +611,7 @@ class Kernel:
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
         while self._due and self._due[0][0] <= self.now:
-            os.write(self.board.fd, self._due.pop(0)[1].encode())
+            os.write(self.record.fd, self._due.pop(0)[1].encode())
 
     def _status(self) -> dict[str, str]:
         handling = self._due and self.now > 0
@@ -634,37 +638,37 @@ def _with_numbers(made: PostmortemRecord, numbers: bytes) -> int:
 def test_a_dump_is_read_whole_however_slowly_it_comes(pieces: list[tuple[float, str]]) -> None:
     heading = "Thread 0x0001 (most recent call first):\n  "
     kernel = Kernel([(0.0, heading), *pieces])
-    text = kernel.board.stack(99, 2.0)
+    text = kernel.record.stack(99, 2.0)
     expected = (heading + "".join(text for _, text in pieces)).splitlines()[1:]
     assert text.splitlines()[1:] == [line for line in expected if line.strip()]
     assert kernel.now <= sum(gap for gap, _ in pieces) + 0.05
-    kernel.board.close()
+    kernel.record.close()
 
 
 def test_patience_ends() -> None:
     kernel = Kernel([], state="D (disk sleep)")
-    assert kernel.board.stack(99, 0.5) == ""
+    assert kernel.record.stack(99, 0.5) == ""
     assert 0.5 <= kernel.now < 0.52
-    assert "uninterruptible" in kernel.board.why_none
+    assert "uninterruptible" in kernel.record.why_none
     assert kernel.sent == [38]
-    kernel.board.close()
+    kernel.record.close()
 
 
 @pytest.mark.parametrize("state", ["T (stopped)", "t (tracing stop)", "Z (zombie)", "X (dead)"])
 def test_what_can_not_answer_is_neither_asked_nor_waited_for(state: str) -> None:
     kernel = Kernel([], state=state)
-    assert kernel.board.stack(99, 0.5) == ""
+    assert kernel.record.stack(99, 0.5) == ""
     assert (kernel.now, kernel.sent) == (0.0, [])
-    assert f"state {state[0]}" in kernel.board.why_none
-    kernel.board.close()
+    assert f"state {state[0]}" in kernel.record.why_none
+    kernel.record.close()
 
 
 def test_a_worker_that_has_yet_to_answer_is_not_asked_again() -> None:
     kernel = Kernel([(0.0, "x")])
     kernel.pending = True
-    assert kernel.board.stack(99, 0.1) == ""
+    assert kernel.record.stack(99, 0.1) == ""
     assert kernel.sent == []
-    kernel.board.close()
+    kernel.record.close()
 
 
 @pytest.mark.parametrize(
@@ -675,18 +679,18 @@ def test_a_signal_that_can_not_be_sent_is_told(error: OSError, word: str) -> Non
         raise error
 
     kernel = Kernel([])
-    kernel.board._kill = refuse
-    assert kernel.board.stack(99, 0.1) == ""
-    assert word in kernel.board.why_none
-    kernel.board.close()
+    kernel.record._kill = refuse
+    assert kernel.record.stack(99, 0.1) == ""
+    assert word in kernel.record.why_none
+    kernel.record.close()
 
 
 def test_without_proc_it_is_asked_and_believed_when_it_is_silent() -> None:
     kernel = Kernel([(0.01, "Thread 0x1 (most recent call first):\n  frame\n")])
-    kernel.board._status = lambda pid: None
-    assert "frame" in kernel.board.stack(99, 0.5)
+    kernel.record._status = lambda pid: None
+    assert "frame" in kernel.record.stack(99, 0.5)
     assert 0.03 <= kernel.now < 0.06
-    kernel.board.close()
+    kernel.record.close()
 
 
 # -- the text ----------------------------------------------------------------------------------------
@@ -696,7 +700,7 @@ def _frame(path: str, function: str, line: int = 1) -> str:
     return f'  File "{path}", line {line} in {function}'
 
 
-CHILD = str(Path(board_module.__file__).with_name("child.py"))
+CHILD = str(Path(postmortem.__file__).with_name("child.py"))
 
 
 def test_the_loop_and_what_is_around_it_are_left_out() -> None:
@@ -749,11 +753,11 @@ def test_what_is_no_stack_is_cut_to_size(noise: str) -> None:
     assert told.endswith("  frame")
 
 
-def test_a_crash_is_found_behind_many_stacks(board: PostmortemRecord) -> None:
+def test_a_crash_is_found_behind_many_stacks(record: PostmortemRecord) -> None:
     for _ in range(40):
-        os.write(board.fd, b"Thread 0x1 (most recent call first):\n" + b"  x\n" * 2_500)
-    os.write(board.fd, b"Fatal Python error: Aborted\n")
-    assert board.crash() == "Fatal Python error: Aborted"
+        os.write(record.fd, b"Thread 0x1 (most recent call first):\n" + b"  x\n" * 2_500)
+    os.write(record.fd, b"Fatal Python error: Aborted\n")
+    assert record.crash() == "Fatal Python error: Aborted"
 
 
 def test_many_threads_do_not_push_out_the_one_that_matters() -> None:
@@ -923,10 +927,10 @@ def test_a_crew_tells_where_its_worker_hangs(backend: Backend, tmp_path: Path) -
     assert (death.task, death.at) == (3, None)
 
 
-def test_a_board_that_is_closed_while_its_worker_is_asked_says_so() -> None:
+def test_a_record_that_is_closed_while_its_worker_is_asked_says_so() -> None:
     """The stage that is pulled on another thread may end at any point."""
     kernel = Kernel([])
-    made = kernel.board
+    made = kernel.record
     made._sleep = lambda seconds: made.close()
     assert made.stack(99) == ""
     assert "meanwhile" in made.why_none

@@ -147,16 +147,16 @@ def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.Mo
     if flag == "none":
         monkeypatch.setattr(socket_transport, "_CLOSE_ON_EXEC", 0)
     ours, theirs = Pipe()
-    channel = SocketEndpoint(theirs)
+    endpoint = SocketEndpoint(theirs)
     fd = os.dup(1)
     with socket.socket(fileno=os.dup(ours.fileno())) as sender:
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         sender.sendmsg([bytes(piece) for piece in encode([b"one"], [fd])], extra)
-    (arrived,) = channel.get().fds
+    (arrived,) = endpoint.get().fds
     assert not os.get_inheritable(arrived)
     for one in (fd, arrived):
         os.close(one)
-    channel.close()
+    endpoint.close()
     ours.close()
 
 
@@ -202,8 +202,8 @@ def test_such_a_name_would_be_seen() -> None:
 @linux
 @pytest.mark.usefixtures("_any_umask")
 def test_a_named_segment_is_for_this_user_alone() -> None:
-    lanes = [SlotChannel(1 << 20, "named", forks=True) for _ in range(2)]
-    names = [lane.slots[1] for lane in lanes if lane.slots is not None]
+    channels = [SlotChannel(1 << 20, "named", forks=True) for _ in range(2)]
+    names = [channel.slots[1] for channel in channels if channel.slots is not None]
     assert all(re.fullmatch(rf"hl-{os.getpid()}-[0-9a-f]{{8}}-", str(name)) for name in names)
     assert len(set(names)) == 2
     mapping, ticket, _ = segments.make(4096, f"{names[0]}0")
@@ -213,8 +213,8 @@ def test_a_named_segment_is_for_this_user_alone() -> None:
         segments.make(4096, f"{names[0]}0")
     segments.unlink(str(ticket.name))
     del mapping
-    for lane in lanes:
-        lane.close()
+    for channel in channels:
+        channel.close()
 
 
 @linux

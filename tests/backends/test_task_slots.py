@@ -58,7 +58,7 @@ def kinds_of_values() -> list[Any]:
         tensor[0].requires_grad_(),
         [big[:150], {"a": (tensor, "text", None)}, np.empty((0, 7)), torch.empty(0, 3)],
         [rng.random(5000) for _ in range(130)],  # many small: they share a slot
-        [np.full(OWN, k, np.uint8) for k in range(60)],  # more new slots than one letter tells
+        [np.full(OWN, k, np.uint8) for k in range(60)],  # more new slots than one message tells
         rng.bytes(1_000_000),
         bytearray(500_000),
         "ç" * 400_000,
@@ -76,7 +76,7 @@ def _few_slots_may_overflow() -> Any:
 
 
 def writer_of(crew: Driven, worker: int = 0) -> Any:
-    return crew.raw._lanes[worker]._tasks
+    return crew.raw.channels[worker].tasks
 
 
 # -- whole and writable ----------------------------------------------------------------------------
@@ -154,10 +154,12 @@ def test_slots_are_used_again_over_hundreds_of_tasks(backend: Any) -> None:
                 seq, number = under_way.pop(0)
                 assert crew.payload(seq).open() == number * LARGE
         for worker in range(2):
-            segments = writer_of(crew, worker)._pool.segments.values()
-            holders = [count for segment in segments for count in segment.holders]
-            assert 1 <= len(holders) <= 8  # 3 under way, and one for each answer that is read late
-            assert sum(holders) <= 4
+            segments = writer_of(crew, worker).pool.segments.values()
+            references = [count for segment in segments for count in segment.references]
+            assert (
+                1 <= len(references) <= 8
+            )  # 3 under way, and one for each answer that is read late
+            assert sum(references) <= 4
         for seq, number in under_way:
             assert crew.payload(seq).open() == number * LARGE
 
@@ -232,7 +234,7 @@ def test_a_worker_that_keeps_all_gets_all_and_its_parent_warns_once(limit: int) 
         for k in range(30):
             assert crew.call(filled(k)) == k + 1
         crew.raw.wait(0)
-        assert writer_of(crew)._pool.size <= limit // 2
+        assert writer_of(crew).pool.size <= limit // 2
     assert len(caught) == 1
     assert "ordinary memory" in str(caught[0].message)
     assert "Memory(limit=...)" in str(caught[0].message)
@@ -241,7 +243,7 @@ def test_a_worker_that_keeps_all_gets_all_and_its_parent_warns_once(limit: int) 
 def test_tasks_that_outrun_their_worker_pass_the_limit_through_the_stream_and_warn() -> None:
     with Driven(Fork(memory=Memory(limit=4_000_000)), total) as crew:
         sent = [crew.send(filled(k)) for k in range(20)]
-        assert writer_of(crew)._pool.size <= 2_000_000
+        assert writer_of(crew).pool.size <= 2_000_000
         with pytest.warns(UserWarning, match="limit of 2,000,000 bytes"):
             assert crew.payload(sent[0]).open() == 0
         for k, seq in enumerate(sent[1:], 1):
@@ -253,11 +255,11 @@ def test_the_limit_covers_both_ways() -> None:
     with Driven(Fork(memory=Memory(limit=limit)), echo) as crew:
         for k in range(200):
             crew.call(filled(k % 200, 300_000 + 5000 * k))
-        seen = crew.raw._lanes[0].results.seen
+        seen = crew.raw.channels[0].results.segments
         results = sum(one.mapped().size for one in seen.values())
         assert 0 < results <= limit // 2
-        assert 0 < writer_of(crew)._pool.size <= limit // 2
-        assert crew.raw._lanes[0].results.limit == limit // 4
+        assert 0 < writer_of(crew).pool.size <= limit // 2
+        assert crew.raw.channels[0].results.limit == limit // 4
 
 
 # -- what it costs those who need none of it -------------------------------------------------------
@@ -311,8 +313,8 @@ def test_a_task_that_can_not_be_loaded_fails_alone_and_gives_its_slots_back(
             del failed
             assert crew.call(filled(2)) == 2 * LARGE
         if writer_of(crew) is not None:
-            pool = writer_of(crew)._pool
-            slots = sum(len(segment.holders) for segment in pool.segments.values())
+            pool = writer_of(crew).pool
+            slots = sum(len(segment.references) for segment in pool.segments.values())
             assert slots <= 4 * 2  # twice: a segment may be as large as all before it
 
 
@@ -324,7 +326,7 @@ def test_a_task_that_can_not_be_sent_says_so_and_loses_no_slots() -> None:
             )  # its slot is returned with the next task: that which can't be sent
             with pytest.raises(TypeError, match="a task of type"):
                 crew.send([filled(1), (x for x in "abc")])
-        assert len(crew.raw._lanes[0].results.seen) <= 3
+        assert len(crew.raw.channels[0].results.segments) <= 3
 
 
 @pytest.mark.parametrize("backend", [Fork(), Fork(memory=Memory(kind="named"))])
@@ -367,6 +369,6 @@ def test_sizes_that_change_from_task_to_task() -> None:
         for k in range(150):
             size = rng.choice([100, 40_000, OWN - 1, OWN, 700_001, 3_000_000])
             assert crew.call(filled(k % 250, size)) == (k % 250) * size
-        pool = writer_of(crew)._pool
-        slots = sum(len(segment.holders) for segment in pool.segments.values())
+        pool = writer_of(crew).pool
+        slots = sum(len(segment.references) for segment in pool.segments.values())
         assert slots <= 12 * 2  # twice: a segment may be as large as all before it

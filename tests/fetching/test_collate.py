@@ -200,7 +200,7 @@ def test_subclasses_are_collated_into_slots_where_torchs_workers_give_memory(
     with worker_info_set(Info()):  # type: ignore[arg-type]
         found = default_collate(samples)
     assert slots.size >= found.nbytes
-    assert slots._pool.find(found.data_ptr(), found.nbytes) is not None
+    assert slots.pool.find(found.data_ptr(), found.nbytes) is not None
     assert torch.equal(found[3].as_subclass(torch.Tensor), square(3))
 
 

@@ -24,10 +24,10 @@ from support.steps import steps
 
 from hybridloader._support.errors import ResultNotSendable
 from hybridloader.backends.process.codec import (
+    decode_fields,
     decode_message,
     encode_done,
     encode_message,
-    read_letter,
 )
 from hybridloader.backends.process.frames import Decoder, encode
 from hybridloader.engine.messages import Begin, Stop, Task
@@ -81,24 +81,24 @@ def streamed(value: Any) -> Any:
     return unpack(header, [memoryview(bytearray(buffer)) for buffer in buffers])
 
 
-def through_slots(value: Any, lanes: tuple[SlotWriter, SlotReader] | None = None) -> Any:
+def through_slots(value: Any, pair: tuple[SlotWriter, SlotReader] | None = None) -> Any:
     """As the process backend does it: letters, slots, and a stream for the rest."""
-    writer, reader = lanes or (SlotWriter(1 << 30), SlotReader(1 << 30))
+    writer, reader = pair or (SlotWriter(1 << 30), SlotReader(1 << 30))
     writer.release(reader.returned())
     parts, fds = encode_done(7, pack(value), writer)
     carried = [memoryview(bytearray(part)) for part in parts]
-    _, seq, header, _, parcel, *_ = read_letter(carried)
+    _, seq, header, _, slot_map, *_ = decode_fields(carried)
     assert seq == 7
     buffers = carried[1:]
-    if parcel is not None:
-        reader.learn(parcel, list(fds))
-        buffers = reader.buffers(parcel, buffers)
+    if slot_map is not None:
+        reader.learn(slot_map, list(fds))
+        buffers = reader.buffers(slot_map, buffers)
         if not header:
             header = buffers.pop()
     else:
         assert not fds
     found = unpack(header, buffers)
-    if lanes is None:
+    if pair is None:
         writer.close()
     return found
 
@@ -535,14 +535,14 @@ def nests() -> st.SearchStrategy[Any]:
 @settings(deadline=None, max_examples=150)
 @given(st.lists(nests(), min_size=1, max_size=3))
 def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> None:
-    lanes = SlotWriter(8 << 20), SlotReader(4 << 20)
+    pair = SlotWriter(8 << 20), SlotReader(4 << 20)
     kept = []
     for value in values:
         same(value, streamed(value), assert_same)
-        kept.append(through_slots(value, lanes))
+        kept.append(through_slots(value, pair))
         for sent, arrived in zip(values, kept, strict=False):
             same(sent, arrived, assert_same)
-    lanes[0].close()
+    pair[0].close()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -621,15 +621,15 @@ def test_small_buffers_stay_in_the_header(make: Any, size: int, apart: bool) -> 
 
 @pytest.mark.parametrize("own", [IN_BAND, OWN], ids=["shared slot", "own slot"])
 def test_who_keeps_the_labels_does_not_keep_the_images(own: int) -> None:
-    lanes = SlotWriter(1 << 30), SlotReader(1 << 30)
-    batch = through_slots((torch.zeros(own, dtype=torch.uint8), torch.arange(64)), lanes)
+    pair = SlotWriter(1 << 30), SlotReader(1 << 30)
+    batch = through_slots((torch.zeros(own, dtype=torch.uint8), torch.arange(64)), pair)
     labels = batch[1]
-    assert lanes[1].returned() == []  # the images live
+    assert pair[1].returned() == []  # the images live
     del batch
     gc.collect()
-    assert len(lanes[1].returned()) == 1
+    assert len(pair[1].returned()) == 1
     assert torch.equal(labels, torch.arange(64))
-    lanes[0].close()
+    pair[0].close()
 
 
 # -- the pickler that is kept ----------------------------------------------------------------------
@@ -684,7 +684,7 @@ def test_classes_that_are_made_on_the_way_are_not_kept_for_ever() -> None:
     assert first() is None
 
 
-# -- frames and letters ----------------------------------------------------------------------------
+# -- frames ----------------------------------------------------------------------------
 
 
 @given(st.lists(st.lists(st.binary(max_size=200), max_size=4), min_size=1, max_size=5), st.data())

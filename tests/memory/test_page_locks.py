@@ -38,11 +38,11 @@ class Shared:
 
     def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:
         self.writer.release(self.reader.returned())
-        parcel, fds = self.writer.write([memoryview(bytes([value]) * size)])
-        self.reader.learn(parcel, fds)
-        if parcel.spans == (None,):
+        slot_map, fds = self.writer.write([memoryview(bytes([value]) * size)])
+        self.reader.learn(slot_map, fds)
+        if slot_map.spans == (None,):
             return None
-        [buffer] = self.reader.buffers(parcel, [])
+        [buffer] = self.reader.buffers(slot_map, [])
         return tensor_over(buffer, torch.uint8, (size,))
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ def locks(device: FakeAccelerator) -> Iterator[PageLocks]:
 
 
 @pytest.fixture(params=[Private, Shared])
-def lane(request: pytest.FixtureRequest, locks: PageLocks) -> Any:
+def memory(request: pytest.FixtureRequest, locks: PageLocks) -> Any:
     return request.param(locks)
 
 
@@ -73,25 +73,25 @@ def lane(request: pytest.FixtureRequest, locks: PageLocks) -> Any:
 
 
 def test_a_slot_is_used_again_after_the_device_has_read_it_and_not_before(
-    lane: Any, device: FakeAccelerator
+    memory: Any, device: FakeAccelerator
 ) -> None:
-    batch = lane.batch(1)
+    batch = memory.batch(1)
     first = address(batch)
     copy = device.move(batch)
     del batch
-    second = address(lane.batch(2))
+    second = address(memory.batch(2))
     assert second != first
     device.run()
     assert (copy == 1).all()
-    assert {address(lane.batch(k)) for k in (3, 4)} == {first, second}
+    assert {address(memory.batch(k)) for k in (3, 4)} == {first, second}
     assert len(device.locked) == 2
 
 
-def test_pages_are_locked_once_and_counted(lane: Any, device: FakeAccelerator) -> None:
-    locks = lane.slots.locks if isinstance(lane, Private) else lane.reader._locks
+def test_pages_are_locked_once_and_counted(memory: Any, device: FakeAccelerator) -> None:
+    locks = memory.slots.locks if isinstance(memory, Private) else memory.reader._locks
     assert device.locked == {}
     for k in range(5):
-        batch = lane.batch(k)
+        batch = memory.batch(k)
         assert device.is_pinned(batch)
         assert list(device.locked.values()) == [locks.size]
         assert locks.size >= OWN
@@ -100,43 +100,43 @@ def test_pages_are_locked_once_and_counted(lane: Any, device: FakeAccelerator) -
 
 
 def test_what_the_user_copies_on_a_stream_of_its_own_is_waited_for_if_it_is_dropped_there(
-    lane: Any, device: FakeAccelerator
+    memory: Any, device: FakeAccelerator
 ) -> None:
     side = device.side_stream()
-    batch = lane.batch(1)
+    batch = memory.batch(1)
     first = address(batch)
     with device.on(side):
         copy = device.move(batch)
         del batch
     device.run(device.default)
-    assert address(lane.batch(2)) != first
+    assert address(memory.batch(2)) != first
     device.run(side)
     assert (copy == 1).all()
 
 
 def test_or_after_the_current_stream_was_told_to_wait_for_it(
-    lane: Any, device: FakeAccelerator
+    memory: Any, device: FakeAccelerator
 ) -> None:
     side = device.side_stream()
-    batch = lane.batch(1)
+    batch = memory.batch(1)
     with device.on(side):
         copy = device.move(batch)
     device.hold_up(device.default, device.mark(side))
     first = address(batch)
     del batch
     device.run(device.default)
-    assert address(lane.batch(2)) != first
+    assert address(memory.batch(2)) != first
     device.run()
     assert (copy == 1).all()
 
 
 def test_whoever_drops_the_last_view_the_consumers_stream_is_waited_for(
-    lane: Any, device: FakeAccelerator, locks: PageLocks
+    memory: Any, device: FakeAccelerator, locks: PageLocks
 ) -> None:
     """A collection may run on any thread, the streams of which know nothing of the batch."""
     training = device.side_stream()
     locks.wait_for(training)
-    batch = lane.batch(1)
+    batch = memory.batch(1)
     first = address(batch)
     with device.on(training):
         copy = device.move(batch)
@@ -147,7 +147,7 @@ def test_whoever_drops_the_last_view_the_consumers_stream_is_waited_for(
     thread.start()
     thread.join()
     device.run(device.default)
-    assert address(lane.batch(2)) != first
+    assert address(memory.batch(2)) != first
     device.run()
     assert (copy == 1).all()
 
@@ -155,25 +155,25 @@ def test_whoever_drops_the_last_view_the_consumers_stream_is_waited_for(
 def test_each_of_two_batches_over_one_slot_is_waited_for(
     device: FakeAccelerator, locks: PageLocks
 ) -> None:
-    lane, side = Shared(locks), device.side_stream()
-    parcel, fds = lane.writer.write([memoryview(bytes(OWN))])
-    lane.reader.learn(parcel, fds)
-    view = memoryview(lane.writer._pool.segments[0].mapping.view(0, OWN)).cast("B")
-    again, _ = lane.writer.write([view])
-    one, other = (lane.reader.buffers(p, []) for p in (parcel, again))
+    memory, side = Shared(locks), device.side_stream()
+    slot_map, fds = memory.writer.write([memoryview(bytes(OWN))])
+    memory.reader.learn(slot_map, fds)
+    view = memoryview(memory.writer.pool.segments[0].mapping.view(0, OWN)).cast("B")
+    again, _ = memory.writer.write([view])
+    one, other = (memory.reader.buffers(p, []) for p in (slot_map, again))
     with device.on(side):
         del one
     del other
-    assert lane.reader.returned() == []
+    assert memory.reader.returned() == []
     device.run(device.default)
-    assert lane.reader.returned() == [0]
-    assert lane.reader.returned() == []
+    assert memory.reader.returned() == [0]
+    assert memory.reader.returned() == []
     device.run(side)
-    assert lane.reader.returned() == [0]
+    assert memory.reader.returned() == [0]
 
 
-def test_many_batches_that_are_kept_take_few_locks(lane: Any, device: FakeAccelerator) -> None:
-    kept = [lane.batch(k % 250) for k in range(300)]
+def test_many_batches_that_are_kept_take_few_locks(memory: Any, device: FakeAccelerator) -> None:
+    kept = [memory.batch(k % 250) for k in range(300)]
     assert len(device.locked) < 15
     assert all(device.is_pinned(batch) and batch[-1] == k % 250 for k, batch in enumerate(kept))
     kept.clear()
@@ -184,9 +184,9 @@ def test_many_batches_that_are_kept_take_few_locks(lane: Any, device: FakeAccele
 
 def test_memory_that_is_not_locked_waits_for_nothing(device: FakeAccelerator) -> None:
     device.lockable = 0
-    lane = Private(PageLocks(device))
-    first = address(lane.batch(1))
-    assert address(lane.batch(2)) == first
+    memory = Private(PageLocks(device))
+    first = address(memory.batch(1))
+    assert address(memory.batch(2)) == first
     assert device.queued == 0
 
 
@@ -195,8 +195,8 @@ def test_more_waits_than_one_look_takes_all_have_their_turn(
 ) -> None:
     """Also behind a stream that stands still."""
     monkeypatch.setattr(page_locks, "_LOOKS", 4)
-    stands, lane = device.side_stream(), Private(locks)
-    batches = [lane.batch(k) for k in range(12)]
+    stands, memory = device.side_stream(), Private(locks)
+    batches = [memory.batch(k) for k in range(12)]
     with device.on(stands):
         del batches[:8]
     batches.clear()
@@ -209,13 +209,13 @@ def test_more_waits_than_one_look_takes_all_have_their_turn(
 def test_within_a_lock_of_the_slots_a_collection_may_end_a_batch(
     device: FakeAccelerator, locks: PageLocks
 ) -> None:
-    lane = Private(locks)
-    cycle: list[Any] = [lane.batch(1)]
+    memory = Private(locks)
+    cycle: list[Any] = [memory.batch(1)]
     cycle.append(cycle)
     del cycle
 
     def collect() -> None:
-        with lane.slots._taking:
+        with memory.slots._taking:
             gc.collect()
 
     thread = threading.Thread(target=collect, daemon=True)
@@ -242,21 +242,21 @@ class Captured(FakeAccelerator):
 def test_a_mark_that_can_not_be_made_now_is_made_later_on_the_same_stream() -> None:
     device = Captured()
     side, locks = device.side_stream(), PageLocks(device)
-    lane = Private(locks)
-    batch = lane.batch(1)
+    memory = Private(locks)
+    batch = memory.batch(1)
     first = address(batch)
     device.capturing = True
     with device.on(side):
         copy = device.move(batch)
         del batch
-    second = address(lane.batch(2))
+    second = address(memory.batch(2))
     device.capturing = False
-    assert first not in (second, address(lane.batch(3)))
+    assert first not in (second, address(memory.batch(3)))
     device.run(device.default)
-    assert address(lane.batch(4)) != first
+    assert address(memory.batch(4)) != first
     device.run()
     assert (copy == 1).all()
-    assert first in {address(lane.batch(k)) for k in range(5, 9)}
+    assert first in {address(memory.batch(k)) for k in range(5, 9)}
 
 
 class Failed(FakeAccelerator):
@@ -270,13 +270,13 @@ class Failed(FakeAccelerator):
 
 def test_of_a_device_that_has_failed_no_memory_is_used_again_and_nothing_is_raised() -> None:
     device = Failed()
-    lane = Private(PageLocks(device))
-    batch = lane.batch(1)
+    memory = Private(PageLocks(device))
+    batch = memory.batch(1)
     first = address(batch)
     device.failed = True
     del batch
     device.run()
-    assert first not in {address(lane.batch(k)) for k in range(4)}
+    assert first not in {address(memory.batch(k)) for k in range(4)}
     page_locks._waiting.clear()
 
 
@@ -284,10 +284,10 @@ def test_of_a_device_that_has_failed_no_memory_is_used_again_and_nothing_is_rais
 
 
 def test_a_lock_that_is_refused_costs_a_warning_and_nothing_else(
-    lane: Any, device: FakeAccelerator, locks: PageLocks
+    memory: Any, device: FakeAccelerator, locks: PageLocks
 ) -> None:
     device.lockable = OWN
-    kept = [lane.batch(k) for k in range(4)]
+    kept = [memory.batch(k) for k in range(4)]
     assert [device.is_pinned(batch) for batch in kept] == [True, False, False, False]
     assert [int(batch[-1]) for batch in kept] == [0, 1, 2, 3]
     with pytest.warns(UserWarning, match="is not page-locked") as caught:
@@ -299,8 +299,8 @@ def test_a_lock_that_is_refused_costs_a_warning_and_nothing_else(
     assert "Memory(limit=...)" in message
 
 
-def test_without_a_refusal_there_is_no_warning(lane: Any, locks: PageLocks) -> None:
-    lane.batch(1)
+def test_without_a_refusal_there_is_no_warning(memory: Any, locks: PageLocks) -> None:
+    memory.batch(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         locks.warn()
@@ -309,11 +309,11 @@ def test_without_a_refusal_there_is_no_warning(lane: Any, locks: PageLocks) -> N
 
 def test_a_later_slot_is_locked_again_if_there_is_room_by_then(device: FakeAccelerator) -> None:
     device.lockable, device.manual = OWN, False
-    lane = Private(PageLocks(device))
-    kept = [lane.batch(1), lane.batch(2)]
+    memory = Private(PageLocks(device))
+    kept = [memory.batch(1), memory.batch(2)]
     assert not device.is_pinned(kept[1])  # type: ignore[arg-type]
     device.lockable = LARGE
-    third = lane.batch(3)
+    third = memory.batch(3)
     assert third is not None
     assert device.is_pinned(third)
 
@@ -333,10 +333,10 @@ class Suspicious(FakeAccelerator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[bool] = []
+        self.segments: list[bool] = []
 
     def page_unlock(self, address: int) -> None:
-        self.seen.append(mapped(address))
+        self.segments.append(mapped(address))
         super().page_unlock(address)
 
 
@@ -347,18 +347,18 @@ def test_pages_are_unlocked_before_they_are_unmapped_and_not_while_they_are_look
     kind: Any, closed: bool
 ) -> None:
     device = Suspicious()
-    lane = kind(PageLocks(device))
-    lane.batch(0, 3 * OWN)
-    kept = lane.batch(7, OWN)
+    memory = kind(PageLocks(device))
+    memory.batch(0, 3 * OWN)
+    kept = memory.batch(7, OWN)
     device.run()
     if closed:
-        lane.close()
+        memory.close()
         assert [size >= OWN for size in device.locked.values()] == [True]
         assert device.is_pinned(kept)
         assert (kept == 7).all()
     where = address(kept)
     copy = device.move(kept)
-    del kept, lane
+    del kept, memory
     assert device.is_pinned(torch.empty(0)) is False
     device.run()
     assert (copy == 7).all()
@@ -374,27 +374,27 @@ def test_slots_that_are_given_back_are_unlocked(
 ) -> None:
     monkeypatch.setattr(slots, "IDLE", 3)
     device.manual = False
-    lane = Private(locks)
+    memory = Private(locks)
     for _ in range(3):
-        lane.batch(1, 8 * OWN)
+        memory.batch(1, 8 * OWN)
     for _ in range(10):
-        lane.batch(2)
+        memory.batch(2)
     assert [size < 2 * OWN for size in device.locked.values()] == [True]
-    lane.lower(1)
-    assert lane.batch(3) is None
+    memory.lower(1)
+    assert memory.batch(3) is None
     assert device.locked == {}
 
 
 def test_what_the_device_reads_is_neither_given_back_nor_unlocked_by_a_lower_limit(
-    lane: Any, device: FakeAccelerator
+    memory: Any, device: FakeAccelerator
 ) -> None:
-    batch = lane.batch(1)
+    batch = memory.batch(1)
     copy = device.move(batch)
     del batch
-    lane.lower(1)
-    lane.batch(2)
-    lane.close()
-    del lane
+    memory.lower(1)
+    memory.batch(2)
+    memory.close()
+    del memory
     assert len(device.locked) == 1
     device.run()  # it raises if the pages were unlocked, and reads them
     assert (copy == 1).all()
@@ -426,9 +426,9 @@ print(len(device.locked))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
 def test_a_fork_leaves_the_device_alone_and_writes_to_no_slot_of_its_parents(
-    lane: Any, device: FakeAccelerator, locks: PageLocks
+    memory: Any, device: FakeAccelerator, locks: PageLocks
 ) -> None:
-    batch, other = lane.batch(1), lane.batch(9)
+    batch, other = memory.batch(1), memory.batch(9)
     first = address(batch)
     copy = device.move(other)
     del other
@@ -439,12 +439,12 @@ def test_a_fork_leaves_the_device_alone_and_writes_to_no_slot_of_its_parents(
         assert {*batch.numpy().tolist()} == {1}
         batch = None
         gc.collect()
-        if isinstance(lane, Private):
+        if isinstance(memory, Private):
             for _ in range(4):
-                own = np.frombuffer(lane.slots.empty(OWN), np.uint8)
+                own = np.frombuffer(memory.slots.empty(OWN), np.uint8)
                 own[:] = 50
-            assert lane.slots.locks is None
-        lane.close()
+            assert memory.slots.locks is None
+        memory.close()
         assert not locks.lock(segments.make_private(OWN))
         locks.collect()
         assert (device.queued, device.locked) == (queued, held)
@@ -459,10 +459,10 @@ def test_a_fork_leaves_the_device_alone_and_writes_to_no_slot_of_its_parents(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
 def test_a_fork_does_not_move_the_parent_to_other_pages_than_the_device_reads(
-    lane: Any,
+    memory: Any,
 ) -> None:
     """As a copy on write would: the pages are the same on both sides."""
-    batch = lane.batch(1)
+    batch = memory.batch(1)
 
     def child() -> None:
         batch.numpy()[:] = 77
@@ -486,7 +486,7 @@ class Slots(RuleBasedStateMachine):
         self.side = self.device.side_stream()
         self.locks = PageLocks(self.device)
         self.locks.wait_for(self.side)
-        self.lane = self.kind(self.locks, 5 * OWN)
+        self.memory = self.kind(self.locks, 5 * OWN)
         self.value = 0
         self.copies: list[tuple[torch.Tensor, int]] = []
         self.held: list[list[tuple[torch.Tensor, int]]] = []
@@ -497,7 +497,7 @@ class Slots(RuleBasedStateMachine):
     @rule(target=batches, size=st.sampled_from([OWN, OWN + 4096, 2 * OWN]))
     def take(self, size: int) -> list[tuple[torch.Tensor, int]]:
         self.value = self.value % 250 + 1
-        batch = None if self.closed else self.lane.batch(self.value, size)
+        batch = None if self.closed else self.memory.batch(self.value, size)
         self.held.append([] if batch is None else [(batch, self.value)])
         return self.held[-1]
 
@@ -528,7 +528,7 @@ class Slots(RuleBasedStateMachine):
 
     @rule()
     def lower(self) -> None:
-        self.lane.lower(3 * OWN)
+        self.memory.lower(3 * OWN)
 
     @rule()
     def collect(self) -> None:
@@ -538,7 +538,7 @@ class Slots(RuleBasedStateMachine):
     def close(self) -> None:
         if not self.closed and self.value > 8:
             self.closed = True
-            self.lane.close()
+            self.memory.close()
 
     @invariant()
     def what_is_locked_is_counted(self) -> None:
@@ -546,7 +546,7 @@ class Slots(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         slots.GROWTH = self._before
-        self.lane.close()
+        self.memory.close()
         for batch in self.held:
             batch.clear()
         self.device.run()

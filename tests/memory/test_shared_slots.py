@@ -29,7 +29,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-class Lane:
+class Pair:
     """One worker's writer and the parent's reader, without the two processes."""
 
     def __init__(self, limit: int = LARGE, hold: int = LARGE, names: str | None = None) -> None:
@@ -39,10 +39,10 @@ class Lane:
         """What the worker writes, and the parent has read but not yet opened."""
         self.writer.release(self.reader.returned())
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        parcel, fds = self.writer.write(views)
-        self.reader.learn(parcel, fds)
-        streamed = zip(views, parcel.spans, strict=True)
-        return parcel, [memoryview(bytearray(v)) for v, span in streamed if span is None]
+        slot_map, fds = self.writer.write(views)
+        self.reader.learn(slot_map, fds)
+        streamed = zip(views, slot_map.spans, strict=True)
+        return slot_map, [memoryview(bytearray(v)) for v, span in streamed if span is None]
 
     def open(self, sent: tuple[SlotMap, list[Any]]) -> list[memoryview]:
         return self.reader.buffers(*sent)
@@ -61,12 +61,12 @@ class Lane:
     @property
     def numbers(self) -> set[int]:
         """Slots that the worker has."""
-        return slots_in(self.writer._pool)
+        return slots_in(self.writer.pool)
 
     @property
     def both_know_the_same(self) -> bool:
         """Whether the parent has mapped all that the worker has, and nothing else."""
-        return set(self.reader.seen) == set(self.writer._pool.segments)
+        return set(self.reader.segments) == set(self.writer.pool.segments)
 
 
 def slots_in(pool: slots.Pool, *, free: bool = False) -> set[int]:
@@ -74,7 +74,7 @@ def slots_in(pool: slots.Pool, *, free: bool = False) -> set[int]:
     return {
         slots.number_of(number, place)
         for number, segment in pool.segments.items()
-        for place in (segment.free if free else range(len(segment.holders)))
+        for place in (segment.free if free else range(len(segment.references)))
     }
 
 
@@ -82,8 +82,8 @@ FIRST, SECOND = slots.number_of(0, 0), slots.number_of(1, 0)
 """Numbers of the first slots of a size: each is a segment of its own."""
 
 
-def slots_of(parcel: SlotMap) -> list[int]:
-    return [-1 if span is None else span.slot for span in parcel.spans]
+def slots_of(slot_map: SlotMap) -> list[int]:
+    return [-1 if span is None else span.slot for span in slot_map.spans]
 
 
 # -- used again, but not too early -----------------------------------------------------------------
@@ -109,26 +109,26 @@ def storage(buffer: memoryview) -> Any:
 def test_a_slot_is_used_again_once_the_last_view_of_it_has_died_and_not_before(
     view_of: Any,
 ) -> None:
-    lane = Lane()
-    first, buffers = lane.pass_on(b"a" * 5000, b"b" * 3000)
+    pair = Pair()
+    first, buffers = pair.pass_on(b"a" * 5000, b"b" * 3000)
     assert [bytes(buffer) for buffer in buffers] == [b"a" * 5000, b"b" * 3000]
     view = view_of(buffers[1])
     del buffers
-    second, others = lane.pass_on(b"c" * 8000)
+    second, others = pair.pass_on(b"c" * 8000)
     assert slots_of(second) != slots_of(first)[:1]  # the view is alive
     assert {*np.asarray(view).reshape(-1).tolist()} == {ord("b")}
     del view, others
-    assert {slots_of(lane.pass_on(b"d" * 8000)[0])[0] for _ in range(5)} <= lane.numbers
-    assert len(lane.numbers) == 2
+    assert {slots_of(pair.pass_on(b"d" * 8000)[0])[0] for _ in range(5)} <= pair.numbers
+    assert len(pair.numbers) == 2
 
 
 def test_memory_that_comes_back_is_the_same_memory_on_both_sides() -> None:
-    lane = Lane()
+    pair = Pair()
     seen = set()
     for k in range(20):
-        array = lane.empty(300_000)
+        array = pair.empty(300_000)
         array[:] = k
-        _, (buffer,) = lane.pass_on(array)
+        _, (buffer,) = pair.pass_on(array)
         seen.add((array.ctypes.data, np.frombuffer(buffer, np.uint8).ctypes.data))
         assert {*bytes(buffer)} == {k}
         del array, buffer
@@ -136,94 +136,94 @@ def test_memory_that_comes_back_is_the_same_memory_on_both_sides() -> None:
 
 
 def test_a_batch_made_in_a_slot_is_not_copied_on_its_way() -> None:
-    lane = Lane()
-    array = lane.empty(300_000)
+    pair = Pair()
+    array = pair.empty(300_000)
     array[:] = 1
-    parcel, (buffer,) = lane.pass_on(array[1000:])
-    assert parcel.spans == (shared_slots.Span(0, 1000, 299_000),)
+    slot_map, (buffer,) = pair.pass_on(array[1000:])
+    assert slot_map.spans == (shared_slots.Span(0, 1000, 299_000),)
     array[1000] = 7
     assert buffer[0] == 7
 
 
 def test_a_slot_that_the_worker_itself_still_holds_is_not_used_again() -> None:
-    lane = Lane()
-    array = lane.empty(300_000)
+    pair = Pair()
+    array = pair.empty(300_000)
     array[:] = 1
     kept = array[5:6]
     del array
-    parcel, buffers = lane.pass_on(kept.base)
+    slot_map, buffers = pair.pass_on(kept.base)
     del buffers
     for _ in range(3):
-        other = lane.empty(300_000)
+        other = pair.empty(300_000)
         other[:] = 9
-        assert slots_of(lane.pass_on(other)[0]) != slots_of(parcel)
+        assert slots_of(pair.pass_on(other)[0]) != slots_of(slot_map)
         assert kept[0] == 1
         del other
-    assert len(lane.numbers) == 2
+    assert len(pair.numbers) == 2
     del kept
-    assert {slots_of(lane.pass_on(lane.empty(300_000))[0])[0] for _ in range(4)} <= lane.numbers
-    assert len(lane.numbers) == 2
+    assert {slots_of(pair.pass_on(pair.empty(300_000))[0])[0] for _ in range(4)} <= pair.numbers
+    assert len(pair.numbers) == 2
 
 
 def test_one_tensor_in_two_batches_is_held_until_both_have_died() -> None:
-    lane = Lane()
-    array = lane.empty(300_000)
+    pair = Pair()
+    array = pair.empty(300_000)
     array[:] = 3
-    first, one = lane.pass_on(array)
-    again, other = lane.pass_on(array, array[:70_000])
+    first, one = pair.pass_on(array)
+    again, other = pair.pass_on(array, array[:70_000])
     assert {*slots_of(first), *slots_of(again)} == {FIRST}
     assert again.new == ()  # announced once
     del array, one
-    replacement = lane.empty(300_000)
+    replacement = pair.empty(300_000)
     replacement[:] = 4
-    assert slots_of(lane.pass_on(replacement)[0]) == [SECOND]
+    assert slots_of(pair.pass_on(replacement)[0]) == [SECOND]
     assert {*bytes(other[0])} == {*bytes(other[1])} == {3}
     del other[0]
-    assert FIRST not in slots_of(lane.pass_on(lane.empty(300_000))[0])
+    assert FIRST not in slots_of(pair.pass_on(pair.empty(300_000))[0])
     other.clear()
     del replacement
-    assert {slots_of(lane.pass_on(lane.empty(300_000))[0])[0] for _ in range(4)} <= lane.numbers
-    assert len(lane.numbers) == 4
+    assert {slots_of(pair.pass_on(pair.empty(300_000))[0])[0] for _ in range(4)} <= pair.numbers
+    assert len(pair.numbers) == 4
 
 
 def test_what_nobody_opens_gives_its_slots_back() -> None:
-    lane = Lane()
+    pair = Pair()
     for _ in range(10):
-        parcel, _ = lane.send(bytes(OWN), bytes(OWN), bytes(50_000))
-        assert len({*slots_of(parcel)}) == 3
-        lane.reader.give_back(parcel)
-    assert len(lane.numbers) == 3
+        slot_map, _ = pair.send(bytes(OWN), bytes(OWN), bytes(50_000))
+        assert len({*slots_of(slot_map)}) == 3
+        pair.reader.give_back(slot_map)
+    assert len(pair.numbers) == 3
 
 
 def test_a_view_outlives_writer_and_reader() -> None:
-    lane = Lane()
-    _, buffers = lane.pass_on(b"x" * 100_000)
-    array, made = np.frombuffer(buffers[0], np.uint8), lane.empty(300_000)
+    pair = Pair()
+    _, buffers = pair.pass_on(b"x" * 100_000)
+    array, made = np.frombuffer(buffers[0], np.uint8), pair.empty(300_000)
     made[:] = 2
-    lane.writer.close()
-    del lane, buffers
+    pair.writer.close()
+    del pair, buffers
     gc.collect()
     assert array.sum() == 100_000 * ord("x")
     assert made.sum() == 600_000
 
 
 def test_read_only_and_empty_buffers_are_copied_or_need_nothing() -> None:
-    lane = Lane()
-    array = lane.empty(300_000)
+    pair = Pair()
+    array = pair.empty(300_000)
     array[:] = 5
     array.flags.writeable = False
-    parcel, (buffer,) = lane.pass_on(array)
-    assert slots_of(parcel) == [SECOND]
+    slot_map, (buffer,) = pair.pass_on(array)
+    assert slots_of(slot_map) == [SECOND]
     assert {*bytes(buffer)} == {5}
-    parcel, buffers = lane.pass_on(b"", b"abc", b"")
+    slot_map, buffers = pair.pass_on(b"", b"abc", b"")
     assert [bytes(b) for b in buffers] == [b"", b"abc", b""]
-    lane.writer.close()  # slot 0 was never announced
+    pair.writer.close()  # slot 0 was never announced
 
 
 def test_a_buffer_begins_at_a_cache_line() -> None:
-    lane = Lane()
-    parcel, buffers = lane.pass_on(*(bytes(n) for n in (33_001, 50_003, OWN + 1, 40_007)))
-    assert slots_of(parcel) == [SECOND, SECOND, FIRST, SECOND]
+    pair = Pair()
+    slot_map, buffers = pair.pass_on(*(bytes(n) for n in (33_001, 50_003, OWN + 1, 40_007)))
+    assert slots_of(slot_map) == [SECOND, SECOND, FIRST, SECOND]
     for buffer in buffers:
         assert np.frombuffer(buffer, np.uint8).ctypes.data % shared_slots.ALIGN == 0
 
@@ -244,117 +244,117 @@ def test_a_larger_size_never_gets_a_smaller_capacity(one: int, other: int) -> No
 
 
 def test_past_the_limit_a_batch_goes_through_the_stream_and_says_why() -> None:
-    lane = Lane(limit=1_000_000)
-    kept = [lane.pass_on(bytes([k]) * 400_000) for k in range(4)]
-    assert [slots_of(parcel) for parcel, _ in kept] == [[FIRST], [SECOND], [-1], [-1]]
+    pair = Pair(limit=1_000_000)
+    kept = [pair.pass_on(bytes([k]) * 400_000) for k in range(4)]
+    assert [slots_of(slot_map) for slot_map, _ in kept] == [[FIRST], [SECOND], [-1], [-1]]
     assert kept[1][0].refusal is None
     refusal = kept[2][0].refusal
     assert refusal is not None
     assert "limit of 1,000,000 bytes" in refusal
     assert [buffer[0][-1] for _, buffer in kept] == [0, 1, 2, 3]
     kept.clear()
-    parcel, (buffer,) = lane.pass_on(b"z" * 400_000)
-    assert slots_of(parcel) != [-1]
-    assert parcel.refusal is None  # it was told once
+    slot_map, (buffer,) = pair.pass_on(b"z" * 400_000)
+    assert slots_of(slot_map) != [-1]
+    assert slot_map.refusal is None  # it was told once
     assert bytes(buffer) == b"z" * 400_000
 
 
 def test_what_is_larger_than_the_limit_goes_through_the_stream_and_smaller_ones_do_not() -> None:
-    lane = Lane(limit=1_000_000)
-    assert lane.writer.empty(2_000_000) is None
-    parcel, buffers = lane.pass_on(b"a" * 2_000_000, b"b" * 500_000, b"c" * 40_000)
-    assert [slot >= 0 for slot in slots_of(parcel)[:2]] == [False, True]
+    pair = Pair(limit=1_000_000)
+    assert pair.writer.empty(2_000_000) is None
+    slot_map, buffers = pair.pass_on(b"a" * 2_000_000, b"b" * 500_000, b"c" * 40_000)
+    assert [slot >= 0 for slot in slots_of(slot_map)[:2]] == [False, True]
     assert [bytes(b[:1]) for b in buffers] == [b"a", b"b", b"c"]
-    assert lane.writer._pool.size <= 1_000_000
+    assert pair.writer.pool.size <= 1_000_000
 
 
 def test_what_is_free_makes_room_for_another_size() -> None:
-    lane = Lane(limit=1_000_000)
+    pair = Pair(limit=1_000_000)
     for size in (100_000, 900_000, 300_000, 950_000):
-        parcel, buffers = lane.pass_on(bytes(size))
-        assert slots_of(parcel) != [-1]
-        assert lane.writer._pool.size <= 1_000_000
+        slot_map, buffers = pair.pass_on(bytes(size))
+        assert slots_of(slot_map) != [-1]
+        assert pair.writer.pool.size <= 1_000_000
         del buffers
 
 
 def test_a_batch_larger_than_the_limit_does_not_cost_the_others_their_slots() -> None:
-    lane = Lane(limit=1_000_000)
-    lane.pass_on(bytes(400_000))
-    lane.pass_on(bytes(5_000_000))
-    assert slots_of(lane.pass_on(bytes(400_000))[0]) == [FIRST]
+    pair = Pair(limit=1_000_000)
+    pair.pass_on(bytes(400_000))
+    pair.pass_on(bytes(5_000_000))
+    assert slots_of(pair.pass_on(bytes(400_000))[0]) == [FIRST]
 
 
 def test_what_the_consumer_keeps_past_its_limit_is_copied_out_and_the_slot_comes_back() -> None:
-    lane = Lane(hold=900_000)
-    kept = [lane.pass_on(bytes([k]) * 400_000) for k in range(2)]
-    assert lane.reader.overflow is None
-    kept += [lane.pass_on(bytes([k]) * 400_000) for k in range(2, 8)]
-    assert lane.reader.overflow is not None
-    assert "900,000" in lane.reader.overflow
-    assert len({slots_of(parcel)[0] for parcel, _ in kept[2:]}) == 1  # at once, again and again
+    pair = Pair(hold=900_000)
+    kept = [pair.pass_on(bytes([k]) * 400_000) for k in range(2)]
+    assert pair.reader.overflow is None
+    kept += [pair.pass_on(bytes([k]) * 400_000) for k in range(2, 8)]
+    assert pair.reader.overflow is not None
+    assert "900,000" in pair.reader.overflow
+    assert len({slots_of(slot_map)[0] for slot_map, _ in kept[2:]}) == 1  # at once, again and again
     for k, (_, (buffer,)) in enumerate(kept):
         assert {*bytes(buffer)} == {k}
         buffer[0] = 99  # writable, all of them
     del kept, buffer
-    assert len(lane.numbers) == 4
-    lane.pass_on(bytes(400_000))
-    assert len(lane.reader.returned()) == 1
-    assert lane.reader._lent == 0
+    assert len(pair.numbers) == 4
+    pair.pass_on(bytes(400_000))
+    assert len(pair.reader.returned()) == 1
+    assert pair.reader._lent == 0
 
 
 def test_a_batch_that_has_died_no_longer_counts_as_kept() -> None:
-    lane = Lane(hold=900_000)
-    sent = [lane.send(bytes(400_000)) for _ in range(3)]  # the window, after the last task
+    pair = Pair(hold=900_000)
+    sent = [pair.send(bytes(400_000)) for _ in range(3)]  # the window, after the last task
     for one in sent:
-        lane.open(one)  # and dropped
-    assert lane.reader.overflow is None
+        pair.open(one)  # and dropped
+    assert pair.reader.overflow is None
 
 
 def test_a_limit_that_was_lowered_is_kept_to_as_slots_become_free() -> None:
-    lane = Lane(limit=4_000_000)
-    kept = [lane.pass_on(bytes(400_000)) for _ in range(9)]
-    assert lane.writer._pool.size > 3_000_000
-    lane.writer.lower(1_000_000)
+    pair = Pair(limit=4_000_000)
+    kept = [pair.pass_on(bytes(400_000)) for _ in range(9)]
+    assert pair.writer.pool.size > 3_000_000
+    pair.writer.lower(1_000_000)
     kept.clear()
     for _ in range(3):
-        assert slots_of(lane.pass_on(bytes(400_000))[0]) != [-1]
-        assert lane.writer._pool.size <= 1_000_000
-    assert lane.both_know_the_same
+        assert slots_of(pair.pass_on(bytes(400_000))[0]) != [-1]
+        assert pair.writer.pool.size <= 1_000_000
+    assert pair.both_know_the_same
 
 
 # -- what slots cost -------------------------------------------------------------------------------
 
 
 def test_slots_cost_no_descriptors_and_few_mappings_however_many_are_kept() -> None:
-    lane, before = Lane(), descriptors()
-    kept = [lane.pass_on(bytes([k]) * 40_000)[1] for k in range(200)]
-    assert 200 <= len(lane.numbers) < 400
-    assert len(lane.reader.seen) < 12
+    pair, before = Pair(), descriptors()
+    kept = [pair.pass_on(bytes([k]) * 40_000)[1] for k in range(200)]
+    assert 200 <= len(pair.numbers) < 400
+    assert len(pair.reader.segments) < 12
     assert descriptors() == before
     assert all(buffer[0][-1] == k for k, buffer in enumerate(kept))
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "free"])
 def test_a_slot_is_found_in_as_many_steps_however_many_there_are(held: bool) -> None:
-    lane, content = Lane(), bytes(40_000)
+    pair, content = Pair(), bytes(40_000)
     kept, found = [], []
     for count in (20, 1500):
         while len(kept) < count:
-            kept.append(lane.pass_on(content)[1])
+            kept.append(pair.pass_on(content)[1])
         free = kept.pop()
         if not held:
             kept.clear()
-        lane.pass_on(content)  # takes in what was dropped
-        found.append(steps(lambda: lane.pass_on(content)))
+        pair.pass_on(content)  # takes in what was dropped
+        found.append(steps(lambda: pair.pass_on(content)))
         del free
     assert found[1] <= found[0] + 50, found
 
 
 def test_mappings_are_few_however_small_the_limit() -> None:
-    lane = Lane(limit=64 << 20)
-    kept = [lane.pass_on(bytes(36_000))[1] for _ in range(1700)]
-    assert len(lane.writer._pool.segments) < 2 * slots.GROWTH
-    assert lane.reader.overflow is None
+    pair = Pair(limit=64 << 20)
+    kept = [pair.pass_on(bytes(36_000))[1] for _ in range(1700)]
+    assert len(pair.writer.pool.segments) < 2 * slots.GROWTH
+    assert pair.reader.overflow is None
     del kept
 
 
@@ -369,56 +369,58 @@ def test_where_there_is_no_memory_for_several_slots_there_may_be_for_one(
         return make(size, name)
 
     monkeypatch.setattr(segments, "make", make_small)
-    lane = Lane()
-    kept = [lane.pass_on(bytes([k]) * 40_000) for k in range(8)]
-    assert [slots_of(parcel) for parcel, _ in kept] == [[slots.number_of(k, 0)] for k in range(8)]
-    assert [parcel.refusal for parcel, _ in kept] == [None] * 8
+    pair = Pair()
+    kept = [pair.pass_on(bytes([k]) * 40_000) for k in range(8)]
+    assert [slots_of(slot_map) for slot_map, _ in kept] == [
+        [slots.number_of(k, 0)] for k in range(8)
+    ]
+    assert [slot_map.refusal for slot_map, _ in kept] == [None] * 8
 
 
 def test_slots_of_sizes_no_longer_used_are_given_back_on_both_sides() -> None:
-    lane = Lane()
+    pair = Pair()
     for size in range(1, 60):
-        lane.pass_on(bytes(size * 40_000))
+        pair.pass_on(bytes(size * 40_000))
     for _ in range(80):  # one size from now on
-        lane.pass_on(bytes(30_000))
-        assert lane.both_know_the_same
-    assert len(lane.numbers) <= 3
-    assert lane.writer._pool.size == sum(
-        segment.mapping.size for segment in lane.writer._pool.segments.values()
+        pair.pass_on(bytes(30_000))
+        assert pair.both_know_the_same
+    assert len(pair.numbers) <= 3
+    assert pair.writer.pool.size == sum(
+        segment.mapping.size for segment in pair.writer.pool.segments.values()
     )
 
 
 def test_a_slot_that_was_never_announced_takes_its_descriptor_along() -> None:
-    lane, before = Lane(limit=2_000_000), descriptors()
+    pair, before = Pair(limit=2_000_000), descriptors()
     for size in range(300_000, 1_900_000, 50_000):
-        lane.empty(size)  # the worker's own business, and dropped
+        pair.empty(size)  # the worker's own business, and dropped
         assert descriptors() <= before + 6
-    lane.writer.close()
+    pair.writer.close()
     assert descriptors() == before
 
 
 def test_more_new_slots_than_one_message_announces() -> None:
-    lane = Lane(limit=slots.GROWTH * (OWN - 1))  # too little for two in one mapping
-    arrays = [lane.empty(OWN) for _ in range(60)]
+    pair = Pair(limit=slots.GROWTH * (OWN - 1))  # too little for two in one mapping
+    arrays = [pair.empty(OWN) for _ in range(60)]
     for k, array in enumerate(arrays):
         array[:] = k
-    parcel, fds = lane.writer.write([memoryview(array) for array in arrays])
-    assert len(fds) == len(parcel.new) == 48
-    assert [span is None for span in parcel.spans] == [False] * 48 + [True] * 12
-    lane.reader.learn(parcel, fds)
+    slot_map, fds = pair.writer.write([memoryview(array) for array in arrays])
+    assert len(fds) == len(slot_map.new) == 48
+    assert [span is None for span in slot_map.spans] == [False] * 48 + [True] * 12
+    pair.reader.learn(slot_map, fds)
     stream = [memoryview(bytearray(array)) for array in arrays[48:]]
-    assert [b[-1] for b in lane.reader.buffers(parcel, stream)] == list(range(60))
-    parcel, buffers = lane.pass_on(*arrays)  # the others are announced with the next batch
-    assert len(parcel.new) == 12
+    assert [b[-1] for b in pair.reader.buffers(slot_map, stream)] == list(range(60))
+    slot_map, buffers = pair.pass_on(*arrays)  # the others are announced with the next batch
+    assert len(slot_map.new) == 12
     assert [b[-1] for b in buffers] == list(range(60))
-    lane.writer.close()
+    pair.writer.close()
 
 
 def test_many_large_buffers_share_one_slot() -> None:
-    lane = Lane()
+    pair = Pair()
     content = [bytes([k]) * (OWN + k) for k in range(30)]
-    parcel, buffers = lane.pass_on(*content)
-    assert len({*slots_of(parcel)}) == 1
+    slot_map, buffers = pair.pass_on(*content)
+    assert len({*slots_of(slot_map)}) == 1
     assert [bytes(b) for b in buffers] == content
 
 
@@ -428,17 +430,17 @@ def test_no_memory_for_a_slot_sends_the_batch_through_the_stream(
     def refuse(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    lane, before = Lane(), descriptors()
+    pair, before = Pair(), descriptors()
     monkeypatch.setattr(segments.os, "posix_fallocate", refuse)
-    assert lane.writer.empty(400_000) is None
-    parcel, (buffer,) = lane.pass_on(b"x" * 400_000)
-    assert slots_of(parcel) == [-1]
-    assert "No space left" in str(parcel.refusal)
+    assert pair.writer.empty(400_000) is None
+    slot_map, (buffer,) = pair.pass_on(b"x" * 400_000)
+    assert slots_of(slot_map) == [-1]
+    assert "No space left" in str(slot_map.refusal)
     assert bytes(buffer) == b"x" * 400_000
     assert descriptors() == before
     monkeypatch.undo()
-    parcel, (buffer,) = lane.pass_on(b"y" * 400_000)
-    assert (slots_of(parcel), parcel.refusal) == ([FIRST], None)
+    slot_map, (buffer,) = pair.pass_on(b"y" * 400_000)
+    assert (slots_of(slot_map), slot_map.refusal) == ([FIRST], None)
     assert bytes(buffer) == b"y" * 400_000
 
 
@@ -448,33 +450,33 @@ def test_a_slot_that_can_not_be_mapped_fails_its_own_batch_only(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    lane, before = Lane(), descriptors()
-    first = lane.send(bytes(OWN))
-    array = lane.empty(2 * OWN)
+    pair, before = Pair(), descriptors()
+    first = pair.send(bytes(OWN))
+    array = pair.empty(2 * OWN)
     monkeypatch.setattr(segments, "map_descriptor", refuse)
-    second = lane.send(array)
+    second = pair.send(array)
     monkeypatch.undo()
-    third = lane.send(b"3" * OWN)
-    assert len(lane.open(first)) == 1
+    third = pair.send(b"3" * OWN)
+    assert len(pair.open(first)) == 1
     with pytest.raises(MemoryError, match="can't be mapped"):
-        lane.open(second)
-    assert bytes(lane.open(third)[0]) == b"3" * OWN
+        pair.open(second)
+    assert bytes(pair.open(third)[0]) == b"3" * OWN
     assert descriptors() == before
 
 
 def test_a_batch_that_can_not_be_mapped_still_gives_all_its_slots_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lane = Lane()
-    lane.pass_on(bytes(OWN))  # slot 0 is known
-    arrays = [lane.empty(OWN), lane.empty(OWN)]
+    pair = Pair()
+    pair.pass_on(bytes(OWN))  # slot 0 is known
+    arrays = [pair.empty(OWN), pair.empty(OWN)]
     with monkeypatch.context() as patched:
         patched.setattr(segments, "map_descriptor", lambda *_, **__: (_ for _ in ()).throw(OSError))
-        sent = lane.send(arrays[1], arrays[0])  # a new slot, then a known one
+        sent = pair.send(arrays[1], arrays[0])  # a new slot, then a known one
     with pytest.raises(MemoryError):
-        lane.open(sent)
+        pair.open(sent)
     gc.collect()
-    assert sorted(lane.reader.returned()) == sorted({*slots_of(sent[0])})
+    assert sorted(pair.reader.returned()) == sorted({*slots_of(sent[0])})
 
 
 # -- with names ------------------------------------------------------------------------------------
@@ -490,34 +492,34 @@ def in_dev_shm(names: str) -> list[str]:
 
 
 def test_named_slots_come_across_are_used_again_and_lose_their_names(names: str) -> None:
-    lane = Lane(names=names)
+    pair = Pair(names=names)
     for k in range(10):
-        parcel, buffers = lane.pass_on(bytes([k]) * 400_000, bytes([k]) * 50_000)
+        slot_map, buffers = pair.pass_on(bytes([k]) * 400_000, bytes([k]) * 50_000)
         assert [{*bytes(buffer)} for buffer in buffers] == [{k}, {k}]
-        assert {*slots_of(parcel)} == {FIRST, SECOND}
+        assert {*slots_of(slot_map)} == {FIRST, SECOND}
         assert in_dev_shm(names) == []
         del buffers
-    lane.writer.close()
+    pair.writer.close()
 
 
 def test_sweep_takes_the_names_off_what_was_never_opened(names: str) -> None:
-    lane = Lane(names=names)
-    lane.pass_on(bytes(50_000))
-    kept = [lane.empty(300_000), lane.empty(600_000)]
-    lane.writer.write([memoryview(array) for array in kept])  # lost on its way
+    pair = Pair(names=names)
+    pair.pass_on(bytes(50_000))
+    kept = [pair.empty(300_000), pair.empty(600_000)]
+    pair.writer.write([memoryview(array) for array in kept])  # lost on its way
     assert len(in_dev_shm(names)) == 2
-    lane.writer.close()
-    lane.reader.sweep()
+    pair.writer.close()
+    pair.reader.sweep()
     assert in_dev_shm(names) == []
 
 
 def test_named_slots_that_only_the_worker_knew_are_swept_too(names: str) -> None:
-    lane = Lane(limit=1_000_000, names=names)
+    pair = Pair(limit=1_000_000, names=names)
     try:
         for k in range(100):
-            lane.empty(300_000 if k % 2 else 900_000)  # a user's own collation, and dropped
-        lane.writer.close()
-        lane.reader.sweep()
+            pair.empty(300_000 if k % 2 else 900_000)  # a user's own collation, and dropped
+        pair.writer.close()
+        pair.reader.sweep()
         assert in_dev_shm(names) == []
     finally:
         for name in in_dev_shm(names):
@@ -571,12 +573,12 @@ def test_private_slots_taken_and_dropped_by_several_threads_are_never_shared() -
         thread.join()
     assert wrong == []
     assert passed.empty()
-    assert len(slots_in(private._pool)) <= 48  # 4 threads, 2 each, 3 sizes
+    assert len(slots_in(private.pool)) <= 48  # 4 threads, 2 each, 3 sizes
     del threads, thread
     assert private.empty(OWN) is not None  # takes in what was dropped
     gc.collect()
-    private._pool._collect()
-    assert slots_in(private._pool, free=True) == slots_in(private._pool)
+    private.pool._collect()
+    assert slots_in(private.pool, free=True) == slots_in(private.pool)
 
 
 # -- never a corrupt batch -------------------------------------------------------------------------
@@ -597,7 +599,7 @@ class Arrays(RuleBasedStateMachine):
         super().__init__()
         self._before = shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH
         shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH = 16_000, 5, 3, 4
-        self.lane = Lane(limit=400_000, hold=150_000)
+        self.pair = Pair(limit=400_000, hold=150_000)
         self.count = 0
         self.held: dict[int, tuple[Any, int]] = {}
         self.unopened: dict[int, Any] = {}
@@ -613,9 +615,9 @@ class Arrays(RuleBasedStateMachine):
 
     @rule(target=made, size=st.sampled_from([4000, 9000, 30_000, 100_000]))
     def make(self, size: int) -> Any:
-        buffer = self.lane.writer.empty(size)
+        buffer = self.pair.writer.empty(size)
         if buffer is None:
-            assert self.lane.writer._pool.refusal is not None
+            assert self.pair.writer.pool.refusal is not None
             return multiple()
         number = self.number()
         array = np.frombuffer(buffer, np.uint8)[: size // 4 * 4].view(np.uint32)
@@ -633,7 +635,7 @@ class Arrays(RuleBasedStateMachine):
         for size in fresh:
             number = self.number()
             arrays.append((np.full(size // 4, number, np.uint32), number))
-        batch = self.lane.send(*(array for array, _ in arrays))
+        batch = self.pair.send(*(array for array, _ in arrays))
         key = self.number()
         self.unopened[key] = batch, [number for _, number in arrays]
         return key
@@ -642,7 +644,7 @@ class Arrays(RuleBasedStateMachine):
     def open(self, key: int, how: int) -> Any:
         batch, numbers = self.unopened.pop(key)
         found = []
-        for buffer, number in zip(self.lane.open(batch), numbers, strict=True):
+        for buffer, number in zip(self.pair.open(batch), numbers, strict=True):
             array = np.frombuffer(buffer, np.uint32)
             assert (array == number).all()
             found.append((array, torch.from_numpy(array), array[::2])[how])
@@ -651,7 +653,7 @@ class Arrays(RuleBasedStateMachine):
     @rule(key=consumes(sent))
     def discard(self, key: int) -> None:
         batch, _ = self.unopened.pop(key)
-        self.lane.reader.give_back(batch[0])
+        self.pair.reader.give_back(batch[0])
 
     @rule(key=consumes(made))
     def worker_drops(self, key: int) -> None:
@@ -668,29 +670,29 @@ class Arrays(RuleBasedStateMachine):
 
     @invariant()
     def the_sums_are_right(self) -> None:
-        pool = self.lane.writer._pool
+        pool = self.pair.writer.pool
         sizes = [segment.mapping.size for segment in pool.segments.values()]
         assert pool.size == sum(sizes) <= 400_000
         for number, segment in pool.segments.items():
-            idle = [place for place, holders in enumerate(segment.holders) if not holders]
+            idle = [place for place, references in enumerate(segment.references) if not references]
             assert sorted(segment.free) == idle
             roomy = pool._roomy.get(segment.capacity, {})
             assert (number in roomy) == bool(segment.free)
             assert (number in pool._unused) == segment.unused
-        assert self.lane.reader._lent >= 0
+        assert self.pair.reader._lent >= 0
 
     def teardown(self) -> None:
         try:
             self.held.clear()
             for batch, _ in self.unopened.values():
-                self.lane.reader.give_back(batch[0])
-            self.lane.send()
-            pool = self.lane.writer._pool
+                self.pair.reader.give_back(batch[0])
+            self.pair.send()
+            pool = self.pair.writer.pool
             pool._collect()
             assert set(pool._unused) == set(pool.segments)  # none is lost
-            assert self.lane.reader._lent == 0
+            assert self.pair.reader._lent == 0
         finally:
-            self.lane.writer.close()
+            self.pair.writer.close()
             shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH = self._before
 
 

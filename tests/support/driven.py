@@ -130,15 +130,16 @@ def one_value(array: np.ndarray) -> tuple[int, int]:
 
 def slots_in_use(crew: Driven) -> int:
     """Slots of A's workers that the parent has not given back, or not told of yet."""
-    lanes = crew.raw._lanes
-    return sum(len(lane.results.seen) for lane in lanes) - sum(
-        len(dict.fromkeys(number for number, _ in lane.results._returned)) for lane in lanes
+    channels = crew.raw.channels
+    return sum(len(channel.results.segments) for channel in channels) - sum(
+        len(dict.fromkeys(number for number, _ in channel.results._returned))
+        for channel in channels
     )
 
 
 def given_back(crew: Driven, worker: int = 0) -> list[int]:
     """The slots of a worker that the parent is about to give back."""
-    return sorted(number for number, _ in crew.raw._lanes[worker].results._returned)
+    return sorted(number for number, _ in crew.raw.channels[worker].results._returned)
 
 
 def through(

@@ -17,7 +17,7 @@ class Private:
     def __init__(self, locks: PageLocks, limit: int = LARGE) -> None:
         self.slots = PrivateSlots(limit)
         self.slots.page_lock(locks)
-        self.lower, self.close = self.slots._pool.lower, self.slots.close
+        self.lower, self.close = self.slots.pool.lower, self.slots.close
 
     def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:
         """A new batch that is full of `value`; None if there is no slot for it."""
