@@ -307,7 +307,10 @@ WORKERS = [(None, 0), ("inline", 1), ("inline", 2), ("threads", 2), ("fork", 2)]
 
 @pytest.mark.parametrize(
     ("backend", "workers", "dataset"),
-    [("spawn", 2, "map"), *((*workers, dataset) for workers in WORKERS for dataset in DATASETS)],
+    [
+        pytest.param("spawn", 2, "map", marks=pytest.mark.full),
+        *((*workers, dataset) for workers in WORKERS for dataset in DATASETS),
+    ],
 )
 def test_after_an_error_the_same_batches_come_as_with_torchs_loader(
     backend: str | None, workers: int, dataset: str

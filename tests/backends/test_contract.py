@@ -97,6 +97,7 @@ class TestSharedMemory(BackendContract):
     backend = SharedMemory()
 
 
+@pytest.mark.full  # but for its name and its start method it is both `TestSpawn` and `TestSharedMemory`
 class TestSharedMemoryUnderLoky(BackendContract):
     backend = SharedMemory(start_method="loky")
 

@@ -35,7 +35,7 @@ PAIRS = [
     pytest.param(Fork(), Fork(), id="fork-fork"),
     pytest.param(Fork(), Spawn(), id="fork-spawn"),
     pytest.param(Spawn(), Fork(), id="spawn-fork"),
-    pytest.param(Spawn(), Spawn(), id="spawn-spawn"),
+    pytest.param(Spawn(), Spawn(), id="spawn-spawn", marks=pytest.mark.full),
     pytest.param(Fork(memory=NAMED), Fork(), id="named-fork"),
     pytest.param(Fork(), Fork(memory=NAMED), id="fork-named"),
     pytest.param(Fork(memory=STREAM), Fork(), id="stream-fork"),

@@ -20,9 +20,6 @@ import functools, multiprocessing, sys
 import torch
 from hybridloader import DataLoader
 
-method, backend = sys.argv[1:]
-if method != "default":
-    multiprocessing.set_start_method(method)
 print("this script")
 
 class Scaled:
@@ -47,14 +44,24 @@ def within(offset):
 steps = [Scaled(2), lambda value: value + 1, functools.partial(torch.add, other=torch.tensor(10))]
 dataset = within(torch.arange(4))(steps)
 sign = torch.tensor(-1)
-loader = DataLoader(
-    dataset, 2, num_workers=1, backend=backend, persistent_workers=True,
-    collate_fn=lambda samples: torch.stack(samples) * sign,
-    worker_init_fn=functools.partial(lambda path, worker: print("worker", worker, flush=True), "x"),
-)
-for _ in range(2):
-    print([batch.tolist() for batch in loader])
+init = functools.partial(lambda path, worker: print("worker", worker, flush=True), "x")
+for method, backend in zip(sys.argv[1::2], sys.argv[2::2]):
+    if method != "default":
+        multiprocessing.set_start_method(method, force=True)
+    loader = DataLoader(
+        dataset, 2, num_workers=1, backend=backend, persistent_workers=True,
+        collate_fn=lambda samples: torch.stack(samples) * sign, worker_init_fn=init,
+    )
+    for _ in range(2):
+        print([batch.tolist() for batch in loader])
 """
+
+METHODS = [
+    ("default", "spawn"),
+    ("forkserver", "spawn"),
+    ("forkserver", "shared-memory"),  # multiprocessing's own default from Python 3.14 on
+    ("spawn", "shared-memory"),  # as on macOS and Windows
+]
 
 
 def run(script: Path, *arguments: str) -> list[str]:
@@ -70,23 +77,13 @@ def run(script: Path, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("method", "backend"),
-    [
-        ("default", "spawn"),
-        ("forkserver", "spawn"),
-        ("forkserver", "shared-memory"),  # multiprocessing's own default from Python 3.14 on
-        ("spawn", "shared-memory"),  # as on macOS and Windows
-    ],
-)
-def test_a_script_without_a_guard_sends_what_it_likes(
-    tmp_path: Path, method: str, backend: str
-) -> None:
+def test_a_script_without_a_guard_sends_what_it_likes(tmp_path: Path) -> None:
     """The script runs once: fresh workers do not run it again."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     batches = "[[-11, -13], [-15, -17]]"
-    assert run(script, method, backend) == ["this script", "worker 0", batches, batches]
+    told = run(script, *(word for pair in METHODS for word in pair))
+    assert told == ["this script", *["worker 0", batches, batches] * len(METHODS)]
 
 
 def test_a_pipeline_of_such_a_script_too(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.alike import same
-from support.driven import Driven
+from support.driven import Driven, echo, total
 
 from hybridloader import Fork, Memory, SharedMemory, Spawn
 from hybridloader.backends.process import socket_transport
@@ -23,25 +23,18 @@ from hybridloader.memory.slots import OWN
 
 LARGE = 2 * OWN
 
-BACKENDS = [
+FORKS = [
     pytest.param(Fork(), id="fork"),
-    pytest.param(Spawn(), id="spawn"),
     pytest.param(Fork(memory=Memory(kind="named")), id="named"),
     pytest.param(Fork(memory=Memory(kind="stream")), id="stream"),
     pytest.param(Fork(memory=Memory(limit=1)), id="no room"),
 ]
+BACKENDS = [*FORKS, pytest.param(Spawn(), id="spawn", marks=pytest.mark.full)]
+"""A fresh worker takes what it is sent as a forked one does: every run has one of each kind of value."""
 
 
 def filled(number: int, size: int = LARGE) -> np.ndarray:
     return np.full(size, number, np.uint8)
-
-
-def echo(index: Any) -> Any:
-    return index
-
-
-def total(index: Any) -> int:
-    return int(index.sum())
 
 
 def kinds_of_values() -> list[Any]:
@@ -82,7 +75,7 @@ def writer_of(crew: Driven, worker: int = 0) -> Any:
 # -- whole and writable ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*FORKS, pytest.param(Spawn(), id="spawn")])
 def test_large_tasks_of_every_kind_arrive_as_they_are(backend: Any) -> None:
     values = kinds_of_values()
     with Driven(backend, echo) as crew:

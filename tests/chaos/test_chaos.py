@@ -25,7 +25,7 @@ def test_each_index_comes_out_exactly_once_whatever_happens(backend: str, form: 
     assert account.faults, f"nothing happened in {weather}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fresh_processes_are_replaced_as_forks_are() -> None:
     weather = Weather(
         SEED, "spawn", "loader", workers=2, length=40, share=0.1, strikes=0.0,

@@ -194,7 +194,9 @@ def test_an_image_becomes_a_tensor_augmented_or_not(cut: Path) -> None:
     assert 0 <= min(one.min(), other.min()) <= max(one.max(), other.max()) <= 1
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork", "spawn", "shared-memory"])
+@pytest.mark.parametrize(
+    "backend", ["threads", "fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_the_same_seed_gives_the_same_batches_with_every_backend(cut: Path, backend: str) -> None:
     if backend == "fork" and sys.platform == "win32":
         pytest.skip("no fork here")
@@ -395,7 +397,9 @@ def test_a_folder_that_may_not_be_read_is_one_line(
         (small / "red").chmod(0o755)
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "spawn", "shared-memory"])
+@pytest.mark.parametrize(
+    "backend", ["inline", "threads", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_an_image_that_a_worker_cant_read_is_one_line_with_its_name(
     small: Path, backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

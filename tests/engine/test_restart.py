@@ -335,7 +335,9 @@ def test_stages_replace_their_workers_and_what_went_from_one_to_the_next_is_sent
 
 
 @pytest.mark.parametrize("end", [stuck, stopped], ids=lambda end: end.__name__)
-@pytest.mark.parametrize("backend", PROCESSES)
+@pytest.mark.parametrize(
+    "backend", ["fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_a_stuck_process_is_replaced(backend: str, end: Callable[[], Any], tmp_path: Path) -> None:
     if backend == "spawn" and end is stuck:
         pytest.skip("fresh processes are slow to start")

@@ -33,7 +33,7 @@ WAYS = [
     pytest.param("threads", 2, id="threads"),
     pytest.param("fork", 2, id="fork"),
     pytest.param("shared-memory", 2, id="shared-memory"),
-    pytest.param("spawn", 1, id="spawn"),
+    pytest.param("spawn", 1, id="spawn", marks=pytest.mark.full),
 ]
 IN_PROCESS = WAYS[:3]
 

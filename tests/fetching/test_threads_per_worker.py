@@ -28,7 +28,10 @@ LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
 
 PLACES = [("inline", 0), *((name, 1) for name in backend_names()), (None, 2), ("threads", 2)]
-places = pytest.mark.parametrize(("backend", "workers"), PLACES)
+places = pytest.mark.parametrize(
+    ("backend", "workers"),
+    [pytest.param(*p, marks=pytest.mark.full if p[0] == "spawn" else ()) for p in PLACES],
+)
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
@@ -75,10 +78,10 @@ DATASETS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-# Fresh processes take 2 s to import torch: two kinds do for them.
+# Fresh processes take 2 s to import torch: one kind does for them.
 @pytest.mark.parametrize(
     ("backend", "workers", "kind"),
-    [(*p, k) for p in PLACES for k in DATASETS if p[0] != "spawn" or k in ("subset", "tensors")],
+    [(*p, k) for p in PLACES for k in DATASETS if p[0] != "spawn" or k == "subset"],
 )
 def test_batches_are_torchs(backend: str | None, workers: int, kind: str) -> None:
     dataset, options = DATASETS[kind]
@@ -166,7 +169,9 @@ class Stuck(Samples):
         return index
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork", "spawn"])
+@pytest.mark.parametrize(
+    "backend", ["threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_closing_while_samples_are_stuck_leaves_nothing(backend: str, tmp_path: Path) -> None:
     gate, before = Gate(tmp_path), set(threading.enumerate())
     iterator: Any = iter(

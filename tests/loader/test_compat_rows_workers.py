@@ -26,6 +26,7 @@ from support.compat import (
     every,
     flat,
     keep,
+    often,
     quick,
     set_state,
 )
@@ -183,7 +184,7 @@ def lightning_seeds(found: torch.Tensor, worker: int) -> None:
     random.seed(int(python_sequence.generate_state(2, dtype=np.uint64)[0]))
 
 
-@every
+@often
 def test_r27_init_functions_find_their_seed_and_leave_the_main_thread_alone(backend: str) -> None:
     found = torch.zeros(2, dtype=torch.int64).share_memory_()
     torch.manual_seed(11)
@@ -299,7 +300,7 @@ class Streaming(IterableDataset[Any]):
             yield info.id, int(self._epoch.value)
 
 
-@every
+@often
 def test_r30_an_epoch_in_shared_memory_is_seen_by_every_worker(backend: str) -> None:
     dataset = Streaming()
     loader = DataLoader(

@@ -157,7 +157,9 @@ class Keys(Dataset[Any]):
         return keys
 
 
-@pytest.mark.parametrize(("backend", "workers"), [*PLACES, ("spawn", 1)])
+@pytest.mark.parametrize(
+    ("backend", "workers"), [*PLACES, pytest.param("spawn", 1, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("make", [Samples, Together])
 def test_others_take_the_places_of_what_fails(
     make: Callable[[], Any], backend: str, workers: int

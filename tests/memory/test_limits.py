@@ -190,7 +190,8 @@ class Sized(Dataset[Any]):
         return torch.full((size,), float(index)), np.full(size, index, np.int32), index
 
 
-def backends(limit: int) -> list[Any]:
+def backends(limit: int, *, fresh: bool = False) -> list[Any]:
+    """The ways to make batches; without fresh processes, but for a full run, unless `fresh`."""
     tiny = Memory(limit=limit)
     return [
         pytest.param(Inline(memory=tiny), 0, id="caller"),
@@ -199,7 +200,7 @@ def backends(limit: int) -> list[Any]:
         pytest.param(Fork(memory=tiny), 2, id="fork"),
         pytest.param(SharedMemory(memory=tiny), 2, id="shared-memory"),
         pytest.param(Fork(memory=Memory(limit, "named")), 2, id="named"),
-        pytest.param(Spawn(memory=tiny), 1, id="spawn"),
+        pytest.param(Spawn(memory=tiny), 1, id="spawn", marks=() if fresh else pytest.mark.full),
     ]
 
 
@@ -231,7 +232,7 @@ def run(loader: Any, *, keep: bool, sizes: list[int]) -> list[str]:
     return [str(w.message) for w in caught if "CPU" not in str(w.message)]
 
 
-@pytest.mark.parametrize(("backend", "workers"), backends(3_000_000))
+@pytest.mark.parametrize(("backend", "workers"), backends(3_000_000, fresh=True))
 def test_who_keeps_all_batches_gets_them_all_right_and_one_warning_for_each_iterator(
     backend: Any, workers: int
 ) -> None:

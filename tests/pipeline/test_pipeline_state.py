@@ -284,8 +284,9 @@ def test_a_state_does_not_hold_the_run() -> None:
 
 @pytest.mark.parametrize("backend", ["fork", "shared-memory", "spawn"])
 def test_processes_go_on_too(backend: str) -> None:
-    # A fresh process takes more than 2 s to import all this: there the four steps share two.
-    place: dict[str, Any] = {"backend": backend, "num_workers": 2, "fuse": backend == "spawn"}
+    # A fresh process takes more than 2 s to import all this: there the four steps share one.
+    fresh = backend == "spawn"
+    place: dict[str, Any] = {"backend": backend, "num_workers": 1 if fresh else 2, "fuse": fresh}
 
     def make(**place: Any) -> Pipeline:
         pipe = Pipeline.from_dataset(range(60)).filter(kept_number, **place)

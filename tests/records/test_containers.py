@@ -642,7 +642,7 @@ class Paths:
         return index, self.paths[index]
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.full), "fork"])
 def test_torchs_own_loader_takes_it(memory: str, method: str) -> None:
     import torch
 

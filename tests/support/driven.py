@@ -99,6 +99,10 @@ def echo(index: Any) -> Any:
     return index
 
 
+def total(index: Any) -> int:
+    return int(index.sum())
+
+
 def make(number: int) -> list[Any]:
     """Items of one task: one with a slot of its own, some that share one, some without."""
     rng = np.random.default_rng(number)
