@@ -1,4 +1,4 @@
-"""The words of errors: which stage, which worker, which indices, what happened, what to try."""
+"""Words of errors: which stage, which worker, which indices, what happened, what to try."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridloader.engine.scheduler import Fault
 
 _DEBUG = "To find it, run with backend='inline' under a debugger."
 
-_CAUSES = {
+_ADVICE = {
     "SIGKILL": (
         "Likely the system ran out of memory, or somebody killed it. "
         "Try fewer workers, or backend='threads', which shares one copy of the dataset."
@@ -37,40 +37,26 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What one worker of a stage is doing.
-
-    Attributes
-    ----------
-    worker
-        Its number.
-    name
-        Its stage, and what it is.
-    pid
-        Its process; None before it has one.
-    state
-        In a word.
-    done
-        Tasks that were answered from its place.
-    restarts
-        How often its place was given to another.
-    index
-        Of the oldest task that it has; None if it has none.
-    seconds
-        Since it began with that; None if it has none.
-    """
+    """State of one worker of a stage, a row of `workers_table`."""
 
     worker: int
     name: str
+    """Kind of the worker."""
     pid: int | None
+    """Process id; None before it has one."""
     state: str
     done: int
+    """Number of tasks answered from its place."""
     restarts: int
+    """Number of times that its place was given to another worker."""
     index: Any
+    """Index of the oldest task that it has; None if it has none."""
     seconds: float | None
+    """Seconds since it began with that task; None if it has none."""
 
 
 def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
-    """``"worker 1 (process, pid 4711)"``, as far as it is known."""
+    """Name a worker in errors: ``"worker 1 (process, pid 4711)"``, as far as it is known."""
     if worker >= len(handles):
         return f"worker {worker}"
     handle = handles[worker]
@@ -78,11 +64,10 @@ def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
 
 
 def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
-    """Word how a worker process ended, in torch's words, which people match on.
+    """Say how a worker process ended, in torch's words, which people match on.
 
-    Empty if the worker is no process, or has not ended.
-
-    The words are those of ``torch/csrc/DataLoader.cpp``, with the stage's name for "DataLoader".
+    They are from ``torch/csrc/DataLoader.cpp``, with the stage's name for "DataLoader". The text is
+    empty if the worker is no process, or has not ended.
     """
     handle = handles[worker] if worker < len(handles) else None
     if handle is None or handle.pid == os.getpid() or handle.exitcode is None:
@@ -96,39 +81,31 @@ def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
         return f"{who} is killed by signal: {-code}. "
 
 
-def place(stage: str, worker: str, index: Any, doing: str) -> str:
-    """Where an exception came from, in one line."""
-    return f"In stage {stage!r}, {worker}, {doing} {brief(index)}."
-
-
 def death(
     stage: str, worker: str, fault: Fault, indices: Mapping[int, Any], refusal: str = ""
 ) -> str:
-    """What to say of a worker that ended without being asked to.
+    """Word the error for a worker that ended without being asked to.
 
     Parameters
     ----------
     indices
-        Of the tasks, by their numbers.
+        Indices of the tasks, by the tasks' numbers.
     refusal
-        Why no other was put in its place.
+        Reason why it was not replaced.
     """
     event = fault.event
     held = [brief(indices.get(seq)) for seq in fault.in_flight]
     tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
     more = f"; and {len(held) - 4} tasks more" if len(held) > 4 else ""
-    cause = next((word for word in _CAUSES if word in fault.cause), "")
-    advice = _CAUSES.get(cause, "")
-    if event.memory and cause == "SIGKILL":  # what the kernel says is more exact than our guess
+    advice = _advice(fault.cause)
+    if event.memory and "SIGKILL" in fault.cause:  # the kernel's word is more exact than our guess
         advice = (
             "If it is memory: try fewer workers, or backend='threads', which shares one copy of the "
             "dataset."
         )
-    elif event.memory and cause == "SIGBUS":
+    elif event.memory and "SIGBUS" in fault.cause:
         advice = ""
-    full = ""
-    if event.slots is not None:
-        full = "Its slots took {:,} of {:,} bytes.".format(*event.slots)
+    full = "" if event.slots is None else "Its slots took {:,} of {:,} bytes.".format(*event.slots)
     sample = "" if event.task is None else sample_at(indices.get(event.task), event.at)
     said = [f"In stage {stage!r}, {worker} {fault.cause}.", f"{tasks}{more}.", sample]
     said += [refusal, advice, full]
@@ -137,15 +114,14 @@ def death(
     return "\n".join(line for line in lines if line)
 
 
-def sample_at(index: Any, at: int | None) -> str:
-    """``"It was at sample 2 of [7, 3, 9], index 9."``; empty if it is not known which.
+def _advice(cause: str) -> str:
+    return next((text for word, text in _ADVICE.items() if word in cause), "")
 
-    Parameters
-    ----------
-    index
-        Of the task.
-    at
-        The number of the sample in it, from 0.
+
+def sample_at(index: Any, at: int | None) -> str:
+    """Name sample number `at` of a task: ``"It was at sample 2 of [7, 3, 9]: 9."``.
+
+    The text is empty if it is not known which sample it was.
     """
     if at is None or at < 0 or index is None:
         return ""
@@ -164,18 +140,16 @@ def overrun(
     stack: str = "",
     thread: bool = False,
 ) -> str:
-    """What to say of a task that took longer than `task_timeout`, where its worker is not replaced.
+    """Word the error for a task that took longer than `task_timeout`, its worker not replaced.
 
     Parameters
     ----------
-    index
-        Of the task.
     seconds
-        That it had taken.
+        Seconds that it had taken.
     stack
-        Where the worker was, or why that can't be told; on lines of its own.
+        Stack of the worker, or why there is none; on lines of its own.
     thread
-        Whether the worker is a thread of this process.
+        True if the worker is a thread of this process.
     """
     if thread:
         fate = (
@@ -196,60 +170,49 @@ def overrun(
 
 
 def given_up(stage: str, worker: str, deaths: int, cause: str, *, at: int | None = None) -> str:
-    """What to say in place of a sample, or of a task, that has killed its worker again and again.
+    """Word the error in place of a sample, or of a task, that has killed workers again and again.
 
     Parameters
     ----------
-    worker
-        The last one.
+    worker, cause
+        Name of the last worker that died, and what it died of.
     deaths
-        How many there were.
-    cause
-        What the last one died of.
+        Number of deaths.
     at
-        The number of the sample in its task; None if it is not known which of them it was.
+        Number of the sample in its task; None if it is not known which sample it was.
     """
     workers = "1 worker" if deaths == 1 else f"{deaths} workers"
     what = "at this sample" if at is not None else "at a task with this sample in it"
-    advice = next((f" {text}" for word, text in _CAUSES.items() if word in cause), "")
     return (
         f"In stage {stage!r}, {workers} died {what}, so it was given up; "
-        f"the last one, {worker}, {cause}.{advice}"
+        f"the last one, {worker}, {cause}. {_advice(cause)}".rstrip()
     )
 
 
 def workers_table(rows: Sequence[WorkerReport]) -> str:
-    """One line for each worker, under a heading; empty without rows."""
+    """Return a heading and one line for each worker; empty without rows."""
     if not rows:
         return ""
     heading = ("worker", "where", "pid", "state", "done", "restarts", "for", "task")
     return "\n".join(table([heading, *map(_cells, rows)], left=(0, 1, len(heading) - 1)))
 
 
+_MOST = 40
+"""Characters of a task in the table."""
+
+
 def _cells(row: WorkerReport) -> tuple[str, ...]:
-    return (
-        str(row.worker),
-        row.name,
-        "-" if row.pid is None else str(row.pid),
-        row.state,
-        f"{row.done:,}",
-        f"{row.restarts:,}",
-        "-" if row.seconds is None else _seconds(row.seconds),
-        "-" if row.seconds is None else _brief(row.index),
-    )
-
-
-_BRIEF = 40
-"""Characters of a task in a table."""
-
-
-def _brief(index: Any) -> str:
-    text = " ".join(brief(index).split())
-    return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 3]}..."
+    spent = task = "-"
+    if row.seconds is not None:
+        spent, task = _seconds(row.seconds), " ".join(brief(row.index).split())
+        task = task if len(task) <= _MOST else f"{task[: _MOST - 3]}..."
+    pid = "-" if row.pid is None else str(row.pid)
+    counts = f"{row.done:,}", f"{row.restarts:,}"
+    return str(row.worker), row.name, pid, row.state, *counts, spent, task
 
 
 def _seconds(seconds: float) -> str:
-    """``"0.42 s"``, ``"12.3 s"``, ``"5 min 7 s"``, ``"2 h 3 min"``: as exact as one cares for."""
+    """Word a time: ``"0.42 s"``, ``"12.3 s"``, ``"5 min 7 s"``, ``"2 h 3 min"``."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 60:
@@ -259,7 +222,7 @@ def _seconds(seconds: float) -> str:
 
 
 def late(stage: str, workers: Sequence[str], indices: Sequence[Any], timeout: float) -> str:
-    """Word the error for no result in time; it begins with torch's words, which people match on."""
+    """Word the error for no result in time, beginning with torch's words, which people match on."""
     held = "; ".join(brief(index) for index in indices[:4])
     who = ", ".join(dict.fromkeys(workers)) or "no worker"
     return (

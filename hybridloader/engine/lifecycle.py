@@ -1,7 +1,8 @@
-"""The life of a stage: its workers start, epochs begin and end, and any thread closes it, at any time.
+"""Start and end of a stage: its workers start, epochs begin and end, and any thread closes it.
 
-One lock serialises the thread that pulls and whoever closes; the crew and the scheduler need none
-of their own. Who can't have the lock, or is that very thread, leaves the end to the call under way.
+One lock serialises the thread that pulls and the one that closes; the crew and the scheduler need
+none of their own. A caller of `close` that can't have the lock, or is the pulling thread itself,
+leaves the end to the call that is under way.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
 from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Begin, Done, Exhausted, Ready, Result, WorkerSpec
+from hybridloader.engine.numbering import ItemCounter, NumberedSending
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import ACTIVE, RunState, Scheduler, WorkerState
@@ -27,7 +29,6 @@ from hybridloader.engine.supervision import Supervisor
 from hybridloader.engine.worker_table import WorkerTable
 
 if TYPE_CHECKING:
-    from hybridloader.engine.numbering import Counter
     from hybridloader.memory.page_locks import PageLocks
 
 T = TypeVar("T")
@@ -40,12 +41,8 @@ class Lifecycle(ABC):
     """A scheduler and a crew, from their first epoch to their end.
 
     A call that uses them holds `_pulling` and is counted in `_inside`. It ends all at last if they were
-    closed meanwhile: by the user's code, a signal's handler or a finalizer.
-
-    Parameters
-    ----------
-    backend, spec, persistent, on_worker_death, task_timeout, locks, counter, clock
-        As of `Stage`.
+    closed meanwhile: by the user's code, a signal's handler or a finalizer. The parameters are those
+    of `Stage`.
     """
 
     def __init__(
@@ -58,30 +55,31 @@ class Lifecycle(ABC):
         on_worker_death: RestartPolicy | None,
         task_timeout: float,
         locks: PageLocks | None,
-        counter: Counter | None,
+        counter: ItemCounter | None,
         clock: Callable[[], float],
     ) -> None:
         backend.check()
         self.backend = backend
         self.spec = spec if on_worker_death is None else replace(spec, tracked=True)
         self._scheduler, self._persistent, self._clock = scheduler, persistent, clock
-        # All the mutable state, besides the scheduler, the crew and the table:
-        self.epoch = -1  # the number of the one that runs
+        # All the mutable state, besides that of the scheduler, the crew and the table:
+        self.epoch = -1  # number of the one that runs
         self._broken_off = -1  # the epoch of which nobody wants more
         self._closing = self._leaving = self._ended = self._gone = False
         self._inside = 0  # calls under way that use the crew, on the thread that has the lock
         self._death_report = ""
-        self._error: Exception | None = None  # of the source; raised behind all that came before it
+        self._error: Exception | None = None  # of the source; raised after all that came before it
         self.exhausted: dict[int, Exhausted] = {}  # of this epoch, by worker
-        self._opened: dict[int, Ready] = {}  # those that told
+        self._opened: dict[int, Ready] = {}  # those with a state or an error
         self._owner = os.getpid()
         self._pulling = threading.RLock()
-        crew = backend.open()
-        self._crew = crew if counter is None else counter.telling(crew)
-        self._finalizer = ended_with(self, self._crew)
+        self._crew = crew = backend.open()
+        self._numbered = None if counter is None else NumberedSending(crew, counter)
+        self._sender = self._numbered or crew  # of messages to workers
+        self._finalizer = ended_with(self, crew)
         if locks is not None:
-            self._crew.page_lock(locks)
-        self._table = WorkerTable(self.spec, scheduler, self._crew, clock)
+            crew.page_lock(locks)
+        self._table = WorkerTable(self.spec, scheduler, crew, clock)
         self._supervisor: Supervisor | None = None
         if on_worker_death is not None or task_timeout > 0:
             self._supervisor = Supervisor(
@@ -90,19 +88,20 @@ class Lifecycle(ABC):
                 threads=backend.in_process,
                 table=self._table,
                 scheduler=scheduler,
-                crew=self._crew,
+                crew=crew,
+                sender=self._sender,
             )
         try:
             for worker in range(len(scheduler.workers)):
-                self._crew.start(worker, self.spec)
-            self._crew.settle()
+                self._sender.start(worker, self.spec)
+            crew.settle()
         except BaseException:
             self.close()
             raise
 
     @property
     def handles(self) -> Sequence[WorkerHandle]:
-        """The workers, as objects with `pid`, `is_alive`, `terminate` and `join`."""
+        """Handles of the workers, with `pid`, `is_alive`, `terminate` and `join`."""
         return self._crew.handles()
 
     @property
@@ -116,7 +115,7 @@ class Lifecycle(ABC):
 
     @property
     def next_seq(self) -> int:
-        """The number of the next task."""
+        """Number of the next task."""
         return self._scheduler.next_in
 
     @property
@@ -134,7 +133,7 @@ class Lifecycle(ABC):
         return self._table.report()
 
     def lateness(self, timeout: float) -> str:
-        """Return what to say when no result has come for `timeout` seconds; from any thread."""
+        """Word the error for no result within `timeout` seconds; from any thread."""
         return self._table.lateness(timeout)
 
     def begin(
@@ -145,17 +144,17 @@ class Lifecycle(ABC):
     ) -> None:
         """Begin an epoch over the indices of `source`, and fill the window with its first tasks.
 
-        What is left of the epoch before is dropped. The first epoch needs no message: the workers
-        open it when they start.
+        The rest of the epoch before is dropped. The first epoch needs no message: the workers open it
+        when they start.
         """
         if os.getpid() != self._owner:
             self._check_process()
         self._use_crew(self._begin, source, shared_seed, changes)
 
     def interrupt(self, epoch: int | None = None) -> None:
-        """Nobody wants more of this epoch: whoever waits for a result gets `IteratorClosed`.
+        """Break this epoch off: a caller that waits for a result gets `IteratorClosed`.
 
-        From any thread. The workers stay, for `begin`. Nothing happens if another epoch than number
+        From any thread. The workers stay, for `begin`. Does nothing if another epoch than number
         `epoch` runs.
         """
         running = self.epoch  # another may begin meanwhile, on another thread
@@ -171,7 +170,7 @@ class Lifecycle(ABC):
         Parameters
         ----------
         deadline
-            Until when to wait for the thread that pulls, by `time.monotonic`.
+            End of the wait for the thread that pulls, by `time.monotonic`.
         """
         if os.getpid() != self._owner or self._closing:
             return
@@ -187,10 +186,10 @@ class Lifecycle(ABC):
     def close(self) -> None:
         """End all workers: from any thread, in any state, any number of times.
 
-        Takes at most about 2 seconds. Where the thread that pulls is busy in the user's own code
-        (an inline worker, a sampler), it returns without having ended it; that thread then does so
-        itself. So does it where it is that very thread: in the sampler, in a signal's handler or in a
-        finalizer, which may come at any point of `pull`.
+        Takes at most about 2 seconds. If the thread that pulls is busy in the user's own code (an
+        inline worker, a sampler), this returns first and that thread ends the stage later. So it does
+        if it is the one that closes: in the sampler, a signal's handler or a finalizer, which may
+        come at any point of `pull`.
         """
         self._closing = True
         if os.getpid() != self._owner:
@@ -209,20 +208,20 @@ class Lifecycle(ABC):
 
     @abstractmethod
     def _draw_from(self, source: Iterator[Any] | Feed) -> None:
-        """An epoch begins with `source`."""
+        """Take indices from `source` from now on."""
 
     @abstractmethod
     def _forget(self) -> None:
         """Drop the indices of all tasks."""
 
     def _check_process(self) -> None:
-        if self._elsewhere:  # it would read what the workers send to the other
+        if self._elsewhere:  # it would read messages to the other process
             raise IteratorClosed(
                 "this iterator belongs to the process that this one was forked from; make one here"
             )
 
     def _refuse(self) -> NoReturn:
-        """Say why there is no next item."""
+        """Raise the reason why there is no next item."""
         if self._scheduler.fault is not None:
             raise WorkerDied(self._death_report)
         if self._ended:
@@ -255,7 +254,7 @@ class Lifecycle(ABC):
     ) -> None:
         if self._closing:
             self._refuse()
-        scheduler, crew = self._scheduler, self._crew
+        scheduler = self._scheduler
         self._ended = False
         absent = [i for i, w in enumerate(scheduler.workers) if w is WorkerState.ABSENT]
         discard(scheduler.begin())
@@ -268,12 +267,12 @@ class Lifecycle(ABC):
             message = Begin(self.epoch, shared_seed, changes)
             for worker in range(len(scheduler.workers)):
                 if worker not in absent:
-                    crew.send(worker, message)
+                    self._sender.send(worker, message)
         if self._supervisor is not None:
             self._supervisor.begin(shared_seed, absent)
         self._error = None
         self._draw_from(source)
-        crew.flush()
+        self._crew.flush()
 
     def _end_epoch(self) -> NoReturn:
         error, self._error = self._error, None
@@ -285,7 +284,7 @@ class Lifecycle(ABC):
         raise StopIteration
 
     def _end(self) -> None:
-        """End all, unless a call uses the crew, which then does so; whoever had it leave closes it."""
+        """End all, unless a call uses the crew (it does so at its end) or `close` is still to follow."""
         if self._gone or self._inside or self._leaving:
             return
         if self._scheduler.run not in (RunState.CLOSING, RunState.CLOSED):
@@ -298,7 +297,7 @@ class Lifecycle(ABC):
 
 
 def discard(results: Sequence[Result]) -> None:
-    """Free what results hold that nobody will be given."""
+    """Free the payloads of results that nobody will be given."""
     for result in results:
         if isinstance(result, Done):
             result.payload.discard()

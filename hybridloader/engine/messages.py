@@ -144,6 +144,19 @@ class Failed(NamedTuple):
     extras: None = None
 
 
+class Last:
+    """Record of the result handed out last, as `Done` has it, without the value.
+
+    It outlives the stage. `seq` is -1 where there was none.
+    """
+
+    __slots__ = ("extras", "position", "seq", "worker")
+
+    def __init__(self) -> None:
+        self.seq, self.worker, self.position = -1, 0, 0
+        self.extras: dict[str, Any] | None = None
+
+
 class Exhausted(NamedTuple):
     """The worker's shard of an iterable dataset ended when it was asked for task `seq`.
 

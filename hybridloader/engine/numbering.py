@@ -1,46 +1,35 @@
-"""Tells workers which pass it is and which items of their stage's input a task holds.
+"""Numbers of the items in a stage's input, by which ``seeding="sample"`` knows a sample.
 
-Under ``seeding="sample"`` that is what a sample is known by. A crew is wrapped, and says so in a message
-before the task wherever the worker would not know: a new pass, other workers in between, a worker in
-another's place. It changes no task, so results that come unopened stay unopened. Without a seeding
-there is no such crew.
+A worker counts the items of its tasks by itself. It is sent a `First` only where it can't know the
+number: at a new pass, where other workers took tasks in between, and after a worker was replaced.
+Tasks are not changed, so forwarded results stay unopened. A stage without such seeding has none of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hybridloader.engine.contract import Crew, WorkerHandle
 from hybridloader.engine.feed import items_in
-from hybridloader.engine.messages import (
-    Begin,
-    Done,
-    Event,
-    Failed,
-    First,
-    Message,
-    Task,
-    WorkerSpec,
-)
+from hybridloader.engine.messages import Begin, First, Message, Result, Task, WorkerSpec
 
 if TYPE_CHECKING:
-    from hybridloader.memory.page_locks import PageLocks
+    from hybridloader.engine.contract import Crew
 
 
 @dataclass
-class Counter:
-    """Where a stage is.
+class ItemCounter:
+    """Pass and item that a stage has come to.
 
     Attributes
     ----------
     items
-        Whether items are counted: not those of readers, nor batches of indices.
+        True to count items; False for readers, and for batches of indices.
     epoch
-        The number of the pass.
+        Number of the pass.
     next
-        The number of the next item that is new.
+        Number of the next new item.
     """
 
     items: bool = True
@@ -48,39 +37,41 @@ class Counter:
     next: int = 0
 
     def begin(self, epoch: int, first: int = 0) -> None:
-        """A pass begins, with item number `first`. Before the stage is told so."""
+        """Begin a pass with item number `first`; called before the stage begins it."""
         self.epoch, self.next = epoch, first
 
-    def telling(self, crew: Crew) -> Crew:
-        """Return `crew`, whose workers are told."""
-        return _NumberingCrew(crew, self)
 
+class NumberedSending:
+    """Starts the workers of a crew and sends them messages, with the numbers that they can't know.
 
-class _NumberingCrew(Crew):
-    def __init__(self, crew: Crew, counter: Counter) -> None:
+    Parameters
+    ----------
+    crew
+        Crew of the stage.
+    counter
+        Counter of the stage.
+    """
+
+    def __init__(self, crew: Crew, counter: ItemCounter) -> None:
         self._crew, self._counter = crew, counter
         # All the mutable state:
         self._known: dict[int, tuple[int, int]] = {}  # by task: its pass and its first item
-        self._told: dict[int, tuple[int, int]] = {}  # by worker: what it would take a task for
-
-    def page_lock(self, locks: PageLocks) -> None:
-        self._crew.page_lock(locks)
+        self._expected: dict[int, tuple[int, int]] = {}  # by worker: the same of its next task
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
+        """Start a worker, as `Crew.start`."""
         epoch = self._counter.epoch
         if spec.seeding is not None:
             spec = replace(spec, seeding=replace(spec.seeding, epoch=epoch))
-        self._told[worker] = epoch, 0
+        self._expected[worker] = epoch, 0
         self._crew.start(worker, spec)
 
-    def settle(self) -> None:
-        self._crew.settle()
-
     def send(self, worker: int, message: Message) -> None:
+        """Send a message, as `Crew.send`; a `First` goes before it where the worker needs one."""
         counter = self._counter
         if isinstance(message, Begin):
             message = replace(message, epoch=counter.epoch)
-            self._told[worker] = counter.epoch, 0
+            self._expected[worker] = counter.epoch, 0
         if not isinstance(message, Task):
             self._crew.send(worker, message)
             return
@@ -89,9 +80,9 @@ class _NumberingCrew(Crew):
         if new:
             self._known[message.seq] = counter.epoch, counter.next
         epoch, first = self._known[message.seq]
-        if self._told.get(worker) != (epoch, first):
+        if self._expected.get(worker) != (epoch, first):
             self._crew.send(worker, First(first, epoch))
-            self._told[worker] = epoch, first
+            self._expected[worker] = epoch, first
         try:
             self._crew.send(worker, message)
         except BaseException:
@@ -100,35 +91,11 @@ class _NumberingCrew(Crew):
                 if count == 1 or type(message.index) is not list:
                     counter.next += count  # lost; several of a list come again, each alone
             raise
-        self._told[worker] = epoch, first + count
+        self._expected[worker] = epoch, first + count
         if new:
             counter.next += count
 
-    def wait(self, timeout: float | None) -> Sequence[Event]:
-        events = self._crew.wait(timeout)
-        for event in events:
-            if isinstance(event, (Done, Failed)):
-                self._known.pop(event.seq, None)
-        return events
-
-    def flush(self) -> None:
-        self._crew.flush()
-
-    def wake(self) -> None:
-        self._crew.wake()
-
-    def kill(self, worker: int) -> None:
-        self._crew.kill(worker)
-
-    def stack(self, worker: int) -> str:
-        return self._crew.stack(worker)
-
-    def leave(self) -> None:
-        self._crew.leave()
-
-    def close(self) -> None:
-        self._crew.close()
-        self._known.clear()
-
-    def handles(self) -> Sequence[WorkerHandle]:
-        return self._crew.handles()
+    def take_in(self, results: Iterable[Result]) -> None:
+        """Forget tasks that are answered: they will not be sent again."""
+        for result in results:
+            self._known.pop(result.seq, None)

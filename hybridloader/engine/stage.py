@@ -1,4 +1,4 @@
-"""The pump: drives one scheduler and one crew, on the thread of whoever asks for the next item.
+"""Stage: drives one scheduler and one crew, on the thread that asks for the next item.
 
                   index                    Task                       index
     source ---------------->  Stage  ---------------->  Crew  ---------------->  Worker.step
@@ -8,11 +8,11 @@
                              ^           events         |
                              +--------------------------+
 
-It never reads ahead of `lookahead` tasks, and never asks the source for an index that it has no
-place for. How it begins and ends is in `lifecycle.py`.
+It never reads ahead of `lookahead` tasks, and never asks the source for an index without room for
+its task. `lifecycle.py` has its start and its end.
 
-A source is an iterator, which the pump pulls and, if need be, waits for. Or it is a `Feed`, which it
-never waits for: while the feed has nothing, the pump hands out results, and sleeps until either comes.
+A source is an iterator, which the stage pulls and, if need be, waits for. Or it is a `Feed`, which it
+never waits for: while the feed has nothing, it hands out results, and sleeps until either comes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hybridloader.engine.messages import (
     Exhausted,
     Exited,
     Failed,
+    Last,
     Ready,
     Result,
     Stop,
@@ -43,60 +44,44 @@ from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, Scheduler, WorkerState, round_robin
 
 if TYPE_CHECKING:
-    from hybridloader.engine.numbering import Counter
+    from hybridloader.engine.numbering import ItemCounter
     from hybridloader.memory.page_locks import PageLocks
 
 
-class Last:
-    """Record of the result that was handed out last. It outlives the stage, and holds no value.
-
-    Attributes
-    ----------
-    seq, worker, position, extras
-        As of `Done`; `seq` is -1 where there was none.
-    """
-
-    __slots__ = ("extras", "position", "seq", "worker")
-
-    def __init__(self) -> None:
-        self.seq, self.worker, self.position = -1, 0, 0
-        self.extras: dict[str, Any] | None = None
-
-
 class Stage(Lifecycle, Iterator[Any]):
-    """The running form of one stage: an iterator over its results.
+    """Running stage: an iterator over its results.
 
     Parameters
     ----------
     backend
-        Where the work is done.
+        Kind of the workers.
     spec
-        What the workers are told. ``spec.workers == 0`` means one worker in the caller's context.
+        Specification for all workers. ``spec.workers == 0`` means one worker in the caller's context.
     lookahead
-        How many tasks may be under way or waiting. 0: one, and only while it is asked for.
+        Number of tasks that may be under way or waiting. 0: one, and only while it is asked for.
     ordered
-        Whether results come in the order of their indices.
+        True to give results in the order of their indices.
     timeout
         Seconds to wait for one result; 0 waits for ever.
     persistent
-        Whether another epoch may come. If not, a worker is told to stop as soon as its shard has
-        ended, and all are ended with the epoch.
+        True if another epoch may come. Else a worker is told to stop as soon as its shard has ended,
+        and all are ended with the epoch.
     dispatch
-        Which worker gets the next task.
+        Chooses the worker of the next task.
     flow_control
-        Is told what happens, and may hold tasks back; None: nobody watches.
+        Observer that may hold tasks back; None: there is none.
     forwards
-        Whether results that can be sent on to another process are given unopened, as payloads.
+        True to give results that can be sent on to another process unopened, as payloads.
     on_worker_death
-        When another worker takes the place of one that died; None: its death is raised.
+        Limits of replacing workers that died; None: a death is raised.
     task_timeout
         Seconds that a worker may take for one task; 0: any time.
     locks
-        Lock the pages in which results lie, because a device is going to read them; None: they are not.
+        Locks the pages of results that a device is going to read; None: pages are not locked.
     counter
-        Numbers the items of tasks for the workers, under ``seeding="sample"``; None: nobody does.
+        Numbers the items of tasks under ``seeding="sample"``; None: they are not numbered.
     clock
-        Seconds, monotonic.
+        Returns monotonic seconds.
 
     Raises
     ------
@@ -119,7 +104,7 @@ class Stage(Lifecycle, Iterator[Any]):
         on_worker_death: RestartPolicy | None = None,
         task_timeout: float = 0,
         locks: PageLocks | None = None,
-        counter: Counter | None = None,
+        counter: ItemCounter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout, self._eager = timeout, lookahead > 0
@@ -149,7 +134,7 @@ class Stage(Lifecycle, Iterator[Any]):
         return items_in(index) if type(index) is list or is_forwarded(index) else 1
 
     def opened(self) -> dict[int, Ready]:
-        """Wait until every worker has begun; return what each has told, if it was to tell."""
+        """Wait until every worker has begun; return the `Ready` of those that told a state or error."""
 
         def wait() -> dict[int, Ready]:
             deadline = self._clock() + self._timeout if self._timeout > 0 else None
@@ -161,19 +146,19 @@ class Stage(Lifecycle, Iterator[Any]):
         return self._use_crew(wait)
 
     def pull(self, epoch: int | None = None, *, wait: bool = True) -> Any:
-        """The next result.
+        """Return the next result.
 
         Parameters
         ----------
         epoch
-            The one whose result is wanted, by its number; None: whichever runs.
+            Number of the epoch whose result is wanted; None: the one that runs.
         wait
-            Whether to wait for it.
+            True to wait for it.
 
         Raises
         ------
         NotReady
-            It is not there yet, and is not to be waited for.
+            It has not come, and `wait` is False.
         IteratorClosed
             The epoch is over, because it was interrupted or another has begun.
         """
@@ -222,7 +207,7 @@ class Stage(Lifecycle, Iterator[Any]):
             self._fill()
 
     def _forget(self, *, skipped: bool = False) -> None:
-        """Drop the indices of all tasks, or of those that a shard had no more for."""
+        """Drop the indices of all tasks, or of those that an ended shard had nothing for."""
         scheduler, indices = self._scheduler, self._table.indices
         for seq in list(indices):
             if not (skipped and (seq in scheduler.sent or seq in scheduler.done)):
@@ -265,7 +250,7 @@ class Stage(Lifecycle, Iterator[Any]):
             if flow is not None:
                 flow.sent(seq, index)
             try:
-                self._crew.send(worker, Task(seq, index))
+                self._sender.send(worker, Task(seq, index))
             except Exception as error:  # an index that can't be pickled
                 result: Result = Failed(worker, seq, Failure(error))
                 if feed is not None and feed.take_apart(index):
@@ -279,7 +264,7 @@ class Stage(Lifecycle, Iterator[Any]):
     # -- from the workers to the caller ------------------------------------------------------------
 
     def _wait(self, wait: bool) -> Result:
-        """The next result in turn; waits for it, or looks once more whether it has come."""
+        """Return the next result in turn; wait for it, or look once if it has come."""
         scheduler = self._scheduler
         self._fill()
         deadline = self._clock() + self._timeout if self._timeout > 0 else None
@@ -308,7 +293,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 deadline = self._clock() + self._timeout  # until now nobody else was late
 
     def _remaining(self, deadline: float | None) -> float | None:
-        """Seconds for which to wait for the workers; None: for ever."""
+        """Return the seconds to wait for the workers; None: for ever."""
         remaining = None
         if deadline is not None:
             remaining = deadline - self._clock()
@@ -317,7 +302,7 @@ class Stage(Lifecycle, Iterator[Any]):
         return remaining if self._supervisor is None else self._supervisor.sooner(remaining)
 
     def _listen(self, timeout: float | None) -> None:
-        """Take in what the workers report, and give them more to do."""
+        """Take in the workers' events, and send more tasks."""
         flow, supervisor = self._flow, self._supervisor
         if flow is None:
             self._hear(self._crew.wait(timeout))
@@ -346,19 +331,21 @@ class Stage(Lifecycle, Iterator[Any]):
             self._crew.flush()
 
     def _hear(self, events: Sequence[Event]) -> None:
-        """Take in events of workers in their order, results that follow each other at once."""
+        """Take in events of workers in their order, successive results together."""
         results: list[Result] = []
         for event in events:
             if isinstance(event, (Done, Failed)):
                 results.append(event)
-                continue
-            self._hear(results)
-            results = []
-            self._hear_of(event)
+            else:
+                self._hear(results)
+                results = []
+                self._hear_of(event)
         if not results:
             return
         stale = self._scheduler.take_in(results)
         self._table.take_in(results)
+        if self._numbered is not None:
+            self._numbered.take_in(results)
         if self._flow is not None:
             for result in results:
                 if result.seq in self._scheduler.done:
@@ -367,7 +354,7 @@ class Stage(Lifecycle, Iterator[Any]):
             discard(stale)
 
     def _hear_of(self, event: Ready | Exhausted | Exited) -> None:
-        """Take in how a worker begins or ends."""
+        """Take in the begin or end of a worker."""
         if isinstance(event, Exited):
             if self._closing:
                 return
@@ -391,9 +378,9 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._fill()
 
     def _hand_out(self, result: Result) -> Any:
-        """Give the value, or raise the error, of a task that is no longer under way."""
+        """Return the value, or raise the error, of a task that is no longer under way."""
         table = self._table
-        passed_on = result.seq not in table.indices  # an error of the feed's: it says where it was
+        from_feed = result.seq not in table.indices  # an error of the feed's: it says where it was
         index = table.indices.pop(result.seq, None)
         if isinstance(result, Done):
             payload = result.payload
@@ -405,8 +392,8 @@ class Stage(Lifecycle, Iterator[Any]):
                 add_note(error, table.place(result.worker, index, "loading the result of"))
                 table.failed = index
                 raise
-        table.failed = None if passed_on else index
-        if passed_on:
+        table.failed = None if from_feed else index
+        if from_feed:
             exception = result.failure.exception
             del result.failure.exception
         else:

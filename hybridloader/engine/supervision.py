@@ -1,9 +1,9 @@
-"""Supervision of a stage's workers: who dies is replaced, who runs over is killed.
+"""Supervision of a stage's workers: one that dies is replaced, one that runs over is killed.
 
-A new worker has the number and the seed of the dead one, and is sent again just what that had in
-hand, so that order and count of the results are as if nothing had happened. A sample at which workers
-die again and again is given up: its place in its task is taken by what tells why, and the fetcher
-treats that as a sample that raised. Never decides what becomes of an error.
+A new worker has the number and the seed of the dead one and is sent its unanswered tasks, so order
+and count of the results are as if nothing had happened. A sample at which workers die again and again
+is given up: a `GivenUp` takes its place in the task, and the fetcher treats it as a sample that
+raised. Supervision never decides what becomes of an error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from hybridloader.engine.diagnosis import given_up
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import Exited, Task
+from hybridloader.engine.numbering import NumberedSending
 from hybridloader.engine.restart import Deaths, RestartPolicy
 from hybridloader.engine.scheduler import Scheduler, WorkerState
 from hybridloader.engine.worker_table import START, WorkerTable
+
+_NEVER_READY = (
+    " None of them has ever got ready: what each does first ends it (imports, loading the dataset, "
+    "worker_init_fn)."
+)
 
 
 class Supervisor:
@@ -33,13 +39,15 @@ class Supervisor:
     Parameters
     ----------
     policy
-        How often workers are replaced, and when a sample is given up; None: no worker is replaced.
+        Limits of replacing workers and of trying a sample; None: no worker is replaced.
     task_timeout
         Seconds that a worker may take for one task; 0: any time.
     threads
-        Whether the workers are threads, which can't be killed.
+        True if the workers are threads, which can't be killed.
     table
-        The stage's; the indices of tasks with a sample that is given up are changed in it.
+        Table of the stage's workers; a sample that is given up is replaced in its indices.
+    sender
+        Starts workers and sends them messages: the crew, or a `NumberedSending` around it.
     """
 
     def __init__(
@@ -51,22 +59,24 @@ class Supervisor:
         table: WorkerTable,
         scheduler: Scheduler,
         crew: Crew,
+        sender: Crew | NumberedSending,
     ) -> None:
         self._deaths = None if policy is None else Deaths(policy)
         self._timeout, self._threads = task_timeout, threads
-        self._table, self._scheduler, self._crew = table, scheduler, crew
+        self._table, self._scheduler = table, scheduler
+        self._crew, self._sender = crew, sender
         # All the other mutable state:
         self._spec = table.spec
         self._shared_seed = table.spec.shared_seed
         self._begun = False
         self._killed: dict[int, tuple[str, str]] = {}
-        """Workers that were killed and have not exited yet: why, and where they were."""
+        """Reason and stack of each worker that was killed and has not exited yet."""
         self.refusal = ""
-        """Why the last worker that died was not replaced."""
+        """Reason why the last worker that died was not replaced."""
 
     def begin(self, shared_seed: int | None, absent: Sequence[int]) -> None:
-        """An epoch begins: workers for the places that are empty start with it."""
-        if self._begun and self._spec.starts:  # those were of the first alone
+        """Begin an epoch: start workers for the places in `absent`."""
+        if self._begun and self._spec.starts:  # those were for the first epoch alone
             self._spec = replace(self._spec, starts=())
         self._begun = True
         self._shared_seed = shared_seed
@@ -78,7 +88,7 @@ class Supervisor:
     # -- deaths ----------------------------------------------------------------------------------
 
     def take_in(self, death: Exited) -> Exited | None:
-        """Have another worker take the place; give the death, with its reason, if it is to be raised."""
+        """Replace the worker that died; return its death, with the reason, if it is to be raised."""
         why, stack = self._killed.pop(death.worker, (death.cause, death.evidence))
         if death.cause is not None and why != death.cause:
             death = replace(death, cause=why, evidence=stack, memory="", slots=None)
@@ -87,10 +97,10 @@ class Supervisor:
         return None if self._replace(death, self._deaths) else death
 
     def _start(self, worker: int) -> None:
-        """Start the new worker of a place: where the one before had got to."""
+        """Start a new worker in a place, where the one before had got to."""
         self._table.replaced(worker)
         spec = replace(self._spec, shared_seed=self._shared_seed, skip=self._table.position[worker])
-        self._crew.start(worker, spec)
+        self._sender.start(worker, spec)
         self._crew.settle()
 
     def _replace(self, death: Exited, deaths: Deaths) -> bool:
@@ -117,15 +127,15 @@ class Supervisor:
             for seq in again:
                 if deadly and seq == blamed:
                     indices[seq] = self._spared(indices[seq], death, count)
-                self._crew.send(worker, Task(seq, indices[seq]))
+                self._sender.send(worker, Task(seq, indices[seq]))
         except Exception as error:  # no memory for a copy of it, for instance
-            self.refusal = f"What it had in hand could not be given to another: {error}"
+            self.refusal = f"Its tasks could not be given to another: {error}"
             return False
         self._crew.flush()
         return True
 
     def _refusal(self, deaths: Deaths, deadly: bool) -> str:
-        """Why the worker can't be replaced; empty if it can."""
+        """Return the reason why the worker can't be replaced; empty if it can."""
         policy = deaths.policy
         if deadly and self._spec.fetch.in_turn:
             return (
@@ -135,29 +145,21 @@ class Supervisor:
         if not deaths.may_restart(self._table.clock()):
             return (
                 f"{policy.max_restarts} workers of this stage were replaced within "
-                f"{policy.window_seconds:g} seconds, and RestartPolicy allows no more.{self._never()}"
+                f"{policy.window_seconds:g} seconds, and RestartPolicy allows no more."
+                + ("" if self._table.proven else _NEVER_READY)
             )
         return ""
 
-    def _never(self) -> str:
-        """Hint at causes other than a sample; empty if a worker got ready: it may be a sample."""
-        if self._table.proven:
-            return ""
-        return (
-            " None of them has ever got ready: what each does first ends it (imports, loading the "
-            "dataset, worker_init_fn)."
-        )
-
     def _blamed(self, death: Exited, held: Sequence[int]) -> int | None:
-        """The task that the worker died of, as far as one can tell."""
+        """Return the task that the worker died of, as far as one can tell."""
         if self._scheduler.workers[death.worker] is WorkerState.STARTING:
-            return None  # it has not come to any
+            return None  # it has begun with none
         if death.at is None:
             return held[0] if held else None
         return death.task if death.at >= 0 and death.task in held else None
 
     def _spared(self, index: Any, death: Exited, deaths: int) -> Any:
-        """`index` without the sample that kills, or without all if it is not known which."""
+        """Return `index` without the sample that kills, or without all if it is not known which."""
         if not self._spec.fetch.batched:
             return self._given_up(index, death, deaths)
         items = list(index.peek() if is_forwarded(index) else index)
@@ -175,7 +177,7 @@ class Supervisor:
     # -- tasks that run over ---------------------------------------------------------------------
 
     def sooner(self, remaining: float | None) -> float | None:
-        """`remaining` seconds, or less if a task runs over before."""
+        """Return `remaining` seconds, or fewer if a task runs over before."""
         longest = self._table.longest() if self._timeout > 0 else None
         if longest is None:
             return remaining

@@ -1,7 +1,7 @@
-"""The table of a stage's workers: what each has in hand, since when, and what it has done.
+"""Table of a stage's workers: the tasks that each has, since when, and how many it has done.
 
-Counts, times and the words that errors make of them. The stage and its supervisor write down what they
-hear and do; the table decides nothing and commands nobody.
+It holds counts and times, and words errors from them. The stage and its supervisor write into it; it
+decides nothing and commands nobody.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from hybridloader._support.text import brief
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.diagnosis import (
     WorkerReport,
@@ -17,7 +18,6 @@ from hybridloader.engine.diagnosis import (
     late,
     name_of,
     overrun,
-    place,
     workers_table,
 )
 from hybridloader.engine.messages import Result, WorkerSpec
@@ -25,26 +25,26 @@ from hybridloader.engine.scheduler import ACTIVE, Fault, Scheduler, WorkerState
 
 START = 30.0
 """Seconds that a worker may take to get ready where tasks are timed: a fresh process that imports torch
-needs two, and ten times that on a machine that has too much to do."""
+needs two, and ten times that on an overloaded machine."""
 
 
 class WorkerTable:
-    """The workers of one stage.
+    """Workers of one stage, by number, with their tasks.
 
     Attributes
     ----------
     indices
-        Of the tasks that are not yet handed out, by their numbers.
+        Indices of the tasks that are not yet handed out, by the tasks' numbers.
     since
-        When each began with what it has in hand, or last had nothing. Seconds, of `clock`.
+        Times, by `clock`, at which each worker began with its oldest task, or last had none.
     answered
-        Tasks that each place has answered, over all workers that had it.
+        Numbers of tasks answered from each place, by all workers that had it.
     position
-        How far each is in its shard of this epoch, in samples.
+        Samples of its shard of this epoch that each worker has delivered.
     restarts
-        How often each place was given to another worker.
+        Numbers of times that each place was given to another worker.
     proven
-        Whether any worker has ever got ready.
+        True once any worker has got ready.
     failed
         Index of the last task that was handed out as an error; None if the error was of no task.
     """
@@ -64,7 +64,7 @@ class WorkerTable:
         self.failed: Any = None
 
     def begin(self) -> None:
-        """An epoch begins: all shards are read from their beginning."""
+        """Note that an epoch begins: all shards are read from their beginning."""
         self.position = [0] * len(self.position)
 
     def take_in(self, results: Iterable[Result]) -> None:
@@ -88,10 +88,9 @@ class WorkerTable:
         self.restarts[worker] += 1
 
     def longest(self) -> tuple[float, int] | None:
-        """Who has been at one task for longest: the seconds and the worker; None if nobody is.
+        """Return the longest time at one task, in seconds, and its worker; None if none has a task.
 
-        To start is no task: of a worker that has yet to get ready, only what it takes beyond `START`
-        seconds counts.
+        Starting is no task: of a worker that is not ready yet, the time beyond `START` seconds counts.
         """
         now, scheduler = self.clock(), self.scheduler
         found = [
@@ -104,13 +103,13 @@ class WorkerTable:
     # -- words -----------------------------------------------------------------------------------
 
     def report(self) -> list[WorkerReport]:
-        """A line for each worker; from any thread."""
+        """Return a row for each worker; from any thread."""
         now, handles = self.clock(), self.crew.handles()
-        lines = []
+        rows = []
         for worker, state in enumerate(self.scheduler.workers):
             held = self.scheduler.held(worker)
             handle = handles[worker] if worker < len(handles) else None
-            lines.append(
+            rows.append(
                 WorkerReport(
                     worker=worker,
                     name=handle.name if handle else "",
@@ -122,41 +121,36 @@ class WorkerTable:
                     seconds=now - self.since[worker] if held else None,
                 )
             )
-        return lines
+        return rows
 
     def name(self, worker: int) -> str:
         return name_of(self.crew.handles(), worker)
 
     def place(self, worker: int, index: Any, doing: str) -> str:
-        """Where an exception came from."""
-        return place(self.spec.stage, self.name(worker), index, doing)
+        """Say where an exception came from, in one line."""
+        return f"In stage {self.spec.stage!r}, {self.name(worker)}, {doing} {brief(index)}."
 
     def death_report(self, fault: Fault, refusal: str) -> str:
-        """What to say of a worker that has died and was not replaced."""
+        """Word the error for a worker that has died and was not replaced."""
         stage, worker = self.spec.stage, fault.worker
         torchs = end_of(stage, self.crew.handles(), worker)
-        words = death(stage, self.name(worker), fault, self.indices, refusal)
-        return self._with_table(torchs + words)
+        return self._with_table(
+            torchs + death(stage, self.name(worker), fault, self.indices, refusal)
+        )
 
     def overrun(
         self, worker: int, seconds: float, timeout: float, stack: str, *, thread: bool
     ) -> str:
-        """What to say of a worker that is at one task for too long, and is not replaced."""
+        """Word the error for a worker that is at one task for too long, and is not replaced."""
         held = self.scheduler.held(worker)
         index = self.indices.get(held[0]) if held else None
-        words = overrun(
-            self.spec.stage,
-            self.name(worker),
-            index,
-            seconds,
-            timeout,
-            stack=stack,
-            thread=thread,
+        stage, name = self.spec.stage, self.name(worker)
+        return self._with_table(
+            overrun(stage, name, index, seconds, timeout, stack=stack, thread=thread)
         )
-        return self._with_table(words)
 
     def lateness(self, timeout: float) -> str:
-        """What to say when no result has come for `timeout` seconds."""
+        """Word the error for no result within `timeout` seconds."""
         sent = dict(self.scheduler.sent)  # another thread may be pulling
         late_ones = sorted(sent)[:1] if self.scheduler.ordered else sorted(sent)
         workers = [self.name(sent[seq]) for seq in late_ones]

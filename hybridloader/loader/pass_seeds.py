@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridloader.engine.numbering import Counter
+from hybridloader.engine.numbering import ItemCounter
 from hybridloader.seeding.global_generators import kept
 from hybridloader.seeding.sample_rng import COLLATE, SampleRng
 from hybridloader.seeding.sample_seeds import Origin, parse
@@ -31,7 +31,7 @@ class PassSeeds:
         self._policy = parse(seeding)
         given = None if self._policy is None else self._policy.seed
         self._seed = base_seed if given is None else given
-        self._counter = Counter(items=False)
+        self._counter = ItemCounter(items=False)
         self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
@@ -46,7 +46,7 @@ class PassSeeds:
         return Origin(self._seed, self._counter.epoch)
 
     @property
-    def counter(self) -> Counter | None:
+    def counter(self) -> ItemCounter | None:
         """Tells workers of each pass; None: as above."""
         return None if self._policy is None else self._counter
 

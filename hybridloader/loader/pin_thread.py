@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerTimeout, add_note
 from hybridloader.devices.pinning import Pinner, Sent
+from hybridloader.engine.messages import Last
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import FINAL, Relay
-from hybridloader.engine.stage import Last, Stage
+from hybridloader.engine.stage import Stage
 
 _PATIENCE = 2.0
 """Seconds that `close` may take."""

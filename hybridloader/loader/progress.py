@@ -22,8 +22,7 @@ from hybridloader.loader.refill import Waiting
 
 if TYPE_CHECKING:
     from hybridloader._support.cadence import Cadence
-    from hybridloader.engine.messages import Exhausted
-    from hybridloader.engine.stage import Last
+    from hybridloader.engine.messages import Exhausted, Last
     from hybridloader.loader.sampler_replay import SamplerReplay
     from hybridloader.loader.samplers import Snapshot
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hybridloader._support.errors import IteratorClosed, ShippingError
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import WorkerSpec
-from hybridloader.engine.numbering import Counter
+from hybridloader.engine.numbering import ItemCounter
 from hybridloader.engine.refresh import Watch
 from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
@@ -36,7 +36,12 @@ class RunningStage:
     """A stage that runs, with its books."""
 
     def __init__(
-        self, node: WorkerNode, stage: Stage, books: StageMetrics, dataset: Any, counter: Counter
+        self,
+        node: WorkerNode,
+        stage: Stage,
+        books: StageMetrics,
+        dataset: Any,
+        counter: ItemCounter,
     ) -> None:
         self.node, self.stage, self.books, self.counter = node, stage, books, counter
         self.watch = None if dataset is None else Watch(dataset)
@@ -88,7 +93,7 @@ class RunningStages(dict[Path, RunningStage]):
             readers = self[path].readers
             return None if readers is None else readers.fewest_at_hand(scheduler)
 
-        counter = Counter(items=not node.reads)
+        counter = ItemCounter(items=not node.reads)
         try:
             stage = Stage(
                 placement.backend,
