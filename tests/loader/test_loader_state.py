@@ -40,8 +40,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 # -- the rest of the epoch comes -------------------------------------------------------------------
 
 
-@every_sampler
-@pytest.mark.parametrize("place", PLACES, ids=str)
+def in_turn() -> list[Any]:
+    """Each sampler in every second place, each place with every second sampler; else in a full run."""
+    return [
+        pytest.param(
+            sampler,
+            place,
+            id=f"{sampler}-{place}",
+            marks=() if (number + at) % 2 == 0 else pytest.mark.full,
+        )
+        for number, sampler in enumerate(sorted(SAMPLERS))
+        for at, place in enumerate(PLACES)
+    ]
+
+
+@pytest.mark.parametrize(("sampler", "place"), in_turn())
 def test_left_after_any_batch_the_rest_comes_under_other_settings_and_twice(
     sampler: str, place: tuple[int, str]
 ) -> None:

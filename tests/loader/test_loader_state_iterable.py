@@ -144,8 +144,17 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("where", [(0, "inline"), (3, "threads"), (3, "fork")], ids=str)
-@pytest.mark.parametrize(("case", "options"), GRID)
+def places() -> Iterator[Any]:
+    """The grid in the caller and on threads; on forks each third of it, and all in a full run."""
+    for where in ((0, "inline"), (3, "threads"), (3, "fork")):
+        for number, (case, options) in enumerate(GRID):
+            rest = where[1] == "fork" and number % 3 != 0
+            marks = pytest.mark.full if rest else ()
+            name = "-".join(filter(None, (case, options, where[1])))
+            yield pytest.param(case, options, where, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("case", "options", "where"), [*places()])
 def test_left_after_any_batch_the_rest_comes_on_another_backend_and_twice(
     case: str, options: str, where: tuple[int, str]
 ) -> None:

@@ -268,6 +268,51 @@ def cells_with_workers() -> list[Cell]:
 WITH_WORKERS = cells_with_workers()
 
 
+def repeated_cells() -> Iterator[Cell]:
+    """Cells of a full run only: the dataset and each of the options are in other cells, with workers.
+
+    What becomes of samples and of batches is the same with workers as without, where every dataset meets
+    every option; what workers add is who draws what when, and in which order batches come.
+    """
+    for data in ("arrays", "namedtuples", "strings", "tensordataset", "concat", "pipe-batched"):
+        yield cell(data, "batches", 2)
+    for data in ("arrays", "dicts"):
+        yield cell(data, "kept", 2)
+    for options in ("defaults", "drop-last", "kept", "single-sampler", "list-sampler"):
+        yield cell("drawn", options, 2)
+    for options in ("batch-sampler", "subset-random", "weighted"):
+        yield cell("drawn", options, 2)
+    for options in ("defaults", "single", "collate"):
+        yield cell("ints", options, 2)
+    for more in ("prefetch-5", "persistent-prefetch-1", "timeout"):
+        yield cell("drawn", "batches", 2, more)
+    for more in ("persistent-marked", "init-fn", "prefetch-1"):
+        yield cell("remembering", "batches", 2, more)
+    for more in ("init-fn", "persistent-init-fn"):
+        yield cell("dicts", "batches", 2, more)
+    for options in ("sampler", "batch-sampler", "single-sampler"):
+        yield cell("ints", options, 2, "prefetch-5")
+    for options in ("batch-sampler", "single-sampler"):
+        yield cell("ints", options, 2, "persistent")
+    for options in ("shuffle", "weighted"):
+        yield cell("drawn", options, 2, "persistent")
+    for data in ("chain", "sized", "stream"):
+        yield cell(data, "drop-last", 2)
+    for data in ("epochs", "drawing"):
+        yield cell(data, "single", 2)
+    for options in ("defaults", "collate"):
+        yield cell("unequal-drawing", options, 2)
+    for more in WORKER_OPTIONS:
+        if "pipe" not in more and more not in ("persistent", "init-fn"):
+            yield cell("unequal-drawing", "drop-last", 2, more)
+    for more in ("init-fn", "marked"):
+        yield cell("epochs", "batches", 2, more)
+
+
+REPEATED = {cell.name for cell in repeated_cells()}
+assert {cell.name for cell in WITH_WORKERS} >= REPEATED
+
+
 def backends(number: int, cell: Cell) -> Iterator[Any]:
     """The backends that a cell is run on: one of those that fork, which takes its time, and more."""
     yield (None, "fork", "shared-memory")[number % 3]
@@ -302,7 +347,13 @@ def test_without_workers_a_run_is_the_same_as_with_torch(data: str) -> None:
     assert mine
 
 
-@pytest.mark.parametrize("cell", list(GRID), ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=cell.name, marks=pytest.mark.full if cell.name in REPEATED else ())
+        for cell in GRID
+    ],
+)
 def test_with_workers_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
     for backend in GRID[cell]:
         ours = cell.run(hybridloader.DataLoader, backend=backend)

@@ -130,7 +130,7 @@ def test_beyond_what_torch_draws_from() -> None:
     assert stats.binomtest(upper, 200_000, 1 / 3).pvalue > BELOW
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fifty_million_weights() -> None:
     n, draws = 50_000_000, 5_000_000
     weights = np.random.default_rng(0).random(n)
