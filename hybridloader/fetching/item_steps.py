@@ -20,7 +20,7 @@ from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import ItemsFetcher
-from hybridloader.seeding.sample_rng import SampleRng
+from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ class Step:
             function = copy.copy(function)
             function.setup()
         if rng is not None:
-            from hybridloader.seeding.seeded_items import seeded_by_item
-
-            function = seeded_by_item(rng, self.kind, function)
+            function = rng.seeded_by_item(self.kind, function)
         return self.kind, function
 
     def _open_fetch(
@@ -129,9 +127,7 @@ class WorkFetch(Fetch):
         ]
         policy, rng = self.on_error, context.rng
         if rng is not None:
-            from hybridloader.seeding.seeded_items import of_item
-
-            policy = seeded(policy, rng, of_item)
+            policy = seeded(policy, rng, item_key)
         return ItemsLoop(opened, ErrorHandler(policy, context), context, self.threads)
 
 
@@ -139,7 +135,7 @@ class ItemsLoop(ItemsFetcher):
     """The fetcher of a `WorkFetch`.
 
     Under ``seeding="sample"`` each item is known by its number in the stage's input, and the steps are
-    seeded by that; see `seeded_by_item`.
+    seeded by that; see `SampleRng.seeded_by_item`.
 
     Parameters
     ----------
@@ -161,11 +157,8 @@ class ItemsLoop(ItemsFetcher):
         threads: int,
     ) -> None:
         super().__init__(handler, context)
-        self._rng, enter = context.rng, None
-        if self._rng is not None:
-            from hybridloader.seeding.seeded_items import numbered_item
-
-            enter = numbered_item
+        self._rng = context.rng
+        enter = None if self._rng is None else numbered_item
         spread = spread_over(threads, context) if threads > 1 else None
         self._loop = ItemLoop(opened, handler, context, spread, enter=enter)
 

@@ -1,9 +1,9 @@
-"""What a worker does under ``seeding="sample"``: each call for a sample finds its generators seeded.
+"""Seeding of every call that makes a sample, in a worker under ``seeding="sample"``.
 
-It wraps what the fetchers call: `dataset[index]`, `next` of a shard, `collate_fn`, the functions of a
-stage. A worker with a process of its own, or one that has borrowed the global generators of its process,
-seeds these; for workers on threads see `thread_draws`. Never imports numpy or torch: what is not there
-needs no seed, and is seeded when it comes.
+It wraps the calls of the fetchers: `dataset[index]`, `next` of a shard, `collate_fn`, the functions of
+a stage. A worker with a process of its own, or one that has borrowed the global generators of its
+process, seeds these; for workers on threads see `thread_sample_rng`. Nothing here imports numpy or
+torch: a library that is not imported needs no seed, and is seeded when it is imported.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ OPEN = b"open/"
 
 
 class Generators:
-    """The generators that code draws from; those of them whose libraries are imported.
+    """Generators that code draws from: those of the libraries that are imported.
 
     Attributes
     ----------
     python
-        The one of `random`, or the module for its global one.
+        Generator of `random`; for the global one, the module.
     """
 
     def __init__(self, python: Any = random) -> None:
         self.python = python
 
     def seed(self, python: int, array: int | list[int], tensor: int) -> None:
-        """Seed them all. What is imported later is seeded then: see `SampleRng.prepare`."""
+        """Seed them all. A library that is imported later is seeded then: see `SampleRng.prepare`."""
         self.python.seed(python)
         modules = sys.modules
         if "numpy" in modules:
@@ -67,18 +67,18 @@ GLOBALS = Generators()
 
 
 class Now(threading.local):
-    """What is being made on this thread.
+    """State of the sample that this thread makes.
 
     Attributes
     ----------
     digest
-        Of the sample; None outside of any.
+        Hash of the sample's key; None outside of any sample.
     own
-        The generators that it has asked for: see `rng`.
+        Generators that the sample has asked for: see `rng`.
     item
-        The number of the item that a stage works on, in bytes.
+        Number of the item that a stage works on, in bytes.
     generators
-        What code on this thread draws from: `GLOBALS`, or generators of its own in their place.
+        Generators that code on this thread draws from: `GLOBALS`, or the thread's own in their place.
     """
 
     digest: bytes | None = None
@@ -96,16 +96,16 @@ class SampleRng:
     Parameters
     ----------
     origin
-        Of the stage.
+        Seed, epoch and names of the stage.
     worker
-        Its number, by which samples of a shard are known.
+        Number of the worker, by which samples of a shard are known.
     number
-        Of the function in the stage that is seeded by this.
+        Number of the function in the stage that this seeds.
 
     Attributes
     ----------
     first
-        By what the collation of the task in hand is seeded.
+        Key of the first sample of the task in hand, which seeds its collation.
     """
 
     def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
@@ -116,62 +116,63 @@ class SampleRng:
         self.begin(origin)
 
     def begin(self, origin: Origin) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self.origin = origin
-        self._next = 0  # the number of the next item of this stage's input
+        self._next = 0  # number of the next item of this stage's input
         self._root = root(origin, origin.stages[self._number])
         for part in self._parts.values():
             part.begin(origin)
 
     def begin_at(self, item: int, epoch: int) -> None:
-        """The next items are those from that number on, of that pass."""
+        """Number the next items from `item` on, in pass `epoch`."""
         if epoch != self.origin.epoch:
             self.begin(dataclasses.replace(self.origin, epoch=epoch))
         self._next = item
 
     def take(self, items: int) -> int:
-        """So many items are worked on: the number of the first."""
+        """Number the next `items` items; return the number of the first."""
         first = self._next
         self._next += items
         return first
 
     def for_function(self, number: int) -> SampleRng:
-        """Those of function `number` of the stage."""
+        """Return the sample RNG of function `number` of the stage."""
         if number not in self._parts:
             self._parts[number] = self._part(number)
         return self._parts[number]
 
     def digest(self, kind: bytes, key: bytes) -> bytes:
+        """Return the hash of a call."""
         found = self._root.copy()
         found.update(kind + key)
         digest: bytes = found.digest()
         return digest
 
-    # -- what differs where the generators are shared --------------------------------------------------
+    # -- differs where the generators are shared -------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before the first call, and behind what else seeds modules as they are imported.
+        """Begin, before the first call and after all else that seeds modules as they are imported.
 
-        What is imported in the middle of a sample is seeded before anybody sees it.
+        A library that is imported in the middle of a sample is seeded before anybody can use it.
         """
         for name in ("numpy", "torch"):
             place = os.getpid(), name
             if name not in sys.modules and place not in _awaited:
                 _awaited.add(place)
-                when_imported(name, functools.partial(_came, name))
+                when_imported(name, functools.partial(_seed_imported, name))
 
     def release(self) -> None:
-        """Nothing will be called any more."""
+        """End: no call will follow."""
 
     def info_rng(self, without: Any) -> Any:
-        """Return what `WorkerInfo.rng` is to be, in place of what it would be `without`."""
+        """Return `WorkerInfo.rng`, which would be `without` if samples were not seeded."""
         return without
 
     def _part(self, number: int) -> SampleRng:
         return SampleRng(self.origin, self.worker, number)
 
     def call(self, kind: bytes, key: bytes, function: Callable[..., T], *arguments: Any) -> T:
-        """``function(*arguments)`` as what draws the numbers of `key`."""
+        """Return ``function(*arguments)``, seeded by `kind` and `key`."""
         found = self._root.copy()  # `digest`, without the call
         found.update(kind + key)
         now.digest = digest = found.digest()
@@ -179,27 +180,56 @@ class SampleRng:
         now.generators.seed(*seeds(digest))
         return function(*arguments)
 
-    # -- what is wrapped -------------------------------------------------------------------------------
+    # -- seeded calls ----------------------------------------------------------------------------------
 
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
-        """`function` of an index, seeded by that index."""
+        """Return `function` of an index, seeded by that index."""
         call = self.call
         return lambda index: call(kind, key_of(index), function, index)
 
     def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`collate_fn`, seeded by the first sample of the task in hand."""
+        """Return `collate_fn`, seeded by the first sample of the task in hand."""
         return lambda samples: self.call(COLLATE, self.first, collate_fn, samples)
+
+    def seeded_dataset(self, dataset: Any, *, whole: bool) -> Any:
+        """Return `dataset` with each sample seeded; if `whole`, each batch that it makes in one go."""
+        return _SeededDataset(self, dataset, whole=whole)
 
     def seeded_shard(
         self, make: Callable[[], Iterator[Any]], *, later: bool = False
     ) -> SeededIterator:
-        """The iterator that `make` gives, each of its samples seeded by its number in this shard.
+        """Return the iterator that `make` gives, each sample seeded by its number in this shard.
 
-        It is made now, or `later`, when it is first read: by then it is known which pass it is.
+        It is made now, or `later`, when it is first read: by then its pass is known.
         """
         worker = b"%d/" % self.worker
         made = None if later else self.call(OPEN, worker, make)
         return SeededIterator(self, worker, made, make)
+
+    def shard_key(self, position: int) -> bytes:
+        """Return the key of a sample of this worker's shard."""
+        return b"%d/%d" % (self.worker, position)
+
+    def seeded_replacement(
+        self, give: Callable[[Any, Exception], Any], key_of: Callable[[Any], bytes] = key_of
+    ) -> Callable[[Any, Exception], Any]:
+        """Return `give`, which makes a replacement for an index, seeded by that index."""
+        return lambda index, error: self.call(REPLACE, key_of(index), give, index, error)
+
+    def seeded_by_item(self, kind: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return `function` of an item, seeded by the number of the item in hand (`Now.item`).
+
+        The items that a ``"flat_map"`` gives for one are seeded each, as they are asked for.
+        """
+        call = self.call
+        if kind != "flat_map":
+            return lambda item: call(SAMPLE, now.item, function, item)
+
+        def several(item: Any) -> Iterator[Any]:
+            key = now.item
+            return SeededIterator(self, key + b"/", iter(call(SAMPLE, key, function, item)))
+
+        return several
 
     def task(self, key: Callable[[Any], bytes], function: Callable[[Any], T], index: Any) -> T:
         """Return ``function(index)``, the result of a task, collation seeded by ``key(index)``."""
@@ -210,24 +240,19 @@ class SampleRng:
         finally:
             now.digest, now.own, now.item = outer
 
-    def seeded_dataset(self, dataset: Any, *, whole: bool) -> Any:
-        """`dataset`, of which each sample is seeded; each batch, if it makes these in one go."""
-        return _Seeded(self, dataset, whole=whole)
 
-    def seeded_replacement(
-        self, give: Callable[[Any, Exception], Any], key_of: Callable[[Any], bytes] = key_of
-    ) -> Callable[[Any, Exception], Any]:
-        """`give`, which makes a replacement of an index, seeded by that index."""
-        return lambda index, error: self.call(REPLACE, key_of(index), give, index, error)
-
-    def shard_key(self, position: int) -> bytes:
-        """The key of a sample of this worker's shard."""
-        return b"%d/%d" % (self.worker, position)
+def numbered_item(pair: tuple[Any, int]) -> Any:
+    """Return the item of a pair; its number is from now on that of the item in hand."""
+    now.item = b"%d" % pair[1]
+    return pair[0]
 
 
-class _Seeded:
-    """A dataset that is asked for single samples; for batches too, all indices of one in order."""
+def item_key(_: Any) -> bytes:
+    """Return the key of the item in hand, which seeds its replacement."""
+    return now.item
 
+
+class _SeededDataset:
     def __init__(self, rng: SampleRng, dataset: Any, *, whole: bool) -> None:
         self._one = rng.seeded(functools.partial(operator.getitem, dataset))
         if whole:
@@ -238,14 +263,14 @@ class _Seeded:
 
 
 class SeededIterator(Iterator[Any]):
-    """An iterator of which every ``next()`` is seeded by its number.
+    """Iterator of which every ``next()`` is seeded by its number.
 
     Attributes
     ----------
     wrapped
-        The iterator itself; None: it is made when it is first read.
+        The user's iterator; None until `make` makes it, at the first ``next()``.
     number
-        Of the next sample.
+        Number of the next sample.
     """
 
     def __init__(
@@ -273,22 +298,20 @@ class SeededIterator(Iterator[Any]):
 
 
 def innermost(samples: Iterator[Any]) -> Any:
-    """The iterator itself, without what was wrapped around it here."""
+    """Return the user's iterator, without a `SeededIterator` around it."""
     if isinstance(samples, SeededIterator) and samples.wrapped is not None:
         return samples.wrapped
     return samples
 
 
 _awaited: set[tuple[int, str]] = set()
-"""Modules that will be seeded when imported, by process: a fork seeds them for its worker first."""
+"""Processes and modules that will be seeded when imported: a fork seeds its worker first."""
 
 
-def _came(name: str) -> None:
-    """A library was imported, perhaps in the middle of a sample."""
-    if now.digest is not None:
-        _, array, tensor = seeds(now.digest)
-        mine = now.generators
+def _seed_imported(name: str) -> None:
+    if now.digest is not None:  # in the middle of a sample
+        found = seeds(now.digest)
         if name == "numpy":
-            mine.seed_numpy(array)
+            now.generators.seed_numpy(found.numpy)
         else:
-            mine.seed_torch(tensor)
+            now.generators.seed_torch(found.torch)

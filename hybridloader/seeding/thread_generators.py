@@ -1,18 +1,18 @@
-"""How `random`, `numpy.random` and torch come to look for what a thread has instead of theirs.
+"""Patches by which `random`, `numpy.random` and torch use a thread's generators instead of theirs.
 
-Only while something is installed, which is while workers on threads run under ``seeding="sample"``, or
-run their `init_fn`:
+They are installed only while workers on threads run under ``seeding="sample"``, or run their
+`init_fn`:
 
-- `random`: its one hidden instance gets a class that asks the thread first. So all of the module's
-  functions do, however they were imported, except `random` and `getrandbits` themselves, which are C:
+- `random`: its one hidden instance gets a class that asks the thread first. So do all of the module's
+  functions, however they were imported, except `random` and `getrandbits` themselves, which are C:
   those are replaced in the module.
-- `numpy.random`: its one hidden instance is an object of C that has no class to exchange. It and its
+- `numpy.random`: its one hidden instance is an object of C whose class can't be exchanged. It and its
   methods are replaced in the modules.
 - torch: a `TorchFunctionMode`, on that thread alone, passes its generator to each function that
   takes one. The functions that seed or read the default generator get other code.
 
-On threads that make no sample all is as ever, but counted. Nothing here says when it is installed, and
-nothing changes the state of a global generator.
+Threads that make no sample draw as ever, and are counted. The state of a global generator is never
+changed here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from hybridloader._support.import_hooks import when_imported
 from hybridloader.seeding.sample_rng import GLOBALS, now
 
 others = [0]
-"""How often threads that make no sample have begun or ended a draw; odd while one is in the middle."""
+"""Number of begins and ends of draws on threads that make no sample; odd while one draws."""
 
 
 class Patches:
-    """Attributes that are replaced, and what they were."""
+    """Replaced attributes, with their former values."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any, Any]] = []
@@ -48,7 +48,7 @@ class Patches:
 
     def undo(self) -> None:
         for home, name, before, value in reversed(self._before):
-            if getattr(home, name, None) is value:  # else somebody has replaced it since
+            if getattr(home, name, None) is value:  # else other code has replaced it since
                 setattr(home, name, before)
         self._before.clear()
 
@@ -59,11 +59,9 @@ _HIDDEN: random.Random = random._inst
 
 
 def _of_thread(name: str) -> Any:
-    """Return a method that asks the thread first.
-
-    Without `super()`, which refuses an instance that has its own class back: a thread may be in one of
-    these, or keep one for ever (``from random import random`` in a module that a sample imports).
-    """
+    """Return a method of `random.Random` that asks the thread first."""
+    # Without `super()`, which refuses an instance that has its own class back: a thread may be in one of
+    # these, or keep one for ever (``from random import random`` in a module that a sample imports).
     plain = getattr(random.Random, name)
 
     @functools.wraps(plain)
@@ -80,8 +78,8 @@ def _of_thread(name: str) -> Any:
     return method
 
 
-class _ByThread(random.Random):
-    """The class of the module's hidden instance while something is installed."""
+class _ThreadRandom(random.Random):
+    """Class of the module's hidden instance while the patches are installed."""
 
     __slots__ = ()  # the layout must be that of `random.Random`
 
@@ -104,7 +102,7 @@ class _ByThread(random.Random):
 
 
 def _install_random(patches: Patches) -> None:
-    patches.set(_HIDDEN, "__class__", _ByThread)
+    patches.set(_HIDDEN, "__class__", _ThreadRandom)
     for name in ("random", "getrandbits", "seed", "getstate", "setstate"):  # C, or overridden
         patches.set(random, name, getattr(_HIDDEN, name))
 
@@ -114,12 +112,12 @@ def _install_random(patches: Patches) -> None:
 
 @functools.cache
 def numpy_instances() -> tuple[Any, Any]:
-    """The hidden instance of `numpy.random`, and what stands for it while something is installed."""
+    """Return the hidden instance of `numpy.random`, and its replacement."""
     import numpy as np
 
     singleton: Any = np.random.mtrand._rand
 
-    class ByThread(np.random.RandomState):
+    class ThreadRandomState(np.random.RandomState):
         def __getattribute__(self, name: str) -> Any:
             mine = now.generators
             if mine is not GLOBALS and mine.array is not None:
@@ -127,15 +125,15 @@ def numpy_instances() -> tuple[Any, Any]:
             others[0] += 2
             return getattr(singleton, name)
 
-    return singleton, ByThread()
+    return singleton, ThreadRandomState()
 
 
 def _install_numpy(patches: Patches) -> None:
     import numpy as np
 
     mtrand: Any = np.random.mtrand
-    singleton, by_thread = numpy_instances()
-    patches.set(mtrand, "_rand", by_thread)  # `seed`, `ranf` and `sample` look there themselves
+    singleton, replacement = numpy_instances()
+    patches.set(mtrand, "_rand", replacement)  # `seed`, `ranf` and `sample` look there themselves
     for home in (np.random, mtrand):
         for name, function in list(vars(home).items()):
             if getattr(function, "__self__", None) is singleton:
@@ -171,12 +169,13 @@ _METHODS = """
 
 @functools.cache
 def mode_class() -> Any:
+    """Return the class of the mode in which torch's functions use a thread's generator."""
     import torch
     from torch.overrides import TorchFunctionMode
 
     takes = {getattr(torch, name, None) for name in _FUNCTIONS.split()}
     takes |= {getattr(torch.Tensor, name, None) for name in _METHODS.split()}
-    # Within a Python function that torch has told the mode of, the mode is off.
+    # The mode is off within a Python function that has called it.
     for function in vars(torch.nn.init).values():
         if inspect.isfunction(function) and "generator" in inspect.signature(function).parameters:
             takes.add(function)
@@ -216,7 +215,7 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
 
 
 def _install_torch(patches: Patches) -> None:
-    """Give functions other code, not their names other functions: they may have been imported alone."""
+    """Exchange the code of functions, not the names: the functions may have been imported alone."""
     import torch
 
     def asking(*args: Any, _act: Any, **kwargs: Any) -> Any:
@@ -248,13 +247,13 @@ def _install_torch(patches: Patches) -> None:
         patches.set(function, "__code__", asking.__code__)
 
 
-# -- all of them -------------------------------------------------------------------------------------
+# -- installation -------------------------------------------------------------------------------------
 
 _INSTALL = {"numpy": _install_numpy, "torch": _install_torch}
 
 
 class _Installation:
-    """Counts who needs it."""
+    """The patches, installed while at least one user has taken them."""
 
     def __init__(self) -> None:
         # All the mutable state:
@@ -291,7 +290,7 @@ class _Installation:
                 _INSTALL[name](self._patches)
 
     def forked(self) -> None:
-        """This process was forked: threads that held the lock, or were drawing, are not here."""
+        """Forget, in the child of a fork, threads of the parent that held the lock or were drawing."""
         self._lock = threading.RLock()
         others[0] = 0
 
@@ -301,13 +300,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=installation.forked)
 
 
-# -- who gets past -----------------------------------------------------------------------------------
+# -- draws that get past -----------------------------------------------------------------------------
 
 
-def seen() -> tuple[dict[str, Any], int] | None:
-    """The states of the two global generators that threads share, and `others`; None while these draw.
+def shared_states() -> tuple[dict[str, Any], int] | None:
+    """Return the states of the global generators of `random` and numpy, and `others`.
 
-    Two of them may be compared if `others` was the same. Takes 50 us.
+    None while another thread draws. Two results may be compared if `others` is the same. Takes 50 us.
     """
     before = others[0]
     states: dict[str, Any] = {"random": random.Random.getstate(_HIDDEN)[1]}

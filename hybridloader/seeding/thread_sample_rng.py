@@ -1,10 +1,9 @@
-"""``seeding="sample"`` for workers that share a process: each thread draws from generators of its own.
+"""``seeding="sample"`` for workers that share a process: each thread draws from its own generators.
 
 A sample on a thread must not move the global generators, which belong to the training loop, and must
 draw what it would draw in a process of its own. So while such workers run, `random`, `numpy.random` and
-torch look at the thread first (see `by_thread`). What gets past them, by a function that C holds, cannot
-be helped from here; it is looked for now and then, and reported once. Never touches a
-global generator's state.
+torch look at the thread first (see `thread_generators`). A function held by C code gets past that. Such
+draws are looked for now and then, and reported once. A global generator's state is never changed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 
 from hybridloader.seeding.sample_rng import GLOBALS, Generators, SampleRng, now
 from hybridloader.seeding.sample_seeds import Origin, SeedTriple, seeds
-from hybridloader.seeding.thread_generators import installation, mode_class, seen
+from hybridloader.seeding.thread_generators import installation, mode_class, shared_states
 
 T = TypeVar("T")
 
@@ -33,11 +32,11 @@ class ThreadGenerators(Generators):
     python, array, tensor
         A `random.Random`, a `numpy.random.RandomState`, a `torch.Generator`.
     mode
-        Gives torch's functions that generator, while it is entered.
+        Context in which torch's functions use `tensor`.
     watched
-        Whether torch's functions are to be looked at.
+        True while torch's functions are checked for draws from its default generator.
     past
-        Which global generators were seen to move all the same.
+        Names of the libraries whose default generator was moved all the same.
     """
 
     def __init__(self) -> None:
@@ -72,7 +71,7 @@ class ThreadGenerators(Generators):
 
     @contextmanager
     def in_place(self, found: SeedTriple) -> Iterator[None]:
-        """Let this thread find these in place of the global ones, even if no other thread does."""
+        """Let this thread find these in place of the global ones, seeded with `found`."""
         import numpy  # noqa: F401
         import torch  # noqa: F401
 
@@ -88,7 +87,7 @@ class ThreadGenerators(Generators):
 
 
 class _Spare(threading.local):
-    """Generators of a thread that no sample uses. Those of a sample that makes samples are in use."""
+    """Generators of a thread that no sample uses; a sample may make others meanwhile."""
 
     def __init__(self) -> None:
         self.found: list[ThreadGenerators] = []
@@ -96,90 +95,26 @@ class _Spare(threading.local):
 
 _spare = _Spare()
 
+_INFO = {"random_generator": "python", "torch_generator": "tensor", "numpy_generator": "generator"}
 
-class _RngByThread:
-    """`WorkerInfo.rng` of a worker on threads: of the sample that the thread makes which asks.
+
+class _ThreadInfoRng:
+    """`WorkerInfo.rng` of a worker on threads: the generators of the sample that the thread makes.
 
     Parameters
     ----------
     outside
-        The same outside of samples.
+        Generators of the worker, for code outside of samples.
     """
 
     def __init__(self, outside: Any) -> None:
         self._outside = outside
 
-    @property
-    def random_generator(self) -> random.Random:
+    def __getattr__(self, name: str) -> Any:
+        if name not in _INFO:
+            raise AttributeError(name)
         mine = now.generators
-        found: random.Random = self._outside.random_generator if mine is GLOBALS else mine.python
-        return found
-
-    @property
-    def torch_generator(self) -> Any:
-        mine = now.generators
-        return self._outside.torch_generator if mine is GLOBALS else mine.tensor
-
-    @property
-    def numpy_generator(self) -> Any:
-        mine = now.generators
-        return self._outside.numpy_generator if mine is GLOBALS else mine.generator
-
-
-class _Watch:
-    """Looks for draws from the global generators while samples are made. One for each worker.
-
-    A look takes 0.1 ms, so it looks at the samples that are number 1, 4, 16 and so on of its worker.
-    """
-
-    def __init__(self, stage: str) -> None:
-        self._where = f" of stage {stage!r}" if stage else ""
-        # All the mutable state:
-        self.samples, self.next = 0, 1  # how many there were, and the number of the next look
-        self._reported: set[str] = set()
-
-    def begin(self, mine: ThreadGenerators) -> Any:
-        self.next *= 4
-        mine.watched = True
-        return seen()
-
-    def end(self, mine: ThreadGenerators, before: Any, key: bytes) -> None:
-        mine.watched = False
-        moved, mine.past = mine.past, set()
-        after = seen()
-        if before is not None and after is not None and before[1] == after[1]:
-            moved |= {name for name, state in before[0].items() if after[0].get(name) != state}
-        for generator in sorted(moved - self._reported):
-            self._reported.add(generator)
-            self._report(generator, key)
-
-    def _report(self, generator: str, key: bytes) -> None:
-        text = key.decode("utf-8", "replace")
-        sample = text[1:] if text[:1] in ("i", "s") else text
-        warnings.warn(
-            f"{_WORDS[generator]} while a thread made sample {sample}{self._where}. If it was the "
-            "sample, its numbers do not follow from its index and differ from those it has on "
-            f"processes: {_ADVICE[generator]} If it was your loop, on another thread, nothing is "
-            "wrong. (Told once for each worker and generator.)",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-
-
-_WORDS = {
-    "random": "the generator of `random` was moved past hybridloader, as by a function that was "
-    "imported on its own (`from random import random`),",
-    "numpy": "the generator of `numpy.random` was moved past hybridloader, as by a function that was "
-    "imported on its own (`from numpy.random import rand`) or by an object that has kept "
-    "`numpy.random.mtrand._rand`,",
-    "torch": "torch's default generator was moved by an operation that takes no generator, such as "
-    "dropout,",
-}
-_ADVICE = {
-    "random": "call it as `random.random()`, or use `hybridloader.rng().python`.",
-    "numpy": "call it as `numpy.random.rand()`, or use `hybridloader.rng().numpy`.",
-    "torch": "draw with `hybridloader.rng().torch`, or use a backend of processes.",
-}
+        return getattr(self._outside, name) if mine is GLOBALS else getattr(mine, _INFO[name])
 
 
 class ThreadSampleRng(SampleRng):
@@ -192,10 +127,10 @@ class ThreadSampleRng(SampleRng):
         number: int = 0,
         *,
         stage: str = "",
-        watch: _Watch | None = None,
+        watch: _GlobalsWatch | None = None,
     ) -> None:
         self._end: Any = None
-        self._watch = watch or _Watch(stage)
+        self._watch = watch or _GlobalsWatch(stage)
         super().__init__(origin, worker, number)
 
     def prepare(self) -> None:
@@ -209,7 +144,7 @@ class ThreadSampleRng(SampleRng):
             self._end()
 
     def info_rng(self, without: Any) -> Any:
-        return None if without is None else _RngByThread(without)
+        return None if without is None else _ThreadInfoRng(without)
 
     def _part(self, number: int) -> SampleRng:
         return ThreadSampleRng(self.origin, self.worker, number, watch=self._watch)
@@ -232,3 +167,60 @@ class ThreadSampleRng(SampleRng):
             _spare.found.append(mine)
             if looking:
                 watch.end(mine, before, key)
+
+
+class _GlobalsWatch:
+    """Looks for draws from the global generators while samples are made. One for each worker.
+
+    A look takes 0.1 ms, so it looks at the samples that are number 1, 4, 16 and so on of its worker.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._where = f" of stage {stage!r}" if stage else ""
+        # All the mutable state:
+        self.samples, self.next = 0, 1  # samples so far, and the number of the next look
+        self._reported: set[str] = set()
+
+    def begin(self, mine: ThreadGenerators) -> Any:
+        self.next *= 4
+        mine.watched = True
+        return shared_states()
+
+    def end(self, mine: ThreadGenerators, before: Any, key: bytes) -> None:
+        mine.watched = False
+        moved, mine.past = mine.past, set()
+        after = shared_states()
+        if before is not None and after is not None and before[1] == after[1]:
+            moved |= {name for name, state in before[0].items() if after[0].get(name) != state}
+        for generator in sorted(moved - self._reported):
+            self._reported.add(generator)
+            happened, advice = _MOVED[generator]
+            text = key.decode("utf-8", "replace")
+            sample = text[1:] if text[:1] in ("i", "s") else text
+            warnings.warn(
+                f"{happened} while a thread made sample {sample}{self._where}. If it was the "
+                "sample, its numbers do not follow from its index and differ from those it has on "
+                f"processes: {advice} If it was your loop, on another thread, nothing is "
+                "wrong. (Told once for each worker and generator.)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+_MOVED = {
+    "random": (
+        "the generator of `random` was moved past hybridloader, as by a function that was imported on "
+        "its own (`from random import random`),",
+        "call it as `random.random()`, or use `hybridloader.rng().python`.",
+    ),
+    "numpy": (
+        "the generator of `numpy.random` was moved past hybridloader, as by a function that was "
+        "imported on its own (`from numpy.random import rand`) or by an object that has kept "
+        "`numpy.random.mtrand._rand`,",
+        "call it as `numpy.random.rand()`, or use `hybridloader.rng().numpy`.",
+    ),
+    "torch": (
+        "torch's default generator was moved by an operation that takes no generator, such as dropout,",
+        "draw with `hybridloader.rng().torch`, or use a backend of processes.",
+    ),
+}

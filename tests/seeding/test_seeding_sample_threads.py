@@ -189,10 +189,10 @@ def test_it_is_looked_for_ever_more_seldom(threads: ThreadSampleRng) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in (1, 2):
-            threads.of(0).call(b"", b"i%d" % number, random.random)
+            threads.for_function(0).call(b"", b"i%d" % number, random.random)
         threads.call(b"", b"i3", taken)
     with pytest.warns(RuntimeWarning, match="sample 4"):
-        threads.of(0).call(b"", b"i4", taken)
+        threads.for_function(0).call(b"", b"i4", taken)
 
 
 def test_what_draws_nothing_is_not_reported(threads: ThreadSampleRng) -> None:

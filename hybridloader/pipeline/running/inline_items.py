@@ -19,7 +19,7 @@ from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.on_error.task_results import TaskResults
-from hybridloader.seeding.sample_rng import SampleRng
+from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
 class InlineItems(Iterator[Any]):
@@ -58,12 +58,10 @@ class InlineItems(Iterator[Any]):
         self._rng = rng  # held: letting them go ends the seeding
         context = left
         if rng is not None:
-            from hybridloader.seeding.seeded_items import numbered_item, of_item
-
             # The item first: where there is none, no number is used up.
             pairs = zip(items, count(rng.take(0)), strict=False)
             self._pull = map(numbered_item, pairs).__next__
-            policy = seeded(policy, rng, of_item)
+            policy = seeded(policy, rng, item_key)
             context = FollowingContext(left, rng)
         handler = ErrorHandler(policy, left)
         opened = step.open(context, policy)
