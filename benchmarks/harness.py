@@ -35,7 +35,7 @@ def run_case(
     case: Case,
     rounds: int,
     progress: Progress,
-    make_runner: Callable[[], Asked] = Runner,
+    make_runner: Callable[[], Asked] | None = None,
     memory: Callable[[int], float] | None = None,
     runners: Runners | None = None,
 ) -> list[Measurement]:
@@ -53,6 +53,7 @@ def run_case(
     Mismatch
         Loaders did not deliver the same batches.
     """
+    make_runner = make_runner or Runner
     if case.kind == "rounds":
         found = _race(case, rounds, progress, make_runner, memory, runners)
     else:

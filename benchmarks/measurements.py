@@ -35,9 +35,14 @@ def dataset(name: str, arguments: dict[str, Any]) -> Any:
 
     key = f"{name} {arguments}"
     if key not in _datasets:
-        _datasets.clear()
+        forget_datasets()
         _datasets[key] = DATASETS[name](**arguments)
     return _datasets[key]
+
+
+def forget_datasets() -> None:
+    """Let go of the dataset that this process has made."""
+    _datasets.clear()
 
 
 def work_of(spec: Spec) -> Work:

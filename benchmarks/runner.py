@@ -121,7 +121,7 @@ class Runner:
 
     def _fail(self, what: str) -> None:
         said = self.errors().strip().splitlines()[-1:] or [""]
-        self.close()
+        self.close(grace=2.0 if what == "died" else 0.0)
         code = self._process.returncode
         raise RunnerFailed(f"{what} (exit code {code}) {said[0][:160]}".strip())
 
@@ -130,8 +130,8 @@ class Runner:
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
 
-    def close(self) -> None:
-        """End it and everything that it started."""
+    def close(self, grace: float = 2.0) -> None:
+        """End it, after `grace` seconds by force, and everything that it started."""
         if self._errors.closed:
             return
         for pipe in (self._process.stdin, self._process.stdout):
@@ -141,7 +141,7 @@ class Runner:
             except OSError:
                 pass
         try:
-            self._process.wait(2)
+            self._process.wait(grace)
         except subprocess.TimeoutExpired:
             pass
         try:

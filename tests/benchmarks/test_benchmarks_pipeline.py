@@ -6,11 +6,11 @@ No test here looks at how long something took.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -28,9 +28,10 @@ from benchmarks import harness, measurements, registry, report, timing
 from benchmarks.case import CannotDo, Case, Options, Variant
 from benchmarks.cases import hybrid, stage_metrics, stages, training_loop
 from benchmarks.datasets.catalogue import remote as remote_dataset
-from benchmarks.datasets.remote import POOL, SIDE, Remote, Server, close_servers, files
+from benchmarks.datasets.remote import POOL, SIDE, Remote, Server, close_servers, files, server_of
 from benchmarks.names import HYBRIDS, STAGES_ALONE
 from benchmarks.results import Measurement, Results, relate
+from benchmarks.runner import Runner
 from benchmarks.targets import Judge, verdicts
 
 ROOT = Path(__file__).parents[2]
@@ -50,14 +51,21 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_server() -> Iterator[None]:
+    """A server that all tests use, and that ends with them."""
+    server_of(WIDTH)
+    yield
+    close_servers()
+
+
 @pytest.fixture
 def served() -> Iterator[Remote]:
-    """A dataset whose server, and connections, end with the test."""
+    """A dataset whose connections end with the test."""
     dataset = remote_dataset(**SMALL["arguments"])
     yield dataset
     dataset.close()
-    measurements._datasets.clear()
-    close_servers()
+    measurements.forget_datasets()
 
 
 # -- the work ------------------------------------------------------------------------------------
@@ -141,36 +149,14 @@ def test_every_form_delivers_torch_s_batches(loader: str, served: Remote) -> Non
     )
 
 
-_IN_ITS_OWN = """
-import json, os, sys, warnings
-warnings.simplefilter("ignore")
-from benchmarks import measurements
-from benchmarks.datasets.remote import close_servers
-if __name__ == "__main__":
-    found = [measurements.check(loader, json.loads(sys.argv[1]))["digest"] for loader in sys.argv[2:]]
-    close_servers()
-    print(json.dumps(found), flush=True)
-    os._exit(0)  # torchdata's queues may wait for ever at exit for workers that have gone
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", RIVALS)
-def test_rivals_deliver_torch_s_batches(loader: str, tmp_path: Path) -> None:
-    # In a process of its own: they leave threads, trackers and warnings behind.
+def test_rivals_deliver_torch_s_batches(loader: str, served: Remote) -> None:
+    # In a runner: they leave threads, trackers, processes and warnings behind.
     pytest.importorskip(loader.partition(" ")[0].lower())
-    script = tmp_path / "script.py"
-    script.write_text(_IN_ITS_OWN)
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(SMALL), "torch", loader],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=100,
-    )
-    theirs, torchs = json.loads(done.stdout.splitlines()[-1])
-    assert theirs == torchs
+    with closing(Runner(timeout=60)) as runner:
+        theirs = runner.ask(measurements.check, loader, SMALL)
+    assert theirs == measurements.check("torch", SMALL)
 
 
 @pytest.mark.parametrize("loader", STAGES_ALONE)
@@ -361,7 +347,7 @@ def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_the_hybrid_runs_in_runners() -> None:
-    variant = Variant("1 process", SMALL, ("torch", "pipeline", "read alone"))
+    variant = Variant("1 process", SMALL, ("torch", "pipeline"))
     case = Case("P4", "small", "ms / item", measurements.sustained, (variant,), scale=1e3)
     rows = {m.loader: m for m in harness.run_case(case, 1, harness.Progress())}
     assert not [m.skipped for m in rows.values() if m.skipped]
