@@ -1,1 +1,1 @@
-"""Read-only containers of millions of records, once for all processes."""
+"""Read-only containers of millions of records, which all processes share."""

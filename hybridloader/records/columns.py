@@ -1,8 +1,8 @@
-"""Many Python objects as bytes that lie one after another, and each of them back.
+"""Columns: many Python objects as consecutive bytes, of which each can be read back.
 
-A column holds elements of one kind: ints, floats, texts, bytes, or, where they are of several or of
-any other, a pickle each. The kind is found while the elements pass by, a few at a time. Type and
-value of an element come back exactly. Knows nothing of processes.
+A column holds elements of one kind: ints, floats, texts or bytes. Elements of mixed or other types are
+a pickle each. The kind is found while the elements are written, a few at a time. Type and value of an
+element are kept exactly. Nothing here knows of processes.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Any, NamedTuple
 from hybridloader.records.shared_buffer import TOKEN, Data, SharedBuffer, Staging
 
 _KINDS = {int: "int", float: "float", str: "str", bytes: "bytes"}
-"""By exact type: a bool or a user's kind of str must not come back as an int or a str."""
+"""Kinds by exact type: a bool or a subclass of str must not be read back as an int or a str."""
 
 _CODES = {"int": "q", "float": "d"}
-"""Kinds whose elements take eight bytes each and need no offsets; as `array` calls them."""
+"""Type codes of `array`, for the kinds whose elements take eight bytes each and need no offsets."""
 
 _PIECE = 1 << 20
-"""Bytes that are encoded or decoded at a time, about: more than caches hold makes nothing faster."""
+"""Bytes that are encoded or decoded at a time, about: more than a cache holds is no faster."""
 
 _MOST = 8192
-"""Elements that are encoded at a time, at most."""
+"""The most elements that are encoded at a time."""
 
 _READ = 256
-"""Elements that an iterator makes at a time. In a forked child each new object may lie in a hole of a
-page that it had shared until then: 8192 at a time made 4 MB private, 256 make 0.6 MB as fast."""
+"""Elements that an iterator makes at a time. In a forked child a new object may fill a hole in a page
+that was shared: 8192 at a time made 4 MB private, 256 make 0.6 MB and are as fast."""
 
 
 class ColumnLayout(NamedTuple):
-    """How a column lies in its buffer: its elements, then offsets where they are not of eight bytes."""
+    """Layout of a buffer: the elements, then, unless they take eight bytes each, their offsets."""
 
     kind: str
     length: int
 
 
 class Column:
-    """A column that is being written to a buffer of its own, for a `what`."""
+    """A column that is being written to its own buffer, for a container of the class `what`."""
 
     def __init__(self, what: str) -> None:
         # All the mutable state:
@@ -50,11 +50,11 @@ class Column:
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         return self._stage.size
 
     def extend(self, elements: Iterable[Any]) -> None:
-        """Append `elements`, however many they are and wherever they come from."""
+        """Append `elements`, of any number."""
         for chunk in chunks(elements, lambda: self.size):
             self.add(chunk)
 
@@ -76,7 +76,7 @@ class Column:
             self._offsets.extend(islice(accumulate(lengths, initial=self._offsets[-1]), 1, None))
 
     def _begin_as(self, kind: str) -> None:
-        """Go on with elements of `kind`, into which those that were written are made."""
+        """Continue with elements of `kind`, and convert those that were written."""
         layout, stage, offsets = self._layout, self._stage, self._offsets
         self._layout = ColumnLayout(kind, 0)
         if layout.length:
@@ -86,7 +86,7 @@ class Column:
             stage.close()
 
     def share(self) -> tuple[SharedBuffer, ColumnLayout]:
-        """Make the buffer."""
+        """Make the buffer of all elements."""
         kind, length = self._layout
         if kind not in _CODES:
             self._stage.write(bytes(-self.size % 8))
@@ -94,12 +94,12 @@ class Column:
         return self._stage.share(), ColumnLayout(kind or "pickle", length)
 
     def close(self) -> None:
-        """Let go of what was not shared. Idempotent."""
+        """Discard the elements unless they were shared. Idempotent."""
         self._stage.close()
 
 
 def chunks(elements: Iterable[Any], written: Callable[[], int]) -> Iterator[list[Any]]:
-    """The elements, a few at a time; `written` tells how many bytes were written of them so far."""
+    """The elements in lists of about `_PIECE` bytes; `written` returns the bytes written so far."""
     iterator, most = iter(elements), 1  # they may be large
     before = written()
     while chunk := list(islice(iterator, most)):
@@ -111,7 +111,7 @@ def chunks(elements: Iterable[Any], written: Callable[[], int]) -> Iterator[list
 def bounds(
     layout: ColumnLayout, data: Data, offsets: memoryview | None = None
 ) -> tuple[memoryview, memoryview]:
-    """Where each element begins and where it ends; of a kind of eight bytes twice the elements."""
+    """Start and end of each element; for kinds of eight bytes, twice the elements themselves."""
     view = memoryview(data)
     code = _CODES.get(layout.kind)
     if code is not None:
@@ -123,7 +123,7 @@ def bounds(
 
 
 def elements(kind: str, data: Data, starts: memoryview, ends: memoryview) -> Iterator[Any]:
-    """The elements at `starts`, which may be any slice of a column's."""
+    """The elements from `starts` to `ends`, which are the same slice of a column's bounds."""
     return chain.from_iterable(_pieces(kind, data, starts, ends))
 
 
@@ -146,7 +146,7 @@ def _pieces(kind: str, data: Data, starts: memoryview, ends: memoryview) -> Iter
 
 
 def as_text(raw: bytes) -> str:
-    """The str of which `raw` is the UTF-8 form."""
+    """Decode UTF-8."""
     try:
         return raw.decode()  # 40 ns less than with arguments
     except UnicodeDecodeError:  # lone surrogates, as in the names of files that are not UTF-8
@@ -160,11 +160,11 @@ DECODERS: dict[str, Callable[[bytes], Any] | None] = {
     "bytes": bytes,
     "pickle": pickle.loads,
 }
-"""From the bytes of an element to the element; None when they are eight and need none."""
+"""Functions from the bytes of an element to the element; None for kinds of eight bytes."""
 
 
 def _encode(kind: str, chunk: Sequence[Any]) -> tuple[Any, Iterable[int] | None]:
-    """The bytes of all, and how long each is."""
+    """The bytes of all elements, and the length of each."""
     if kind in _CODES:
         return array(_CODES[kind], chunk), None
     if kind == "str":

@@ -1,7 +1,7 @@
-"""Finds the large Python list, tuple or dict that each worker of a dataset would come to copy.
+"""Search for a large list, tuple or dict in a dataset, of which each worker would make a copy.
 
-It looks at what lies in the objects and never runs their code: no property, no ``__len__``, no
-``__getattr__``. It changes nothing; what it finds is told once per process, as a hint.
+The search runs no code of the objects: no property, no ``__len__``, no ``__getattr__``. The finding is
+one warning per process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from hybridloader._support.attributes import own_attributes
 from hybridloader._support.caller import warn
 
 _DEEP = 2
-"""Objects between the dataset and the one that holds the container: `Subset` of `ConcatDataset` of
-datasets is two."""
+"""Objects between the dataset and the owner of a container: a `Subset` of a `ConcatDataset` is two."""
 
 _WIDE = 1000
-"""Entries of a container that are looked at: a list of datasets is shorter, one of samples is not."""
+"""The longest container that is searched: a list of datasets is shorter, one of samples is not."""
 
 _MOST = 2_000
-"""Objects that are looked at in all; they take some 2 milliseconds of every new iterator."""
+"""The most objects that are searched, in some 2 milliseconds for every new iterator."""
 
 _NOT_DATA = (
     type,
@@ -40,20 +39,15 @@ _hinted = False
 
 
 def largest_container(dataset: Any, limit: int = 1_000_000) -> tuple[str, str, int] | None:
-    """The largest list, tuple or dict with more than `limit` entries that `dataset` holds.
+    """The largest list, tuple or dict with more than `limit` entries in `dataset`.
 
-    Looks at the dataset itself, its attributes (also in ``__slots__``), lists, tuples and dicts in
-    them, and the objects in these, two levels down.
-
-    Parameters
-    ----------
-    limit
-        Entries.
+    Searches the attributes of the dataset (also in ``__slots__``), the containers in them, and the
+    objects in these, two levels down.
 
     Returns
     -------
     path, kind, length
-        Such as ``("dataset.samples", "list", 1200000)``; None if there is none.
+        Such as ``("dataset.samples", "list", 1200000)``; None if there is no such container.
 
     Examples
     --------
@@ -63,7 +57,7 @@ def largest_container(dataset: Any, limit: int = 1_000_000) -> tuple[str, str, i
     """
     best: tuple[str, str, int] | None = None
     seen: set[int] = set()
-    # Breadth first, so that what is found twice gets its shorter path.
+    # Breadth first, so that an object with two paths gets the shorter one.
     level: list[tuple[str, Any, int]] = [("dataset", dataset, 0)]
     while level:
         below: list[tuple[str, Any, int]] = []
@@ -86,12 +80,9 @@ def largest_container(dataset: Any, limit: int = 1_000_000) -> tuple[str, str, i
 
 
 def hint_at_large_container(dataset: Any) -> None:
-    """Warn, once per process, of a container that each worker process will come to copy.
+    """Warn, once per process, of a container of which each worker process will make a copy.
 
-    Warns
-    -----
-    UserWarning
-        Names the container, and `hybridloader.SharedList` or `SharedDict` as what to use instead.
+    The warning names the container, and `hybridloader.SharedList` or `SharedDict` instead.
     """
     global _hinted
     if _hinted:

@@ -1,9 +1,8 @@
-"""Memory that is written once and then read by many processes: made, mapped, sent as a reference, freed.
+"""`SharedBuffer`: memory that is written once, read by many processes, and pickled as a reference.
 
-Where descriptors can be opened through ``/proc`` it is an anonymous file: its reference is the
-number of a process and of a descriptor there, which the receiver opens for itself. Elsewhere it is a
-named segment. Either way a mapping lives exactly as long as something in this process refers to it.
-Knows nothing of what lies in the memory, never writes to it again, and never takes it from others.
+Where descriptors can be opened through ``/proc``, it is an anonymous file. Its reference is a process
+and the number of a descriptor there, which the receiver opens. Elsewhere it is a named segment. A
+mapping lives exactly as long as something in its process refers to it.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from hybridloader.memory.segments import anonymous_file
 Data = bytes | mmap.mmap
 
 TOKEN = 16
-"""Bytes at the beginning of every buffer that are random and its own. Process numbers, descriptors,
-inodes and names are used again; these are not."""
+"""Random bytes at the start of every buffer. Unlike process numbers, descriptors, inodes and names,
+they are never used again."""
 
 
 class BufferGone(HybridLoaderError, RuntimeError):
-    """A shared container was unpickled after its memory had gone."""
+    """A shared container was unpickled after its memory was freed."""
 
 
 class BufferTicket(NamedTuple):
-    """All that another process needs in order to map a buffer."""
+    """Reference with which another process maps a buffer."""
 
     token: bytes
     size: int  # bytes
@@ -44,14 +43,14 @@ class BufferTicket(NamedTuple):
 class SharedBuffer:
     """Read-only memory that any number of processes of this machine map.
 
-    It is unmapped when this object and every view of `data` are gone. The mapping itself holds the
-    one descriptor that there is; so a forked child closes and unmaps what is its own, no more. A
-    pickle is good for as long as a process that has pickled or made the buffer keeps it.
+    It is unmapped when this object and every view of `data` are gone. The mapping holds the only
+    descriptor, so a forked child closes and unmaps only its own. A pickle can be read while a process
+    that made or pickled the buffer keeps it.
 
     Attributes
     ----------
     data
-        A slice of it is a copy, as bytes.
+        The mapping. A slice of it is a copy, as bytes.
     """
 
     __slots__ = ("__weakref__", "_ticket", "data")
@@ -71,28 +70,28 @@ class SharedBuffer:
             self._ticket = ticket._replace(places=places)
 
     def _descriptor(self) -> int:
-        # The mapping has one (a dup, by mmap.mmap) but does not tell its number. To keep another
-        # beside it would double the descriptors; looking takes 2 microseconds for each that is open.
+        # The mapping has a descriptor (a dup, by mmap.mmap) but does not tell its number. Another one
+        # would double the descriptors; the search takes 2 microseconds for each open one.
         for entry in os.listdir("/proc/self/fd"):
             try:
                 if _is(os.fstat(int(entry)), self._ticket):
                     return int(entry)
-            except OSError:  # the one that listed them
+            except OSError:  # the descriptor that listed them
                 continue
         raise BufferGone(f"the descriptor of this {self._ticket.what} was closed by other code")
 
 
 _here: weakref.WeakValueDictionary[bytes, SharedBuffer] = weakref.WeakValueDictionary()
-"""What this process has mapped: the same container twice in one pickle is mapped once."""
+"""Buffers of this process by token: a container that is twice in a pickle is mapped once."""
 
 
 class Staging:
-    """Bytes on their way to a buffer, in the anonymous file that will be it, or in private memory.
+    """Bytes that become a buffer, in its anonymous file or in private memory.
 
     Attributes
     ----------
     size
-        Bytes so far, the token's among them.
+        Bytes so far, with the token.
     """
 
     def __init__(self, what: str) -> None:
@@ -105,24 +104,24 @@ class Staging:
         """Append `data`, which has the buffer protocol."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         try:
-            while len(view):  # Linux takes 2 GiB at most (write(2)), and takes the pages: no SIGBUS
+            while len(view):  # Linux writes 2 GiB at most, and reserves the pages: no SIGBUS
                 done = self._file.write(view)
                 self.size, view = self.size + done, view[done:]
         except (OSError, MemoryError) as error:
             raise _no_room(self.what, self.size + len(view), error) from error
 
     def read(self) -> Data:
-        """What was written so far; slices of it are bytes."""
+        """The bytes so far; slices are bytes."""
         if isinstance(self._file, io.BytesIO):
             return self._file.getvalue()
         return _map(self._file.fileno(), self.size, self.what)
 
     def close(self) -> None:
-        """Forget everything. Idempotent."""
+        """Free the bytes. Idempotent."""
         self._file.close()
 
     def share(self) -> SharedBuffer:
-        """Make the buffer, which begins with the token. The stage is at its end."""
+        """Make the buffer, and close this object."""
         with self._file as file:
             if isinstance(file, io.BytesIO):
                 return self._share_by_name(file)
@@ -137,32 +136,32 @@ class Staging:
     def _share_by_name(self, file: io.BytesIO) -> SharedBuffer:
         from multiprocessing import shared_memory
 
-        segment = None
+        # The resource tracker knows it, and unlinks it if this process is killed.
+        name = f"hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS takes 30 letters
         try:
-            # Known to the resource tracker, which unlinks it should this process be killed.
-            name = f"hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS takes 30 letters
             segment = shared_memory.SharedMemory(name, create=True, size=self.size)
-            if sys.platform == "linux":  # or /dev/shm would run full with a SIGBUS
+        except OSError as error:
+            raise _no_room(self.what, self.size, error) from error
+        try:
+            if sys.platform == "linux":  # a full /dev/shm would be a SIGBUS
                 os.posix_fallocate(segment._fd, 0, self.size)  # type: ignore[attr-defined]
             assert segment.buf is not None
             segment.buf[: self.size] = file.getbuffer()
             ticket = BufferTicket(self._token, self.size, self.what, segment.name, (0, 0), ())
             buffer = SharedBuffer(_map_named(ticket), ticket)
         except BaseException as error:
-            if segment is not None:
-                segment.unlink()
+            segment.unlink()
             if isinstance(error, OSError):
                 raise _no_room(self.what, self.size, error) from error
             raise
         finally:
-            if segment is not None:
-                segment.close()
+            segment.close()
         weakref.finalize(buffer, _unlink, segment, os.getpid())
         return buffer
 
 
 def nameless_usable() -> bool:
-    """True if another process can open an anonymous file of this one."""
+    """True if other processes can open an anonymous file of this one."""
     return hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
 
 
@@ -172,9 +171,9 @@ def open_ticket(*fields: Any) -> SharedBuffer:
     Raises
     ------
     BufferGone
-        Nobody has it any more.
+        No process has it any more.
     MemoryError
-        There is no room for the mapping.
+        There is not enough address space.
     """
     ticket = BufferTicket(*fields)
     buffer = _here.get(ticket.token)
@@ -198,7 +197,7 @@ def _map_place(ticket: BufferTicket) -> tuple[mmap.mmap, tuple[int, int]]:
     for pid, number in ticket.places:
         path = f"/proc/{pid}/fd/{number}"
         try:
-            if not _is(os.stat(path), ticket):  # looked at first: to open a pipe may wait
+            if not _is(os.stat(path), ticket):  # before opening: a pipe may block
                 continue
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:

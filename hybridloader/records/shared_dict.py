@@ -1,15 +1,14 @@
 """`SharedDict`: a mapping of millions of keys, once for all worker processes.
 
-Three `SharedList`: the keys, the values, and a hash table that finds a key; so no process builds a
-dict of its own. Neither torch nor numpy is imported here.
-
-The table is open addressing with linear probing. A word of it is 0 where there is no entry, else the
-hash above, and below it the entry's number plus one. It is filled once; nothing is removed or rehashed.
+It is three `SharedList`: the keys, the values, and an index. The index has a word for each entry, the
+hash of the key above the number of the entry, and is sorted, so a key is found by bisection and no
+process builds a dict of its own. Reading imports neither torch nor numpy.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
@@ -26,39 +25,35 @@ V = TypeVar("V")
 
 _PLAIN = frozenset([str, bytes, int, float, bool, type(None)])
 
-_LOW, _WORD = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
-
-_GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: what neighbours are multiplied with lies far apart (Knuth, The Art
-of Computer Programming 3, 6.4). A CRC is linear: the names of numbered files would lie in clusters."""
+_ENTRY, _HASH = 0xFFFFFFFF, 0x7FFFFFFF
+"""Masks of a word of the index: its entry, and its hash once that is shifted down by 32 bits."""
 
 
 class SharedDict(Unchanging, Mapping[K, V]):
     """A read-only dict whose keys and values lie once in shared memory.
 
-    Looked up in a hash table that lies there too, so no process builds a dict of its own. Iterates
-    in the order of insertion. See `SharedList` for what becomes of values, and for how long a pickle
-    is good.
+    Iterates in the order of insertion. See `SharedList` for the types of values, and for how long a
+    pickle can be read.
 
     Parameters
     ----------
     mapping_or_pairs
         A mapping, or an iterable of pairs (taken a few at a time). A key that comes again takes the
-        later value, as in a dict. Keys are str, bytes, int, float, bool, None and tuples of these,
-        and are equal when Python says so: ``shared[1]``, ``shared[1.0]``, ``shared[True]`` and
+        later value, as in a dict. Keys are str, bytes, int, float, bool, None and tuples of these.
+        They are equal when Python says so: ``shared[1]``, ``shared[1.0]``, ``shared[True]`` and
         ``shared[numpy.int64(1)]`` are the same.
 
     Raises
     ------
     TypeError
-        A key of another type, a kind of str or int of its own among them.
+        A key has another type, which may be a subclass of str or int.
     MemoryError
-        There is no shared memory for so many bytes.
+        There is not enough shared memory.
 
     Notes
     -----
-    A key that is, or holds, a NaN is never found, since it is not equal to itself. (A dict finds it
-    with the very same object, and here there is none.)
+    A key that is, or holds, a NaN is never found, since it is not equal to itself. (A dict finds the
+    very same object, which does not exist here.)
 
     Examples
     --------
@@ -69,15 +64,16 @@ class SharedDict(Unchanging, Mapping[K, V]):
     SharedDict({'cat': 3, 'dog': 5})
     """
 
-    __slots__ = ("__weakref__", "_keys", "_mask", "_table", "_texts", "_values")
+    __slots__ = ("__weakref__", "_index", "_keys", "_values")
     _plain = dict
 
     def __init__(self, mapping_or_pairs: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
         keys, values, hashes = _write(_pairs_of(mapping_or_pairs))
-        table, again = _fill(hashes, keys)
+        index, again = _sorted_index(hashes, keys)
         if not again:
             with closing(Column("SharedDict")) as column:
-                column.add(table)
+                if index:
+                    column.add(index)
                 self._attach(keys, values, SharedList._over(*column.share()))
             return
         # Rare, so it may take twice the time: each key where it came first, with the last value.
@@ -85,9 +81,8 @@ class SharedDict(Unchanging, Mapping[K, V]):
         entries = (entry for entry in range(len(keys)) if entry not in again)
         SharedDict.__init__(self, ((keys[n], values[last.get(n, n)]) for n in entries))
 
-    def _attach(self, keys: SharedList[K], values: SharedList[V], table: SharedList[int]) -> None:
-        self._keys, self._values, self._table = keys, values, table
-        self._mask, self._texts = len(table) - 1, keys._layout.kind == "str"
+    def _attach(self, keys: SharedList[K], values: SharedList[V], index: SharedList[int]) -> None:
+        self._keys, self._values, self._index = keys, values, index
 
     @classmethod
     def _over(cls, *lists: SharedList[Any]) -> SharedDict[Any, Any]:
@@ -97,35 +92,22 @@ class SharedDict(Unchanging, Mapping[K, V]):
 
     def _find(self, key: Any) -> int:
         """The number of the entry; -1 if there is none."""
-        raw = key.encode("utf-8", "surrogatepass") if key.__class__ is str else None
-        value = stable_hash(key) if raw is None else (crc32(raw) * _GOLDEN & _WORD) >> 33
-        keys, table, mask = self._keys, self._table._starts, self._mask
-        slot = value & mask
-        while word := table[slot]:
-            if word >> 32 == value:
-                entry = (word & _LOW) - 1
-                if raw is not None and self._texts:  # to decode it would take longer
-                    found = keys._data[keys._starts[entry] : keys._ends[entry]] == raw
-                else:
-                    found = keys[entry] == key
-                if found:
-                    return entry
-            slot = (slot + 1) & mask
+        sought, index, keys = stable_hash(key), self._index._starts, self._keys
+        for word in index[bisect_left(index, sought << 32) :]:
+            if word >> 32 != sought:
+                break
+            if keys[word & _ENTRY] == key:
+                return word & _ENTRY
         return -1
+
+    def __contains__(self, key: object) -> bool:
+        return self._find(key) >= 0
 
     def __getitem__(self, key: Any) -> V:
         entry = self._find(key)
         if entry < 0:
             raise KeyError(key)
         return self._values[entry]
-
-    def get(self, key: Any, default: Any = None) -> V | Any:
-        """The value of `key`, or `default`."""
-        entry = self._find(key)
-        return default if entry < 0 else self._values[entry]
-
-    def __contains__(self, key: object) -> bool:
-        return self._find(key) >= 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -153,11 +135,11 @@ class SharedDict(Unchanging, Mapping[K, V]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shared memory, all that keys, values and the table take."""
-        return self._keys.nbytes + self._values.nbytes + self._table.nbytes
+        """Bytes of shared memory of keys, values and index together."""
+        return self._keys.nbytes + self._values.nbytes + self._index.nbytes
 
     def __reduce__(self) -> Any:
-        return SharedDict._over, (self._keys, self._values, self._table)
+        return SharedDict._over, (self._keys, self._values, self._index)
 
 
 class _Items(ItemsView[K, V]):
@@ -172,41 +154,45 @@ class _Items(ItemsView[K, V]):
 
 
 def stable_hash(key: Any) -> int:
-    """31 bits, the same in every process, the same for equal keys.
+    """31 bits, the same in every process, and the same for equal keys.
 
-    Python randomises its own hashes of texts and bytes; those of numbers, and of tuples of numbers, are
-    the same everywhere, and for numpy's numbers too. CRC-32 takes 0.1 microseconds for a path of 60
-    bytes where blake2b takes 0.5; keys of the same hash are told apart by looking at them.
+    Python randomises its hashes of texts and bytes. Those of numbers, and of tuples of numbers, are the
+    same everywhere, and for numpy's numbers too. CRC-32 takes 0.1 microseconds for a path of 60 bytes,
+    blake2b 0.5; keys with the same hash are told apart by comparing them.
 
     Raises
     ------
     TypeError
-        It can't be hashed.
+        The key can't be hashed.
     """
-    if isinstance(key, (str, bytes)):
-        value = crc32(str.encode(key, "utf-8", "surrogatepass") if isinstance(key, str) else key)
-    elif isinstance(key, tuple):
+    if isinstance(key, str):
+        return crc32(str.encode(key, "utf-8", "surrogatepass")) & _HASH
+    if isinstance(key, bytes):
+        return crc32(key) & _HASH
+    if isinstance(key, tuple):
         value = hash(tuple(map(stable_hash, key)))
     else:
         value = 0 if key is None else hash(key)  # None's is its address, before Python 3.12
-    return ((value ^ value >> 32) * _GOLDEN & _WORD) >> 33
+    return (value ^ value >> 31) & _HASH
 
 
-def _fill(hashes: array[int], keys: SharedList[Any]) -> tuple[array[int], dict[int, int]]:
-    """The table; and for each entry whose key had come before, the entry that it came in first."""
-    mask = (1 << max(3, (len(hashes) * 3 // 2).bit_length())) - 1  # two thirds fill it
-    table = array("q", bytes(8 * (mask + 1)))
+def _sorted_index(hashes: array[int], keys: SharedList[Any]) -> tuple[array[int], dict[int, int]]:
+    """The index; and for each entry whose key came before, the entry where it came first."""
+    words = array("q", sorted(value << 32 | entry for entry, value in enumerate(hashes)))
     again: dict[int, int] = {}
-    for entry, value in enumerate(hashes):
-        slot = value & mask
-        while word := table[slot]:
-            if word >> 32 == value and keys[(word & _LOW) - 1] == keys[entry]:
-                again[entry] = (word & _LOW) - 1
-                break
-            slot = (slot + 1) & mask
+    firsts: list[int] = []  # the first entry of each key with the hash `before`
+    before = -1
+    for word in words:
+        if word >> 32 != before:
+            before, firsts = word >> 32, [word & _ENTRY]
+            continue
+        entry = word & _ENTRY
+        first = next((first for first in firsts if keys[first] == keys[entry]), None)
+        if first is None:
+            firsts.append(entry)
         else:
-            table[slot] = value << 32 | (entry + 1)
-    return table, again
+            again[entry] = first
+    return words, again
 
 
 def _pairs_of(source: Any) -> Iterator[Any]:
@@ -218,37 +204,30 @@ def _pairs_of(source: Any) -> Iterator[Any]:
 
 
 def _write(pairs: Iterator[Any]) -> tuple[SharedList[Any], SharedList[Any], array[int]]:
-    """All keys, all values, and the hash of each key."""
+    """Write all keys and all values. Returns them, and the hash of each key."""
     hashes = array("I")
     with closing(Column("SharedDict")) as keys, closing(Column("SharedDict")) as values:
         for chunk in chunks(pairs, lambda: keys.size + values.size):
             some, others = zip(*map(_pair, chunk), strict=True)
-            _check(some)
-            keys.add(list(some))
-            values.add(list(others))
+            keys.add(some)
+            values.add(others)
             hashes.extend(map(stable_hash, some))
         return SharedList._over(*keys.share()), SharedList._over(*values.share()), hashes
 
 
 def _pair(pair: Any) -> tuple[Any, Any]:
+    """`pair` as a key and a value. Raises `TypeError` if it is none, or the key can't be one."""
     try:
         key, value = pair
     except (TypeError, ValueError):
         raise TypeError(f"{pair!r} is not a pair of a key and a value") from None
+    if type(key) not in _PLAIN and not _is_plain(key):
+        raise TypeError(
+            f"the key {key!r} is a {type(key).__qualname__}, and keys of a SharedDict are str, bytes, "
+            "int, float, bool, None and tuples of these"
+        )
     return key, value
 
 
-def _check(keys: Iterable[Any]) -> None:
-    """Raise `TypeError` at one that can't be a key: its type must be one of `_PLAIN` exactly."""
-    if not _PLAIN.issuperset(map(type, keys)):
-        for key in keys:
-            if not _is_plain(key):
-                raise TypeError(
-                    f"the key {key!r} is a {type(key).__qualname__}, and keys of a SharedDict are "
-                    "str, bytes, int, float, bool, None and tuples of these"
-                )
-
-
 def _is_plain(key: Any) -> bool:
-    kind = type(key)
-    return kind in _PLAIN or (kind is tuple and all(map(_is_plain, key)))
+    return type(key) in _PLAIN or (type(key) is tuple and all(map(_is_plain, key)))

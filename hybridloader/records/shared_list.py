@@ -1,10 +1,9 @@
-"""`SharedList`: what a dataset holds in millions, once for all worker processes.
+"""`SharedList`: a list of millions of elements, once for all worker processes.
 
-A Python list of a million paths is copied by every worker: under fork because counting references
-writes to its pages, under spawn because it is pickled. This one keeps its elements as bytes in a
-buffer that all processes map, and makes an element's object when it is asked for. It is read-only,
-and a pickle of it is a reference to its buffer, never its contents. Neither torch nor numpy is
-imported here.
+A Python list of a million paths is copied by every worker: after a fork because counting references
+writes to its pages, in a fresh process because it is pickled. A `SharedList` keeps its elements as
+bytes in a buffer that all processes map, and makes the object of an element when it is read. It can't
+be changed, and its pickle is a reference to the buffer. Neither torch nor numpy is imported here.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SHOWN = 3
 
 
 class ReadOnly(AttributeError, TypeError):
-    """The method is one of list's or dict's that change it; for `hasattr` it is not there."""
+    """A method of list or dict that would change the container was used; `hasattr` returns False."""
 
 
 _CHANGES = ("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse",
@@ -33,11 +32,11 @@ _CHANGES = ("append", "clear", "extend", "insert", "pop", "popitem", "remove", "
 
 
 class Unchanging:
-    """Base of containers that can't be changed: copies are the thing itself."""
+    """Base of containers that can't be changed. A copy is the container itself."""
 
     __slots__ = ()
 
-    _plain: ClassVar[type]  # what it is like, and can be made into
+    _plain: ClassVar[type]  # the Python type that it replaces
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -59,7 +58,7 @@ class Unchanging:
 
     __delitem__ = __setitem__
 
-    if not TYPE_CHECKING:  # to a type checker the methods that change it are just not there
+    if not TYPE_CHECKING:  # a type checker finds no methods that change it
 
         def __getattr__(self, name: str) -> Any:
             if name in _CHANGES and hasattr(self._plain, name):
@@ -68,12 +67,12 @@ class Unchanging:
 
 
 class SharedList(Unchanging, Sequence[T]):
-    """A read-only list whose elements lie once in shared memory, whatever the number of processes.
+    """A read-only list whose elements are in shared memory once, for any number of processes.
 
-    Made once, in the process that has the data; workers of every kind get a reference. Elements that
-    are all int (of 64 bits), all float, all str or all bytes are kept as such, others as a pickle
-    each; an access makes a new object of the same type and value. A class or function that pickle
-    finds by its name must be importable in the workers; others go by cloudpickle.
+    It is made once, in the process that has the data; workers of every kind get a reference. If all
+    elements are int (of 64 bits), float, str or bytes, they are kept as such, otherwise as a pickle
+    each. Each access makes a new object of the same type and value. Classes and functions that pickle
+    finds by name must be importable in the workers; others are sent by cloudpickle.
 
     Parameters
     ----------
@@ -83,15 +82,14 @@ class SharedList(Unchanging, Sequence[T]):
     Raises
     ------
     MemoryError
-        There is no shared memory for so many bytes.
+        There is not enough shared memory.
 
     Notes
     -----
-    A slice is a `SharedList` over the same memory, which goes when the last container over it does,
-    in every process. A pickle can be read on this machine only, and for as long as a process that
-    pickled it or made the list keeps it; to save a list to disk, save ``list(shared)``. Lists of
-    equal elements are equal, also to a list or tuple; like a list, it has no hash. Reading is safe
-    from any thread.
+    A slice is a `SharedList` over the same memory, which each process unmaps with its last container
+    over it. A pickle can be read on this machine only, while a process that made or pickled the list
+    keeps it; to save a list to disk, save ``list(shared)``. A `SharedList` equals lists, tuples and
+    others with equal elements; like a list, it has no hash. Any thread may read it.
 
     Examples
     --------
@@ -124,15 +122,13 @@ class SharedList(Unchanging, Sequence[T]):
     def _attach(
         self, buffer: SharedBuffer, layout: ColumnLayout, span: range | None = None
     ) -> None:
-        self._buffer, self._layout = buffer, layout
-        self._data, self._decode = buffer.data, DECODERS[layout.kind]
+        span = range(layout.length) if span is None else span
+        stop = span.stop if span.stop >= 0 else None  # below 0: down to the first
+        where = slice(span.start, stop, span.step) if span else slice(0)
         starts, ends = bounds(layout, buffer.data)
-        self._span = range(layout.length) if span is None else span
-        if span is not None:
-            stop = span.stop if span.stop >= 0 else None  # down to and with 0
-            where = slice(span.start, stop, span.step) if span else slice(0)
-            starts, ends = starts[where], ends[where]
-        self._starts, self._ends = starts, ends
+        self._buffer, self._layout, self._span = buffer, layout, span
+        self._data, self._decode = buffer.data, DECODERS[layout.kind]
+        self._starts, self._ends = starts[where], ends[where]
 
     @classmethod
     def _over(cls, *attached: Any) -> Any:
@@ -181,13 +177,7 @@ class SharedList(Unchanging, Sequence[T]):
         return operator.contains(iter(self), value)  # type: ignore[arg-type]
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """The first place of `value`, as of a list.
-
-        Raises
-        ------
-        ValueError
-            It is not there.
-        """
+        """The index of the first element that equals `value`. Raises `ValueError` if there is none."""
         first = range(len(self))[start:stop].start
         try:
             return first + operator.indexOf(iter(self[start:stop]), value)
@@ -196,14 +186,11 @@ class SharedList(Unchanging, Sequence[T]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, SharedList):
-            if self._place() == other._place():
+            if self.__reduce__() == other.__reduce__():  # the same elements of the same buffer
                 return True
         elif not isinstance(other, (list, tuple)):
             return NotImplemented
         return len(self) == len(other) and all(map(operator.eq, self, other))
-
-    def _place(self) -> Any:
-        return id(self._buffer), self._layout, self._span
 
     def __repr__(self) -> str:
         shown = ", ".join(map(cell, self[:SHOWN]))
@@ -212,7 +199,7 @@ class SharedList(Unchanging, Sequence[T]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shared memory, all that its elements take; of a slice, that of the whole."""
+        """Bytes of shared memory of all elements; for a slice, those of the whole list."""
         return len(self._data)
 
     def __reduce__(self) -> Any:
