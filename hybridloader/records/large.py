@@ -22,18 +22,8 @@ _WIDE = 1000
 _MOST = 2_000
 """The most objects that are searched, in some 2 milliseconds for every new iterator."""
 
-_NOT_DATA = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    str,
-    bytes,
-    int,
-    float,
-    type(None),
-)
+_NOT_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+             str, bytes, int, float, type(None))  # fmt: skip
 
 _hinted = False
 

@@ -84,12 +84,6 @@ class SharedDict(Unchanging, Mapping[K, V]):
     def _attach(self, keys: SharedList[K], values: SharedList[V], index: SharedList[int]) -> None:
         self._keys, self._values, self._index = keys, values, index
 
-    @classmethod
-    def _over(cls, *lists: SharedList[Any]) -> SharedDict[Any, Any]:
-        self = cls.__new__(cls)
-        self._attach(*lists)
-        return self
-
     def _find(self, key: Any) -> int:
         """The number of the entry; -1 if there is none."""
         sought, index, keys = stable_hash(key), self._index._starts, self._keys

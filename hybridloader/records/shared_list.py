@@ -40,6 +40,16 @@ class Unchanging:
 
     __hash__ = None  # type: ignore[assignment]
 
+    @classmethod
+    def _over(cls, *parts: Any) -> Any:
+        """A container of parts that exist."""
+        self = cls.__new__(cls)
+        self._attach(*parts)
+        return self
+
+    def _attach(self, *parts: Any) -> None:
+        raise NotImplementedError
+
     def __copy__(self) -> Any:
         return self
 
@@ -102,16 +112,8 @@ class SharedList(Unchanging, Sequence[T]):
     SharedList(['/data/0.jpg', '/data/1.jpg', '/data/2.jpg', ... 1,000 in all])
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_buffer",
-        "_data",
-        "_decode",
-        "_ends",
-        "_layout",
-        "_span",
-        "_starts",
-    )
+    __slots__ = ("__weakref__", "_buffer", "_data", "_decode", "_ends", "_layout",
+                 "_span", "_starts")  # fmt: skip
     _plain = list
 
     def __init__(self, iterable: Iterable[T] = ()) -> None:
@@ -129,12 +131,6 @@ class SharedList(Unchanging, Sequence[T]):
         self._buffer, self._layout, self._span = buffer, layout, span
         self._data, self._decode = buffer.data, DECODERS[layout.kind]
         self._starts, self._ends = starts[where], ends[where]
-
-    @classmethod
-    def _over(cls, *attached: Any) -> Any:
-        self = cls.__new__(cls)
-        self._attach(*attached)
-        return self
 
     def __len__(self) -> int:
         return len(self._starts)

@@ -173,7 +173,7 @@ class ResumableSampler(Sampler[T_co]):
         return {**told, "epoch": epoch, "position": position}
 
     def _settled(self, epoch: int, position: int) -> tuple[int, int]:
-        """The same position, or the start of the next epoch at the end of one."""
+        """Move a position at the end of an epoch to the start of the next."""
         if position and not self._left(epoch, position):
             return epoch + 1, 0
         return epoch, position
