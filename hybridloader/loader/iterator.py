@@ -40,7 +40,7 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.policies import Policy, parse
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.loader.pass_seeds import PassSeeds
-from hybridloader.loader.pass_start import FirstOf, PassStart
+from hybridloader.loader.pass_start import PassStart, ResumedDispatch
 from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
@@ -83,10 +83,10 @@ class LoaderIterator(_BaseDataLoaderIter):
     """
 
     def __init__(self, loader: torch.utils.data.DataLoader[Any], plan: LoaderPlan) -> None:
-        self._opening = PassStart(plan, again=False)
-        with self._opening.drawing():
+        self._pass_start = PassStart(plan, again=False)
+        with self._pass_start.generators_restored():
             super().__init__(loader)
-            self._opening.move(self)
+            self._pass_start.apply(self)
         self._plan, self._backend, options = plan, plan.backend, plan.options
         # torch's base class leaves numbers of numpy's as they are.
         self._num_workers = int(plan.num_workers)
@@ -130,8 +130,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         if not self._backend.in_process:
             hint_at_large_container(self._dataset)
         self._dispatch: Dispatch = round_robin if self._plan.in_order else round_robin_with_room
-        if self._opening.resume is not None:
-            self._dispatch = FirstOf(self._dispatch)
+        if self._pass_start.resume is not None:
+            self._dispatch = ResumedDispatch(self._dispatch)
         spec = WorkerSpec(
             stage="DataLoader",
             workers=self._num_workers,
@@ -140,7 +140,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             init_fn=self._for_workers(self._worker_init_fn),
             shared_seed=self._shared_seed,
             seeding=self._seeds.origin,
-            starts=self._opening.starts,
+            starts=self._pass_start.starts,
             tells=self._plan.told_every > 0,
         )
         # With a pinning thread, whoever waits for that counts; an inline worker is the caller itself.
@@ -197,7 +197,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         if first_iter:
-            if self._opening.resume is None:
+            if self._pass_start.resume is None:
                 super()._reset(loader, first_iter)
         else:
             self._reopen(loader)
@@ -211,31 +211,31 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pin_thread is not None:
             self._pin_thread.break_off()
         plan = LoaderPlan.of(loader, self._plan.chosen, self._plan.options)
-        self._opening = PassStart(plan, again=True)
-        with self._opening.drawing():
+        self._pass_start = PassStart(plan, again=True)
+        with self._pass_start.generators_restored():
             super()._reset(loader)
-            self._opening.move(self)
-        if self._opening.resume is None:
-            self._seeds.begin(self._opening.epoch)
+            self._pass_start.apply(self)
+        if self._pass_start.resume is None:
+            self._seeds.begin(self._pass_start.epoch)
         else:
             self._stage.close()
             self._seeds = self._new_seeds()
 
     def _new_seeds(self) -> PassSeeds:
-        return PassSeeds(self._plan.options.seeding, int(self._base_seed), self._opening.epoch)
+        return PassSeeds(self._plan.options.seeding, int(self._base_seed), self._pass_start.epoch)
 
     def _begin(self, changes: tuple[Change, ...] = ()) -> None:
         """A pass begins: nothing is lost, and nothing waits to fill up a batch."""
-        opening, stage = self._opening, self._stage
-        del self._opening
-        progress = self._progress = opening.progress(self)
+        start, stage = self._pass_start, self._stage
+        del self._pass_start
+        progress = self._progress = start.progress(self)
         progress.exhausted = stage.exhausted
-        if isinstance(self._dispatch, FirstOf):
-            opening.direct(self._dispatch)
+        if isinstance(self._dispatch, ResumedDispatch):
+            start.direct(self._dispatch)
         # Where nothing comes out of turn or with a state, the place follows from what was given last.
         plain = self._plan.in_order and self._on_error is None and not self._carries
         ahead = self._prefetch_factor * self._num_workers if plain else None
-        source = opening.source(self, progress, stage.next_seq, ahead)
+        source = start.source(self, progress, stage.next_seq, ahead)
         results = self._results(source, progress, changes)
         batches = progress.watch(results)
         if self._on_error is not None or self._joins:
@@ -243,9 +243,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._next_batch = batches.__next__
         if self._plan.told_every:
             self._wait_for_workers(progress)
-        if opening.resume is not None:
+        if start.resume is not None:
             self._num_yielded = progress.yielded
-            self._discard(opening.resume.discard)
+            self._discard(start.resume.discard)
 
     def _wait_for_workers(self, progress: Progress) -> None:
         for worker, event in self._stage.opened().items():
@@ -256,7 +256,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                     f"In worker {worker} of stage 'DataLoader', at its beginning."
                 )
             if told is not None:
-                progress.opened(worker, told)
+                progress.note_opened(worker, told)
 
     def _results(
         self, source: Iterator[Any], progress: Progress, changes: tuple[Change, ...]

@@ -1,6 +1,7 @@
-"""``seeding="sample"`` as a `DataLoader` has it: which seed, which pass, and who is told.
+"""``seeding="sample"`` in a `DataLoader`: the seed and the number of each pass, for its workers.
 
-Draws nothing: without a seed of its own it takes the one that torch has drawn for its workers.
+Nothing is drawn here: without a seed of its own, the policy takes the one that torch has drawn for the
+workers.
 """
 
 from __future__ import annotations
@@ -15,48 +16,43 @@ from hybridloader.seeding.sample_seeds import Origin, parse
 
 
 class PassSeeds:
-    """Of one iterator over a loader, which may pass over it several times.
+    """Seeds of one loader iterator, which may run several passes.
 
     Parameters
     ----------
     seeding
-        As the loader's keyword.
+        The loader's keyword.
     base_seed
-        That of its workers.
+        Seed of the loader's workers.
     epoch
-        The number of the first pass.
+        Number of the first pass.
     """
 
     def __init__(self, seeding: Any, base_seed: int, epoch: int) -> None:
-        self._policy = parse(seeding)
-        given = None if self._policy is None else self._policy.seed
+        policy = parse(seeding)
+        given = None if policy is None else policy.seed
         self._seed = base_seed if given is None else given
-        self._counter = ItemCounter(items=False)
+        self.counter = None if policy is None else ItemCounter(items=False)
+        """Counter that tells workers the number of each pass; None if samples are not seeded."""
         self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
-        """A pass begins, which has this number."""
-        self._counter.begin(epoch)
+        """Begin pass number `epoch`."""
+        if self.counter is not None:
+            self.counter.begin(epoch)
 
     @property
     def origin(self) -> Origin | None:
-        """What workers are told; None: nothing is seeded by sample."""
-        if self._policy is None:
-            return None
-        return Origin(self._seed, self._counter.epoch)
-
-    @property
-    def counter(self) -> ItemCounter | None:
-        """Tells workers of each pass; None: as above."""
-        return None if self._policy is None else self._counter
+        """Seed and epoch, for workers; None if samples are not seeded."""
+        return None if self.counter is None else Origin(self._seed, self.counter.epoch)
 
     def collating(
         self, collate_fn: Callable[[Any], Any], number: Callable[[], int]
     ) -> Callable[[Any], Any]:
-        """`collate_fn` for batches that are put together here, of what was left of others.
+        """Return `collate_fn` for batches that are made on this side, of samples left over from others.
 
-        Each is seeded by its `number` among the batches of the pass, which a state knows, and leaves the
-        caller's generators as they were.
+        Each is seeded by its `number` in the pass, which a state knows too, and leaves the caller's
+        generators as they were.
         """
         origin = self.origin
         if origin is None:

@@ -1,7 +1,7 @@
-"""How a pass of a loader begins, from its beginning or from a state that was loaded.
+"""Start of a pass of a loader: at its beginning, or where a state was taken.
 
-What a loaded state moves is moved here, in one order: the generators, the sampler, the dataset, and only
-then workers start. A pass of a loader that has loaded nothing does nothing here but note how it began.
+A loaded state is applied here, in one order: the generators, the sampler, the dataset, and only then
+workers start. For a loader that has loaded no state, only the start of the pass is noted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.datapipes import seed_datapipe
@@ -19,38 +21,29 @@ from hybridloader._support.state_copies import copied, load_into
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
 from hybridloader.fetching.fetch import Apart
-from hybridloader.loader.progress import UNKNOWN, Base, Progress
+from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
 from hybridloader.loader.sampler_replay import (
-    AGAIN,
-    FIRST,
-    FIRST_WITHOUT_WORKERS,
-    Replayed,
+    IndicesAndSeed,
     SamplerReplay,
     load_sampler,
-    replay,
+    steps_of,
 )
 from hybridloader.loader.samplers import DEFAULT
-from hybridloader.loader.state import END, START, WITHIN, Resume, read, written
+from hybridloader.loader.state import END, START, WITHIN, ResumePoint, read, written
 
 if TYPE_CHECKING:
     from hybridloader.loader.plan import LoaderPlan
 
 
-class FirstOf:
-    """A rule for dispatch, but for the first tasks of a pass.
-
-    Attributes
-    ----------
-    first
-        Who gets these, in order.
-    last
-        Behind whom it is the turn of the next; None: as the rule says.
-    """
+class ResumedDispatch:
+    """Rule of dispatch, with an exception for the first tasks of a resumed pass."""
 
     def __init__(self, rule: Dispatch) -> None:
         self._rule = rule
         self.first: tuple[int, ...] = ()
+        """Workers that get the first tasks, in order."""
         self.last: int | None = None
+        """Worker whose turn was before the task after these; None: the rule alone decides."""
 
     def __call__(self, scheduler: Scheduler) -> int | None:
         if self.last is not None:
@@ -63,63 +56,61 @@ class FirstOf:
 
 
 class PassStart:
-    """The beginning of one pass.
+    """Start of one pass.
 
     Parameters
     ----------
     plan
-        What the loader says.
+        The loader's plan.
     again
-        Whether workers of the pass before stay.
+        Whether the workers of the pass before stay.
 
     Attributes
     ----------
     resume
-        What it goes on from; None: it begins at the beginning.
+        Place at which the pass is resumed; None at its beginning.
     epoch
-        The number of the pass.
+        Number of the pass.
     """
 
     def __init__(self, plan: LoaderPlan, *, again: bool) -> None:
         self._plan, self._again = plan, again
         samplers, state = plan.samplers, plan.record.loaded
-        self.resume: Resume | None = None if state is None else read(plan, state)
-        if self.resume is not None and self.resume.fresh:
-            self.resume.making = self.resume.making.as_told(samplers)
-        if self.resume is not None and self.resume.as_they_stand:
-            self.resume.making = SamplerReplay.of(samplers, self.resume.making.steps)
-        self.making = SamplerReplay.of(samplers, steps_of(plan, again=again))
-        self.epoch = plan.epoch if self.resume is None else self.resume.next_epoch
+        resume = self.resume = None if state is None else read(plan, state)
+        if resume is not None and resume.fresh:
+            resume.replay = resume.replay.at_later_epoch(samplers)
+        if resume is not None and resume.as_they_stand:
+            resume.replay = SamplerReplay.of(samplers, resume.replay.steps)
+        self.replay = SamplerReplay.of(samplers, steps_of(plan.num_workers, again=again))
+        self.epoch = plan.epoch if resume is None else resume.next_epoch
         self._eager = False
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """While the sampler's iterator is made, the generators stand as the state says."""
-        if self.resume is None:
+    def generators_restored(self) -> Iterator[None]:
+        """Keep the generators as in the state while the sampler's iterator is made."""
+        resume = self.resume
+        if resume is None:
             yield
             return
-        import torch
-
         before = torch.get_rng_state()
-        saved = self.resume.making.generators.get(DEFAULT)
-        # Where the training code has restored it, a new pass draws from it as if nothing had happened.
-        keeps = self.resume.fresh and saved is not None and torch.equal(saved, before)
-        keeps = keeps or self.resume.as_they_stand
+        saved = resume.replay.generators.get(DEFAULT)
+        # If the training code has restored torch's generator, a new pass draws from it as ever.
+        keeps = resume.fresh and saved is not None and torch.equal(saved, before)
+        keeps = keeps or resume.as_they_stand
         self._eager = not keeps
         try:
-            making = self.resume.making
-            self._plan.samplers.set_generators(making.generators, making.epoch)
+            self._plan.samplers.set_generators(resume.replay.generators, resume.replay.epoch)
             yield
         except BaseException:
             torch.set_rng_state(before)
             raise
         if not keeps:
             torch.set_rng_state(before)
-        if self.resume.dataset is not None:  # which may hold that very generator
-            load_into(self._plan.dataset, self.resume.dataset, "the dataset")
+        if resume.dataset is not None:  # which may hold that very generator
+            load_into(self._plan.dataset, resume.dataset, "the dataset")
 
-    def move(self, iterator: Any) -> None:
-        """Bring the iterator, the sampler and the dataset to the place of the state."""
+    def apply(self, iterator: Any) -> None:
+        """Set the iterator, the sampler and the dataset to the place of the state."""
         resume, plan = self.resume, self._plan
         plan.record.begun = self.epoch
         if resume is None:
@@ -131,97 +122,94 @@ class PassStart:
             iterator._dataset = seed_datapipe(iterator._dataset, resume.shared_seed)
         if plan.iterable:
             if resume.as_they_stand and resume.over and resume.base_seed is None:
-                # Another than the pass had that is over.
+                # Another seed than that of the pass that is over.
                 iterator._base_seed = plan.samplers.draw_seed()
             return
-        iterator._sampler_iter, seed = self._replayed(resume)
+        iterator._sampler_iter, seed = self._indices(resume)
         if resume.base_seed is None and seed is not None:
             iterator._base_seed = seed
 
-    def _replayed(self, resume: Resume) -> Replayed:
-        samplers = self._plan.samplers
+    def _indices(self, resume: ResumePoint) -> IndicesAndSeed:
+        samplers, replay = self._plan.samplers, resume.replay
         if resume.empty:  # the pass after it begins as if it had just ended
-            resume.making.restore(samplers)
+            replay.restore(samplers)
             return iter(()), None
         if resume.over:
-            return self._behind_the_end(resume)
-        if resume.snapshot is not None:
-            replayed = load_sampler(
-                samplers,
-                resume.snapshot,
-                resume.since,
-                resume.making.steps,
-                begins=not resume.count,
+            return self._indices_of_next_pass(resume)
+        if resume.sampler is not None:
+            found = load_sampler(
+                samplers, resume.sampler, resume.since, replay.steps, begins=not resume.count
             )
-            return (iter(()), None) if self._is_through(resume) else replayed
-        eager = self._eager and DEFAULT in resume.making.generators
-        return replay(samplers, resume.making, resume.count, resume.check, eager=eager)
+            return (iter(()), None) if self._is_through(resume) else found
+        eager = self._eager and DEFAULT in replay.generators
+        return replay.indices(samplers, resume.count, resume.check, eager=eager)
 
-    def _is_through(self, resume: Resume) -> bool:
-        """True if the sampler is at its next epoch, as ours tell the end of one.
+    def _is_through(self, resume: ResumePoint) -> bool:
+        """Tell whether the sampler is at its next epoch, which is how ours describe an end.
 
-        The sampler that has loaded the state is asked: with another number of ranks, what is left may be
+        The sampler that has loaded the state is asked: with another number of ranks, the rest may be
         too little for ``uneven="drop"``.
         """
         upcoming = attribute(self._plan.samplers.stateful, "upcoming_state_dict", None)
-        start = resume.making.start
+        start = resume.replay.start
         if upcoming is None or start is None:
             return False
         return bool(upcoming()["epoch"] > start.kept["epoch"])
 
-    def _behind_the_end(self, resume: Resume) -> Replayed:
-        """The pass after one that somebody has declared over."""
-        samplers, making = self._plan.samplers, resume.making
-        if resume.snapshot is not None:
-            load_sampler(samplers, resume.snapshot, resume.since, making.steps)
+    def _indices_of_next_pass(self, resume: ResumePoint) -> IndicesAndSeed:
+        """Make the iterator of the pass after one that somebody has declared over."""
+        samplers, replay = self._plan.samplers, resume.replay
+        if resume.sampler is not None:
+            load_sampler(samplers, resume.sampler, resume.since, replay.steps)
             stateful = samplers.stateful
             where = stateful.upcoming_state_dict() if has(stateful, "upcoming_state_dict") else {}
             if where.get("position"):
                 stateful.set_epoch(where["epoch"] + 1)
         else:
-            epoch = making.as_told(samplers).epoch
-            indices, _ = replay(samplers, making, 0, None, eager=False)
-            # To the end: RandomSampler draws a permutation more there, of which it uses nothing.
+            epoch = replay.at_later_epoch(samplers).epoch
+            indices, _ = replay.indices(samplers, 0, None, eager=False)
+            # To the end: RandomSampler draws one more permutation there, and uses nothing of it.
             deque(indices, maxlen=0)
             samplers.tell_epoch(epoch)
-        self.making = SamplerReplay.of(samplers, making.steps)
-        if resume.as_they_stand and resume.snapshot is not None and self.making.start is not None:
-            # What a sampler says of itself before it is asked again may be of the pass before.
-            self.making = self.making._replace(start=resume.snapshot.sampler)
-        return replay(samplers, self.making, 0, None, eager=True)
+        self.replay = SamplerReplay.of(samplers, replay.steps)
+        if resume.as_they_stand and resume.sampler is not None and self.replay.start is not None:
+            # Before a sampler is asked again, its state may be that of the pass before.
+            self.replay = self.replay._replace(start=resume.sampler.sampler)
+        return self.replay.indices(samplers, 0, None, eager=True)
 
     def progress(self, iterator: Any) -> Progress:
-        """The counts of this pass, which are the loader's from now on."""
+        """Make the progress of this pass, which is the loader's from now on."""
         plan, resume, record = self._plan, self.resume, self._plan.record
-        made = Progress(self.making, self.epoch, plan.readers, iterable=plan.iterable)
+        made = Progress(self.replay, self.epoch, plan.readers, iterable=plan.iterable)
         made.base_seed, made.shared_seed = int(iterator._base_seed), iterator._shared_seed
         before = record.progress if self._again else None
         if before is not None and before.finished:
-            made.go_on(before.ends())
+            made.resume_workers(before.ends())
         if resume is not None and not resume.over:
-            made.making, made.finished = resume.making, resume.empty
-            _go_on(made, resume)
+            made.replay, made.finished = resume.replay, resume.empty
+            _resume(made, resume)
         record.progress, record.loaded = made, None
         return made
 
     def source(
         self, iterator: Any, progress: Progress, first: int, ahead: int | None
     ) -> Iterator[Any]:
-        """Return the stage's source, whose first task is `first`; `ahead` as of `Progress.begin`."""
+        """Return the stage's source, whose first task is `first`; see `Progress.begin` for `ahead`."""
         indices: Iterator[Any] = iterator._sampler_iter
         if progress.iterable:
             progress.begin(first, None)
             return indices
         leads = self._leads()
         progress.begin(first, ahead, leads)
-        taken = self._plan.samplers.snapshots(indices)
-        if taken is None:
-            return chain(leads, progress.drawing(indices))
-        if not progress.behind and self._plan.samplers.stateful is None:
-            progress.at = -1, UNKNOWN, Base(0, taken[0]())
-        return chain(leads, progress.drawing_with_states(indices, *taken))
+        access = self._plan.samplers.state_access(indices)
+        if access is None:
+            return chain(leads, progress.logged(indices))
+        if not progress.count and self._plan.samplers.stateful is None:
+            progress.at = -1, UNKNOWN, SamplerCheckpoint(0, access[0]())
+        return chain(leads, progress.logged_with_states(indices, *access))
 
     def _leads(self) -> list[Any]:
+        """Items that are fetched again before the sampler goes on."""
         resume = self.resume
         if resume is None:
             return []
@@ -233,8 +221,8 @@ class PassStart:
             leads.append(apart)
         return [*leads, *resume.whole]
 
-    def direct(self, dispatch: FirstOf) -> None:
-        """Say whose turn it is."""
+    def direct(self, dispatch: ResumedDispatch) -> None:
+        """Have `dispatch` give the first tasks to the workers whose turn it is."""
         dispatch.first, dispatch.last = (), None
         resume = self.resume
         if resume is None or resume.fresh or resume.over:
@@ -246,7 +234,7 @@ class PassStart:
 
     @property
     def starts(self) -> tuple[ShardStart, ...]:
-        """Where the workers go on."""
+        """Places where the workers begin."""
         resume = self.resume
         if resume is None or not resume.starts:
             return ()
@@ -262,25 +250,18 @@ class PassStart:
         return resume.starts
 
 
-def _go_on(progress: Progress, resume: Resume) -> None:
-    progress.yielded = resume.yielded
-    progress.behind = resume.count
+def _resume(progress: Progress, resume: ResumePoint) -> None:
+    progress.yielded, progress.count = resume.yielded, resume.count
     if resume.count and not progress.iterable:
-        base = resume.snapshot and Base(resume.count - resume.since, resume.snapshot)
-        progress.at = resume.count - 1, UNKNOWN, base
+        state, number = resume.sampler, resume.count - resume.since
+        progress.at = resume.count - 1, UNKNOWN, state and SamplerCheckpoint(number, state)
     if resume.starts:
-        progress.go_on(resume.starts)
+        progress.resume_workers(resume.starts)
     progress.first, progress.last_worker = resume.first, resume.last
 
 
-def steps_of(plan: LoaderPlan, *, again: bool) -> tuple[str, ...]:
-    if again:
-        return AGAIN
-    return FIRST if plan.num_workers else FIRST_WITHOUT_WORKERS
-
-
 def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
-    """The state of a loader, whose workers may stay for another pass."""
+    """Return the state of a loader, whose workers may stay for another pass."""
     waiting, progress = plan.record.loaded, plan.record.progress
     if waiting is not None:
         return dict(copied(dict(waiting)))
@@ -289,25 +270,25 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
         if not progress.finished:
             return written(plan, progress, WITHIN)
     again = stays and progress is not None
-    making = SamplerReplay.of(plan.samplers, steps_of(plan, again=again))
-    next_one = Progress(making, plan.epoch, plan.readers, iterable=plan.iterable)
+    replay = SamplerReplay.of(plan.samplers, steps_of(plan.num_workers, again=again))
+    upcoming = Progress(replay, plan.epoch, plan.readers, iterable=plan.iterable)
     if progress is not None:
-        next_one.base_seed, next_one.yielded = progress.base_seed, progress.yielded
-        next_one.behind = progress.behind
+        upcoming.base_seed, upcoming.yielded = progress.base_seed, progress.yielded
+        upcoming.count = progress.count
         if stays and plan.num_workers:
-            next_one.go_on(progress.ends())
-        elif not plan.num_workers:  # the dataset itself is asked below
-            next_one.places = [
+            upcoming.resume_workers(progress.ends())
+        elif not plan.num_workers:  # `written` asks the dataset itself
+            upcoming.places = [
                 ShardStart(iterator=end.iterator, behind=end.iterator is not None)
                 for end in progress.ends()
             ]
-    return written(plan, next_one, START if progress is None else END)
+    return written(plan, upcoming, START if progress is None else END)
 
 
 def load(plan: LoaderPlan, state: Any) -> int | None:
-    """Have the next pass of the loader go on from `state`. Return its epoch; None: there is no state."""
+    """Have the loader's next pass begin at `state`; return its epoch, or None without a state."""
     if isinstance(state, Mapping) and not state:
-        plan.record.loaded = None  # torchdata's way to say that there is none
+        plan.record.loaded = None  # as torchdata: an empty dict is no state
         return None
     resume = read(plan, state)
     plan.record.loaded = copied(dict(state))
@@ -315,7 +296,7 @@ def load(plan: LoaderPlan, state: Any) -> int | None:
 
 
 def leave_for_epoch(plan: LoaderPlan, epoch: int) -> None:
-    """Another epoch is wanted than that of the state that was loaded."""
+    """Drop the state that was loaded, with a warning, if it is of another epoch than `epoch`."""
     state = plan.record.loaded
     if state is None or (place := read(plan, state).next_epoch) == epoch:
         return

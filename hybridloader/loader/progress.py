@@ -1,15 +1,15 @@
-"""How far a pass of a loader has come, as its caller has seen it: counted while results are handed out.
+"""Progress of one pass of a loader, as its caller has seen it: counted while results are handed out.
 
 The counts outlive the iterator, so that a state can be taken after an early `break`. They hold no
-sample, no worker and no sampler, and never look ahead: what was prefetched and not handed out is only
-remembered as indices, as many as the window has.
+sample, no worker and no sampler, and never look ahead: of batches that were prefetched and not handed
+out, only the indices are kept, at most as many as the prefetch window has.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, filterfalse, repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,35 +18,35 @@ from hybridloader._support.state_copies import Latest
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.fetching.fetch import Apart
 from hybridloader.fetching.outcome import Outcome
-from hybridloader.loader.refill import Waiting
+from hybridloader.loader.refill import WaitingSamples
 
 if TYPE_CHECKING:
     from hybridloader._support.cadence import Cadence
     from hybridloader.engine.messages import Exhausted, Last
     from hybridloader.loader.sampler_replay import SamplerReplay
-    from hybridloader.loader.samplers import Snapshot
+    from hybridloader.loader.samplers import SamplerState
 
 
-class Base(NamedTuple):
-    """The sampler's latest state, the number of its items drawn by then, and the state before that.
+class SamplerCheckpoint(NamedTuple):
+    """State of a sampler after `number` of its items, and the state that was taken before that.
 
-    After its last item, a sampler may tell the beginning of its next epoch.
+    After its last item, a sampler may already have the state of its next epoch's beginning.
     """
 
     number: int
-    snapshot: Snapshot
-    before: Base | None = None
+    state: SamplerState
+    before: SamplerCheckpoint | None = None
 
 
-Draw = tuple[int, Any, "Base | None"]
-"""The number of an item of the sampler, the item, and the state from which it can be drawn again."""
+DrawnItem = tuple[int, Any, "SamplerCheckpoint | None"]
+"""Number of an item of the sampler, the item, and the checkpoint from which it can be drawn again."""
 
 UNKNOWN = object()
-"""In the place of an item that was drawn before the state that a pass goes on from."""
+"""Stands for an item that was drawn before the state from which a pass is resumed."""
 
 
 class Results(Protocol):
-    """What the results come from: a stage, or what stands before one, and what it says of the last."""
+    """Iterator over results, with what the stage says of the last one."""
 
     last: Last
 
@@ -56,84 +56,74 @@ class Results(Protocol):
 
 
 class Progress:
-    """How far one pass has come.
+    """Counts of one pass.
 
     Parameters
     ----------
-    making
-        How the sampler's iterator was made.
+    replay
+        Description of how the sampler's iterator was made.
     epoch
-        The number of the pass.
-    workers
-        How many read the dataset, the caller itself counted as one.
+        Number of the pass.
+    readers
+        Number of workers that read the dataset; 1 if the caller does.
     iterable
-        Whether the dataset is.
-
-    Attributes
-    ----------
-    yielded
-        Batches that the caller was given.
-    behind
-        Items of the sampler, from its beginning, that were handed out or are in `missing`; of an
-        iterable dataset, results.
-    missing
-        Those of them that were not handed out, by number.
-    log
-        What was drawn behind these, in order; where nothing is counted, the last ones that were drawn.
-    at
-        The last one before `behind`.
-    end
-        Number of all items, once the sampler has ended; -1 before.
-    places
-        Of an iterable dataset, or one whose state workers hold, where each worker goes on behind what
-        was handed out; `ShardStart.again` is a list that grows.
-    remainders
-        Where it went on before the last samples of its shard came, which wait to be joined.
-    last_worker
-        Whose result was handed out last; -1: none's.
-    finished
-        Whether the end of the pass was told to the caller.
-    base_seed, shared_seed
-        What the workers were given.
-    waiting
-        What was handed out and waits to make a full batch.
-    again
-        Samples that each worker reads and drops before it goes on; 0 once it has.
-    of
-        All of these.
-    first
-        Workers that are to be asked first and have not answered.
-    own
-        The state of the caller's own copy of the dataset.
-    exhausted
-        How each shard ended, by worker; also of shards whose last results are still on their way.
+        Whether the dataset is iterable.
     """
 
-    def __init__(self, making: SamplerReplay, epoch: int, workers: int, *, iterable: bool) -> None:
-        self.making, self.epoch, self.iterable = making, epoch, iterable
+    def __init__(self, replay: SamplerReplay, epoch: int, readers: int, *, iterable: bool) -> None:
+        self.replay, self.epoch, self.iterable = replay, epoch, iterable
         # All the mutable state:
         self.base_seed = 0
         self.shared_seed: int | None = None
-        self.yielded = self.behind = 0
-        self.missing: dict[int, Draw] = {}
-        self.log: deque[Draw] = deque()
-        self.at: Draw | None = None
+        self.yielded = 0
+        """Batches that the caller was given."""
+        self.count = 0
+        """Items of the sampler, from its first, that were handed out or are in `missing`; for an
+        iterable dataset, results that were handed out."""
+        self.missing: dict[int, DrawnItem] = {}
+        """Those of these items that were not handed out, by number."""
+        self.log: deque[DrawnItem] = deque()
+        """Items that were drawn after these, in order; if nothing is counted, the last ones drawn."""
+        self.at: DrawnItem | None = None
+        """The last of the first `count` items."""
         self.end = -1
-        self.go_on([ShardStart()] * workers)
+        """Number of all items, once the sampler has ended; -1 before."""
+        self.resume_workers(readers * [ShardStart()])
         self.remainders: dict[int, ShardStart] = {}
-        self.own = Latest()
+        """Places of workers before the last samples of their shards, which wait to be joined."""
+        self.own_dataset = Latest()
+        """Copy of the state of the caller's own dataset."""
         self.last_worker = -1
+        """Worker of the result that was handed out last; -1 if there was none."""
         self.finished = False
-        self.waiting = Waiting()
+        """Whether the caller has met the end of the pass."""
+        self.waiting = WaitingSamples()
         self.first: tuple[int, ...] = ()
+        """Workers that are to be asked first and have not answered."""
         self.exhausted: Mapping[int, Exhausted] = {}
-        self._before = ShardStart(), 0  # of the last worker, and how many it had to do again then
-        self._latest: Draw | None = None
-        self.shift = 0  # from the numbers of tasks to those of the sampler's items
-        self._first = 0  # the number of the first task
+        """Ends of shards, by worker; the last results of these may still be on their way."""
+        self._before = ShardStart(), 0  # place of the last worker, and its tasks to repeat, before
+        self._latest: DrawnItem | None = None
+        self._shift = 0  # from the numbers of tasks to those of the sampler's items
+        self._first = 0  # number of the first task
         self._seq = -1
         self._counted = True
-        self._last: Last | None = None  # where nothing is counted
+        self._last: Last | None = None  # if nothing is counted
+
+    def resume_workers(self, starts: Sequence[ShardStart]) -> None:
+        """Note where each worker begins."""
+        self.places = [start._replace(again=list(start.again)) for start in starts]
+        """Places of the workers after the results that were handed out, if the dataset is iterable or
+        workers hold its state. `ShardStart.again` is a list that grows."""
+        self._rereading = [max(0, start.skip - start.position) for start in starts]
+        self._reread_in_all = sum(self._rereading)
+
+    @property
+    def resuming(self) -> tuple[int, int] | None:
+        """Samples read again, and how many are to be; None if there are none left."""
+        if not any(self._rereading):
+            return None
+        return self._reread_in_all - sum(self._rereading), self._reread_in_all
 
     def begin(self, first: int, ahead: int | None, leads: Sequence[Any] = ()) -> None:
         """Begin with task `first`.
@@ -141,72 +131,70 @@ class Progress:
         Parameters
         ----------
         ahead
-            Most items that are drawn ahead of what is handed out, where results come in their order and
-            with nothing beside them: then nothing is to be counted. None: they do not.
+            Most items that are drawn ahead of those handed out, if results come in order and with
+            nothing beside them; then nothing needs to be counted. None otherwise.
         leads
-            What comes again, before the sampler goes on.
+            Items that come again before the sampler goes on.
         """
-        number = self.behind - len(leads)
-        self.shift, self._first, self._seq = first - number, first, first - 1
+        number = self.count - len(leads)
+        self._shift, self._first, self._seq = first - number, first, first - 1
         self._counted = ahead is None or bool(leads)
         if ahead is not None and not leads:
-            # And the last one, and one more while it is handed out.
+            # Besides these, the last item, and one more while it is handed out.
             self.log = deque(maxlen=ahead + 2)
         self.missing = {n: (n, lead, None) for n, lead in enumerate(leads, number)}
 
-    def drawing(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """`indices`, which are noted in the log, without a step of Python for each."""
-        drawn = zip(count(self.behind), indices, repeat(None))
-        return map(itemgetter(1), filterfalse(self.log.append, drawn))
+    # -- as items are drawn --------------------------------------------------------------------------
 
-    def drawing_with_states(
-        self, indices: Iterator[Any], take: Callable[[], Snapshot], cadence: Cadence | None
+    def logged(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Return `indices`, each of which is logged without a step of Python."""
+        drawn = zip(itertools.count(self.count), indices, itertools.repeat(None))
+        return map(itemgetter(1), itertools.filterfalse(self.log.append, drawn))
+
+    def logged_with_states(
+        self, indices: Iterator[Any], take: Callable[[], SamplerState], cadence: Cadence | None
     ) -> Iterator[Any]:
-        """`indices`, which are noted in the log with the states from which to draw them again."""
-        log = self.log
-        number, base = self.behind, None if self.at is None else self.at[2]
+        """Return `indices`, each of which is logged with the checkpoint before it."""
+        log, number = self.log, self.count
+        checkpoint = None if self.at is None else self.at[2]
         for index in indices:
             number += 1
-            if cadence is None:  # ours always tell the place
-                base = Base(number, take())
+            if cadence is None:  # after every item
+                checkpoint = SamplerCheckpoint(number, take())
             elif cadence.due():
-                base = Base(number, take(), base and base._replace(before=None))
+                before = checkpoint and checkpoint._replace(before=None)
+                checkpoint = SamplerCheckpoint(number, take(), before)
                 cadence.taken()
-            log.append((number - 1, index, base))
+            log.append((number - 1, index, checkpoint))
             yield index
         self.end = number
 
+    # -- as results are handed out -------------------------------------------------------------------
+
     def watch(self, results: Results) -> Iterator[Any]:
-        """`results`, of which is noted what was handed out."""
+        """Return `results`, counted as they are handed out."""
         if self._counted:
-            return Counting(results, self)
+            return CountedResults(results, self)
         self._last = results.last
         return results
 
     def settle(self) -> None:
-        """Find out how far it has come, where nothing is counted."""
+        """Find the place of the pass, if nothing is counted."""
         last = self._last
         if last is None or last.seq < self._first:
             return
-        number, self.last_worker = last.seq - self.shift, last.worker
-        self.behind = number + 1
-        self.at = next((draw for draw in self.log.copy() if draw[0] == number), None)
+        number, self.last_worker = last.seq - self._shift, last.worker
+        self.count = number + 1
+        self.at = next((item for item in self.log.copy() if item[0] == number), None)
 
-    def go_on(self, starts: Sequence[ShardStart]) -> None:
-        """Note where each worker began."""
-        self.places = [start._replace(again=list(start.again)) for start in starts]
-        self.again = [max(0, start.skip - start.position) for start in starts]
-        self.of = sum(self.again)
-
-    def passed(self, stage: Results, error: Exception | None = None) -> None:
-        """Note that a result was handed out, or an error. Ignore it if it was none."""
-        last = stage.last
+    def note_result(self, last: Last, error: Exception | None = None) -> None:
+        """Count a result or an error that was handed out, unless it is of no task of this pass."""
         seq = last.seq
-        if seq == self._seq or seq < self._first:  # of the pass before, and this one's are late
+        if seq == self._seq or seq < self._first:  # a late one of the pass before
             return
         self._seq = seq
         worker = self.last_worker = last.worker
-        self.again[worker] = 0
+        self._rereading[worker] = 0
         if worker in self.first:
             self.first = tuple(w for w in self.first if w != worker)
         state = None
@@ -215,96 +203,34 @@ class Progress:
             state = extras.get("state")
             self._note_place(worker, last.position, state, extras.get("outcome"))
         if self.iterable:
-            self.behind += 1
+            self.count += 1
             return
-        draw = self._handed_out(seq - self.shift)
-        # What kills workers is not done again; the state of the next one comes with its first.
-        again = state is None and not isinstance(error, WorkerDied)
-        if again and self.places[worker].stateful and draw is not None:
-            self.places[worker].again.append(draw[1])
+        item = self._handed_out(seq - self._shift)
+        # A task that kills workers is not repeated; the next worker's state comes with its first result.
+        repeats = state is None and not isinstance(error, WorkerDied)
+        if repeats and self.places[worker].stateful and item is not None:
+            self.places[worker].again.append(item[1])
 
-    def base(self, length: Callable[[], int | None]) -> Base | None:
-        """Return the sampler's state to go on from; `length` tells how many items it gives."""
-        base = None if self.at is None else self.at[2]
-        if base is None or base.number < self.behind or base.before is None:
-            return base
-        if self.behind != self.end:
-            most = length()
-            if most is None or self.behind < most:
-                return base
-        return base.before
-
-    @property
-    def resuming(self) -> tuple[int, int] | None:
-        """Samples read again, and how many are to be; None if there are none left."""
-        return (self.of - sum(self.again), self.of) if any(self.again) else None
-
-    @property
-    def indices_left(self) -> tuple[list[Any], list[Any]]:
-        """What was drawn and must be fetched again: indices of waiting samples, and whole items."""
-        apart = [index for _, index in self.waiting.samples]
-        whole = []
-        for number in sorted(self.missing):
-            index = self.missing[number][1]
-            if type(index) is Apart:
-                apart = [*index, *apart]
-            else:
-                whole.append(index)
-        if self.waiting.whole and self._latest is not None:
-            whole.append(self._latest[1])
-        return apart, whole
-
-    def opened(self, worker: int, told: ShardStart) -> None:
+    def note_opened(self, worker: int, state: ShardStart) -> None:
         """Note the state with which a worker began."""
         at = self.places[worker].skip
-        self.places[worker] = told._replace(position=at, skip=at, again=[])
-        self.again[worker] = 0
+        self.places[worker] = state._replace(position=at, skip=at, again=[])
+        self._rereading[worker] = 0
 
-    def ends(self) -> list[ShardStart]:
-        """Return where each worker begins the next pass, if it stays."""
-        ends = []
-        for worker, at in enumerate(self.places):
-            end = self.exhausted.get(worker)
-            last = at if end is None or end.told is None else end.told
-            start = ShardStart(
-                0, 0, last.dataset, last.iterator, again=at.again, behind=last.stateful
-            )
-            ends.append(start)
-        return ends
-
-    def starts(self) -> list[ShardStart]:
-        """Where each worker goes on."""
-        starts = list(self.places)
-        for end in list(self.exhausted.values()):  # a pinning thread may add to them
-            now = starts[end.worker]
-            if now.skip == end.position:  # all that came of it was handed out
-                last = now if end.told is None else end.told
-                at = now.position if end.told is None else end.position
-                starts[end.worker] = ShardStart(at, end.position, last.dataset, last.iterator, True)
-        if self.waiting.whole:
-            place, count = self._before
-            starts[self.last_worker] = place._replace(again=place.again[:count])
-        seen = set()
-        for worker, number in self.waiting.samples:
-            if worker not in seen and worker in self.remainders:
-                seen.add(worker)
-                starts[worker] = self.remainders[worker]._replace(skip=number)
-        return starts
-
-    def _handed_out(self, number: int) -> Draw | None:
-        """Return what was drawn for a result."""
-        if number < self.behind:
-            draw = self.missing.pop(number, None)
+    def _handed_out(self, number: int) -> DrawnItem | None:
+        """Return the item of a result, and count it."""
+        if number < self.count:
+            item = self.missing.pop(number, None)
         else:
-            draw = None
+            item = None
             while self.log:
-                draw = self.log.popleft()
-                if draw[0] == number:
+                item = self.log.popleft()
+                if item[0] == number:
                     break
-                self.missing[draw[0]] = draw
-            self.behind, self.at = number + 1, draw
-        self._latest = draw or self._latest
-        return draw
+                self.missing[item[0]] = item
+            self.count, self.at = number + 1, item
+        self._latest = item or self._latest
+        return item
 
     def _note_place(
         self, worker: int, position: int, state: ShardStart | None, outcome: Outcome | None
@@ -318,19 +244,78 @@ class Progress:
         if outcome is not None and outcome.short:
             self.remainders[worker] = before
 
+    # -- for a state ---------------------------------------------------------------------------------
 
-class Counting(Iterator[Any]):
-    """The results of a stage, of which is noted what was handed out, and the states beside them."""
+    def checkpoint(self, length: Callable[[], int | None]) -> SamplerCheckpoint | None:
+        """Return the checkpoint to resume from; `length` returns the number of the sampler's items."""
+        found = None if self.at is None else self.at[2]
+        if found is None or found.number < self.count or found.before is None:
+            return found
+        if self.count != self.end:
+            most = length()
+            if most is None or self.count < most:
+                return found
+        return found.before
 
-    def __init__(self, stage: Results, progress: Progress) -> None:
-        self._stage, self._progress = stage, progress
-        self._pull: Callable[[], Any] = stage.__next__
+    @property
+    def indices_left(self) -> tuple[list[Any], list[Any]]:
+        """Indices of waiting samples, and whole items, that were drawn and must be fetched again."""
+        apart = [index for _, index in self.waiting.samples]
+        whole = []
+        for number in sorted(self.missing):
+            index = self.missing[number][1]
+            if type(index) is Apart:
+                apart = [*index, *apart]
+            else:
+                whole.append(index)
+        if self.waiting.whole and self._latest is not None:
+            whole.append(self._latest[1])
+        return apart, whole
+
+    def ends(self) -> list[ShardStart]:
+        """Return where each worker begins the next pass, if it stays."""
+        ends = []
+        for worker, at in enumerate(self.places):
+            end = self.exhausted.get(worker)
+            last = at if end is None or end.told is None else end.told
+            ends.append(
+                ShardStart(0, 0, last.dataset, last.iterator, again=at.again, behind=last.stateful)
+            )
+        return ends
+
+    def starts(self) -> list[ShardStart]:
+        """Return where each worker resumes this pass."""
+        starts = list(self.places)
+        for end in list(self.exhausted.values()):  # a pinning thread may add to them
+            now = starts[end.worker]
+            if now.skip == end.position:  # all its results were handed out
+                last = now if end.told is None else end.told
+                at = now.position if end.told is None else end.position
+                starts[end.worker] = ShardStart(at, end.position, last.dataset, last.iterator, True)
+        if self.waiting.whole:
+            place, count = self._before
+            starts[self.last_worker] = place._replace(again=place.again[:count])
+        oldest: dict[int | None, int] = {}  # number of the first sample that waits, by worker
+        for worker, number in self.waiting.samples:
+            oldest.setdefault(worker, number)
+        for worker, place in self.remainders.items():
+            if worker in oldest:
+                starts[worker] = place._replace(skip=oldest[worker])
+        return starts
+
+
+class CountedResults(Iterator[Any]):
+    """Results of a stage, each of which `progress` counts as it is handed out."""
+
+    def __init__(self, results: Results, progress: Progress) -> None:
+        self._results, self._progress = results, progress
+        self._pull: Callable[[], Any] = results.__next__
 
     def __next__(self) -> Any:
         try:
             found = self._pull()
         except Exception as error:
-            self._progress.passed(self._stage, error)
+            self._progress.note_result(self._results.last, error)
             raise
-        self._progress.passed(self._stage)
+        self._progress.note_result(self._results.last)
         return found

@@ -1,8 +1,8 @@
-"""Record of a loader: what is known of it beside its attributes, by its identity, as long as it lives.
+"""Records of loaders: what is known of a loader beside its attributes, as long as it lives.
 
-Not on it, since frameworks watch what is set on one, copy it and pickle it; nor in a
-`weakref.WeakKeyDictionary`, since a user's subclass may have an ``__eq__``: without a ``__hash__`` it
-would be refused, and two equal loaders would have one record.
+A record is found by the loader's identity. It is no attribute, because frameworks watch what is set on
+a loader, copy it and pickle it. It is not in a `weakref.WeakKeyDictionary`, because a user's subclass
+may have an ``__eq__``: without a ``__hash__`` it would be refused, and equal loaders would share one.
 """
 
 from __future__ import annotations
@@ -19,33 +19,23 @@ if TYPE_CHECKING:
 
 
 class LoaderRecord:
-    """Record of one loader.
-
-    Attributes
-    ----------
-    begun
-        Epoch of the pass that began last; None if there was none, or if another was announced since.
-    progress
-        How far the latest pass has come.
-    loaded
-        State that was loaded, until the next pass begins.
-    given
-        That state as `StatefulDataLoader` was given it; the error, if it could not be loaded.
-    budget
-        Records of the latest pass that has an `on_error`.
-    report
-        The method `report` of the latest iterator.
-    """
+    """Record of one loader."""
 
     __slots__ = ("begun", "budget", "given", "loaded", "progress", "report")
 
     def __init__(self) -> None:
         self.begun: int | None = None
+        """Epoch of the pass that began last; None before, and after another one was announced."""
         self.progress: Progress | None = None
+        """Progress of the latest pass."""
         self.loaded: Mapping[str, Any] | None = None
+        """State that was loaded, until the next pass begins."""
         self.given: Any = None
+        """That state as `StatefulDataLoader` was given it; the error, if it could not be loaded."""
         self.budget: ErrorBudget | None = None
+        """Error records of the latest pass that has an `on_error`."""
         self.report: weakref.WeakMethod[Callable[[], str]] | None = None
+        """Method `report` of the latest iterator."""
 
 
 _records: dict[int, tuple[weakref.ref[Any], LoaderRecord]] = {}
@@ -53,7 +43,7 @@ _records: dict[int, tuple[weakref.ref[Any], LoaderRecord]] = {}
 
 def record_of(loader: Any) -> LoaderRecord:
     """Return the record of `loader`. On any thread; the loader may die on any."""
-    place = id(loader)  # nobody else's before `forget` was called: memory is freed after that
+    place = id(loader)  # no other loader's before `forget` was called: memory is freed after that
     entry = _records.get(place)
     if entry is None:
 
@@ -65,7 +55,7 @@ def record_of(loader: Any) -> LoaderRecord:
 
 
 def announce(loader: Any, epoch: int) -> None:
-    """Make the next pass that of `epoch`. This is on the loader itself, and goes along with it."""
+    """Make the next pass that of `epoch`, which is an attribute of the loader and pickled with it."""
     loader._epoch = epoch
     record_of(loader).begun = None
 
@@ -73,5 +63,5 @@ def announce(loader: Any, epoch: int) -> None:
 def upcoming(loader: Any, record: LoaderRecord) -> int:
     """Return the epoch of the next pass: the one announced, or the one after the pass before."""
     begun = record.begun
-    # 0 for a loader of torch's, which nobody can tell an epoch.
+    # 0 for a loader of torch's, which has no such attribute.
     return int(attribute(loader, "_epoch", 0)) if begun is None else begun + 1

@@ -1,9 +1,9 @@
-"""Full batches out of those that came short: how a loader goes on without the samples that failed.
+"""Full batches out of those that came short: a loader goes on without the samples that failed.
 
-The good samples of a batch that came short wait, in order, for those of the next that comes short. As
-soon as they are enough they make one full batch, in the place of the one that completed it; what is left
-at the end of the pass makes a last, smaller one. That depends on the order of the batches alone: not on
-workers, backend or timing. It asks for no sample again, and never holds as many as a batch.
+The good samples of a short batch wait, in order, for those of the next short batch. As soon as they are
+enough they make one full batch, in the place of the one that completed it. The rest at the end of the
+pass makes a last, smaller one. That depends on the order of the batches alone: not on workers, backend
+or timing. No sample is fetched again, and fewer samples wait than a batch has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hybridloader._support.errors import Failure, TooManyErrors, no_stop
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 class Refill(Generic[T]):
-    """What waits, and when it is enough. Pure."""
+    """Queue of good samples, taken out a batch at a time."""
 
     def __init__(self) -> None:
         self._waiting: deque[T] = deque()
 
     def add(self, good: Iterable[T], wanted: int) -> list[T] | None:
-        """A batch came with `good` samples instead of the `wanted`: a full one, if they are enough now.
+        """Add the `good` samples of a batch of `wanted`; return a full batch if they are enough now.
 
-        One at most, so fewer wait than the largest batch wanted: a short one brings fewer than it
-        wants, and a full one takes as many.
+        One batch at most, so fewer wait than the largest batch wanted: a short one brings fewer than
+        it wants, and a full one takes as many.
         """
         self._waiting.extend(good)
         if not 0 < wanted <= len(self._waiting):
@@ -38,7 +38,7 @@ class Refill(Generic[T]):
         return [self._waiting.popleft() for _ in range(wanted)]
 
     def rest(self) -> list[T]:
-        """What waits at the end."""
+        """Take out all samples that wait."""
         rest = list(self._waiting)
         self._waiting.clear()
         return rest
@@ -47,56 +47,44 @@ class Refill(Generic[T]):
         return len(self._waiting)
 
 
-class _Good(NamedTuple):
-    """A sample that waits."""
-
-    index: Any
-    sample: Any
-
-
-class Waiting:
-    """What has come and was not yet given to who asks: for whoever must be able to fetch it again.
+class WaitingSamples:
+    """Indices of samples that have come and were not handed out yet, so that a state can name them.
 
     Holds no sample, so that it may be kept for longer than these.
-
-    Attributes
-    ----------
-    samples
-        The worker and the index of each that waits, in their order.
-    whole
-        Whether the last result, a batch that is whole, waits too, because an error was raised first.
     """
 
     def __init__(self) -> None:
         self.samples: deque[tuple[int | None, Any]] = deque()
+        """Worker and index of each sample that waits, in order."""
         self.whole = False
+        """Whether the last result, a whole batch, waits too, because an error was raised first."""
 
-    def given(self, count: int) -> None:
-        """The first so many were given, or it was told why they can't be."""
+    def handed_out(self, count: int) -> None:
+        """Forget the first `count` samples: they were handed out, or their error was told."""
         for _ in range(count):
             self.samples.popleft()
 
 
 class FullBatches(Iterator[Any]):
-    """The batches of one pass of a loader under a policy.
+    """Batches of one pass of a loader under an error policy.
 
     Parameters
     ----------
     results
         Values, one after the other.
     last
-        Returns who made the last of them, and what became of its samples: of a batch that came with
-        nothing to tell, None.
+        Returns the worker of the last value and the outcome of its samples; None for a batch without
+        one.
     budget
-        Is told what has failed; None if nothing can, because there is no policy.
+        Counts failures; None without a policy, where there are none.
     collate_fn
-        Makes a batch of samples; called by whoever asks.
+        Makes a batch of samples, on the thread that asks for it.
     drop_last
         Whether a last batch that is not full is dropped.
     copies
-        Whether samples that wait are copied, because they lie in memory that workers use again.
+        Whether waiting samples are copied, because they lie in memory that workers use again.
     waiting
-        Is told what waits.
+        Record of the samples that wait.
     """
 
     def __init__(
@@ -108,14 +96,16 @@ class FullBatches(Iterator[Any]):
         *,
         drop_last: bool,
         copies: bool,
-        waiting: Waiting | None = None,
+        waiting: WaitingSamples | None = None,
     ) -> None:
         self._results, self._last, self._budget = results, last, budget
         self._collate_fn, self._drop_last, self._copies = collate_fn, drop_last, copies
-        # All the mutable state: what waits, and batches that came with an error that was raised first.
-        self._refill: Refill[_Good] = Refill()
-        self._ready: deque[tuple[Any, int]] = deque()
-        self._waiting = Waiting() if waiting is None else waiting
+        # All the mutable state:
+        self._refill: Refill[tuple[Any, Any]] = Refill()  # index and sample
+        self._ready: deque[tuple[Any, int]] = (
+            deque()
+        )  # batches, and how many waiting samples each has
+        self._waiting = WaitingSamples() if waiting is None else waiting
 
     def __next__(self) -> Any:
         while not self._ready:
@@ -138,11 +128,11 @@ class FullBatches(Iterator[Any]):
                 if self._budget is not None:
                     self._budget.count(outcome.attempted, outcome.failures, worker)
             except TooManyErrors:
-                self._take(found, outcome, worker)  # for whoever catches it and goes on
+                self._take(found, outcome, worker)  # for a caller who catches it and goes on
                 raise
             self._take(found, outcome, worker)
         data, count = self._ready.popleft()
-        self._waiting.given(count)
+        self._waiting.handed_out(count)
         self._waiting.whole = False
         return data
 
@@ -153,27 +143,26 @@ class FullBatches(Iterator[Any]):
             return
         self._waiting.samples.extend((worker, index) for index in outcome.short)
         samples = map(_own, found) if self._copies else found
-        good = map(_Good, outcome.short, samples)
-        batch = self._refill.add(good, outcome.wanted)
+        batch = self._refill.add(zip(outcome.short, samples, strict=False), outcome.wanted)
         if batch is not None:
             self._collate(batch)
 
-    def _collate(self, batch: list[_Good]) -> None:
+    def _collate(self, batch: list[tuple[Any, Any]]) -> None:
         try:
             data = self._collate_fn([sample for _, sample in batch])
         except Exception as error:
-            self._waiting.given(len(batch))
+            self._waiting.handed_out(len(batch))
             if self._budget is None:
                 raise
             failure = Failure(no_stop(error))
             failures = [FailureRecord(index, n, failure) for n, (index, _) in enumerate(batch)]
-            self._budget.count(0, failures, None)  # tried before, one by one
+            self._budget.count(0, failures, None)  # attempted before, one by one
             return
         self._ready.append((data, len(batch)))
 
 
 def _own(sample: Any) -> Any:
-    """A copy of `sample`: waiting may take until the end of the pass, and a worker wants its slots."""
+    """Copy `sample`: it may wait until the end of the pass, and a worker needs its slots."""
     try:
         return copy.deepcopy(sample)
     except Exception:  # it then keeps a slot busy, and the worker takes another

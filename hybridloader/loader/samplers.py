@@ -1,46 +1,40 @@
-"""The samplers of a loader, and the generators that they draw from. Draws nothing by itself."""
+"""Samplers of a loader, and the generators that they draw from. Nothing is drawn unasked."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import SequentialSampler
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.cadence import Cadence
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import Given, Kept, is_stateful, kept
-
-if TYPE_CHECKING:
-    import torch
+from hybridloader.loader.torchdata_order import is_plain, tells_anew
 
 DEFAULT = "default"
-"""The name of torch's default generator."""
+"""Name of torch's default generator in a state."""
 
 SAMPLERS = "sampler"
-"""That of the generator which the sampler has of its own."""
+"""Name of the sampler's own generator in a state."""
 
 
-class Snapshot(NamedTuple):
-    """The state of a sampler, and that of the iterator over it; None for what has none."""
+class SamplerState(NamedTuple):
+    """State of a sampler, and of the iterator over it; None for what has no state."""
 
     sampler: Given | None
     iterator: Given | None
 
 
 class Samplers(NamedTuple):
-    """Samplers that the indices of a loader are drawn from.
-
-    Attributes
-    ----------
-    outer
-        The sampler whose items are the tasks: of batches, if there is one.
-    generator
-        The loader's own.
-    """
+    """Samplers that the indices of a loader are drawn from."""
 
     outer: Any
+    """Sampler whose items are the tasks: the sampler of batches, if there is one."""
     generator: Any
+    """The loader's own generator."""
 
     @classmethod
     def of(cls, loader: Any) -> Samplers:
@@ -48,7 +42,7 @@ class Samplers(NamedTuple):
 
     @property
     def chain(self) -> list[Any]:
-        """The outer one, and what it draws from, down to the sampler of samples.
+        """The outer sampler, and those that it draws from, down to the sampler of samples.
 
         accelerate puts one sampler of batches around another, as its `batch_sampler`.
         """
@@ -64,12 +58,12 @@ class Samplers(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of their classes; for batch samplers that draw as torch's does, torch's name."""
+        """Class names of the chain; torch's name for batch samplers that draw as torch's does."""
         return ["BatchSampler" if is_plain(s) else type(s).__name__ for s in self.chain]
 
     @property
     def share(self) -> list[int] | None:
-        """Rank and number of ranks of a sampler without a state, if it tells: torch's, accelerate's."""
+        """Rank and number of ranks, if a sampler without a state has them (torch's, accelerate's)."""
         if self.stateful is not None:
             return None
         for sampler in self.chain:
@@ -81,19 +75,16 @@ class Samplers(NamedTuple):
 
     @property
     def stateful(self) -> Any:
-        """The sampler that has a state which follows what is drawn; None if there is none."""
+        """Sampler whose state follows what is drawn; None if there is none."""
         if is_stateful(self.outer):
             return self.outer
-        # What another class has drawn ahead of its batches, nobody knows.
+        # Batch samplers of other classes may have drawn ahead of their batches.
         inner = self.outer.sampler if is_plain(self.outer) else None
         return inner if is_stateful(inner) else None
 
     @property
     def generators(self) -> dict[str, Any]:
-        """The generators that the loader and its samplers draw from, as far as one can tell."""
-        import torch
-        from torch.utils.data import SequentialSampler
-
+        """Generators that the loader and its samplers draw from, by name, as far as is known."""
         found: dict[str, Any] = {}
         if self.generator is not None:
             found["loader"] = self.generator
@@ -112,7 +103,7 @@ class Samplers(NamedTuple):
         return found
 
     def set_generators(self, states: Mapping[str, torch.Tensor], epoch: int | None) -> None:
-        """Set the generators to `states`, by name; `epoch` is what `told_epoch` was then."""
+        """Set the generators to `states`, by name, taken when `told_epoch` was `epoch`."""
         own = self.generators
         for name, state in states.items():
             if name not in own:
@@ -132,67 +123,52 @@ class Samplers(NamedTuple):
 
     @property
     def _seeded(self) -> Any:
-        """The sampler whose order follows from an epoch that it is told."""
+        """Sampler with a `set_epoch()`, whose order follows from the epoch."""
         told = (s for s in self.chain if callable(attribute(s, "set_epoch")))
         return next(told, None)
 
     @property
     def told_epoch(self) -> int | None:
-        """The epoch that such a sampler was told last."""
+        """Epoch that was given last to a sampler with a `set_epoch()`; None if there is none."""
         epoch = attribute(self._seeded, "epoch", None)
         return epoch if type(epoch) is int else None
 
     def tell_epoch(self, epoch: int | None) -> None:
-        """Tell it another, if that is not the one it was told last."""
+        """Give such a sampler another epoch, if it has a different one."""
         if epoch is not None and self.told_epoch != epoch:
             self._seeded.set_epoch(epoch)
 
     def draw_seed(self) -> int:
         """Draw the seed of the workers, as torch does."""
-        import torch
-
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
 
-    def snapshots(
+    def state_access(
         self, indices: Iterator[Any]
-    ) -> tuple[Callable[[], Snapshot], Cadence | None] | None:
-        """Return access to the state behind the last of `indices`; None if there is none.
+    ) -> tuple[Callable[[], SamplerState], Cadence | None] | None:
+        """Return access to the state after the last item of `indices`; None if there is no state.
 
         Returns
         -------
         tuple
-            A function that takes the state, and when to take it; None: after every item.
+            A function that takes the state, and when to take it; None means after every item.
         """
         stateful = self.stateful
         iterator: Any = indices if is_stateful(indices) else None
         if stateful is None and iterator is None:
             return None
         if iterator is None and is_ours(stateful):
-            # Makes a new dict each time, of two numbers; and is drawn from otherwise by other ranks.
-            return lambda: Snapshot(Kept(stateful.state_dict()), None), None
-        if stateful is None and _torchdata_order().tells_anew(iterator):
-            return lambda: Snapshot(None, Kept(iterator.state_dict())), None
+            # It makes a new dict of two numbers each time.
+            return lambda: SamplerState(Kept(stateful.state_dict()), None), None
+        if stateful is None and tells_anew(iterator):
+            return lambda: SamplerState(None, Kept(iterator.state_dict())), None
 
-        def take() -> Snapshot:
-            own = within = None
-            if stateful is not None:
-                own = kept(stateful, "the sampler")
-            if iterator is not None:
-                within = kept(iterator, "the iterator over the sampler")
-            return Snapshot(own, within)
+        def take() -> SamplerState:
+            return SamplerState(
+                None if stateful is None else kept(stateful, "the sampler"),
+                None if iterator is None else kept(iterator, "the iterator over the sampler"),
+            )
 
         return take, Cadence()
-
-
-@functools.cache
-def _torchdata_order() -> Any:
-    from hybridloader.loader import torchdata_order  # imports torch, and needs this package
-
-    return torchdata_order
-
-
-def is_plain(batches: Any) -> bool:
-    return bool(_torchdata_order().is_plain(batches))
 
 
 def is_ours(sampler: Any) -> bool:

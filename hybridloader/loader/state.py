@@ -1,7 +1,7 @@
-"""The state of a loader as a dict: how it is written, and how it is read and checked.
+"""State of a loader as a dict: written, read and checked.
 
-The keys are torchdata's where it has such, because frameworks edit these; what else is needed is under
-one key of ours. Nothing is moved here: no sampler, generator or worker is touched by either.
+The keys are torchdata's where it has such, because frameworks edit these; all else is under one key of
+ours. Writing and reading change no sampler, generator or worker.
 """
 
 from __future__ import annotations
@@ -26,77 +26,66 @@ from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TRUTH, Sc
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.loader.progress import UNKNOWN, Progress
 from hybridloader.loader.sampler_replay import SamplerReplay, check_of
-from hybridloader.loader.samplers import Snapshot
+from hybridloader.loader.samplers import SamplerState
 
 if TYPE_CHECKING:
     from hybridloader.loader.plan import LoaderPlan
 
 VERSION = 1
-"""Of what is under `OWN`; it changes with the meaning of a field."""
+"""Version of the fields under `OWN`; it changes with the meaning of a field."""
 
 OWN = "_hybridloader"
 
 
 @dataclass
-class Resume:
-    """What a pass that goes on from a state begins with.
+class ResumePoint:
+    """Place at which a pass is resumed, as a state describes it."""
 
-    Attributes
-    ----------
-    fresh
-        Whether it is a pass from its beginning, because that before it was over, or none had begun.
-    empty
-        Whether nothing is left of it.
-    count
-        Items of the sampler that are behind.
-    snapshot
-        The sampler's state there, or some items before, if it is known.
-    since
-        Number of items from the snapshot to that place.
-    apart, whole
-        What comes again before the sampler goes on: indices of waiting samples, and items.
-    starts
-        Of workers that read an iterable dataset, or have a state of their own.
-    first
-        Workers that are asked first, in this order.
-    last
-        The worker whose turn was last.
-    discard
-        Number of batches to be made and dropped, if there is no other way to get to the place.
-        `count` and `yielded` do not include them.
-    as_they_stand
-        Whether the state has no generators: then they are drawn from as they are.
-    """
-
-    making: SamplerReplay
+    replay: SamplerReplay
+    """Description of how the sampler's iterator was made."""
     epoch: int
     fresh: bool = False
+    """Whether the pass begins at its beginning, because the one before was over, or none had begun."""
     empty: bool = False
+    """Whether nothing is left of the pass."""
     over: bool = False
+    """Whether somebody has declared the pass over, so that the next one begins."""
     count: int = 0
+    """Items of the sampler that were handed out; `discard` is not among them."""
     yielded: int = 0
+    """Batches that the caller was given; `discard` is not among them."""
     check: int | None = None
-    snapshot: Snapshot | None = None
+    """Checksum of the last of these items, if it is known."""
+    sampler: SamplerState | None = None
+    """State of the sampler there, or `since` items before, if it is known."""
     since: int = 0
     base_seed: int | None = None
     shared_seed: int | None = None
     dataset: Any = None
+    """State of the caller's own dataset."""
     apart: list[Any] = field(default_factory=list)
+    """Indices of samples that are fetched again before the sampler goes on."""
     whole: list[Any] = field(default_factory=list)
+    """Items of the sampler that are fetched again before it goes on."""
     starts: tuple[ShardStart, ...] = ()
+    """Starts of workers that read an iterable dataset, or hold the dataset's state."""
     first: tuple[int, ...] = ()
+    """Workers that are asked first, in this order."""
     last: int = -1
+    """Worker whose turn was last."""
     discard: int = 0
+    """Batches to be made and dropped, if there is no other way to get to the place."""
     as_they_stand: bool = False
+    """Whether the state has no generators, so that the loader's are drawn from as they are."""
 
     @property
     def next_epoch(self) -> int:
-        """That of the pass which goes on from it; of what is over, `epoch` is the next."""
+        """Epoch of the pass that is resumed; if that is over, of the one after it."""
         return max(0, self.epoch - self.empty) + self.over
 
 
 def agreement(plan: LoaderPlan) -> dict[str, Any]:
-    """What the loader that loads a state must have in common with the one that it was taken of."""
+    """Return fields in which the loader that loads a state must equal the one that saved it."""
     own = {
         "kind": "iterable" if plan.iterable else "map",
         "length": None if plan.iterable else length_of(plan.dataset),
@@ -117,39 +106,41 @@ def length_of(dataset: Any) -> int | None:
 
 
 START, WITHIN, END = "start", "within", "end"
-"""Where a state was taken: before any pass, in one, or behind its end."""
+"""Places at which a state is taken: before any pass, in one, or after its end."""
 
 
 def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
-    """The state of a pass; of none, or behind the end, that from which the next one is made.
+    """Return the state of a pass; before any pass and after an end, that of the next pass.
 
     Raises
     ------
     StateError
-        The dataset's part can't be had.
+        The dataset's state can't be taken.
     """
-    over, iterable, making = where != WITHIN, progress.iterable, progress.making
+    over, iterable, replay = where != WITHIN, progress.iterable, progress.replay
     dataset = None
     if (over or not iterable) and is_stateful(plan.dataset):
-        dataset = taken(plan.dataset, "the dataset", progress.own.copy)
+        dataset = taken(plan.dataset, "the dataset", progress.own_dataset.copy)
     apart, whole = ([], []) if iterable or over else progress.indices_left
     at = None if over else progress.at
-    base = None if at is None else progress.base(partial(length_of, plan.samplers.outer))
-    snapshot = None if base is None else base.snapshot
-    count = progress.behind
+    checkpoint = None
+    if at is not None:
+        checkpoint = progress.checkpoint(partial(length_of, plan.samplers.outer))
+    sampler = None if checkpoint is None else checkpoint.state
+    count = progress.count
     size = plan.batch_size or 1
     starts = progress.starts()
     told = (iterable and not over) or any(start.stateful for start in starts)
-    # Nothing in the dict may be ours to go on with; a copy of all, tensors too, would take 100 us more.
-    own_state = None if snapshot is None else given(snapshot.sampler)
-    index_state = {"samples_yielded": count * size, "sampler_state": own_state}
+    # Nothing in the dict is shared with this pass; a copy of all, with tensors, would take 100 us more.
+    sampler_state = None if sampler is None else given(sampler.sampler)
+    index_state = {"samples_yielded": count * size, "sampler_state": sampler_state}
     if plan.batch_size is None:  # accelerate multiplies it with batch_size if it is there
         del index_state["samples_yielded"]
     return {
         "_sampler_iter_yielded": count,
         "_num_yielded": progress.yielded,
         "_index_sampler_state": None if iterable else index_state,
-        "_sampler_iter_state": None if snapshot is None else given(snapshot.iterator),
+        "_sampler_iter_state": None if sampler is None else given(sampler.iterator),
         "_IterableDataset_len_called": plan.length_called,
         "_shared_seed": progress.shared_seed,
         "_base_seed": progress.base_seed,
@@ -166,13 +157,13 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "at": where,
             "counts": [count, progress.yielded],
             "samples": count * size,
-            "steps": list(making.steps),
-            "start": given(making.start),
-            "sampler_epoch": making.epoch,
-            "generators": {name: each.clone() for name, each in making.generators.items()},
+            "steps": list(replay.steps),
+            "start": given(replay.start),
+            "sampler_epoch": replay.epoch,
+            "generators": {name: each.clone() for name, each in replay.generators.items()},
             "check": None if at is None or at[1] is UNKNOWN else check_of(at[1]),
             "share": None if iterable else plan.samplers.share,
-            "since": 0 if base is None else count - base.number,
+            "since": 0 if checkpoint is None else count - checkpoint.number,
             "apart": copied(apart) if apart else [],
             "whole": copied(whole) if whole else [],
             "first": [] if over else _first(progress),
@@ -182,13 +173,13 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
 
 
 def _first(progress: Progress) -> list[int]:
-    """Workers whose last samples wait to be joined, in that order."""
+    """Return workers whose last samples wait to be joined, in that order."""
     waiting = [w for w, _ in progress.waiting.samples if w is not None and w in progress.remainders]
     return list(dict.fromkeys([*waiting, *progress.first]))
 
 
 def snapshots_of(starts: list[ShardStart]) -> dict[str, Any]:
-    """Where workers go on, by their names."""
+    """Return the places where workers resume, by their names."""
     return {
         f"worker_{number}": {
             "worker_id": number,
@@ -243,13 +234,13 @@ _PLACE = Schema(
 _COUNTED = Schema("sampler", (COUNT, "samples_yielded"))
 
 
-def read(plan: LoaderPlan, state: Any) -> Resume:
-    """What `state` says, checked as far as that can be done without moving anything.
+def read(plan: LoaderPlan, state: Any) -> ResumePoint:
+    """Return the place that `state` describes, checked as far as that changes nothing.
 
     Raises
     ------
     StateError
-        It is not of a loader like this one; the message names the field.
+        It is not the state of such a loader; the message names the field.
     """
     own: Any = state.get(OWN) if isinstance(state, Mapping) else None
     if isinstance(state, Mapping) and not isinstance(own, Mapping):
@@ -272,13 +263,13 @@ def read(plan: LoaderPlan, state: Any) -> Resume:
         ) from error
 
 
-def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) -> Resume:
+def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) -> ResumePoint:
     start = None if own["start"] is None else Kept(own["start"])
     generators = own["generators"]
-    making = SamplerReplay(tuple(own["steps"]), dict(generators or {}), start, own["sampler_epoch"])
+    replay = SamplerReplay(tuple(own["steps"]), dict(generators or {}), start, own["sampler_epoch"])
     within, finished = own["at"] == WITHIN, state["_iterator_finished"]
-    seed = state["_base_seed"] if within or "seed" not in making.steps else None
-    resume = Resume(making, own["epoch"], base_seed=seed, shared_seed=state["_shared_seed"])
+    seed = state["_base_seed"] if within or "seed" not in replay.steps else None
+    resume = ResumePoint(replay, own["epoch"], base_seed=seed, shared_seed=state["_shared_seed"])
     resume.dataset, resume.as_they_stand = state["dataset_state"], generators is None
     if not within:
         resume.empty = own["at"] == END and not finished
@@ -293,10 +284,10 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
     if not edited:
         resume.check = own["check"] if _is_of_this_rank(plan, own) else None
         resume.apart, resume.whole = list(own["apart"]), list(own["whole"])
-        resume.snapshot = _snapshot(state)
+        resume.sampler = _sampler_state(state)
         resume.since = own.get("since", 0)
     _read_workers(plan, state, own, resume, edited)
-    replayed = own["kind"] == "map" and resume.snapshot is None
+    replayed = own["kind"] == "map" and resume.sampler is None
     length = length_of(plan.samplers.outer) if replayed else None
     if length is not None and count > length:
         raise StateError(
@@ -307,7 +298,7 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
 
 
 def _is_of_this_rank(plan: LoaderPlan, own: Mapping[str, Any]) -> bool:
-    """True if the rank that took the state drew what this one draws; all have come equally far."""
+    """Tell whether the rank that saved the state draws as this one; all ranks have come equally far."""
     share = own.get("share")
     here = None if own["kind"] == "iterable" else plan.samplers.share
     if share is None or here is None or share == here:
@@ -321,17 +312,17 @@ def _is_of_this_rank(plan: LoaderPlan, own: Mapping[str, Any]) -> bool:
     return False
 
 
-def _snapshot(state: Mapping[str, Any]) -> Snapshot | None:
+def _sampler_state(state: Mapping[str, Any]) -> SamplerState | None:
     within = state["_index_sampler_state"]
     sampler = within.get("sampler_state") if isinstance(within, Mapping) else None
     states = [None if s is None else Kept(s) for s in (sampler, state["_sampler_iter_state"])]
-    return Snapshot(*states) if any(states) else None
+    return SamplerState(*states) if any(states) else None
 
 
 def _count_of(
     plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[int, bool]:
-    """Items of the sampler that are behind, and whether somebody has edited that."""
+    """Return the sampler's items that were handed out, and whether somebody has edited that number."""
     count, yielded = state["_sampler_iter_yielded"], state["_num_yielded"]
     within = state["_index_sampler_state"]
     samples = own["samples"]
@@ -339,7 +330,7 @@ def _count_of(
         _COUNTED.check(within)
         samples = within["samples_yielded"]
     saved, saved_yielded = own["counts"]
-    edits = (  # what is there, what was there, and the count that it means
+    edits = (  # the value, the value that was saved, and the count that it means
         (count, saved, count),
         (yielded, saved_yielded, saved + yielded - saved_yielded),
         (samples, own["samples"], samples // (plan.batch_size or 1)),
@@ -355,7 +346,11 @@ def _count_of(
 
 
 def _read_workers(
-    plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any], resume: Resume, edited: bool
+    plan: LoaderPlan,
+    state: Mapping[str, Any],
+    own: Mapping[str, Any],
+    resume: ResumePoint,
+    edited: bool,
 ) -> None:
     places, workers = state["_worker_snapshots"], plan.readers
     resume.last = state["_last_yielded_worker_id"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import copied, is_stateful
-from hybridloader.loader.pass_start import steps_of
+from hybridloader.loader.sampler_replay import steps_of
 from hybridloader.loader.state import (
     OWN,
     VERSION,
@@ -175,10 +175,10 @@ def _told_last(plan: LoaderPlan) -> tuple[Any, Any]:
     torchdata writes these. Our own dict has an earlier state, or that of the next pass's beginning.
     """
     progress = plan.record.progress
-    base = None if progress is None or progress.at is None else progress.at[2]
-    if base is None:
+    checkpoint = None if progress is None or progress.at is None else progress.at[2]
+    if checkpoint is None:
         return None, None
-    return given(base.snapshot.sampler), given(base.snapshot.iterator)
+    return given(checkpoint.state.sampler), given(checkpoint.state.iterator)
 
 
 def _text(state: Any) -> str:
@@ -348,7 +348,7 @@ def _read_theirs(
         "at": WITHIN,
         "counts": [count, own["_num_yielded"]],
         "samples": count * size,
-        "steps": list(steps_of(plan, again=bool(finished and plan.persistent_workers))),
+        "steps": list(steps_of(plan.num_workers, again=bool(finished and plan.persistent_workers))),
         "start": None,
         "sampler_epoch": plan.samplers.told_epoch,
         "generators": None,

@@ -1,4 +1,4 @@
-"""The order of torchdata's loaders: the samplers of a `StatefulDataLoader`.
+"""Order of torchdata's loaders: the samplers of a `StatefulDataLoader`.
 
 They draw the same permutations at the same times as torchdata's samplers, number by number. Their
 states have the same keys. Nothing here needs torchdata.
@@ -17,7 +17,7 @@ from hybridloader._support.state_copies import is_stateful
 
 
 class RandomOrder(RandomSampler):
-    """Permutations from a generator that is the sampler's alone.
+    """Random permutations, drawn from a generator of the sampler's own.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class RandomOrder(RandomSampler):
 
 
 class _Permutation(Iterator[int]):
-    """One permutation, drawn at once. Its state: the generator's before the draw, and a count."""
+    """One permutation, drawn at once. Its state is the generator's before the draw, and a count."""
 
     def __init__(self, generator: torch.Generator, length: int) -> None:
         self._generator, self._length = generator, length
@@ -74,7 +74,7 @@ class _Permutation(Iterator[int]):
 
 
 class BatchOrder(BatchSampler):
-    """Batches of a sampler. Where its iterator has a state, so has the iterator over batches."""
+    """Batches of a sampler. If the sampler's iterator has a state, so has that over batches."""
 
     def __iter__(self) -> Iterator[list[int]]:
         samples = iter(self.sampler)  # now, and not with the first batch
@@ -108,11 +108,11 @@ class _Batches(Iterator[list[int]]):
 
 
 def tells_anew(iterator: Any) -> bool:
-    """Tell whether each of its states is a dict of its own, in which nothing is ever changed."""
+    """Tell whether each state of `iterator` is a new dict in which nothing is changed later."""
     samples = iterator._samples if type(iterator) is _Batches else iterator
     return type(samples) is _Permutation
 
 
 def is_plain(batches: Any) -> bool:
-    """Tell whether a batch sampler draws nothing ahead of its batches: torch's own and ours."""
+    """Tell whether a batch sampler draws nothing ahead of its batches, as torch's own and ours."""
     return type(batches) is BatchSampler or type(batches) is BatchOrder

@@ -197,13 +197,13 @@ def test_what_is_large_is_not_sent_with_each_batch(
 
     monkeypatch.setattr(dataset_state, "Cadence", lambda **_: Every(1000))
     come = []
-    note = progress.Progress.passed
+    note = progress.Progress.note_result
 
-    def passed(self: Any, stage: Any, error: Any = None) -> None:
-        come.append("state" in (stage.last.extras or {}))
-        note(self, stage, error)
+    def passed(self: Any, last: Any, error: Any = None) -> None:
+        come.append("state" in (last.extras or {}))
+        note(self, last, error)
 
-    monkeypatch.setattr(progress.Progress, "passed", passed)
+    monkeypatch.setattr(progress.Progress, "note_result", passed)
     loader = DataLoader(Module(), 20, num_workers=2, backend=backend)  # type: ignore[arg-type]
     iterator = iter(loader)
     taken = [next(iterator) for _ in range(7)]
