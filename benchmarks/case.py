@@ -86,7 +86,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Options:
-    """How much is measured.
+    """Amount of work of a run.
 
     Attributes
     ----------

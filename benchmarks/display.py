@@ -77,7 +77,7 @@ class Display:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def tables(self, results: Results, verdicts: Sequence[Verdict], titles: dict[str, str]) -> None:
-        """Everything that was measured, then targets and verdicts."""
+        """Show the table of each case, then targets and verdicts."""
         self.say(machine.sentence(results.about))
         for case in results.cases():
             self._case(results, case, titles.get(case, ""))

@@ -27,7 +27,7 @@ _STAGES = ("torchdata stages", "SPDL stages")
 
 
 def hybrid(options: Options) -> Case:
-    """As many processes as there are cores and any number of threads; then more processes.
+    """P4: as many processes as there are cores and any number of threads; then more processes.
 
     Ours is the same with few and with many.
     """
@@ -46,13 +46,13 @@ def hybrid(options: Options) -> Case:
         "seconds": 1.0 if options.quick else 4.0,
         "look": 0.5 if options.quick else 2.5,
     }
-    if options.quick:
-        ours, threads, more, many = (PIPELINE,), _THREADS[1:2], (), MANY[1:2]
-    else:
-        ours, threads, more, many = HYBRIDS, _THREADS, _PROCESSES, MANY
+    ours = HYBRIDS[:1] if options.quick else HYBRIDS
+    threads = _THREADS[1:2] if options.quick else _THREADS
     rivals = options.taking_part(*threads, *_PROCESSES, *_STAGES)
     few = ("together", *STAGES_ALONE, "torch", *ours, *rivals)
-    several = ("torch", PIPELINE, *options.taking_part(*more, *_STAGES))
+    rivals = options.taking_part(*(() if options.quick else _PROCESSES), *_STAGES)
+    several = ("torch", PIPELINE, *rivals)
+    many = MANY[1:2] if options.quick else MANY
     variants = tuple(
         Variant(
             f"{workers} processes",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.case import Case, Options, Variant
+from benchmarks.case import Case, Options, Spec, Variant
 from benchmarks.cases.image_batches import everybody
 from benchmarks.measurements import steady
 from benchmarks.names import BACKENDS, RIVAL_PROCESSES, RIVAL_THREADS
@@ -38,12 +38,12 @@ def many(options: Options) -> Case:
     """P12: more workers than cores; more and more samples, in order."""
     quick = options.quick
     base: dict[str, Any] = {"dataset": "ints", "look": 0.1, "batch": 8}
-    rivals = (*RIVAL_THREADS[:1],) if quick else (*RIVAL_THREADS, "torchdata processes")
+    rivals = RIVAL_THREADS[:1] if quick else (*RIVAL_THREADS, "torchdata processes")
     blanks = dict.fromkeys(
         () if quick else options.taking_part(*RIVAL_PROCESSES[1:]),
         "not measured: 64 fresh processes that import torch",
     )
-    specs = {}
+    specs: dict[str, Spec] = {}
     for workers in (2, 8) if quick else (1, 2, 8, 32, 64):
         specs[f"{workers} workers"] = {"workers": workers, "seconds": 0.1 if quick else 0.4}
     for power in (3, 8) if quick else (3, 4, 6, 8):

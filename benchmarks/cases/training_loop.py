@@ -14,7 +14,7 @@ from benchmarks.timing import fastest, percentile
 
 
 def lateness(loader: str, spec: Spec) -> Answer:
-    """How much longer than alone a piece of Python takes in the loop, while workers are flat out.
+    """Seconds that 1 ms of Python takes longer in the loop than alone, while all workers work.
 
     The loop takes a batch, does 1 ms of Python, and takes the next one: less work than a batch is, so
     the loader is never ahead and its workers never rest. The value is the 99th percentile.

@@ -8,7 +8,7 @@ holds the GIL, as its guide on parallelism has it.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ def _batches(work: Work) -> Any:
     )
 
 
-def _items(builder: Any, threads: int) -> Iterator[Any]:
+def _items(builder: Any, threads: int) -> Generator[Any]:
     pipeline = builder.build(num_threads=threads)
     with pipeline.auto_stop():
         yield from pipeline.get_iterator()
@@ -125,7 +125,7 @@ def _stages(work: Work, pool: Executor | None) -> Any:
     return builder
 
 
-def items_to_device(work: Work, transfer: Any, thread: Executor) -> Iterator[Any]:
+def items_to_device(work: Work, transfer: Any, thread: Executor) -> Generator[Any]:
     """Batches moved by `transfer` on a `thread` behind the pipeline, as its documentation has it."""
     builder = _batches(work).pipe(transfer, executor=thread).add_sink(PREFETCH)
     return _items(builder, work.workers)

@@ -18,7 +18,7 @@ pytest.importorskip("rich")
 pytest.importorskip("psutil")
 pytest.importorskip("matplotlib")
 
-from benchmarks import harness, measurements, registry, report, timing
+from benchmarks import harness, measurements, plot, registry, report, timing
 from benchmarks.__main__ import main
 from benchmarks.case import Case, Measure, Options, Spec, Variant
 from benchmarks.cases import image_batches, small_batches
@@ -382,8 +382,11 @@ def test_a_run_shows_tables_and_writes_json(
     monkeypatch.setattr(registry, "choose", lambda names, options: [case])
     monkeypatch.setattr(harness, "Runner", FakeRunner)
     FakeRunner.seconds = {loader: [0.001] for loader in loaders} | {"torch": [0.02]}
-    arguments = ["--quick", "--no-rivals", "--rounds", "1", "--json", str(tmp_path / "r.json")]
-    assert main(arguments) == 0
+    drawn: list[Path] = []
+    monkeypatch.setattr(plot, "draw", lambda results, file: drawn.append(file))
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "f.png")]
+    assert main(["--quick", "--no-rivals", "--rounds", "1", *files]) == 0
+    assert drawn == [tmp_path / "f.png"]
     shown = capsys.readouterr().out
     assert "P2: small batches, us / batch (x faster than torch)" in shown
     assert "threads >= 10x torch" in shown
