@@ -11,7 +11,7 @@ from benchmarks.case import Answer, Case, Measure, Spec, Variant
 from benchmarks.measurements import check, release
 from benchmarks.names import LIMITS
 from benchmarks.results import Measurement
-from benchmarks.runner import Asked, Runner, RunnerFailed, small_devshm
+from benchmarks.runner import Runner, RunnerFailed, RunnerLike, small_devshm
 from benchmarks.timing import interleaved
 
 
@@ -27,7 +27,7 @@ class Progress:
     step: Callable[[str], None] = lambda text: None
 
 
-Runners = dict[str, Asked]
+Runners = dict[str, RunnerLike]
 """Runners that live, by the loader that each of them measures."""
 
 
@@ -35,7 +35,7 @@ def run_case(
     case: Case,
     rounds: int,
     progress: Progress,
-    make_runner: Callable[[], Asked] | None = None,
+    make_runner: Callable[[], RunnerLike] | None = None,
     memory: Callable[[int], float] | None = None,
     runners: Runners | None = None,
 ) -> list[Measurement]:
@@ -67,7 +67,7 @@ def _race(
     case: Case,
     rounds: int,
     progress: Progress,
-    make_runner: Callable[[], Asked],
+    make_runner: Callable[[], RunnerLike],
     memory: Callable[[int], float] | None,
     runners: Runners | None,
 ) -> list[Measurement]:
@@ -124,7 +124,7 @@ class _Race:
         variant: Variant,
         runners: Runners,
         progress: Progress,
-        make_runner: Callable[[], Asked],
+        make_runner: Callable[[], RunnerLike],
         memory: Callable[[int], float] | None,
     ) -> None:
         self._case, self._variant, self._runners = case, variant, runners
@@ -216,7 +216,7 @@ class _Race:
 
 
 def _weigh(
-    case: Case, rounds: int, progress: Progress, make_runner: Callable[[], Asked]
+    case: Case, rounds: int, progress: Progress, make_runner: Callable[[], RunnerLike]
 ) -> list[Measurement]:
     """Memory of whole trees, one after the other, each in fresh processes and nobody beside it."""
     found: list[Measurement] = []

@@ -27,7 +27,7 @@ class RunnerFailed(Exception):
     """A runner died, or did not answer in time."""
 
 
-class Asked(Protocol):
+class RunnerLike(Protocol):
     """A runner, as the harness uses it; tests bring their own."""
 
     @property
