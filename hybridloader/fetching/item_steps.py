@@ -1,7 +1,7 @@
-"""What a worker of a pipeline's stage does to the items of one task: the user's functions in turn.
+"""Work of a pipeline's stage: the items of a task go through the user's functions, one after the other.
 
 Several functions in a row are one piece of work, so an item crosses to a worker once for all of them.
-An item whose function raises spoils neither its task nor its neighbours: its exception takes its place.
+An error of one item takes its place; the other items of the task are not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridloader.fetching.fetch import MapFetch
 from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.task_results import ItemsFetcher
+from hybridloader.fetching.on_error.task_results import sendable_items
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
@@ -33,7 +33,7 @@ class Step:
         ``"map"``: one result for each item. ``"flat_map"``: an iterable of results.
         ``"filter"``: whether to keep the item.
     function
-        What the user gave, or a `MapFetch` that is opened in the worker.
+        The user's function, or a `MapFetch` that is opened in the worker.
     """
 
     kind: str
@@ -42,10 +42,10 @@ class Step:
     def open(
         self, context: TaskContext, on_error: Policy | None = None, number: int = 0
     ) -> tuple[str, Callable[[Any], Any]]:
-        """The kind, and the function as this worker calls it: number `number` of its stage.
+        """Return the kind, and the function as this worker calls it: function `number` of its stage.
 
-        An object with a method `setup` is copied (not deeply) and set up, so that every worker has its
-        own, threads too.
+        An object with a method `setup` is copied (not deeply) and set up, so that every worker, also
+        one that is a thread, has its own.
         """
         function = self.function
         rng = None if context.rng is None else context.rng.for_function(number)
@@ -67,9 +67,9 @@ class Step:
         on_error: Policy | None,
     ) -> tuple[str, Callable[[Any], Any]]:
         if context.tracked or rng is not None:
-            context = FollowingContext(context, rng)  # what is noted is the number of the item
+            context = FollowingContext(context, rng)  # `at` is the number of the item
         kind = self.kind
-        if fetch.batched and on_error is not None:  # what fails is one sample of an item
+        if fetch.batched and on_error is not None:  # a single sample of an item fails
             fetch = replace(fetch, on_error=on_error, fill=False)
             fetcher: Any = fetch.open(None, context)
             kind, function = "batch", fetcher.attempt
@@ -83,16 +83,16 @@ class Step:
 
 @dataclass(frozen=True)
 class WorkFetch(Fetch):
-    """The work of a stage: items in, results out, as lists.
+    """Work of a stage: a list of items in, a list of results out.
 
     Attributes
     ----------
     steps
         At least one.
     threads
-        Threads that share the items of one task, inside the worker.
+        Threads of a worker that share the items of one task.
     on_error
-        Repeats and replaces here; what is to be skipped is told, as without a policy.
+        Policy whose retries and replacements are made here; failures to skip are noted, as without one.
     batched
         The index of a task is a list of items.
     """
@@ -103,14 +103,15 @@ class WorkFetch(Fetch):
 
     @property
     def dataset(self) -> Any:
-        found = [
-            step.function.dataset for step in self.steps if isinstance(step.function, MapFetch)
-        ]
-        return found[0] if found else None
+        return next((fetch.dataset for fetch in self._fetches), None)
 
     @property
     def private(self) -> bool:
-        return any(isinstance(s.function, MapFetch) and s.function.private for s in self.steps)
+        return any(fetch.private for fetch in self._fetches)
+
+    @property
+    def _fetches(self) -> list[MapFetch]:
+        return [step.function for step in self.steps if isinstance(step.function, MapFetch)]
 
     def with_dataset(self, dataset: Any) -> WorkFetch:
         steps = tuple(
@@ -128,36 +129,25 @@ class WorkFetch(Fetch):
         policy, rng = self.on_error, context.rng
         if rng is not None:
             policy = seeded(policy, rng, item_key)
-        return ItemsLoop(opened, ErrorHandler(policy, context), context, self.threads)
+        return ItemsFetcher(opened, ErrorHandler(policy, context), context, self.threads)
 
 
-class ItemsLoop(ItemsFetcher):
-    """The fetcher of a `WorkFetch`.
+class ItemsFetcher(Fetcher):
+    """Fetcher of a `WorkFetch`.
 
-    Under ``seeding="sample"`` each item is known by its number in the stage's input, and the steps are
-    seeded by that; see `SampleRng.seeded_by_item`.
+    Under ``seeding="sample"`` the number of an item in the stage's input seeds its steps; see
+    `SampleRng.seeded_by_item`.
 
     Parameters
     ----------
-    opened
-        The steps.
-    handler
-        Of each item.
-    context
-        Looked at after every item.
     threads
-        That share the items of a task.
+        Threads that share the items of a task.
     """
 
     def __init__(
-        self,
-        opened: Opened,
-        handler: ErrorHandler,
-        context: TaskContext,
-        threads: int,
+        self, opened: Opened, handler: ErrorHandler, context: TaskContext, threads: int
     ) -> None:
-        super().__init__(handler, context)
-        self._rng = context.rng
+        self._handler, self._context, self._rng = handler, context, context.rng
         enter = None if self._rng is None else numbered_item
         spread = spread_over(threads, context) if threads > 1 else None
         self._loop = ItemLoop(opened, handler, context, spread, enter=enter)
@@ -167,4 +157,8 @@ class ItemsLoop(ItemsFetcher):
         if rng is not None:
             items = list(zip(items, count(rng.take(len(items))), strict=False))
         results = self._loop.run(items, spared=spared)
-        return results.told(self._context) if results.notes else results.values
+        return results.hand_over(self._context) if results.notes else results.values
+
+    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
+        """Leave out the items that can't be sent; see `Fetcher.mend`."""
+        return sendable_items(self._handler, self._context, value, check)

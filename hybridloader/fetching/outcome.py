@@ -1,6 +1,6 @@
-"""Metadata of the value of a task under a policy of `on_error`: what has failed on the way to it.
+"""Failures of samples, as they travel beside the value of a task from a worker to the parent.
 
-Plain tuples, by reference or by pickle between worker and parent; nothing is decided here.
+Plain tuples, by reference or by pickle; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hybridloader._support.errors import Failure
-from hybridloader.engine.fetcher import TaskContext
 
 
 class FailureRecord(NamedTuple):
-    """A sample that failed, on its way from the worker.
+    """Record of a sample that failed, made by its worker.
 
     Attributes
     ----------
     index
-        What it was asked for by.
+        Index that was asked for.
     position
-        Number of good ones before it in its task.
+        Number of good samples before it in its task.
     failure
-        The exception. That of a batch is shared by all its samples.
+        The exception; samples of a batch that failed as a whole share it.
     replaced
-        Whether another was put in its place.
+        Whether another sample was put in its place.
     """
 
     index: Any
@@ -34,7 +33,7 @@ class FailureRecord(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Failures to be told between two results of a task of a pipeline.
+    """Failures to be counted, raised or left out between two results of a pipeline's task.
 
     Attributes
     ----------
@@ -43,10 +42,9 @@ class Note(NamedTuple):
     attempted
         Samples to be counted, those of `failures` among them.
     failures
-        Those that failed.
+        Records of the samples that failed.
     item
-        If the one of them stands in the place of a result, to be raised or left out there: its item, in
-        short. None: they are only counted.
+        Short text of the item whose place the one failure takes; None: failures are only counted.
     """
 
     position: int
@@ -56,17 +54,17 @@ class Note(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Metadata of the value of a task of a loader: what was attempted for it, and what has failed.
+    """Metadata of the value of a loader's task.
 
     Attributes
     ----------
     attempted
         Samples that were attempted for it.
     failures
-        Those of them that failed.
+        Records of those that failed.
     short
-        None if the value is whole. Else it is the list of the samples that are left of a batch, not
-        collated, and these are their indices.
+        None if the value is whole. Else the value is the list of the samples that are left of a batch,
+        not collated, and these are their indices.
     wanted
         Samples that such a batch should have had.
     """
@@ -78,36 +76,29 @@ class Outcome(NamedTuple):
 
 
 Attempt = tuple[Any, Outcome]
-"""The value of a task, and what became of its samples."""
+"""Value of a task, and the outcome of its samples."""
 
 
 def short(
     indices: Sequence[Any], samples: list[Any], failures: Sequence[FailureRecord], wanted: int
 ) -> Attempt:
-    """Return what is left of a batch of which samples failed."""
+    """Return the samples that are left of a batch."""
     return samples, Outcome(len(samples) + len(failures), failures, indices, wanted)
 
 
-def all_lost(
+def all_failed(
     indices: Sequence[Any], error: Exception, failures: Sequence[FailureRecord], wanted: int
 ) -> Attempt:
-    """Return what is told of a batch that can't be had, because of `error`.
+    """Return the attempt at a batch that can't be made because of `error`.
 
     Parameters
     ----------
     indices
-        Of the samples that were good.
+        Indices of its good samples.
     failures
-        Those that were lost before.
+        Records of samples that had failed before.
     wanted
         Samples that it should have had.
     """
     batch = [FailureRecord(index, place, Failure(error)) for place, index in enumerate(indices)]
     return short([], [], sorted([*failures, *batch], key=lambda failed: failed.position), wanted)
-
-
-def outcome_of(context: TaskContext) -> Outcome:
-    """Return the outcome of the samples of the task in hand."""
-    assert context.extras is not None
-    outcome: Outcome = context.extras["outcome"]
-    return outcome

@@ -1,54 +1,96 @@
-"""The fetcher of an iterable dataset, in the worker: one pass over what this worker reads.
+"""Fetchers that read a worker's own iterator, its shard of an iterable dataset, for one pass.
 
-It can start behind samples that others have delivered, by reading them once more or from a state, and
-never decides where that is.
+They can start behind samples that others have delivered, by reading them once more or from a state, and
+never decide where that is. The rules are those of torch's `_IterableDatasetFetcher`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import GeneratorType
 from typing import Any
 
 from hybridloader.engine.dataset_state import ShardStart, load_iterator
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
-from hybridloader.fetching.fetch import IterableFetch, end, skip
 from hybridloader.fetching.outcome import short
 from hybridloader.seeding.sample_rng import innermost
 
 
-class ShardFetcher(Fetcher):
-    """The fetcher of an iterable dataset: one pass of one worker over its part.
+class ShardReader(Fetcher):
+    """Base of the fetchers that read an iterator.
 
     Attributes
     ----------
     position
-        How often the iterator was asked for a sample and had not ended; also where it has raised.
+        Calls of ``next()`` that gave a sample or raised an error; the end does not count.
     ended
-        Whether the iterator has.
+        True once the iterator has ended.
     """
 
-    def __init__(self, fetch: IterableFetch, samples: Iterator[Any], context: TaskContext) -> None:
+    def __init__(self, samples: Iterator[Any], context: TaskContext) -> None:
         self._samples, self._context = samples, context
-        self._collate_fn, self._join = fetch.collate_fn, fetch.join
-        self._drop_last = fetch.drop_last and not fetch.join
-        self._batched = fetch.batched
-        self._rng = context.rng  # an inline crew has one context for all workers
-        self._seeded: Any = None
-        if self._rng is not None:
-            self._seeded, self._collate_fn = samples, self._rng.seeded_collate(self._collate_fn)
         # All the mutable state:
         self.position = 0
         self.ended = False
 
+    def skip(self, count: int) -> None:
+        """Drop samples up to number `count`. Errors are dropped too: their first reader raised them."""
+        while self.position < count and not (self.ended or self._context.cancelled):
+            try:
+                next(self._samples)
+            except StopIteration:
+                self.ended = True
+                return
+            except Exception:
+                pass
+            self.position += 1
+
+    def close(self) -> None:
+        """Close the iterator if it is a generator, so that its `finally` and `with` blocks end now.
+
+        Other iterators are only let go: only their author knows what their `close` would do.
+        """
+        samples, self._samples, self.ended = innermost(self._samples), iter(()), True
+        if isinstance(samples, GeneratorType) and not samples.gi_running:
+            samples.close()
+
+
+class ShardFetcher(ShardReader):
+    """Fetcher of an iterable dataset.
+
+    Parameters
+    ----------
+    batched
+        Whether a task is a batch, and not a single sample.
+    drop_last
+        Whether samples at the end that are no full batch are dropped.
+    join
+        Whether they are sent uncollated instead, to be joined to those of other shards.
+    """
+
+    def __init__(
+        self,
+        samples: Iterator[Any],
+        context: TaskContext,
+        collate_fn: Callable[[Any], Any],
+        *,
+        batched: bool,
+        drop_last: bool = False,
+        join: bool = False,
+    ) -> None:
+        super().__init__(samples, context)
+        self._batched, self._join, self._drop_last = batched, join, drop_last and not join
+        self._rng = context.rng  # an inline crew has one context for all workers
+        self._seeded: Any = None if self._rng is None else samples
+        self._collate_fn = collate_fn if self._rng is None else self._rng.seeded_collate(collate_fn)
+
     def fetch(self, indices: Any) -> Any:
         if self.ended:
             raise EndOfShard
-        if not self._batched:
-            return self._collate_fn(self._one())
         batch: list[Any] = []
         samples, context = self._samples, self._context
         try:
-            for _ in indices:
+            for _ in indices if self._batched else (None,):
                 batch.append(next(samples))
                 if context.cancelled:
                     raise Abandoned
@@ -59,6 +101,10 @@ class ShardFetcher(Fetcher):
             raise
         finally:
             self.position += len(batch)
+        if not self._batched:
+            if not batch:
+                raise EndOfShard
+            return self._collate_fn(batch[0])
         if not batch or (self._drop_last and len(batch) < len(indices)):
             raise EndOfShard
         if self._join and len(batch) < len(indices):
@@ -71,25 +117,8 @@ class ShardFetcher(Fetcher):
     def key(self, index: Any) -> bytes:
         return b"" if self._rng is None else self._rng.shard_key(self.position)
 
-    def _one(self) -> Any:
-        try:
-            sample = next(self._samples)
-        except StopIteration:
-            self.ended = True
-            raise EndOfShard from None
-        except Exception:
-            self.position += 1
-            raise
-        self.position += 1
-        return sample
-
-    def close(self) -> None:
-        """End the iterator: nothing more will be read."""
-        samples, self._samples, self._seeded, self.ended = self._samples, iter(()), None, True
-        end(innermost(samples))
-
     def resume(self, start: ShardStart) -> None:
-        """Go on where another run had come to."""
+        """Go on from `start`, where another run or worker stopped."""
         if start.iterator is not None:
             load_iterator(self._samples, start.iterator)
         self.position, self.ended = start.position, start.ended
@@ -97,9 +126,6 @@ class ShardFetcher(Fetcher):
             self._seeded.number = start.position
         self.skip(start.skip)
 
-    def skip(self, count: int) -> None:
-        """Go on behind `count` samples, which others have delivered. What they raise is known."""
-        more = max(0, count - self.position)
-        if more and not self.ended:
-            done, self.ended = skip(self._samples, more, self._context)
-            self.position += done
+    def close(self) -> None:
+        super().close()
+        self._seeded = None

@@ -20,7 +20,7 @@ from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.state_copies import copied, load_into
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
-from hybridloader.fetching.fetch import Apart
+from hybridloader.fetching.samples import Apart
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
 from hybridloader.loader.sampler_replay import (
     IndicesAndSeed,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from hybridloader._support.errors import WorkerDied
 from hybridloader._support.state_copies import Latest
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.fetching.fetch import Apart
 from hybridloader.fetching.outcome import Outcome
+from hybridloader.fetching.samples import Apart
 from hybridloader.loader.refill import WaitingSamples
 
 if TYPE_CHECKING:

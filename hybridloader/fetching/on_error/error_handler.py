@@ -1,6 +1,6 @@
-"""Second chances of a call that failed, under a policy of `on_error`, in the worker.
+"""An error policy as one worker applies it: retries and replacements of single calls.
 
-Only what is an `Exception` is caught. Nothing is counted here, because a worker sees only its own part.
+Only an `Exception` is caught. Nothing is counted here, because a worker sees only its own part.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ from hybridloader.seeding.sample_rng import SampleRng
 from hybridloader.seeding.sample_seeds import key_of
 
 _SLICE = 0.02
-"""Seconds between two looks at the flag while waiting to try again."""
+"""Seconds between two looks at the context while waiting for a retry."""
 
 
 def seeded(policy: Any, rng: SampleRng | None, key: Callable[[Any], bytes] = key_of) -> Any:
-    """Return `policy`, its replacements seeded by what they replace; as it is without an `rng`."""
-    if rng is None:
-        return policy
-    if isinstance(policy, Retry):
+    """Return `policy` with replacements that are seeded by the key of the failed sample."""
+    if rng is not None and isinstance(policy, Retry):
         return replace(policy, then=seeded(policy.then, rng, key))
-    if isinstance(policy, Replace):
+    if rng is not None and isinstance(policy, Replace):
         return replace(policy, fn=rng.seeded_replacement(policy.fn, key))
     return policy
 
 
 class ErrorHandler:
-    """Calls functions for single samples again, or takes something else.
+    """Retries calls that failed, or replaces their result.
 
     Parameters
     ----------
     policy
-        None does nothing but raise.
+        None: every error is raised again.
     context
-        Ends a wait.
+        Ends a wait when it is cancelled.
     sleep
-        Seconds.
+        Called with seconds.
     """
 
     def __init__(
@@ -60,19 +58,17 @@ class ErrorHandler:
     def rescue(
         self, function: Callable[[Any], Any], argument: Any, index: Any, error: Exception
     ) -> tuple[Any, Exception | None]:
-        """Return what comes of ``function(argument)``, which has raised `error`, after all.
-
-        What was `GivenUp` is not tried again.
+        """Retry ``function(argument)``, which has raised `error`; a `GivenUp` is not retried.
 
         Returns
         -------
         tuple
-            The value; and if it is another that was put in its place, the error that was the reason.
+            The value, and the error that it replaces; None if a retry gave the value.
 
         Raises
         ------
         Exception
-            What can't be helped.
+            The last error, if the policy does not replace it.
         """
         try:
             if self._retry is not None and type(argument) is not GivenUp:
@@ -88,16 +84,10 @@ class ErrorHandler:
                         error = no_stop(raised)
             if self._replace is None:
                 raise error
-            return self._replacement(index, error), error
-        finally:
-            del error  # its traceback has this frame
-
-    def _replacement(self, index: Any, error: Exception) -> Any:
-        assert self._replace is not None
-        try:
-            return self._replace.fn(index, error)
-        except Exception as raised:
-            failed = no_stop(raised)
+            try:
+                return self._replace.fn(index, error), error
+            except Exception as raised:
+                failed = no_stop(raised)
             add_note(failed, "Raised by the function of Replace, for a sample that had failed.")
             if failed.__cause__ is None and failed is not error:  # it may raise the same again
                 failed.__cause__ = error
@@ -106,7 +96,7 @@ class ErrorHandler:
             finally:
                 del failed
         finally:
-            del error
+            del error  # its traceback has this frame
 
     def _pause(self, seconds: float) -> None:
         while seconds > 0 and not self._context.cancelled:

@@ -1,8 +1,8 @@
-"""The loop over the items of a task, in the worker: each through functions that may fail.
+"""Loop over the items of a task, in the worker: each goes through functions that may fail.
 
-A good item costs the calls of its functions. One that fails is tried again, replaced or given up as the
-policy says, and then goes on behind the function that failed, as if each were a stage of its own. What
-an item gave before it failed stays, except where it is tried again or replaced: all or nothing then.
+A good item costs the calls of its functions. One that fails is retried, replaced or given up as the
+policy says, and then goes on behind the function that failed, as if each were a stage of its own. The
+results of an item before its failure stay, except where it is retried or replaced: all or nothing then.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from functools import partial
 from typing import Any
 
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
-from hybridloader.fetching.fetch import Spread, numbered
 from hybridloader.fetching.on_error.error_handler import ErrorHandler
 from hybridloader.fetching.on_error.task_results import TaskResults
 from hybridloader.fetching.outcome import Note
+from hybridloader.fetching.samples import Spread, numbered
 
 Opened = list[tuple[str, Callable[[Any], Any]]]
 """Kinds of steps, and their functions as one worker calls them."""
 
 
 class ItemLoop:
-    """The steps of a piece of work, for one worker.
+    """Takes items through steps, in one worker.
 
     Parameters
     ----------
     opened
-        Besides the kinds of `Step` there is ``"batch"``: its function gives an `Attempt`.
+        Besides the kinds of `Step` there is ``"batch"``: its function returns an `Attempt`.
     handler
-        Of what fails.
+        Handles errors.
     context
-        Looked at after every item.
+        Its `cancelled` is looked at after every item.
     spread
         Shares items out to threads; None: one after the other.
     enter
-        Called first with what stands for an item, on the thread that is to work on it; returns the item.
+        Called first with each element of a task, on the thread that works on it; returns the item.
     batch
         Whether the results make one batch; see `TaskResults`.
     """
@@ -50,7 +50,8 @@ class ItemLoop:
         enter: Callable[[Any], Any] | None = None,
         batch: bool = False,
     ) -> None:
-        self._handler, self._context, self._spread, self._batch = handler, context, spread, batch
+        self._context, self._spread, self._enter = context, spread, enter
+        self.new_results = partial(TaskResults, handler, batch=batch)
         self._steps = [
             (
                 kind,
@@ -60,23 +61,16 @@ class ItemLoop:
             )
             for kind, function in opened
         ]
-        self._enter = enter
         self._maps: list[tuple[int, Callable[[Any], Any]]] = []  # and the step behind each
         if all(kind == "map" for kind, _ in opened):
             self._maps = [(at, function) for at, (_, function) in enumerate(opened, 1)]
 
     def run(self, items: Iterable[Any], *, spared: bool = False) -> TaskResults:
-        """Take the items of a task through the steps.
-
-        Parameters
-        ----------
-        spared
-            Whether some may be `GivenUp`.
-        """
+        """Take the items of a task through the steps; with `spared`, some may be `GivenUp`."""
         results, context, maps = self.new_results(), self._context, self._maps
         if self._spread is not None:
             for part in self._spread(self.alone, items):
-                results.extend(part.values, part.notes)
+                results.extend(part)
             return results
         if self._enter is not None:
             items = map(self._enter, items)
@@ -90,7 +84,7 @@ class ItemLoop:
                     raise Abandoned
             return results
         values, (begin, first), more = results.values, maps[0], maps[1:]
-        for item in items:  # the same, as short as can be
+        for item in items:  # maps only, with no call of ours for an item
             at = begin
             try:
                 item = first(item)
@@ -112,10 +106,6 @@ class ItemLoop:
                 raise Abandoned
         return results
 
-    def new_results(self) -> TaskResults:
-        """Make an empty one."""
-        return TaskResults(self._handler, batch=self._batch)
-
     def alone(self, item: Any) -> TaskResults:
         """Take one item through the steps. On any thread."""
         results = self.new_results()
@@ -130,25 +120,19 @@ class ItemLoop:
 
     def failed(self, item: Any, error: Exception, results: TaskResults, at: int = 1) -> None:
         """Go on with `item`, at which the function before step number `at` has raised `error`."""
-        try:
-            self._each(item, iter(self._rescued(item, error, results, at)), at, results)
-        finally:
-            del error
-
-    def _rescued(self, item: Any, error: Exception, results: TaskResults, at: int) -> Iterable[Any]:
-        """Return what the step gives after all."""
         kind, function = self._steps[at - 1]
-        index = item.index if type(item) is GivenUp else item
         try:
-            if kind == "batch" and index is item:  # its samples have been tried again already
+            if kind == "batch" and type(item) is not GivenUp:  # its samples have been retried
                 results.add_failure(item, error)
-                return ()
-            return results.rescue(partial(_outputs, kind, function), item, index, error)
+                return
+            index = item.index if type(item) is GivenUp else item
+            found = results.rescue(partial(_outputs, kind, function), item, index, error)
+            self._each(item, iter(found), at, results)
         finally:
             del error
 
     def _through(self, item: Any, at: int, results: TaskResults) -> None:
-        """Take `item` through the steps from number `at` on; what comes out is added to `results`."""
+        """Take `item` through the steps from number `at` on, and add the outcome to `results`."""
         several: Iterator[Any] | None = None
         error: Exception | None = None
         while at < len(self._steps):
@@ -186,7 +170,7 @@ class ItemLoop:
             del error
 
     def _each(self, item: Any, several: Iterator[Any], at: int, results: TaskResults) -> None:
-        """Take on what a function gave for `item`, as far as it comes."""
+        """Take each of the values that a function gave for `item` on, until one raises."""
         while not self._context.cancelled:
             try:
                 one = next(several)
@@ -198,7 +182,7 @@ class ItemLoop:
             self._through(one, at, results)
 
     def _at_once(self, function: Callable[[Any], Any], item: Any) -> list[Any]:
-        """All that `function` gives for an item, so that nothing is given twice."""
+        """Return all values that `function` gives for an item, so that no value is given twice."""
         found = []
         for one in function(item):
             found.append(one)
@@ -208,7 +192,7 @@ class ItemLoop:
 
 
 def _outputs(kind: str, function: Callable[[Any], Any], item: Any) -> Iterable[Any]:
-    """Return what a step gives for an item."""
+    """Return the values that a step gives for an item."""
     found = function(item)
     if kind == "flat_map":
         several: Iterable[Any] = found

@@ -12,21 +12,21 @@ from hybridloader.fetching.outcome import Note
 
 
 class ResultQueue(Iterator[Any]):
-    """Results of tasks, and what is to be told between them.
+    """Results of tasks, and the notes and errors between them.
 
-    It goes on behind an error, and ends whenever there is nothing more at the moment.
+    It goes on behind an error, and ends whenever nothing is waiting.
 
     Parameters
     ----------
     budget
-        Is told what is handed out and what was left out; None: nothing is.
+        Counts results and failures; None: errors are raised, and nothing is counted.
     where
-        Says where an item failed, for the error: called with the item, in short, and the worker.
+        Returns the text that says where an item failed; called with the item, in short, and its worker.
 
     Attributes
     ----------
     results
-        Those that wait. Where nothing is in `between`, they may be taken from here.
+        Results that wait. Where nothing is in `between`, they may be taken from here.
     between
         Notes and errors that wait, each with its place among all results so far and the worker.
     """
@@ -39,7 +39,7 @@ class ResultQueue(Iterator[Any]):
         self._added = 0  # results until now
 
     def add(self, results: Sequence[Any], notes: Sequence[Note], worker: int | None = None) -> int:
-        """Take in what `worker` made; return how many come out, as results or as errors."""
+        """Add the results of `worker`; return how many come out, as results or as errors."""
         added = self._added
         self.between.extend((added + note.position, note, worker) for note in notes)
         self.results.extend(results)
@@ -49,12 +49,12 @@ class ResultQueue(Iterator[Any]):
         )
 
     def fail(self, error: Exception) -> None:
-        """Take in what is to be raised in the place of one result, behind all others."""
+        """Add an error that is raised in the place of one result, behind all others."""
         self.between.append((self._added, Raised(error), None))
 
     @property
     def gone(self) -> bool:
-        """True if what comes next takes no place: it is counted, or left out with its place."""
+        """True if the next entry takes no place: it is counted, or left out with its place."""
         if not (self.between and self._due):
             return False
         note = self.between[0][1]
@@ -80,7 +80,7 @@ class ResultQueue(Iterator[Any]):
         return self.results.popleft()
 
     def settle(self) -> None:
-        """Count what comes next, which is no result, or raise it."""
+        """Count the next entry, which is no result, or raise it."""
         _, note, worker = self.between.popleft()
         if isinstance(note, Raised):
             note.throw()

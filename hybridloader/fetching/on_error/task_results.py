@@ -1,4 +1,4 @@
-"""Good results of one task in a list, and beside it a note on each sample that has failed."""
+"""Results of one task: the good values in a list, and beside it notes on the samples that failed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ from typing import Any
 
 from hybridloader._support.errors import Failure, no_stop
 from hybridloader._support.text import brief
-from hybridloader.engine.fetcher import Fetcher, GivenUp, TaskContext
+from hybridloader.engine.fetcher import GivenUp, TaskContext
 from hybridloader.fetching.on_error.error_handler import ErrorHandler
 from hybridloader.fetching.outcome import FailureRecord, Note
 
 
 class TaskResults:
-    """Results of one task as they come, and notes on what does not.
+    """Values of one task until now, and notes on its failures.
 
     Parameters
     ----------
     handler
-        Tries again, or replaces.
+        Retries or replaces what fails.
     batch
-        Whether the results make one batch: what can't be helped is raised, unless it is to be left out.
-        Else it is noted, to be raised or left out in its place when the others are handed out.
+        Whether the values make one batch: an error is raised here, unless the policy skips. Else it is
+        noted, to be raised or left out in its place when the values are handed out.
     what
-        What every item is called; None: by itself.
-
-    Attributes
-    ----------
-    values, notes
-        Until now.
+        Name of every item, for errors; None: the item itself, in short.
     """
 
     __slots__ = ("_batch", "_handler", "_what", "notes", "values")
@@ -43,7 +38,7 @@ class TaskResults:
 
     @property
     def failures(self) -> list[FailureRecord]:
-        """Failures, in order."""
+        """Records of all failures, in order."""
         return [failed for note in self.notes for failed in note.failures]
 
     def rescue(
@@ -53,14 +48,9 @@ class TaskResults:
         index: Any,
         error: Exception,
     ) -> Iterable[Any]:
-        """Return what ``function(argument)``, which has raised `error`, gives after all.
+        """Return the values that ``function(argument)``, which has raised `error`, gives after all.
 
-        Parameters
-        ----------
-        function
-            Gives several values.
-        index
-            What `argument` is known by.
+        A failure is noted under `index`.
         """
         if not self._batch:
             error = no_stop(error, "a function of a pipeline")
@@ -80,7 +70,7 @@ class TaskResults:
         return (found,)
 
     def add_failure(self, index: Any, error: Exception, *, replaced: bool = False) -> None:
-        """Note that the result of `index` can't be had, or that another was put in its place."""
+        """Note that `index` has failed, and whether another value was put in its place."""
         place, item = len(self.values), None
         if type(index) is GivenUp:
             index = index.index
@@ -92,48 +82,41 @@ class TaskResults:
         failed = FailureRecord(index, place, Failure(error), replaced)
         self.notes.append(Note(place, 0 if replaced else 1, [failed], item))
 
-    def extend(self, results: Iterable[Any], notes: Iterable[Note]) -> None:
-        """Take in results that follow, and the notes on them."""
+    def add_sendable(self, pairs: Iterable[tuple[Any, Any]], check: Callable[[Any], Any]) -> None:
+        """Add the value of each pair of an index and a value; one that `check` refuses has failed."""
+        for index, value in pairs:
+            try:
+                check(value)
+                self.values.append(value)
+            except Exception as error:
+                self.add_failure(index, error)
+
+    def extend(self, other: TaskResults) -> None:
+        """Add results that follow these."""
         before = len(self.values)
-        self.values.extend(results)
-        for note in notes:
+        self.values.extend(other.values)
+        for note in other.notes:
             failures = [
                 failed._replace(position=before + failed.position) for failed in note.failures
             ]
             self.notes.append(note._replace(position=before + note.position, failures=failures))
 
-    def told(self, context: TaskContext) -> list[Any]:
-        """Return the value of the task; the notes go beside it."""
+    def hand_over(self, context: TaskContext) -> list[Any]:
+        """Return the value of the task, and put the notes beside it."""
         if self.notes:
             context.add("notes", self.notes)
         return self.values
 
 
-class ItemsFetcher(Fetcher):
-    """A fetcher whose values are lists of items.
-
-    Parameters
-    ----------
-    handler
-        Of each item.
-    context
-        Takes the notes.
-    """
-
-    def __init__(self, handler: ErrorHandler, context: TaskContext) -> None:
-        self._handler, self._context = handler, context
-
-    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Leave out the items that can't be sent; see `Fetcher.mend`."""
-        results, context = TaskResults(self._handler), self._context
-        notes = deque((context.take_extras() or {}).get("notes", ()))
-        for place, item in enumerate(value):
-            while notes and notes[0].position <= place:
-                results.notes.append(notes.popleft()._replace(position=len(results.values)))
-            try:
-                check(item)
-                results.values.append(item)
-            except Exception as last:
-                results.add_failure(item, last)
-        results.notes.extend(note._replace(position=len(results.values)) for note in notes)
-        return results.told(context)
+def sendable_items(
+    handler: ErrorHandler, context: TaskContext, items: list[Any], check: Callable[[Any], Any]
+) -> list[Any]:
+    """Return those of a task's `items` that `check` lets be sent, with notes on the others."""
+    results = TaskResults(handler)
+    notes = deque((context.take_extras() or {}).get("notes", ()))
+    for place, item in enumerate(items):
+        while notes and notes[0].position <= place:
+            results.notes.append(notes.popleft()._replace(position=len(results.values)))
+        results.add_sendable([(item, item)], check)
+    results.notes.extend(note._replace(position=len(results.values)) for note in notes)
+    return results.hand_over(context)

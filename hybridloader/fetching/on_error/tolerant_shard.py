@@ -1,4 +1,4 @@
-"""What reads iterable sources under a policy of `on_error`, in the worker: of datasets and of pipelines.
+"""Reading an iterable source under an error policy, in the worker: of a dataset or of a pipeline.
 
 An iterator may raise and go on. A generator does not, and that is never taken for the end of its shard.
 """
@@ -11,33 +11,33 @@ from typing import Any
 
 from hybridloader._support.errors import ShardLost, no_stop
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, GivenUp, TaskContext
-from hybridloader.fetching.fetch import IterableFetch
 from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import TaskResults
-from hybridloader.fetching.outcome import (
-    Attempt,
-    FailureRecord,
-    Outcome,
-    all_lost,
-    outcome_of,
-    short,
-)
-from hybridloader.fetching.shard import ShardFetcher
+from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short
+from hybridloader.fetching.shard import ShardFetcher, ShardReader
 from hybridloader.seeding.sample_rng import innermost
 
 
 class TolerantShardFetcher(ShardFetcher):
-    """The fetcher of an `IterableFetch` under a policy. A sample is known by its number."""
+    """Fetcher of an iterable dataset that puts an `Outcome` beside each value.
+
+    The index of a sample is its number in the shard.
+    """
 
     def __init__(
-        self, fetch: IterableFetch, policy: Policy, samples: Iterator[Any], context: TaskContext
+        self,
+        policy: Policy,
+        samples: Iterator[Any],
+        context: TaskContext,
+        *args: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(fetch, samples, context)
-        policy = seeded(policy, context.rng)
-        self._source = TolerantIterator(samples, policy, context, self)
-        # All the mutable state: what the last task gave, and why there will be no more.
+        super().__init__(samples, context, *args, **options)
+        self._handler = ErrorHandler(seeded(policy, context.rng), context)
+        self._source = TolerantIterator(samples, self)
+        # All the mutable state: the numbers of the last task's samples, and why no more will come.
         self._numbers: list[int] = []
         self._lost: ShardLost | None = None
 
@@ -50,7 +50,7 @@ class TolerantShardFetcher(ShardFetcher):
         if self.ended:
             return self._nothing([])
         wanted = len(indices) if self._batched else 1
-        results = TaskResults(self._source.handler, batch=True)
+        results = TaskResults(self._handler, batch=True)
         numbers: list[int] = []
         samples = results.values
         self._numbers, before = numbers, self.position
@@ -59,7 +59,7 @@ class TolerantShardFetcher(ShardFetcher):
                 raise Abandoned
             number = self.position
             try:
-                self._source.draw(results)
+                self._source.read(results)
             except StopIteration:
                 self.ended = True
             except ShardLost as error:  # comes out behind the samples before it
@@ -74,9 +74,9 @@ class TolerantShardFetcher(ShardFetcher):
         try:
             data = self._collate_fn(samples if self._batched else samples[0])
         except Exception as error:
-            if not self._source.handler.skips:
+            if not self._handler.skips:
                 raise
-            return all_lost(numbers, no_stop(error), failures, 0)
+            return all_failed(numbers, no_stop(error), failures, 0)
         return data, Outcome(attempted, failures)
 
     def close(self) -> None:
@@ -93,38 +93,32 @@ class TolerantShardFetcher(ShardFetcher):
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the batch that can't be sent; see `Fetcher.mend`."""
-        numbers, outcome = self._numbers, outcome_of(self._context)
-        if not self._source.handler.skips or outcome.short is not None:
+        assert self._context.extras is not None
+        outcome: Outcome = self._context.extras["outcome"]
+        if not self._handler.skips or outcome.short is not None:
             super().mend(value, error, check)  # of a short batch, the samples were sent as they are
-        value, outcome = all_lost(numbers, error, outcome.failures, 0)
+        value, outcome = all_failed(self._numbers, error, outcome.failures, 0)
         self._context.add("outcome", outcome)
         return value
 
 
 class TolerantIterator:
-    """Draws from an iterator that may raise and go on, which a generator does not.
+    """Reads an iterator that may raise and go on, which a generator does not.
 
     Parameters
     ----------
     samples
         The iterator.
-    policy
-        Of whoever draws.
-    context
-        Ends a wait.
-    place
-        Its `position` is counted up with every call of ``next()`` that was not the end: who comes after
-        makes as many.
+    reader
+        Its `position` is increased with every call of ``next()`` that was not the end: a worker that
+        takes over makes as many calls.
     """
 
-    def __init__(
-        self, samples: Iterator[Any], policy: Policy | None, context: TaskContext, place: Any
-    ) -> None:
-        self._samples, self._place = samples, place
-        self.handler = ErrorHandler(policy, context)
+    def __init__(self, samples: Iterator[Any], reader: ShardReader) -> None:
+        self._samples, self._reader = samples, reader
         self._is_over = False
 
-    def draw(self, results: TaskResults) -> None:
+    def read(self, results: TaskResults) -> None:
         """Add the next sample to `results`, or a note on it.
 
         Raises
@@ -134,13 +128,13 @@ class TolerantIterator:
         ShardLost
             The iterator was a generator.
         Exception
-            What `results` does not take; it can be asked again.
+            An error that `results` does not take; the iterator can be asked again.
         """
         if self._is_over:
             raise StopIteration
-        number = self._place.position
+        number = self._reader.position
         try:
-            results.values.append(self._again())
+            results.values.append(self._next())
             return
         except (StopIteration, ShardLost):
             raise
@@ -150,10 +144,10 @@ class TolerantIterator:
             if isinstance(innermost(self._samples), GeneratorType):
                 raise rest_is_lost(f"sample {number} of this worker's shard", error) from error
             try:
-                found = results.rescue(self._several, None, number, error)
-            except _Ended:  # behind what failed
+                found = results.rescue(self._retry, None, number, error)
+            except _Ended:  # behind the sample that failed
                 self._is_over = True
-                found = results.rescue(self._several, GivenUp(number, ""), number, error)
+                found = results.rescue(self._retry, GivenUp(number, ""), number, error)
             results.values.extend(found)
         finally:
             del error
@@ -162,23 +156,21 @@ class TolerantIterator:
         """Let go of the iterator; its maker has closed it."""
         self._samples, self._is_over = iter(()), True
 
-    def _again(self) -> Any:
+    def _next(self) -> Any:
         try:
             sample = next(self._samples)
-        except StopIteration:
+        except Exception as error:
+            self._reader.position += not isinstance(error, StopIteration)
             raise
-        except Exception:
-            self._place.position += 1
-            raise
-        self._place.position += 1
+        self._reader.position += 1
         return sample
 
-    def _several(self, _: None) -> Any:
+    def _retry(self, _: None) -> Any:
         try:
-            return (self._again(),)
+            return (self._next(),)
         except StopIteration:
             raise _Ended from None
 
 
 class _Ended(BaseException):
-    """The iterator, attempted again, has ended: no error of it. Past every ``except Exception``."""
+    """End of the iterator during a retry: no error of it. Past every ``except Exception``."""

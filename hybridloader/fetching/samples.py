@@ -1,0 +1,146 @@
+"""Fetchers of map-style datasets, and the rules by which one is asked for samples.
+
+The rules are those of torch's `_MapDatasetFetcher` (torch/utils/data/_utils/fetch.py, 2.13). Ours
+exist because a fetcher here can be abandoned between two samples when its iterator is closed, and
+because a worker that needs no torch should import none. An error that a sample raises is the answer to
+its task; `fetching.on_error` has the fetchers that catch it.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from hybridloader._support.attributes import attribute
+from hybridloader.engine.fetcher import Abandoned, Fetcher, GivenUp, Spared, TaskContext
+from hybridloader.fetching.gather import Odd, gatherer
+from hybridloader.seeding.sample_seeds import key_of
+
+Spread = Callable[[Callable[[Any], Any], Any], list[Any]]
+"""Calls a function for each of several items, on threads."""
+
+
+class SampleFetcher(Fetcher):
+    """Fetcher of single samples of a map-style dataset."""
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any], context: TaskContext
+    ) -> None:
+        self._context = context
+        self._dataset, self._collate_fn = seeded_samples(dataset, collate_fn, context)
+
+    def fetch(self, index: Any) -> Any:
+        if type(index) is GivenUp:
+            raise index.error()
+        if self._context.tracked:
+            self._context.at = 0
+        return self._collate_fn(self._dataset[index])
+
+    def key(self, index: Any) -> bytes:
+        return key_of_sample(index)
+
+
+class BatchFetcher(Fetcher):
+    """Fetcher of batches of a map-style dataset; `spread` shares out their samples to threads."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        context: TaskContext,
+        spread: Spread | None,
+    ) -> None:
+        self._context, self._spread = context, spread
+        self._gather = gatherer(dataset, collate_fn)
+        self._dataset, self._collate_fn = seeded_samples(
+            dataset, collate_fn, context, whole=not one_by_one(dataset)
+        )
+
+    def fetch(self, indices: Any) -> Any:
+        if self._gather is not None:
+            try:
+                return self._gather(indices)
+            except Odd:
+                pass
+        if type(indices) is Spared:
+            raise next(index for index in indices if type(index) is GivenUp).error()
+        dataset, context, spread = self._dataset, self._context, self._spread
+        if spread is not None and one_by_one(dataset):
+            return self._collate_fn(spread(partial(operator.getitem, dataset), indices))
+        try:
+            many = getattr(dataset, "__getitems__", None)
+        except Exception:  # of a foreign `__getattr__`
+            many = attribute(dataset, "__getitems__")
+        if many and not (context.tracked and one_by_one(dataset)):
+            return self._collate_fn(many(indices))
+        samples = []
+        for index in numbered(indices, context) if context.tracked else indices:
+            samples.append(dataset[index])
+            if context.cancelled:
+                raise Abandoned
+        return self._collate_fn(samples)
+
+    def key(self, index: Any) -> bytes:
+        return key_of_batch(index)
+
+
+def seeded_samples(
+    dataset: Any, collate_fn: Callable[[Any], Any], context: TaskContext, *, whole: bool = False
+) -> tuple[Any, Callable[[Any], Any]]:
+    """Return `dataset` and `collate_fn`, seeded for each sample if `context` has a sample RNG.
+
+    Parameters
+    ----------
+    whole
+        Whether the dataset makes a batch in one call, which is then seeded as one.
+    """
+    rng = context.rng
+    if rng is None:
+        return dataset, collate_fn
+    return rng.seeded_dataset(dataset, whole=whole), rng.seeded_collate(collate_fn)
+
+
+def key_of_sample(index: Any) -> bytes:
+    """Return the key that seeds the collation of a single sample."""
+    return key_of(index.index if type(index) is GivenUp else index)
+
+
+def key_of_batch(indices: Any) -> bytes:
+    """Return the key that seeds the collation of a batch: the key of its first sample."""
+    return next((key_of_sample(index) for index in indices), b"")
+
+
+def numbered(items: Iterable[Any], context: TaskContext) -> Iterator[Any]:
+    """Yield `items`; `context.at` is the number of the item that was given last."""
+    for context.at, item in enumerate(items):
+        yield item
+    context.at = -1
+
+
+def one_by_one(dataset: Any) -> bool:
+    """Return True if a batch of `dataset` is nothing but ``[dataset[i] for i in indices]``.
+
+    torch's `Subset` and `StackDataset` have a `__getitems__` that is just this if those below have none.
+    """
+    if not attribute(dataset, "__getitems__"):
+        return True
+    if "torch" not in sys.modules:
+        return False
+    from torch.utils.data import StackDataset, Subset
+
+    kind = type(dataset)
+    if kind is Subset:
+        return one_by_one(dataset.dataset)
+    if kind is StackDataset:
+        parts = dataset.datasets
+        return all(map(one_by_one, parts.values() if isinstance(parts, dict) else parts))
+    return False
+
+
+class Apart(list[Any]):
+    """Indices of samples to be sent uncollated: part of a batch that should have `wanted` samples."""
+
+    wanted = 0
