@@ -10,14 +10,12 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hybridloader._support.arguments import whole
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.fetch import MapFetch
-from hybridloader.pipeline.operators.base import INFINITE, Length, Operator, Source
-from hybridloader.pipeline.operators.fingerprint import fingerprint
+from hybridloader.pipeline.operators.base import INFINITE, Chain, Length, Operator, Source
 from hybridloader.pipeline.operators.order import Repeat
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.split import Branch
@@ -25,7 +23,7 @@ from hybridloader.pipeline.operators.work import Lookup, Placement, Readers, Wor
 from hybridloader.pipeline.steps import Steps
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from hybridloader.pipeline.operators.work import Where
     from hybridloader.pipeline.running.run import Epochs, Run
@@ -50,9 +48,8 @@ class Pipeline(Steps):
     [[0, 1, 4], [9, 16, 25]]
     """
 
-    __slots__ = ("_calls", "_epoch", "operators")
+    __slots__ = ("_calls", "_epoch")
 
-    operators: tuple[Operator, ...]
     _calls: int
     _epoch: Iterator[int]
 
@@ -249,14 +246,6 @@ class Pipeline(Steps):
 
     # -- what it is ----------------------------------------------------------------------------------
 
-    @property
-    def length(self) -> Length:
-        """How many items there will be: a number, ``math.inf``, or None if it can't be known."""
-        length: Length = None
-        for operator in self.operators:
-            length = operator.length(length)
-        return length
-
     def __len__(self) -> int:
         length = self.length
         if length is None or length == INFINITE:
@@ -280,10 +269,7 @@ class Pipeline(Steps):
     @property
     def repeats(self) -> bool:
         """True if a part of it is passed over several times in one run."""
-        return any(
-            isinstance(operator, Repeat) or any(inner.repeats for inner in operator.branches())
-            for operator in self.operators
-        )
+        return _repeats(self)
 
     def __repr__(self) -> str:
         return f"<Pipeline {' -> '.join(operator.describe() for operator in self.operators)}>"
@@ -299,40 +285,16 @@ class Pipeline(Steps):
 
         return as_mermaid(self)
 
-    def _fingerprint(self) -> str:
-        """Describe its steps, with a digest of their values: a cache is valid for these only."""
-        told = []
-        for operator in self.operators:
-            branches = "".join(f"[{branch._fingerprint()}]" for branch in operator.branches())
-            told.append(f"{operator.describe(None)} #{fingerprint(_values(operator))}{branches}")
-        return " -> ".join(told)
-
-    def _then(self, operator: Operator) -> Pipeline:
-        return Pipeline((*self.operators, operator))
-
-    def _made(self, operators: Sequence[Operator]) -> Pipeline:
-        return Pipeline(operators)
+    def _made(self, operators: Sequence[Operator]) -> Self:
+        # No subclass, whose `__init__` may take something else.
+        return cast("Self", Pipeline(operators))
 
 
-_NOT_OF_ITEMS = ("fork", "memory", "pipelines", "placement")
-"""Fields of operators that do not decide what comes out, or that are described in another way."""
-
-
-def _values(operator: Operator) -> dict[str, Any]:
-    """Return the values that decide which items come out of `operator`, not where or how fast."""
-    own: Any = operator
-    names = [field.name for field in fields(own)] if is_dataclass(own) else []
-    if not names:
-        return dict(getattr(operator, "__dict__", {}))
-    found = {
-        name: getattr(operator, name)
-        for name in names
-        if name not in _NOT_OF_ITEMS and not name.startswith("_")
-    }
-    placement = getattr(operator, "placement", None)
-    if placement is not None:
-        found["on_error"], found["seeding"] = placement.on_error, placement.seeding
-    return found
+def _repeats(chain: Chain) -> bool:
+    return any(
+        isinstance(operator, Repeat) or any(map(_repeats, operator.branches()))
+        for operator in chain.operators
+    )
 
 
 _MOST_CALLS = 600

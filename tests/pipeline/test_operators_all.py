@@ -19,10 +19,10 @@ from support.operator_context import (
     drain,
     errors_in,
     items_in,
-    line,
     no_deadline,
     outcome,
     run,
+    scripted,
 )
 
 from hybridloader.memory.limits import Memory
@@ -201,8 +201,8 @@ def test_a_length_that_is_told_is_true(name: str, count: int) -> None:
     assert operator.length(INFINITE) in (INFINITE, None, 99)
 
 
-LINES = (line(1, 2, 3), line("a", "b", "c"))
-FORK = Fork(LINES[0], 2)
+CHAINS = (scripted(1, 2, 3), scripted("a", "b", "c"))
+FORK = Fork(CHAINS[0], 2)
 
 DESCRIPTIONS: list[Any] = [
     *(operator for operator, _ in CASES.values()),
@@ -212,10 +212,10 @@ DESCRIPTIONS: list[Any] = [
     Shuffle(5, 3),
     Take(3),
     Repeat(),
-    Zip(LINES, strict=False),
-    Concat(LINES),
-    Mix(LINES, (0.2, 0.8), 7, "first"),
-    Interleave(LINES, 2),
+    Zip(CHAINS, strict=False),
+    Concat(CHAINS),
+    Mix(CHAINS, (0.2, 0.8), 7, "first"),
+    Interleave(CHAINS, 2),
     Cache("some/file", "of this"),
     Indices([1, 2, 3], shuffle=True, seed=3),
     Items([1, 2, 3]),
@@ -238,7 +238,7 @@ def test_a_fork_stays_one_fork_through_a_pickle() -> None:
     again, another = pickle.loads(pickle.dumps((one, other)))
     assert again.fork is another.fork
     assert (again.number, another.number) == (0, 1)
-    assert Fork(LINES[0], 2) != FORK
+    assert Fork(CHAINS[0], 2) != FORK
 
 
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -278,19 +278,19 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Shard(2, 2), ValueError, "ranks go from 0 to 1"),
     (lambda: Shard(0, 0), ValueError, "num_replicas must be at least 1"),
     (lambda: Zip(()), ValueError, "zip: there are no pipelines"),
-    (lambda: Zip(LINES[0]), TypeError, "zip: pipelines must be several"),
+    (lambda: Zip(CHAINS[0]), TypeError, "zip: pipelines must be several"),
     (lambda: Zip(([1], [2])), TypeError, r"pipelines\[0\] must be a pipeline, not \[1\]"),  # type: ignore[arg-type]
-    (lambda: Zip((line(1), line(1, 2))), ValueError, r"different lengths: \[1, 2\]"),
+    (lambda: Zip((scripted(1), scripted(1, 2))), ValueError, r"different lengths: \[1, 2\]"),
     (lambda: Concat(["a"]), TypeError, "concat: pipelines"),  # type: ignore[arg-type]
-    (lambda: Mix(LINES, (1,)), ValueError, "one number for each of 2 pipelines"),
-    (lambda: Mix(LINES, 1), ValueError, "one number for each of 2"),  # type: ignore[arg-type]
-    (lambda: Mix(LINES, (1, "2")), TypeError, r"weights\[1\] must be a number"),  # type: ignore[arg-type]
-    (lambda: Mix(LINES, (1, 0)), ValueError, r"weights\[1\] must be above 0"),
-    (lambda: Mix(LINES, stop="any"), ValueError, "stop must be 'all' or 'first'"),
-    (lambda: Interleave(LINES, 0), ValueError, "block must be at least 1"),
+    (lambda: Mix(CHAINS, (1,)), ValueError, "one number for each of 2 pipelines"),
+    (lambda: Mix(CHAINS, 1), ValueError, "one number for each of 2"),  # type: ignore[arg-type]
+    (lambda: Mix(CHAINS, (1, "2")), TypeError, r"weights\[1\] must be a number"),  # type: ignore[arg-type]
+    (lambda: Mix(CHAINS, (1, 0)), ValueError, r"weights\[1\] must be above 0"),
+    (lambda: Mix(CHAINS, stop="any"), ValueError, "stop must be 'all' or 'first'"),
+    (lambda: Interleave(CHAINS, 0), ValueError, "block must be at least 1"),
     (lambda: Fork([], 2), TypeError, "fork: pipeline must be a pipeline"),  # type: ignore[arg-type]
-    (lambda: Fork(LINES[0], 0), ValueError, "fork: count must be at least 1"),
-    (lambda: Branch(LINES[0], 0), TypeError, "fork must be a Fork"),
+    (lambda: Fork(CHAINS[0], 0), ValueError, "fork: count must be at least 1"),
+    (lambda: Branch(CHAINS[0], 0), TypeError, "fork must be a Fork"),
     (lambda: Branch(FORK, 2), ValueError, "there is no branch 2: a fork of 2 has branches 0 to 1"),
     (lambda: Cache(3), TypeError, "cache: path must be that of a file, not 3"),  # type: ignore[arg-type]
     (lambda: Cache("folder/"), ValueError, "names no file"),

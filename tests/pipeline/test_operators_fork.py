@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.operator_context import Oops, Stand, drain, line, no_deadline
+from support.operator_context import Oops, Stand, drain, no_deadline, scripted
 
 from hybridloader.pipeline.operators.join import Branch, Fork
 
@@ -82,7 +82,7 @@ def test_every_branch_gets_everything_in_any_order_of_pulls(
     script: list[Any], count: int, data: st.DataObject
 ) -> None:
     stand = Stand()
-    pulled = branches(line(*script), count, stand)
+    pulled = branches(scripted(*script), count, stand)
     found: list[list[Any]] = [[] for _ in range(count)]
     met: list[BaseException] = []
     for number in data.draw(st.lists(st.integers(0, count - 1), max_size=30)):
@@ -104,26 +104,26 @@ def test_every_branch_gets_everything_in_any_order_of_pulls(
 
 
 def test_the_end_is_the_end_for_all() -> None:
-    one, other = branches(line(1, StopIteration(), 2), 2)
+    one, other = branches(scripted(1, StopIteration(), 2), 2)
     assert drain(one) == [1]
     assert drain(other) == [1]
 
 
 def test_all_get_the_same_objects() -> None:
     item = object()
-    one, other = branches(line(item), 2)
+    one, other = branches(scripted(item), 2)
     assert next(one) is next(other) is item
 
 
 def test_a_branch_that_is_opened_late_misses_nothing() -> None:
-    stand, fork = Stand(), Fork(line(1, 2, 3), 2)
+    stand, fork = Stand(), Fork(scripted(1, 2, 3), 2)
     assert drain(Branch(fork, 0).start(stand)) == [1, 2, 3]
     assert drain(Branch(fork, 1).start(stand)) == [1, 2, 3]
     assert len(stand.opened) == 1
 
 
 def test_a_branch_is_opened_once_in_a_pass() -> None:
-    stand, branch = Stand(), Branch(Fork(line(1), 2), 1)
+    stand, branch = Stand(), Branch(Fork(scripted(1), 2), 1)
     kept = branch.start(stand)
     with pytest.raises(ValueError, match="branch 1 of a fork was opened twice in one pass"):
         branch.start(stand)
@@ -131,7 +131,7 @@ def test_a_branch_is_opened_once_in_a_pass() -> None:
 
 
 def test_forks_of_one_pipeline_have_passes_of_their_own() -> None:
-    stand, source = Stand(), line(1, 2)
+    stand, source = Stand(), scripted(1, 2)
     one = Branch(Fork(source, 1), 0).start(stand)
     other = Branch(Fork(source, 1), 0).start(stand)
     assert drain(one) == drain(other) == [1, 2]
@@ -160,7 +160,7 @@ def test_a_pipeline_that_cannot_be_opened_may_be_tried_again() -> None:
 
 def test_what_comes_before_is_closed_with_the_last_branch() -> None:
     stand = Stand()
-    one, other = branches(line(1, 2, 3), 2, stand)
+    one, other = branches(scripted(1, 2, 3), 2, stand)
     next(one)
     one.close()
     one.close()
@@ -173,7 +173,7 @@ def test_what_comes_before_is_closed_with_the_last_branch() -> None:
 
 
 def test_nothing_waits_for_a_branch_that_is_gone() -> None:
-    one, other, third = branches(line(*range(5)), 3)
+    one, other, third = branches(scripted(*range(5)), 3)
     trunk = one._trunk
     other.close()
     del third
@@ -240,7 +240,7 @@ def test_a_branch_is_closed_without_waiting_for_one_that_pulls(start: Any) -> No
 
 def test_threads_that_pull_as_they_like_all_get_everything(start: Any) -> None:
     script = [Oops(at) if at % 7 == 0 else at for at in range(3000)]
-    pulled = branches(line(*script), 4)
+    pulled = branches(scripted(*script), 4)
     together = threading.Barrier(4)
 
     def pull(branch: Any) -> list[Any]:
@@ -253,7 +253,7 @@ def test_threads_that_pull_as_they_like_all_get_everything(start: Any) -> None:
 
 
 def test_the_traceback_of_an_error_says_where_it_was_raised() -> None:
-    one, other = branches(line(Oops(1)), 2)
+    one, other = branches(scripted(Oops(1)), 2)
     for branch in (one, other):
         with pytest.raises(Oops) as caught:
             next(branch)

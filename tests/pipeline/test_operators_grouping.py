@@ -100,7 +100,7 @@ def test_the_slots_of_the_thread_are_put_back_also_behind_an_error() -> None:
 def test_a_plain_list_needs_no_torch() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
-        "from operator_context import outcome\n"
+        "from support.operator_context import outcome\n"
         "from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, Unbatch\n"
         "import hybridloader.pipeline.operators.join, hybridloader.pipeline.operators.order\n"
         "import hybridloader.pipeline.operators.sources, hybridloader.pipeline.operators.cache\n"

@@ -17,8 +17,8 @@ from support.operator_context import (
     drain,
     errors_in,
     items_in,
-    line,
     no_deadline,
+    scripted,
 )
 
 from hybridloader._support.errors import WorkerTimeout
@@ -33,7 +33,7 @@ several = st.lists(scripts, min_size=1, max_size=4)
 
 def lines(scripts: list[list[Any]]) -> tuple[Any, ...]:
     """Pipelines whose lengths are not known."""
-    return tuple(line(*script, known=False) for script in scripts)
+    return tuple(scripted(*script, known=False) for script in scripts)
 
 
 def begin(operator: Operator, stand: Stand | None = None) -> Iterator[Any]:
@@ -112,31 +112,28 @@ def test_what_is_no_answer_leaves_the_row_as_far_as_it_came() -> None:
         assert [step for step in found if step is not late] == without_late
 
 
-def infinite() -> Any:
-    endless: Any = line(known=False)
-    object.__setattr__(endless, "length", INFINITE)
-    return endless
-
-
 def test_lengths_of_joins() -> None:
-    two, three, unknown = line(1, 2), line(1, 2, 3), line(1, known=False)
+    two, three, unknown = scripted(1, 2), scripted(1, 2, 3), scripted(1, known=False)
     assert Zip((two, two)).length(None) == 2
     assert Zip((unknown, two)).length(None) == 2
     assert Zip((three, two), strict=False).length(None) == 2
     assert Zip((unknown, two), strict=False).length(None) is None
-    assert Zip((unknown, line()), strict=False).length(None) == 0
+    assert Zip((unknown, scripted()), strict=False).length(None) == 0
     assert Zip((unknown, unknown)).length(None) is None
-    assert Zip((infinite(), infinite())).length(None) == INFINITE
-    assert Zip((infinite(), two), strict=False).length(None) == 2
+    assert Zip((scripted(known=INFINITE), scripted(known=INFINITE))).length(None) == INFINITE
+    assert Zip((scripted(known=INFINITE), two), strict=False).length(None) == 2
     with pytest.raises(ValueError, match="different lengths"):
-        Zip((infinite(), two))
+        Zip((scripted(known=INFINITE), two))
     for make in (Concat, Mix, Interleave):
         assert make((two, three)).length(None) == 5
         assert make((two, unknown)).length(None) is None
-        assert make((unknown, infinite())).length(None) == INFINITE
+        assert make((unknown, scripted(known=INFINITE))).length(None) == INFINITE
     assert Mix((two, three), stop="first").length(None) is None
     assert Mix((two,), stop="first").length(None) == 2
-    assert Mix((infinite(), infinite()), stop="first").length(None) == INFINITE
+    assert (
+        Mix((scripted(known=INFINITE), scripted(known=INFINITE)), stop="first").length(None)
+        == INFINITE
+    )
     for operator in (Zip((two, two)), Concat((two,)), Mix((two,)), Interleave((two,))):
         assert operator.branches() == operator.pipelines
 
@@ -160,7 +157,7 @@ def test_a_pipeline_is_opened_in_its_turn_and_one_that_cannot_be_is_passed_over(
             raise Oops("open")
 
     broken: Any = Broken()
-    found = begin(Concat((line(1, 2), broken, line(3))), stand)
+    found = begin(Concat((scripted(1, 2), broken, scripted(3))), stand)
     assert stand.opened == []
     assert next(found) == 1
     assert len(stand.opened) == 1
@@ -196,7 +193,7 @@ def test_a_mix_may_end_with_the_first(scripts: list[list[Any]], seed: int) -> No
 
 
 def test_the_order_of_a_mix_is_a_function_of_seed_and_pass() -> None:
-    pair = (line(*"a" * 50), line(*"b" * 50))
+    pair = (scripted(*"a" * 50), scripted(*"b" * 50))
 
     def order(seed: int | None, epoch: int) -> str:
         return "".join(drain(begin(Mix(pair, seed=seed), Stand(epoch))))
@@ -206,7 +203,7 @@ def test_the_order_of_a_mix_is_a_function_of_seed_and_pass() -> None:
 
 
 def test_the_weights_are_the_shares_also_when_one_has_ended() -> None:
-    endless = (line(*"a" * 4000), line(*"b" * 100), line(*"c" * 4000))
+    endless = (scripted(*"a" * 4000), scripted(*"b" * 100), scripted(*"c" * 4000))
     found = "".join(outcome(Mix(endless, (1, 1, 2), seed=0)))
     first, later = found[: found.rindex("b")], found[found.rindex("b") + 1 :][:1000]
     # Of 400 and of 1000 draws, deviations of 10 and 15; the seed is fixed.
@@ -216,7 +213,7 @@ def test_the_weights_are_the_shares_also_when_one_has_ended() -> None:
 
 
 def test_weights_are_kept_as_given() -> None:
-    assert Mix((line(1), line(2)), [1, 3]).weights == (1.0, 3.0)  # type: ignore[arg-type]
+    assert Mix((scripted(1), scripted(2)), [1, 3]).weights == (1.0, 3.0)  # type: ignore[arg-type]
 
 
 # -- interleave --------------------------------------------------------------------------------------
@@ -241,7 +238,7 @@ def test_an_interleave_gives_blocks_in_turn(scripts: list[list[Any]], block: int
 @pytest.mark.parametrize("make", [Zip, Concat, Mix, Interleave])
 def test_closing_closes_what_was_opened(make: Any) -> None:
     stand = Stand()
-    found: Any = begin(make((line(1, 2, 3), line(4, 5, 6))), stand)
+    found: Any = begin(make((scripted(1, 2, 3), scripted(4, 5, 6))), stand)
     next(found)
     found.close()
     found.close()
@@ -261,13 +258,13 @@ def test_what_was_opened_is_closed_when_another_cannot_be(make: Any) -> None:
             raise Oops("open")
 
     with pytest.raises(Oops):
-        begin(make((line(1), Broken(), line(2))), stand)
+        begin(make((scripted(1), Broken(), scripted(2))), stand)
     assert [script.closed for script in stand.opened] == [1]
 
 
 def test_all_are_closed_although_closing_one_fails() -> None:
     stand = Stand()
-    found: Any = begin(Interleave((line(1), line(2), line(3))), stand)
+    found: Any = begin(Interleave((scripted(1), scripted(2), scripted(3))), stand)
 
     def fail() -> None:
         raise Oops("close")

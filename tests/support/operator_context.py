@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import settings
 
-from hybridloader.pipeline.operators.base import Context, Length, Operator
+from hybridloader.pipeline.operators.base import Chain, Context, Length, Operator
 
 no_deadline = settings(deadline=None, max_examples=60)
 """For property tests: a machine may be busy with something else."""
@@ -45,21 +45,23 @@ class Script(Iterator[Any]):
         self.closed += 1
 
 
-@dataclass(frozen=True)
-class Line:
-    """Stands in for a pipeline."""
+@dataclass(unsafe_hash=True)
+class ScriptedChain(Chain):
+    """A chain that gives the items of a script, without operators."""
 
     steps: tuple[Any, ...] = ()
-    known: bool = True
-    length: Length = field(init=False, default=None)
+    known: float | bool = True  # or the length that it claims
+    operators: tuple[Operator, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.known:
-            object.__setattr__(self, "length", len(items_in(self.steps)))
+    @property
+    def length(self) -> Length:
+        if isinstance(self.known, float):
+            return self.known
+        return len(items_in(self.steps)) if self.known else None
 
 
-def line(*steps: Any, known: bool = True) -> Any:
-    return Line(steps, known)
+def scripted(*steps: Any, known: float | bool = True) -> Any:
+    return ScriptedChain(steps, known)
 
 
 class Stand:
@@ -86,7 +88,7 @@ class Stand:
         return random.Random(f"{self.seed if seed is None else seed}/{self.epoch}")
 
     def open(self, pipeline: Any, start: int = 0, number: int | None = None) -> Iterator[Any]:
-        if isinstance(pipeline, Line):
+        if isinstance(pipeline, ScriptedChain):
             self.opened.append(Script(*pipeline.steps))
             return self.opened[-1]
         items: Iterator[Any] = pipeline()

@@ -21,7 +21,6 @@ from hybridloader._support.attributes import attribute
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.pipeline.pipeline import Pipeline
 
 Length = int | float | None
 """How many items: a number, `INFINITE`, or None if it can't be known before they have come."""
@@ -37,6 +36,28 @@ Upstream = Callable[..., Iterator[Any]]
 With ``number=`` that pass of several, with ``start=`` behind the first items of it, with ``epoch=`` that
 of another epoch.
 """
+
+
+class Chain:
+    """Operators from a source on, each fed by the one before it: the data of a `Pipeline`.
+
+    Attributes
+    ----------
+    operators
+        A `Source`, then any other operators.
+    """
+
+    __slots__ = ("operators",)
+
+    operators: tuple[Operator, ...]
+
+    @property
+    def length(self) -> Length:
+        """Number of items that will come: an int, ``math.inf``, or None if it can't be known."""
+        length: Length = None
+        for operator in self.operators:
+            length = operator.length(length)
+        return length
 
 
 class Mark(NamedTuple):
@@ -107,7 +128,7 @@ class Context(Protocol):
     def draw(self) -> int:
         """A seed for this pass, from torch's default generator; the same again after resuming."""
 
-    def open(self, pipeline: Pipeline, start: int = 0, number: int | None = None) -> Iterator[Any]:
+    def open(self, pipeline: Chain, start: int = 0, number: int | None = None) -> Iterator[Any]:
         """Open another pipeline as a part of this one, behind its first `start` items.
 
         It is closed with this one. `number` says which branch it is, if not the next.
@@ -170,7 +191,7 @@ class Operator(ABC):
         k = self.seek(n)
         return None if k is None else [Part(None, k, epoch)]
 
-    def branches(self) -> tuple[Pipeline, ...]:
+    def branches(self) -> tuple[Chain, ...]:
         """Other pipelines that run as a part of this operator."""
         return ()
 

@@ -7,30 +7,26 @@ several items of one, or one of several, loses count at the first failure: that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from hybridloader.fetching.on_error.policies import Skip as SkipPolicy
 from hybridloader.fetching.on_error.policies import final
-from hybridloader.pipeline.operators.base import Operator
+from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.order import Repeat, Shard, Skip, Take
 from hybridloader.pipeline.operators.work import Lookup, Map, Readers, Work
 
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
 
-
-def loses_count(pipeline: Pipeline) -> str | None:
+def loses_count(pipeline: Chain) -> str | None:
     """Name a step after which the number of a failed item is unknown; None if there is none."""
     return next((operator.name for operator in _steps(pipeline) if not _counts(operator)), None)
 
 
-def leaves_out(pipelines: Sequence[Pipeline]) -> bool:
+def leaves_out(pipelines: Sequence[Chain]) -> bool:
     """Tell whether a step in one of `pipelines` leaves out items that fail."""
     return any(_skips(operator) for pipeline in pipelines for operator in _steps(pipeline))
 
 
-def check(name: str, number: int, pipeline: Pipeline) -> None:
+def check(name: str, number: int, pipeline: Chain) -> None:
     """Refuse a pipeline that leaves items out by policy and loses count of them.
 
     Raises
@@ -55,11 +51,11 @@ def check(name: str, number: int, pipeline: Pipeline) -> None:
             )
 
 
-def _steps(pipeline: Pipeline) -> Iterator[Operator]:
+def _steps(pipeline: Chain) -> Iterator[Operator]:
     """Yield all steps that items of `pipeline` may come through, earlier steps first."""
     seen: set[int] = set()
 
-    def walk(line: Pipeline) -> Iterator[Operator]:
+    def walk(line: Chain) -> Iterator[Operator]:
         for operator in getattr(line, "operators", ()):
             for inner in operator.branches():
                 if id(inner) not in seen:

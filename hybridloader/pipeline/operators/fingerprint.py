@@ -25,10 +25,12 @@ import types
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import islice
 from typing import Any
 
 from hybridloader._support.attributes import own_attributes
+from hybridloader.pipeline.operators.base import Chain, Operator
 
 _MOST_VALUES = 20_000
 """Greatest number of values that are read in all: some 50 ms."""
@@ -67,6 +69,36 @@ def fingerprint(value: Any) -> str:
         digest.update(f"{len(piece)}:".encode())
         digest.update(piece)
     return digest.hexdigest()
+
+
+def fingerprint_of_steps(chain: Chain) -> str:
+    """Describe the steps of a pipeline, with a digest of the values that each was given."""
+    told = []
+    for operator in chain.operators:
+        branches = "".join(f"[{fingerprint_of_steps(branch)}]" for branch in operator.branches())
+        told.append(f"{operator.describe(None)} #{fingerprint(_values(operator))}{branches}")
+    return " -> ".join(told)
+
+
+_NOT_OF_ITEMS = ("fork", "memory", "pipelines", "placement")
+"""Fields of operators that do not decide what comes out, or that are described in another way."""
+
+
+def _values(operator: Operator) -> dict[str, Any]:
+    """Return the values that decide which items come out of `operator`, not where or how fast."""
+    own: Any = operator
+    names = [field.name for field in fields(own)] if is_dataclass(own) else []
+    if not names:
+        return dict(getattr(operator, "__dict__", {}))
+    found = {
+        name: getattr(operator, name)
+        for name in names
+        if name not in _NOT_OF_ITEMS and not name.startswith("_")
+    }
+    placement = getattr(operator, "placement", None)
+    if placement is not None:
+        found["on_error"], found["seeding"] = placement.on_error, placement.seeding
+    return found
 
 
 def drawn(count: int) -> Sequence[int]:

@@ -14,8 +14,7 @@ from hybridloader._support.errors import Raised
 from hybridloader.fetching.on_error.places import takes_a_place
 
 if TYPE_CHECKING:
-    from hybridloader.pipeline.operators.base import Context
-    from hybridloader.pipeline.pipeline import Pipeline
+    from hybridloader.pipeline.operators.base import Chain, Context
 
 
 def close_all(iterators: list[Iterator[Any]]) -> None:
@@ -77,7 +76,7 @@ class Over(Iterator[Any]):
             shut()
 
 
-def opened(pipelines: tuple[Pipeline, ...], context: Context) -> list[Iterator[Any]]:
+def opened(pipelines: tuple[Chain, ...], context: Context) -> list[Iterator[Any]]:
     """Open all of `pipelines`; if one can't be opened, close the others."""
     found: list[Iterator[Any]] = []
     try:

@@ -13,21 +13,26 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.arguments import is_number, one_of
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import Raised
 from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import astray, takes_a_place
-from hybridloader.pipeline.operators.base import INFINITE, Context, Length, Mark, Part, Source
+from hybridloader.pipeline.operators.base import (
+    INFINITE,
+    Chain,
+    Context,
+    Length,
+    Mark,
+    Part,
+    Source,
+)
 from hybridloader.pipeline.operators.iterators import Among, nothing, opened
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, several, sum_of
 from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.pipeline.operators.split import Branch, Fork, reaches_out
-
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
 
 __all__ = ["Branch", "Concat", "Fork", "Interleave", "Mix", "Zip"]
 
@@ -36,12 +41,12 @@ __all__ = ["Branch", "Concat", "Fork", "Interleave", "Mix", "Zip"]
 class Concat(Source):
     """All items of the first pipeline, then all of the second, and so on; each begins in its turn."""
 
-    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    pipelines: tuple[Chain, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
         settle(self, pipelines=several(self, self.pipelines))
 
-    def branches(self) -> tuple[Pipeline, ...]:
+    def branches(self) -> tuple[Chain, ...]:
         return self.pipelines
 
     def start(self, context: Context) -> Iterator[Any]:
@@ -62,7 +67,7 @@ class Concat(Source):
 class ConcatIterator(Iterator[Any]):
     """The running form of `Concat`. A pipeline that can't be opened raises once and is passed over."""
 
-    def __init__(self, pipelines: tuple[Pipeline, ...], context: Context) -> None:
+    def __init__(self, pipelines: tuple[Chain, ...], context: Context) -> None:
         self._pipelines, self._context = pipelines, context
         # All the mutable state:
         self._given = context.start  # items, and errors in their places
@@ -127,7 +132,7 @@ class Mix(Source):
         ends when one that was drawn has ended.
     """
 
-    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    pipelines: tuple[Chain, ...] = field(repr=False)
     weights: tuple[float, ...] | None = None
     seed: int | None = None
     stop: str = "all"
@@ -161,7 +166,7 @@ class Mix(Source):
                 )
         return tuple(map(float, found))
 
-    def branches(self) -> tuple[Pipeline, ...]:
+    def branches(self) -> tuple[Chain, ...]:
         return self.pipelines
 
     def start(self, context: Context) -> Iterator[Any]:
@@ -240,7 +245,7 @@ class Interleave(Source):
         Items in a row from one of them.
     """
 
-    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    pipelines: tuple[Chain, ...] = field(repr=False)
     block: int = 1
 
     def __post_init__(self) -> None:
@@ -248,7 +253,7 @@ class Interleave(Source):
         settle_whole(self, "block", 1, instead)
         settle(self, pipelines=several(self, self.pipelines))
 
-    def branches(self) -> tuple[Pipeline, ...]:
+    def branches(self) -> tuple[Chain, ...]:
         return self.pipelines
 
     def start(self, context: Context) -> Iterator[Any]:

@@ -7,14 +7,11 @@ knows what an operator does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hybridloader._support.arguments import flag, whole
 from hybridloader._support.text import short
-from hybridloader.pipeline.operators.base import INFINITE, Length
-
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
+from hybridloader.pipeline.operators.base import INFINITE, Chain, Length
 
 
 class Named(Protocol):
@@ -64,7 +61,7 @@ def check_source(name: str, source: Any, hint: str = "") -> None:
         )
 
 
-def several(described: Named, pipelines: Any) -> tuple[Pipeline, ...]:
+def several(described: Named, pipelines: Any) -> tuple[Chain, ...]:
     """`pipelines` as a tuple of at least one."""
     if not isinstance(pipelines, Iterable) or isinstance(pipelines, str):
         raise TypeError(

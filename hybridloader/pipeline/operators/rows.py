@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from hybridloader._support.errors import IteratorClosed, Raised, add_note
 from hybridloader.fetching.on_error.places import LeftOut, goes_astray, takes_a_place
-from hybridloader.pipeline.operators.base import Context, Length, Mark, Part, Source
+from hybridloader.pipeline.operators.base import Chain, Context, Length, Mark, Part, Source
 from hybridloader.pipeline.operators.counting import check, leaves_out, loses_count
 from hybridloader.pipeline.operators.iterators import Among, Over, opened
 from hybridloader.pipeline.operators.parameters import check_flags, settle, several
 from hybridloader.pipeline.operators.split import may_begin_at
-
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Zip(Source):
         when the first of them has ended. If not, it ends with the shortest.
     """
 
-    pipelines: tuple[Pipeline, ...] = field(repr=False)
+    pipelines: tuple[Chain, ...] = field(repr=False)
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -56,7 +53,7 @@ class Zip(Source):
                 "take(), or give strict=False to end with the shortest"
             )
 
-    def branches(self) -> tuple[Pipeline, ...]:
+    def branches(self) -> tuple[Chain, ...]:
         return self.pipelines
 
     def start(self, context: Context) -> Iterator[Any]:

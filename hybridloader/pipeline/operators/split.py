@@ -11,17 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import Raised, twin
 from hybridloader._support.text import short
-from hybridloader.pipeline.operators.base import Context, Length, Mark, Part, Source
+from hybridloader.pipeline.operators.base import Chain, Context, Length, Mark, Part, Source
 from hybridloader.pipeline.operators.counting import leaves_out
 from hybridloader.pipeline.operators.parameters import one, settle_whole
-
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +33,7 @@ class Fork:
         How many branches there are. All are to be pulled, or closed: see the module.
     """
 
-    pipeline: Pipeline
+    pipeline: Chain
     count: int
 
     @property
@@ -72,7 +69,7 @@ class Branch(Source):
         if self.number >= self.fork.count:
             raise ValueError(f"{self.name}: there is no branch {self.number}: {instead}")
 
-    def branches(self) -> tuple[Pipeline, ...]:
+    def branches(self) -> tuple[Chain, ...]:
         return (self.fork.pipeline,)
 
     def start(self, context: Context) -> Iterator[Any]:
@@ -187,7 +184,7 @@ class BranchIterator(Iterator[Any]):
 # -- resuming ----------------------------------------------------------------------------------------
 
 
-def may_begin_at(pipelines: Sequence[Pipeline], n: int) -> bool:
+def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
     """True if pipelines that are pulled in step can each begin behind `n` items.
 
     Branches of a fork can if all of them are here and want the same items next: else one of them
@@ -209,7 +206,7 @@ def may_begin_at(pipelines: Sequence[Pipeline], n: int) -> bool:
     return True
 
 
-def _begins_at(pipeline: Pipeline, n: int) -> int | None:
+def _begins_at(pipeline: Chain, n: int) -> int | None:
     """How many items of its source make its first `n`, if every step can say."""
     for operator in reversed(pipeline.operators[1:]):
         found = operator.seek(n)
@@ -219,11 +216,11 @@ def _begins_at(pipeline: Pipeline, n: int) -> int | None:
     return n
 
 
-def reaches_out(pipeline: Pipeline) -> bool:
+def reaches_out(pipeline: Chain) -> bool:
     """True if it holds some branches of a fork, and not all of them."""
     met: dict[int, tuple[Fork, set[int]]] = {}
 
-    def look(line: Pipeline) -> None:
+    def look(line: Chain) -> None:
         source = line.operators[0]
         if isinstance(source, Branch):
             known = id(source.fork) in met

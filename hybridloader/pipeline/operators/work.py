@@ -24,7 +24,7 @@ from hybridloader.pipeline.operators.base import (
     Operator,
     Source,
 )
-from hybridloader.pipeline.operators.parameters import check_source
+from hybridloader.pipeline.operators.parameters import check_source, settle_whole
 from hybridloader.seeding.sample_seeds import SampleSeeding
 from hybridloader.seeding.sample_seeds import parse as parse_seeding
 
@@ -278,6 +278,25 @@ class Readers(Source):
 
     def describe(self, longest: int | None = None) -> str:
         return self.name
+
+
+@dataclass(frozen=True)
+class Prefetch(OneForOne):
+    """Keep `count` items at hand, made by a thread of their own.
+
+    Parameters
+    ----------
+    count
+        At least 1.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "count", 1, "give how many items may wait")
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        raise TypeError("prefetch is opened by the engine, as a relay")
 
 
 def name_of_function(function: Any) -> str:

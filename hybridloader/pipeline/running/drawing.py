@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from hybridloader._support.text import table
-from hybridloader.pipeline.operators.base import Length, Operator
+from hybridloader.pipeline.operators.base import Chain, Length, Operator
 from hybridloader.pipeline.operators.split import Branch
 from hybridloader.pipeline.operators.work import of_length
 from hybridloader.pipeline.running.plan import (
@@ -18,11 +17,8 @@ from hybridloader.pipeline.running.plan import (
     lay_out,
 )
 
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
 
-
-def as_table(pipeline: Pipeline) -> str:
+def as_table(pipeline: Chain) -> str:
     """One line for each step as it will run: functions that share a task are on one line."""
     rows = [("step", "runs on", "with", "items"), *_rows(pipeline, "", {}, "your loop")]
     return "\n".join(table(rows))
@@ -31,7 +27,7 @@ def as_table(pipeline: Pipeline) -> str:
 Row = tuple[str, str, str, str]
 
 
-def _rows(pipeline: Pipeline, indent: str, forks: dict[int, int], taker: str) -> Iterator[Row]:
+def _rows(pipeline: Chain, indent: str, forks: dict[int, int], taker: str) -> Iterator[Row]:
     nodes = lay_out(pipeline)
     length: Length = None
     for at, node in enumerate(nodes):
@@ -102,7 +98,7 @@ def _options(node: WorkerNode) -> Iterator[str]:
         yield "passed on by slot"
 
 
-def as_mermaid(pipeline: Pipeline) -> str:
+def as_mermaid(pipeline: Chain) -> str:
     """A flowchart: boxes for what runs on workers, round ones for what does not."""
     picture = _Picture()
     last, arrow = picture.draw(pipeline)
@@ -118,7 +114,7 @@ class _Picture:
         self.arrows: list[str] = []
         self._forks: dict[int, tuple[str, str]] = {}
 
-    def draw(self, pipeline: Pipeline) -> tuple[str, str]:
+    def draw(self, pipeline: Chain) -> tuple[str, str]:
         """Draw one line; its last box, and the arrow that leaves it."""
         before, arrow = "", "-->"
         for node in lay_out(pipeline):

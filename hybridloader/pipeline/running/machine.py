@@ -22,7 +22,7 @@ from hybridloader._support.errors import IteratorClosed, StateError
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
-from hybridloader.pipeline.operators.base import Operator
+from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.join import Branch, Zip
 from hybridloader.pipeline.operators.sources import Indices
@@ -46,7 +46,6 @@ from hybridloader.pipeline.running.validation import check, forks_in_rows
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.pipeline.pipeline import Pipeline
 
 _PATIENCE = 2.0
 """Seconds that `close` may take."""
@@ -76,7 +75,7 @@ class Machine:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Chain,
         seed: int | None,
         resumed: Position | None = None,
         *,
@@ -129,7 +128,7 @@ class Machine:
         run = Pass(self, trail, (), epoch, {}, self.left)
         return self.open_line(self.pipeline, (), run, Start(trail.start.given))
 
-    def open_line(self, pipeline: Pipeline, path: Path, run: Pass, start: Start) -> Iterator[Any]:
+    def open_line(self, pipeline: Chain, path: Path, run: Pass, start: Start) -> Iterator[Any]:
         """Open all nodes of one line, and start its relays."""
         nodes = self._nodes_at[path] = self._line(pipeline)
         return Line(self, nodes, path, run).open(len(nodes) - 1, start)
@@ -146,14 +145,14 @@ class Machine:
 
     # -- stages ----------------------------------------------------------------------------------------
 
-    def _line(self, pipeline: Pipeline) -> tuple[Node, ...]:
+    def _line(self, pipeline: Chain) -> tuple[Node, ...]:
         found = self._lines.get(id(pipeline))
         if found is None:
             found = self._lines[id(pipeline)] = lay_out(pipeline)
             self.stations.number(found)
         return found
 
-    def _needed(self, pipeline: Pipeline, path: Path) -> Iterator[tuple[Path, WorkerNode]]:
+    def _needed(self, pipeline: Chain, path: Path) -> Iterator[tuple[Path, WorkerNode]]:
         """The stages that will run, from the end back to the first thing that is cached."""
         nodes = self._line(pipeline)
         locks: PageLocks | None = None  # of the device that reads what the node gives as it is
@@ -188,7 +187,7 @@ class Machine:
                 )
         return self._pinners[key]
 
-    def _draw_for(self, pipeline: Pipeline, path: Path, epoch: int) -> None:
+    def _draw_for(self, pipeline: Chain, path: Path, epoch: int) -> None:
         """Draw the seeds of all sources that want one, so that every state knows them.
 
         From torch's default generator, right behind the seed of the run, as torch's loader does.

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader._support.errors import StateError
 from hybridloader.engine.fetcher import TaskContext
-from hybridloader.pipeline.operators.base import Mark, Operator
+from hybridloader.pipeline.operators.base import Chain, Mark, Operator
 from hybridloader.pipeline.running.dropping import Dropping
 from hybridloader.pipeline.running.run_position import Path, RunPosition
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.pipeline.pipeline import Pipeline
     from hybridloader.pipeline.running.machine import Machine
 
 
@@ -129,7 +128,7 @@ class Pass:
     def draw(self) -> int:
         return self._machine.draw(self.path[:-1], self.epoch)
 
-    def open(self, pipeline: Pipeline, start: int = 0, number: int | None = None) -> Iterator[Any]:
+    def open(self, pipeline: Chain, start: int = 0, number: int | None = None) -> Iterator[Any]:
         assert self._operator is not None
         branch = self._opened if number is None else number
         self._opened = branch + 1

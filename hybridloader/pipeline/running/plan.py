@@ -12,20 +12,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.scheduler import AT_HAND
-from hybridloader.pipeline.operators.base import OneForOne, Operator
+from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
-from hybridloader.pipeline.operators.parameters import settle_whole
 from hybridloader.pipeline.operators.pin import PinMemory
 from hybridloader.pipeline.operators.sources import Indices
-from hybridloader.pipeline.operators.work import Lookup, Map, Placement, Readers, Work
-
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
+from hybridloader.pipeline.operators.work import Lookup, Map, Placement, Prefetch, Readers, Work
 
 AHEAD = 2
 """Items that a relay keeps at hand if nothing else is said: one to take, one to replace it."""
@@ -122,25 +118,6 @@ class RelayNode:
 Node = OperatorNode | InlineNode | WorkerNode | RelayNode
 
 
-@dataclass(frozen=True)
-class Prefetch(OneForOne):
-    """Keep `count` items at hand, made by a thread of their own.
-
-    Parameters
-    ----------
-    count
-        At least 1.
-    """
-
-    count: int
-
-    def __post_init__(self) -> None:
-        settle_whole(self, "count", 1, "give how many items may wait")
-
-    def open(self, items: Iterator[object], context: object) -> Iterator[object]:
-        raise TypeError("prefetch is opened by the engine, as a relay")
-
-
 _CHEAP = (Indices, Shard, Take, Skip, Enumerate, Shuffle, Repeat, Cache)
 _PLAIN = (list, tuple, range, str, bytes)
 
@@ -176,7 +153,7 @@ class _Known(threading.local):
 _known = _Known()
 
 
-def lay_out(pipeline: Pipeline) -> tuple[Node, ...]:
+def lay_out(pipeline: Chain) -> tuple[Node, ...]:
     """The nodes of one pipeline, in order, its source first; branches have a layout of their own."""
     if _known.laid is not None:
         return _laid(pipeline).nodes
@@ -187,7 +164,7 @@ def lay_out(pipeline: Pipeline) -> tuple[Node, ...]:
         _known.laid = None
 
 
-def _laid(pipeline: Pipeline) -> _Laid:
+def _laid(pipeline: Chain) -> _Laid:
     known = _known.laid
     assert known is not None
     found = known.get(id(pipeline))
@@ -200,7 +177,7 @@ def _laid(pipeline: Pipeline) -> _Laid:
     return found
 
 
-def _nodes_of(pipeline: Pipeline) -> tuple[Node, ...]:
+def _nodes_of(pipeline: Chain) -> tuple[Node, ...]:
     nodes: list[Node] = []
     for node in _grouped(_with_shards_first(pipeline.operators)):
         state = _state(nodes)

@@ -6,21 +6,18 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.errors import IteratorClosed, StateError
 from hybridloader.engine.crews import closed_with, park_at_exit
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.dropping import NO_ITEM
 from hybridloader.pipeline.running.machine import Machine
 from hybridloader.pipeline.running.run_position import Counts, RunPosition
 from hybridloader.pipeline.running.state import Position, checked
 from hybridloader.pipeline.running.statistics import PipelineStats, collect, report
-
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
-
 
 _CLOSED = IteratorClosed("closed")
 """Why a run is over that somebody closed."""
@@ -249,7 +246,7 @@ class Epochs(Iterator[Run]):
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Chain,
         count: int | None,
         seed: int | None,
         first: int,

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import copied
-from hybridloader.pipeline.operators.base import Mark, Operator, Part
+from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Part
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.work import Lookup, Readers, Work
 from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
     from hybridloader.pipeline.running.dropping import Dropping
 
 _MOST = 256
@@ -66,7 +65,7 @@ class Layout(NamedTuple):
         The path of a branch of an operator.
     """
 
-    line: Callable[[Pipeline], tuple[Node, ...]]
+    line: Callable[[Chain], tuple[Node, ...]]
     path_of: Callable[[Operator, Path, int], Path]
 
 
@@ -110,7 +109,7 @@ class RunPosition:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Chain,
         epoch: int,
         counts: Counts = Counts(),  # noqa: B008 - it can't be changed
         saved: Mapping[str, Saved] | None = None,
@@ -194,7 +193,7 @@ class RunPosition:
         return self._along(self._pipeline, (), counts.given, self.epoch, bool(counts.raised), False)
 
     def _along(
-        self, pipeline: Pipeline, path: Path, n: int, epoch: int, raised: bool, replayed: bool
+        self, pipeline: Chain, path: Path, n: int, epoch: int, raised: bool, replayed: bool
     ) -> Iterator[_Stop]:
         """The operators of one line that have marks, from its end on, behind its first `n` items."""
         assert self.layout is not None

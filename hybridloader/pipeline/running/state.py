@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import StateError
@@ -22,16 +22,12 @@ from hybridloader._support.state_schema import (
     dict_of,
     list_of,
 )
-from hybridloader.pipeline.operators.base import INFINITE, Mark, Operator
+from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark, Operator
 from hybridloader.pipeline.operators.order import Shard
 from hybridloader.pipeline.operators.pin import PinMemory
 from hybridloader.pipeline.operators.sources import Indices
-from hybridloader.pipeline.operators.work import Readers, Work
-from hybridloader.pipeline.running.plan import Prefetch
+from hybridloader.pipeline.operators.work import Prefetch, Readers, Work
 from hybridloader.pipeline.running.run_position import Counts, Saved
-
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
 
 VERSION = 1
 """Of the state; it changes with the meaning of a field, and with the order that a seed stands for."""
@@ -113,13 +109,13 @@ _FIELDS = Schema(
 )
 
 
-def descriptions(pipeline: Pipeline) -> list[str]:
+def descriptions(pipeline: Chain) -> list[str]:
     """What a run must have in common with the one whose state it goes on from: what decides which items
     come in which order, and not where or how fast."""
     return list(_described(pipeline, "", {}))
 
 
-def _described(pipeline: Pipeline, indent: str, forks: dict[int, int]) -> Iterator[str]:
+def _described(pipeline: Chain, indent: str, forks: dict[int, int]) -> Iterator[str]:
     for operator in pipeline.operators:
         if isinstance(operator, (Prefetch, PinMemory)):
             continue
@@ -166,7 +162,7 @@ def _ranks_of(source: Indices) -> int | None:
 
 
 def checked(
-    state: Any, pipeline: Pipeline, *, epoch: int | None = None, seed: int | None = None
+    state: Any, pipeline: Chain, *, epoch: int | None = None, seed: int | None = None
 ) -> Position:
     """What a state says, if `pipeline` can go on from it.
 

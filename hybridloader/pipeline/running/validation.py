@@ -6,18 +6,15 @@ It looks at the plan alone: no worker, no thread and no device is made for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from hybridloader._support.errors import BackendUnavailable
+from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.operators.join import Branch, Zip
 from hybridloader.pipeline.operators.order import Repeat
 from hybridloader.pipeline.running.plan import Node, OperatorNode, RelayNode, WorkerNode, lay_out
 
-if TYPE_CHECKING:
-    from hybridloader.pipeline.pipeline import Pipeline
 
-
-def check(pipeline: Pipeline) -> None:
+def check(pipeline: Chain) -> None:
     """Find what can't run, before anything is started.
 
     Raises
@@ -53,7 +50,7 @@ def check(pipeline: Pipeline) -> None:
             raise BackendUnavailable(f"stage {node.name!r}: {error}") from error
 
 
-def _check_devices(pipeline: Pipeline) -> None:
+def _check_devices(pipeline: Chain) -> None:
     own = lay_out(pipeline)
     for at, node in enumerate(own):
         if not (isinstance(node, RelayNode) and node.moves):
@@ -82,7 +79,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _all_branches(
-    pipeline: Pipeline, repeats: tuple[int, ...]
+    pipeline: Chain, repeats: tuple[int, ...]
 ) -> Iterator[tuple[Branch, tuple[int, ...]]]:
     """All branches of forks, each with the repetitions that it is in."""
     inside = repeats + tuple(id(o) for o in pipeline.operators if isinstance(o, Repeat))
@@ -93,7 +90,7 @@ def _all_branches(
         yield from _all_branches(inner, inside)
 
 
-def forks_in_rows(pipeline: Pipeline) -> set[int]:
+def forks_in_rows(pipeline: Chain) -> set[int]:
     """Forks of which a branch is in a `zip`, however deep, by identity."""
     found: set[int] = set()
     seen: set[tuple[int, bool]] = set()
@@ -114,17 +111,17 @@ def forks_in_rows(pipeline: Pipeline) -> set[int]:
     return found
 
 
-def every_stage(pipeline: Pipeline) -> Iterator[WorkerNode]:
+def every_stage(pipeline: Chain) -> Iterator[WorkerNode]:
     """All stages with workers, those of branches included; a fork's own pipeline once."""
     for line in every_line(pipeline):
         yield from (node for node in line if isinstance(node, WorkerNode))
 
 
-def every_line(pipeline: Pipeline) -> Iterator[tuple[Node, ...]]:
+def every_line(pipeline: Chain) -> Iterator[tuple[Node, ...]]:
     """The nodes of a pipeline, then those of its branches; those of a fork's own pipeline once."""
     seen: set[int] = set()
 
-    def walk(pipeline: Pipeline) -> Iterator[tuple[Node, ...]]:
+    def walk(pipeline: Chain) -> Iterator[tuple[Node, ...]]:
         line = lay_out(pipeline)
         yield line
         for node in line:
