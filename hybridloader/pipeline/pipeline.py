@@ -200,7 +200,7 @@ class Pipeline(Steps):
         StateError
             It can't go on from `state`.
         """
-        from hybridloader.pipeline.running.machine import Machine
+        from hybridloader.pipeline.running.executor import Machine
         from hybridloader.pipeline.running.run import Run
         from hybridloader.pipeline.running.state import checked
 

@@ -130,7 +130,8 @@ def test_lengths_of_joins() -> None:
         assert make((unknown, scripted(known=INFINITE))).length(None) == INFINITE
     assert Mix((two, three), stop="first").length(None) is None
     assert Mix((two,), stop="first").length(None) == 2
-    assert (
+    endless = scripted(known=INFINITE)
+    assert Mix((endless, endless), stop="first").length(None) == INFINITE
         Mix((scripted(known=INFINITE), scripted(known=INFINITE)), stop="first").length(None)
         == INFINITE
     )

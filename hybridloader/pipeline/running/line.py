@@ -37,7 +37,7 @@ from hybridloader.pipeline.running.run_position import Path, before, number_of, 
 if TYPE_CHECKING:
     from hybridloader.engine.refresh import Change
     from hybridloader.fetching.on_error.error_budget import ErrorBudget
-    from hybridloader.pipeline.running.machine import Machine
+    from hybridloader.pipeline.running.executor import Machine
     from hybridloader.pipeline.running.running_stages import RunningStage
 
 

@@ -17,7 +17,7 @@ from hybridloader.pipeline.running.run_position import Path, RunPosition
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.pipeline.running.machine import Machine
+    from hybridloader.pipeline.running.executor import Machine
 
 
 class Start(NamedTuple):

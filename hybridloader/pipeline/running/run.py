@@ -14,7 +14,7 @@ from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.dropping import NO_ITEM
-from hybridloader.pipeline.running.machine import Machine
+from hybridloader.pipeline.running.executor import Machine
 from hybridloader.pipeline.running.run_position import Counts, RunPosition
 from hybridloader.pipeline.running.state import Position, checked
 from hybridloader.pipeline.running.statistics import PipelineStats, collect, report

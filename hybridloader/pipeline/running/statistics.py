@@ -11,7 +11,7 @@ from hybridloader.engine.diagnosis import workers_table
 from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
-    from hybridloader.pipeline.running.machine import Machine, Path
+    from hybridloader.pipeline.running.executor import Machine, Path
 
 _IDLE = 0.05
 """A loop that waits for less than this part of its time is what holds everything up."""
