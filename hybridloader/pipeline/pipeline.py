@@ -200,17 +200,17 @@ class Pipeline(Steps):
         StateError
             It can't go on from `state`.
         """
-        from hybridloader.pipeline.running.executor import Machine
+        from hybridloader.pipeline.running.executor import Executor
         from hybridloader.pipeline.running.run import Run
         from hybridloader.pipeline.running.state import checked
 
         epoch = None if epoch is None else whole("epoch", epoch, 0)
         seed = None if seed is None else whole("seed", seed)
         if state is None:
-            return Run(Machine(self, seed, first=epoch or 0), epoch or 0)
+            return Run(Executor(self, seed, first=epoch or 0), epoch or 0)
         resumed = checked(state, self, epoch=epoch, seed=seed)
         return Run(
-            Machine(self, None, resumed, idle=resumed.finished), resumed.epoch, None, resumed
+            Executor(self, None, resumed, idle=resumed.finished), resumed.epoch, None, resumed
         )
 
     def epochs(

@@ -289,9 +289,9 @@ def _pipeline(weather: Weather, plan: Plan, account: Account) -> None:
     with pipe.run() as run:
         for item in run:
             account.delivered.append(int(item.reshape(-1)[0]))
-            striker.strike([station.stage for station in run._machine.stations.values()])
+            striker.strike([running.stage for running in run._executor.stages.values()])
         account.restarts += sum(
-            row.restarts for s in run._machine.stations.values() for row in s.stage.report()
+            row.restarts for s in run._executor.stages.values() for row in s.stage.report()
         )
         account.skipped += [int(record.index) for record in run.skipped]
 

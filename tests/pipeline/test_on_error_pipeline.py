@@ -174,7 +174,7 @@ def test_what_is_passed_on_unopened_counts_as_tried() -> None:
     )
     pipe = first.map(abs, backend="fork", num_workers=2)
     nodes = [node for node in lay_out(pipe) if isinstance(node, WorkerNode)]
-    assert nodes[0].sealed
+    assert nodes[0].forwarded
     found, skipped = results(pipe)
     assert (len(found), len(skipped)) == (2990, 10)
 

@@ -104,7 +104,7 @@ def test_close_ends_a_wait_in_another_thread(sticking: Sticking, backend: str, g
     thread, found = pull_on_a_thread(run)
     gate.await_arrivals()
     run.close()
-    stages = [station.stage for station in run._machine.stations.values()]
+    stages = [running.stage for running in run._executor.stages.values()]
     if backend != "threads":  # a thread that is stuck can't be ended
         assert not [handle for stage in stages for handle in stage.handles if handle.is_alive()]
     thread.join()
@@ -304,7 +304,7 @@ def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epoc
     pipe = operators(Pipeline.from_iterable(source)).map(abs, backend="threads", num_workers=1)
     with pipe.epochs() as epochs:
         next(epochs)
-        relays = epochs._machine.relays
+        relays = epochs._executor.relays
         relay = relays[min(relays)]
         leave(epochs)
         found = relay.alive
@@ -314,10 +314,10 @@ def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epoc
 
 
 def test_a_pass_of_which_nothing_is_kept_can_be_left() -> None:
-    assert not still_reads(lambda pipe: pipe.filter(none_of), lambda e: e._machine.break_off())
+    assert not still_reads(lambda pipe: pipe.filter(none_of), lambda e: e._executor.break_off())
 
 
-@pytest.mark.parametrize("leave", [Epochs.close, lambda epochs: epochs._machine.break_off()])
+@pytest.mark.parametrize("leave", [Epochs.close, lambda epochs: epochs._executor.break_off()])
 def test_an_operator_that_gives_nothing_can_be_ended(leave: Callable[[Epochs], None]) -> None:
     assert not still_reads(lambda pipe: pipe.skip(10**12), leave)
 

@@ -106,7 +106,7 @@ def test_a_fork_while_another_thread_asks_or_closes_does_not_wait_for_its_locks(
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with run._asking, run._machine._ending:
+        with run._asking, run._executor._ending:
             held.set()
             release.wait()
 

@@ -211,7 +211,7 @@ def test_marks_do_not_pile_up(behind: str) -> None:
         pipe = pipe.mix(Pipeline.from_dataset(range(1000)).repeat())
     with pipe.run() as run:
         events(run, 10_000)
-        kept = sum(len(m.marks) for found in run._trail._places.values() for m in found)
+        kept = sum(len(m.marks) for found in run._position._places.values() for m in found)
         assert kept <= 600
         state, rest = saved(run), events(run, 50)
     assert len(state["marks"]) <= 6

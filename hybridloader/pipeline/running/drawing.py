@@ -94,7 +94,7 @@ def _options(node: WorkerNode) -> Iterator[str]:
         yield f"{placement.buffer_bytes:,} bytes ahead"
     if placement.timeout:
         yield f"timeout {placement.timeout:g} s"
-    if node.sealed:
+    if node.forwarded:
         yield "passed on by slot"
 
 

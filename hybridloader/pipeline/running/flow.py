@@ -26,21 +26,21 @@ _NO_RESULT = (*FINAL, NotReady, WorkerTimeout)
 
 
 class Depth:
-    """Keeps a relay as deep as the portions of the stages around it are large: no deeper, because
+    """Keeps a relay as deep as the batching of the stages around it are large: no deeper, because
     what waits takes memory; no flatter, because every portion would wake a thread for each item."""
 
     def __init__(self, relay: Relay, least: int) -> None:
         self._relay, self._least = relay, least
         self._around: list[TaskBatching] = []
 
-    def follow(self, portions: TaskBatching) -> None:
-        """From now on, `portions` matter too."""
-        self._around.append(portions)
+    def follow(self, batching: TaskBatching) -> None:
+        """From now on, `batching` matter too."""
+        self._around.append(batching)
         self.adjust()
 
     def adjust(self) -> None:
-        """Some of the portions have another size."""
-        size = min(portions.size for portions in self._around)
+        """Some of the batching have another size."""
+        size = min(batching.size for batching in self._around)
         self._relay.depth = max(self._least, 2 * size)
 
 
@@ -51,11 +51,11 @@ class StageItems(Iterator[Any]):
     ----------
     stage
         Gives the results of a task at a time.
-    books
+    metrics
         Of that stage.
     items
         What the stage is fed from; closed when this is.
-    portions
+    batching
         What it is fed with.
     budget
         Of this pass, if there is a policy.
@@ -64,16 +64,16 @@ class StageItems(Iterator[Any]):
     def __init__(
         self,
         stage: Stage,
-        books: StageMetrics,
+        metrics: StageMetrics,
         items: Iterator[Any],
-        portions: TaskBatching,
+        batching: TaskBatching,
         budget: ErrorBudget | None = None,
     ) -> None:
-        self._stage, self.books, self._items, self._budget = stage, books, items, budget
-        self.portions = portions
-        self.sealed = False  # whether results may come unopened
+        self._stage, self.metrics, self._items, self._budget = stage, metrics, items, budget
+        self.batching = batching
+        self.forwarded = False  # whether results may come unopened
         self.depths: list[Depth] = []  # of the relays before and behind
-        books.learn = self._learn
+        metrics.learn = self._learn
         # All the mutable state:
         self._epoch = 0
         self._results: Iterator[Any] = iter(())
@@ -81,13 +81,13 @@ class StageItems(Iterator[Any]):
 
     def begin(self, changes: tuple[Change, ...]) -> None:
         """Begin a pass of the stage."""
-        self._stage.begin(self.portions, None, changes)
+        self._stage.begin(self.batching, None, changes)
         self._epoch = self._stage.epoch
 
     def _learn(self, items: int, seconds: float) -> None:
-        before = self.portions.size
-        self.portions.learn(items, seconds)
-        if self.portions.size != before:
+        before = self.batching.size
+        self.batching.learn(items, seconds)
+        if self.batching.size != before:
             for depth in self.depths:
                 depth.adjust()
 
@@ -102,7 +102,7 @@ class StageItems(Iterator[Any]):
         while True:
             for result in self._results:
                 return result
-            self.books.pulled()
+            self.metrics.pulled()
             try:
                 results = self._stage.pull(self._epoch, wait=wait)
             except (StopIteration, *_NO_RESULT):
@@ -114,9 +114,9 @@ class StageItems(Iterator[Any]):
                 self._results = self._queue
                 raise
             finally:
-                self.books.turned_away()
-            if self.sealed and is_forwarded(results):
-                self.books.items_out += results.count
+                self.metrics.turned_away()
+            if self.forwarded and is_forwarded(results):
+                self.metrics.items_out += results.count
                 if self._budget is not None:
                     self._budget.count(results.count, (), None)
                 if results.count:
@@ -126,10 +126,10 @@ class StageItems(Iterator[Any]):
             notes = _notes_of(self._stage)
             if notes is not None:
                 worker = self._stage.last.worker
-                self.books.items_out += self._queue.add(results, notes, worker)
+                self.metrics.items_out += self._queue.add(results, notes, worker)
                 self._results = self._queue
                 continue
-            self.books.items_out += len(results)
+            self.metrics.items_out += len(results)
             if self._budget is not None:
                 self._budget.count(len(results), (), None)
             self._results = iter(results)
@@ -141,8 +141,8 @@ class StageItems(Iterator[Any]):
 
 
 def couple(items: StageItems, depth: Depth) -> None:
-    """A relay beside a stage follows the size of its portions."""
-    depth.follow(items.portions)
+    """A relay beside a stage follows the size of its batching."""
+    depth.follow(items.batching)
     items.depths.append(depth)
 
 
@@ -156,7 +156,7 @@ class ReaderItems(Iterator[Any]):
     ----------
     stage
         Unordered; the `fewest_at_hand` of this object is its dispatch.
-    books
+    metrics
         Of that stage.
     budget
         Of this pass, if there is a policy.
@@ -166,13 +166,13 @@ class ReaderItems(Iterator[Any]):
     """Tasks of one reader that may be under way or wait."""
 
     def __init__(
-        self, stage: Stage, books: StageMetrics, budget: ErrorBudget | None = None
+        self, stage: Stage, metrics: StageMetrics, budget: ErrorBudget | None = None
     ) -> None:
-        self._stage, self.books, self._budget = stage, books, budget
+        self._stage, self.metrics, self._budget = stage, metrics, budget
         # All the mutable state:
         self._epoch = 0
         where = _places_of(stage, "reading")
-        self._waiting = [ResultQueue(budget, where) for _ in range(books.workers)]
+        self._waiting = [ResultQueue(budget, where) for _ in range(metrics.workers)]
         self._turn = 0
         self._over = False
 
@@ -221,7 +221,7 @@ class ReaderItems(Iterator[Any]):
                 self._take(wait)
 
     def _take(self, wait: bool) -> None:
-        self.books.pulled()
+        self.metrics.pulled()
         try:
             results = self._stage.pull(self._epoch, wait=wait)
         except StopIteration:
@@ -231,13 +231,13 @@ class ReaderItems(Iterator[Any]):
             raise
         except Exception as error:
             self._waiting[self._stage.last.worker].fail(error)
-            self.books.items_out += 1
+            self.metrics.items_out += 1
             return
         finally:
-            self.books.turned_away()
+            self.metrics.turned_away()
         worker = self._stage.last.worker
         notes = _notes_of(self._stage) or ()
-        self.books.items_out += self._waiting[worker].add(results, notes, worker)
+        self.metrics.items_out += self._waiting[worker].add(results, notes, worker)
 
     def close(self) -> None:
         """No more items are wanted in this pass."""

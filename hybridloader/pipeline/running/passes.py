@@ -1,155 +1,400 @@
-"""One pass over a line of a pipeline, as one of its operators sees it: its `Context`.
+"""One pass over a pipeline: the iterators of its nodes, made from the source on.
 
-It tells what the machine knows and asks it for what an operator may have. It starts nothing itself.
+A pass hands what outlives it (stages, relays) to the executor. It starts no worker itself and keeps
+nothing for the next pass.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from operator import attrgetter
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridloader._support.errors import StateError
+from hybridloader._support.errors import StateError, add_note
+from hybridloader._support.native_threads import one_thread_on_this_thread
+from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
-from hybridloader.pipeline.operators.base import Chain, Mark, Operator
+from hybridloader.engine.relay import FINAL, Relay
+from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Source, Upstream
+from hybridloader.pipeline.operators.counting import leaves_out
+from hybridloader.pipeline.operators.order import Repeat
+from hybridloader.pipeline.operators.pin import Sending, Taking
+from hybridloader.pipeline.operators.rows import GapsClosed
 from hybridloader.pipeline.running.dropping import Dropping
-from hybridloader.pipeline.running.run_position import Path, RunPosition
+from hybridloader.pipeline.running.executor import Executor
+from hybridloader.pipeline.running.flow import (
+    Depth,
+    Fragile,
+    Guarded,
+    ReaderItems,
+    StageItems,
+    couple,
+)
+from hybridloader.pipeline.running.inline_items import InlineItems
+from hybridloader.pipeline.running.plan import InlineNode, OperatorNode, RelayNode, WorkerNode
+from hybridloader.pipeline.running.run_position import (
+    Path,
+    RunPosition,
+    before,
+    number_of,
+    passes_one_by_one,
+)
 
 if TYPE_CHECKING:
+    from hybridloader.engine.refresh import Change
+    from hybridloader.fetching.on_error.error_budget import ErrorBudget
     from hybridloader.memory.page_locks import PageLocks
-    from hybridloader.pipeline.running.executor import Machine
+    from hybridloader.pipeline.running.running_stages import RunningStage
 
 
-class Start(NamedTuple):
-    """Where something begins.
+class Offset(NamedTuple):
+    """Place in a stream of items where something begins.
 
     Attributes
     ----------
     items
-        How many of its items are had already.
+        Items before that place.
     slack
-        How many of these need not be there; see `Dropping`.
+        Number of these that need not be there; see `Dropping`.
     """
 
     items: int = 0
     slack: int = 0
 
 
-class Pass:
-    """One pass over a line.
+Opening = Generator[tuple[int, Offset], Iterator[Any], Iterator[Any]]
+"""Opens one node: yields the number and offset of the node it needs, is sent it, returns its own."""
+
+
+def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
+    """Make the iterators of one run, and start them. The run before is broken off."""
+    executor.begin_run()
+    position.layout = executor.layout
+    run = ChainPass(executor, position, executor.chain, (), position.epoch, {}, executor.left)
+    return run.open(Offset(position.start.given))
+
+
+class ChainPass:
+    """One pass over a chain.
 
     Parameters
     ----------
-    trail
-        Of the run that it is a part of.
+    position
+        Position of the run that this pass is a part of.
     path
-        Of the line, or of the operator that sees it.
-    number
-        Of that operator in its line.
-    begins
-        Where that operator begins.
-    saved
-        What that operator marked in the run before.
+        Path of the chain.
+    shared
+        Values that the operators of this pass share.
+    left
+        Cancelled when nobody wants items any more.
     rows
-        Whether a later `zip` numbers its items, so that a left-out item keeps its place.
+        True if a later `zip` numbers the items, so that a left-out item keeps its place.
     """
 
     def __init__(
         self,
-        machine: Machine,
-        trail: RunPosition,
+        executor: Executor,
+        position: RunPosition,
+        chain: Chain,
         path: Path,
         epoch: int,
         shared: dict[Any, Any],
         left: TaskContext,
-        operator: Operator | None = None,
-        number: int = 0,
-        begins: Start = Start(),  # noqa: B008 - it can't be changed
-        saved: Mark | None = None,
         *,
         rows: bool = False,
     ) -> None:
-        self._machine, self.trail, self.path = machine, trail, path
-        self._operator, self._number = operator, number
-        self.epoch, self.shared, self.left = epoch, shared, left
-        self.begins, self.saved, self.rows = begins, saved, rows
-        self._opened = 0
+        self.executor, self.position, self.path = executor, position, path
+        self.epoch, self.shared, self.left, self.rows = epoch, shared, left, rows
+        self._chain, self._nodes = chain, executor.nodes_of(chain, path)
+        self._started: list[Relay] = []
 
-    def at(
-        self, path: Path, number: int, operator: Operator, begins: Start, saved: Mark | None
-    ) -> Pass:
-        """The same pass, for the operator at `path`, the one with that number in its line."""
+    def open(self, start: Offset, at: int | None = None) -> Iterator[Any]:
+        """Open the nodes up to number `at`, None being the last, and start the relays among them."""
+        items = self._open(len(self._nodes) - 1 if at is None else at, start)
+        for relay in self._started:
+            relay.start()
+        return items
+
+    def drop(self, items: Iterator[Any], first: Offset, name: str) -> Iterator[Any]:
+        """Return `items` without the first, which the run before has given."""
+        if not first.items:
+            return items
+        dropping = Dropping(items, first.items, first.slack, self.left, name)
+        self.position.droppings.append(dropping)
+        return dropping
+
+    def _open(self, at: int, start: Offset) -> Iterator[Any]:
+        """Open the nodes up to number `at`, to go on after the first items.
+
+        Each node asks this loop for the node before it, and does not call it: a long chain would be
+        too many nested calls.
+        """
+        todo = [self._opening(at, start)]
+        items: Any = None
+        while True:
+            try:
+                wanted = todo[-1].send(items)
+            except StopIteration as done:
+                todo.pop()
+                items = done.value
+                if not todo:
+                    return items  # type: ignore[no-any-return]
+            else:
+                todo.append(self._opening(*wanted))
+                items = None
+
+    def _opening(self, at: int, start: Offset) -> Opening:
+        """Open the node number `at`, as `_open` does."""
+        node = self._nodes[at]
+        if isinstance(node, OperatorNode):
+            return (yield from self._open_operator(node, at, start))
+        raised = bool(self.position.start.raised)
+        if not start.items or passes_one_by_one(node, raised):
+            return (yield from self._open_node(at, start))
+        items = yield from self._open_node(at, Offset())
+        return self.drop(items, start, node.name)
+
+    def _open_node(self, at: int, start: Offset) -> Opening:
+        """Open a node that gives one item for each it takes, the nodes before it at `start`, too."""
+        node, where = self._nodes[at], (*self.path, at)
+        if isinstance(node, WorkerNode) and node.reads:
+            return self._open_readers(node, where)
+        if isinstance(node, WorkerNode):
+            return (yield from self._open_stage(node, where, start))
+        items = yield at - 1, start
+        if isinstance(node, InlineNode):
+            return self._open_inline(node, where, items, start)
+        assert isinstance(node, RelayNode)
+        return self._open_relay(node, where, items)
+
+    def _open_operator(self, node: OperatorNode, at: int, start: Offset) -> Opening:
+        operator, number = node.operator, number_of(self._nodes, at)
+        saved = self.position.saved(self.path, number, self.epoch)
+        raised = bool(self.position.start.raised)
+        parts = before(operator, start.items, self.epoch, saved, raised)
+        # Where it can't begin behind the first items, they are made again and dropped here.
+        dropped, begins = (start, Offset()) if parts is None else (Offset(), start)
+        context = OperatorContext(self, at, operator, number, begins, saved)
+        begins = _offset_before(operator, begins)
+        if type(operator).begin is Operator.begin:
+            items = operator.open((yield at - 1, begins), context)
+        else:
+            items = operator.begin(self._upstream(operator, at, begins), context)
+        if not isinstance(items, Iterator):
+            raise TypeError(
+                f"operator {node.name!r}: open() must return an iterator, not {items!r}; "
+                "return iter(...) of it"
+            )
+        if isinstance(operator, Source):
+            items = Guarded(items, self.left)
+            if not self.rows and leaves_out(operator.branches()):
+                items = GapsClosed(items)
+        elif isinstance(items, GeneratorType):
+            items = Fragile(items, node.name)
+        return self.drop(items, dropped, node.name)
+
+    def _upstream(self, operator: Operator, at: int, begins: Offset) -> Upstream:
+        """Return what gives `operator`, the one at number `at`, its passes over the nodes before it."""
+        passes = 0
+        repeat = operator if isinstance(operator, Repeat) else None
+        times = 1 if repeat is None else (repeat.times or 1)
+
+        def upstream(
+            number: int | None = None, *, epoch: int | None = None, start: int = 0
+        ) -> Iterator[Any]:
+            nonlocal passes
+            number = passes if number is None else number
+            passes = number + 1
+            if number == 0 and repeat is None and epoch is None:
+                return self._open(at - 1, begins)
+            if epoch is None:
+                epoch = self.epoch * times + number
+            again = ChainPass(
+                self.executor,
+                self.position,
+                self._chain,
+                self.path,
+                epoch,
+                {},
+                self.left,
+                rows=self.rows,
+            )
+            return again.open(Offset(start, begins.slack), at - 1)
+
+        return upstream
+
+    def _open_inline(
+        self, node: InlineNode, where: Path, items: Iterator[Any], start: Offset
+    ) -> Iterator[Any]:
+        stages, policy = self.executor.stages, node.placement.on_error
+        if node.placement.worker_init_fn is not None:
+            node.placement.worker_init_fn(0)
+        for work in node.works:
+            sample_rng = stages.sample_rng_of(work, self.path, self.epoch, start.items)
+            budget = stages.error_budget(
+                where, node.placement, work.name, self.epoch, gaps=self.rows
+            )
+            try:
+                items = InlineItems(
+                    items, work.step(), work.name, self.left, sample_rng, policy, budget
+                )
+            except Exception as error:
+                add_note(error, f"In stage {work.name!r}, setting it up.")
+                raise
+        return items
+
+    def _open_relay(self, node: RelayNode, where: Path, items: Iterator[Any]) -> Iterator[Any]:
+        executor = self.executor
+        pinner = executor.pinner_of(node)
+        relay = Relay(
+            items if pinner is None else Sending(items, pinner, node.name),
+            f"hybridloader-{node.what or node.name}",
+            depth=node.depth or node.least,
+            weigh=None if pinner is None else attrgetter("size"),
+            limit=0 if node.operator is None else node.operator.buffer_bytes,
+            # It may collate, and all cores are taken: by the workers.
+            prepare=one_thread_on_this_thread if pinner is None else pinner.prepare,
+            start=False,
+        )
+        stage = items.items if isinstance(items, Dropping) else items
+        if isinstance(stage, StageItems):
+            executor.stage_before[where] = stage
+        if isinstance(stage, (StageItems, ReaderItems)):
+            stage.metrics.behind = relay
+        if node.depth is None:
+            depth = executor.depths[where] = Depth(relay, node.least)
+            if isinstance(stage, StageItems):
+                couple(stage, depth)
+        executor.add_relay(node, where, relay)
+        self._started.append(relay)
+        return relay if pinner is None else Taking(relay, pinner)
+
+    def _stage(
+        self, node: WorkerNode, where: Path
+    ) -> tuple[RunningStage, tuple[Change, ...], ErrorBudget | None]:
+        """Return the stage of `node`, with the changes of its dataset that its workers must be told."""
+        stages = self.executor.stages
+        stage = stages.of(where, node)
+        changes = stage.watch.changes() if stage.watch is not None and stage.begun else ()
+        stage.begun = True
+        budget = stages.error_budget(where, node.placement, node.name, self.epoch, gaps=self.rows)
+        return stage, changes, budget
+
+    def _open_readers(self, node: WorkerNode, where: Path) -> Iterator[Any]:
+        stage, changes, budget = self._stage(node, where)
+        stage.counter.begin(self.epoch)
+        stage.readers = ReaderItems(stage.stage, stage.metrics, budget)
+        stage.readers.begin(changes)
+        return stage.readers
+
+    def _open_stage(self, node: WorkerNode, where: Path, start: Offset) -> Opening:
+        at, executor, placement = where[-1], self.executor, node.placement
+        stage, changes, budget = self._stage(node, where)
+        items = yield at - 1, start
+        stage_before = self._nodes[at - 2] if at > 1 else None
+        batching = TaskBatching(
+            items,
+            forwarded=isinstance(stage_before, WorkerNode) and stage_before.forwarded,
+            least=placement.threads_per_worker,
+            # What is counted in bytes is counted item by item.
+            most=1 if placement.buffer_bytes else placement.prefetch,
+            final=FINAL,
+        )
+        found = StageItems(stage.stage, stage.metrics, items, batching, budget)
+        found.forwarded = node.forwarded
+        relay = (*self.path, at - 1)
+        depth, source = executor.depths.get(relay), executor.stage_before.get(relay)
+        if depth is not None:
+            couple(found, depth)
+        if source is not None and source.forwarded:
+            source.batching.no_larger_than(batching)  # what it gives can't be divided here
+        stage.counter.begin(self.epoch, start.items)
+        found.begin(changes)
+        return found
+
+
+class OperatorContext:
+    """The `Context` of an operator in one pass: see there.
+
+    Parameters
+    ----------
+    of
+        Pass over the chain that the operator is in.
+    at, number
+        Numbers of the operator among the nodes of its chain, and among the operators.
+    begins
+        Place where the operator begins.
+    saved
+        Last mark of the operator in the run before.
+    """
+
+    def __init__(
+        self,
+        of: ChainPass,
+        at: int,
+        operator: Operator,
+        number: int,
+        begins: Offset,
+        saved: Mark | None,
+    ) -> None:
         if saved is not None and saved.at > begins.items:
             raise StateError(
                 f"operator {operator.name!r} would have to begin at item {begins.items}, and the state "
                 f"knows it from item {saved.at} on; begin the epoch anew"
             )
-        shared, left = self.shared, self.left
-        return Pass(
-            self._machine,
-            self.trail,
-            path,
-            self.epoch,
-            shared,
-            left,
-            operator,
-            number,
-            begins,
-            saved,
-            rows=self.rows,
-        )
-
-    def another(self, path: Path, epoch: int) -> Pass:
-        """A pass of its own over a line, as a part of the same run."""
-        return Pass(self._machine, self.trail, path, epoch, {}, self.left, rows=self.rows)
-
-    @property
-    def start(self) -> int:
-        return self.begins.items
+        self._pass, self._where = of, (*of.path, at)
+        self._operator, self._number, self._begins = operator, number, begins
+        self.epoch, self.shared, self.start, self.saved = of.epoch, of.shared, begins.items, saved
+        self._opened = 0
 
     @property
     def seed(self) -> int | None:
-        machine = self._machine
-        return machine.seed if machine.seeded else None
+        executor = self._pass.executor
+        return executor.seed if executor.seeded else None
 
     @property
     def locks(self) -> PageLocks | None:
-        return self._machine.stations.locks.get(self.path)
+        return self._pass.executor.stages.locks.get(self._where)
 
     @property
     def run_seed(self) -> int:
-        return self._machine.seed
+        return self._pass.executor.seed
 
     def random(self, seed: int | None) -> random.Random:
         if seed is not None:
             return random.Random(f"{seed}/{self.epoch}")
-        return random.Random(f"{self._machine.seed}/{self.path[:-1]}/{self._number}/{self.epoch}")
+        return random.Random(f"{self.run_seed}/{self._pass.path}/{self._number}/{self.epoch}")
 
     def draw(self) -> int:
-        return self._machine.draw(self.path[:-1], self.epoch)
+        return self._pass.executor.draw(self._pass.path, self.epoch)
 
     def open(self, pipeline: Chain, start: int = 0, number: int | None = None) -> Iterator[Any]:
-        assert self._operator is not None
+        own, executor, operator = self._pass, self._pass.executor, self._operator
         branch = self._opened if number is None else number
         self._opened = branch + 1
-        path = self._machine.path_of(self._operator, self.path, branch)
-        shared, left = self.shared, self.left
-        rows = self._machine.joins_rows(self._operator, inside=self.rows)
-        inner = Pass(self._machine, self.trail, path, self.epoch, shared, left, rows=rows)
-        return self._machine.open_line(pipeline, path, inner, Start(start, self.begins.slack))
+        path = executor.layout.path_of(operator, self._where, branch)
+        rows = executor.joins_rows(operator, inside=own.rows)
+        inner = ChainPass(
+            executor, own.position, pipeline, path, self.epoch, self.shared, own.left, rows=rows
+        )
+        return inner.open(Offset(start, self._begins.slack))
 
     def mark(self, at: int, value: Any) -> None:
-        self.trail.mark(self.path[:-1], self._number, self.epoch, Mark(at, value))
+        self._pass.position.mark(self._pass.path, self._number, self.epoch, Mark(at, value))
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
-        assert self._operator is not None
-        start, slack = self.begins
-        return self.without(items, Start(start - at, slack), self._operator.name)
+        start, slack = self._begins
+        return self._pass.drop(items, Offset(start - at, slack), self._operator.name)
 
-    def without(self, items: Iterator[Any], first: Start, name: str) -> Iterator[Any]:
-        """`items` but the first, which come again."""
-        if not first.items:
-            return items
-        dropping = Dropping(items, first.items, first.slack, self.left, name)
-        self.trail.droppings.append(dropping)
-        return dropping
+
+def _offset_before(operator: Operator, begins: Offset) -> Offset:
+    """Return the offset of what is before `operator` if that begins at `begins`."""
+    items, slack = begins
+    start = operator.seek(items) if items else 0
+    if not start:
+        return Offset(0, slack)  # it may have several passes, and begin them itself
+    certain = items - slack  # items that are there for sure
+    least = (operator.seek(certain - 1) or 0) + 1 if certain > 1 else min(certain, 1)
+    return Offset(start, start - least)

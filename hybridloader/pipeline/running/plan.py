@@ -56,13 +56,13 @@ class WorkerNode:
 
     Attributes
     ----------
-    sealed
+    forwarded
         Whether its results go straight to another stage of processes.
     """
 
     works: tuple[Work | Readers, ...]
     placement: Placement
-    sealed: bool = False
+    forwarded: bool = False
 
     @property
     def name(self) -> str:
@@ -192,7 +192,7 @@ def _nodes_of(pipeline: Chain) -> tuple[Node, ...]:
         nodes.append(_usable(node) if isinstance(node, WorkerNode) else node)
     if _needs_relay_at_end(nodes):
         nodes.append(_relay_behind(nodes[-1]))
-    return tuple(_sealed(nodes))
+    return tuple(_forwarded(nodes))
 
 
 def _usable(node: WorkerNode) -> WorkerNode:
@@ -345,7 +345,7 @@ def _has_live_branch(node: Node) -> bool:
     return any(_laid(branch).live for branch in node.operator.branches())
 
 
-def _sealed(nodes: list[Node]) -> Iterator[Node]:
+def _forwarded(nodes: list[Node]) -> Iterator[Node]:
     """Between two stages of processes, results are passed on as they came."""
     for node, relay, behind in zip(
         nodes, [*nodes[1:], None], [*nodes[2:], None, None], strict=False
@@ -354,6 +354,6 @@ def _sealed(nodes: list[Node]) -> Iterator[Node]:
         direct = plain and isinstance(behind, WorkerNode)
         if direct and isinstance(node, WorkerNode) and not node.reads:
             assert isinstance(behind, WorkerNode)
-            yield replace(node, sealed=node.forwards and behind.forwards)
+            yield replace(node, forwarded=node.forwards and behind.forwards)
         else:
             yield node

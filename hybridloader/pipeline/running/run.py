@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.errors import IteratorClosed, StateError
@@ -14,7 +15,8 @@ from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.dropping import NO_ITEM
-from hybridloader.pipeline.running.executor import Machine
+from hybridloader.pipeline.running.executor import Executor
+from hybridloader.pipeline.running.passes import open_run
 from hybridloader.pipeline.running.run_position import Counts, RunPosition
 from hybridloader.pipeline.running.state import Position, checked
 from hybridloader.pipeline.running.statistics import PipelineStats, collect, report
@@ -36,7 +38,7 @@ class Run(Iterator[Any]):
 
     def __init__(
         self,
-        machine: Machine,
+        executor: Executor,
         epoch: int,
         epochs: Epochs | None = None,
         resumed: Position | None = None,
@@ -47,25 +49,25 @@ class Run(Iterator[Any]):
         self._asked = False
         self._over: BaseException | None = None
         self._finalizer: Any = None
-        self._begin(machine, epoch, resumed)
+        self._begin(executor, epoch, resumed)
 
-    def _begin(self, machine: Machine, epoch: int, resumed: Position | None) -> None:
-        self._machine, self.epoch = machine, epoch
+    def _begin(self, executor: Executor, epoch: int, resumed: Position | None) -> None:
+        self._executor, self.epoch = executor, epoch
         if self._epochs is None:
-            self._finalizer = closed_with(self, machine)
+            self._finalizer = closed_with(self, executor)
         counts, saved = (Counts(), {}) if resumed is None else (resumed.counts, resumed.saved)
-        self._trail = RunPosition(machine.pipeline, epoch, counts, saved)
+        self._position = RunPosition(executor.chain, epoch, counts, saved)
         self._items: Iterator[Any] = iter(())
-        self._left, self._skipped = machine.left, machine.stations.failure_log.records
+        self._left, self._skipped = executor.left, executor.stages.failure_log.records
         if resumed is not None and resumed.finished:
             self._end(StopIteration())
             return
         try:
-            self._items = machine.begin(epoch, self._trail)
+            self._items = open_run(executor, self._position)
         except BaseException:
-            machine.close()
+            executor.close()
             raise
-        self._left, self._skipped = machine.left, machine.stations.failure_log.records
+        self._left, self._skipped = executor.left, executor.stages.failure_log.records
 
     def __next__(self) -> Any:
         return self._ask(self._items.__next__)
@@ -83,14 +85,16 @@ class Run(Iterator[Any]):
         return self._ask(getattr(self._items, "next_nowait", self._items.__next__))
 
     def _ask(self, get: Any) -> Any:
-        if os.getpid() != self._machine.owner:  # and the lock may be one that nobody here will open
+        if (
+            os.getpid() != self._executor.owner
+        ):  # and the lock may be one that nobody here will open
             self._refuse()
         with self._asking:
-            machine = self._machine
+            executor = self._executor
             if self._over is not None or self._left.cancelled:
                 self._refuse()
             self._asked = True
-            trail, began = self._trail, time.monotonic()
+            position, began = self._position, time.monotonic()
             try:
                 item = get()
             except StopIteration as end:
@@ -103,8 +107,8 @@ class Run(Iterator[Any]):
             except NO_ITEM:
                 raise
             except Exception:
-                trail.raised += 1
-                trail.given += 1
+                position.raised += 1
+                position.given += 1
                 raise
             except BaseException:
                 # An interrupt. Of what this thread did itself, an item may be lost.
@@ -112,23 +116,23 @@ class Run(Iterator[Any]):
                     self._end(IteratorClosed("it was interrupted"))
                 raise
             finally:
-                machine.waited += time.monotonic() - began
-            machine.given += 1
-            trail.given += 1
+                executor.waited += time.monotonic() - began
+            executor.given += 1
+            position.given += 1
             return item
 
     def _end(self, why: BaseException) -> None:
         # Not the error itself: its traceback holds this object.
         self._over = why if isinstance(why, StopIteration) else type(why)(*why.args)
-        self._trail.finished = isinstance(why, StopIteration)
+        self._position.finished = isinstance(why, StopIteration)
         if self._epochs is None:
             self.close()
 
     def _refuse(self) -> None:
         if isinstance(self._over, StopIteration):
             raise StopIteration
-        park_at_exit()  # the machine may have been closed between two items of this thread
-        if os.getpid() != self._machine.owner:
+        park_at_exit()  # the executor may have been closed between two items of this thread
+        if os.getpid() != self._executor.owner:
             raise IteratorClosed(
                 "this iterator belongs to the process that this one was forked from; make one here"
             )
@@ -145,7 +149,7 @@ class Run(Iterator[Any]):
         if self._finalizer is not None:
             self._finalizer()
         elif not self._left.cancelled:
-            self._machine.break_off()
+            self._executor.break_off()
 
     @property
     def closed(self) -> bool:
@@ -169,7 +173,7 @@ class Run(Iterator[Any]):
             The order of the items is left to chance, by ``in_order=False``; or a source can't tell
             its state.
         """
-        return _state(self._machine, self._trail)
+        return _state(self._executor, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another run was; only before the first item. See `Pipeline.run`.
@@ -190,12 +194,12 @@ class Run(Iterator[Any]):
                     + ("is over" if self._over is not None else "has begun")
                     + "; make another, with run(state=...)"
                 )
-            pipeline = self._machine.pipeline
+            pipeline = self._executor.chain
             resumed = checked(state, pipeline)
             self._finalizer()
             # Other workers, too: theirs are seeded.
             self._begin(
-                Machine(pipeline, None, resumed, idle=resumed.finished), resumed.epoch, resumed
+                Executor(pipeline, None, resumed, idle=resumed.finished), resumed.epoch, resumed
             )
 
     @property
@@ -204,7 +208,7 @@ class Run(Iterator[Any]):
 
         Counted wherever in the pipeline that is done, until the last of them is.
         """
-        return self._trail.progress
+        return self._position.progress
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
@@ -213,11 +217,11 @@ class Run(Iterator[Any]):
 
     def report(self) -> str:
         """The workers of every stage: what each is doing, and has done. From any thread."""
-        return report(self._machine)
+        return report(self._executor)
 
     def stats(self) -> PipelineStats:
         """What every stage has done and waited for until now, and which one holds up the others."""
-        return collect(self._machine)
+        return collect(self._executor)
 
     def __enter__(self) -> Run:
         if self.closed and not isinstance(self._over, StopIteration):
@@ -228,14 +232,15 @@ class Run(Iterator[Any]):
         self.close()
 
 
-def _state(machine: Machine, trail: RunPosition) -> dict[str, Any]:
-    finished = trail.finished
-    counts, saved = (trail.counts, {}) if finished else trail.position()
+def _state(executor: Executor, position: RunPosition) -> dict[str, Any]:
+    finished = position.finished
+    counts, saved = (position.counts, {}) if finished else position.position()
     if counts.given and not finished:
-        machine.refuse_disorder()
-    seed, seeded, draws = machine.seed, machine.seeded, machine.draws
-    position = Position(seed, seeded, trail.epoch, counts, finished, draws, saved)
-    return position.as_dict(machine.descriptions)
+        executor.refuse_disorder()
+    state = replace(
+        executor.position(position.epoch), counts=counts, finished=finished, saved=saved
+    )
+    return state.as_dict(executor.descriptions)
 
 
 class Epochs(Iterator[Run]):
@@ -255,13 +260,13 @@ class Epochs(Iterator[Run]):
         self._first = first
         # All the mutable state:
         self._left, self._next, self._resumed = count, first, resumed
-        self._trail: RunPosition | None = (
+        self._position: RunPosition | None = (
             None  # of the run, which is not held: whoever has it may let it go
         )
         if resumed is not None:
             self._skip_to(resumed)
-        self._machine = Machine(pipeline, seed, resumed, first=first, idle=self._left == 0)
-        self._finalizer = closed_with(self, self._machine)
+        self._executor = Executor(pipeline, seed, resumed, first=first, idle=self._left == 0)
+        self._finalizer = closed_with(self, self._executor)
 
     def _skip_to(self, resumed: Position) -> None:
         """Begin in the epoch of a state, or behind it."""
@@ -280,7 +285,7 @@ class Epochs(Iterator[Run]):
         self._next += done
 
     def __next__(self) -> Run:
-        if self._machine.closed.cancelled:
+        if self._executor.closed.cancelled:
             raise IteratorClosed("these epochs are closed")
         if self._left is not None:
             if self._left == 0:
@@ -291,19 +296,18 @@ class Epochs(Iterator[Run]):
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.finished:
             resumed = None
-        run = Run(self._machine, epoch, self, resumed)
-        self._trail = run._trail
+        run = Run(self._executor, epoch, self, resumed)
+        self._position = run._position
         return run
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch that began last is, or the first if none has begun; see `Run.state_dict`."""
-        machine = self._machine
-        if self._trail is not None:
-            return _state(machine, self._trail)
+        executor = self._executor
+        if self._position is not None:
+            return _state(executor, self._position)
         if self._resumed is not None:
-            return self._resumed.as_dict(machine.descriptions)
-        position = Position(machine.seed, machine.seeded, self._next, draws=machine.draws)
-        return position.as_dict(machine.descriptions)
+            return self._resumed.as_dict(executor.descriptions)
+        return executor.position(self._next).as_dict(executor.descriptions)
 
     def close(self) -> None:
         """End all workers and threads."""

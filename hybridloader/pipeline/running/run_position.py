@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import copied
 from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Part
 from hybridloader.pipeline.operators.sources import Indices, Items
+from hybridloader.pipeline.operators.split import Branch
 from hybridloader.pipeline.operators.work import Lookup, Readers, Work
-from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
+from hybridloader.pipeline.running.plan import (
+    InlineNode,
+    Node,
+    OperatorNode,
+    RelayNode,
+    WorkerNode,
+    lay_out,
+)
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.running.dropping import Dropping
@@ -54,19 +62,38 @@ class Saved(NamedTuple):
     mark: Mark
 
 
-class Layout(NamedTuple):
-    """How a machine numbers its lines.
+class Layout:
+    """Numbers of the nodes of a pipeline and of its branches: their paths."""
 
-    Attributes
-    ----------
-    line
-        The nodes of a pipeline.
-    path_of
-        The path of a branch of an operator.
-    """
+    def __init__(self) -> None:
+        # All the mutable state:
+        self._nodes: dict[int, tuple[Node, ...]] = {}  # by the identity of their chain
+        self._forks: dict[int, Path] = {}  # by the identity of the fork
+        self._functions: dict[int, int] = {}  # number of each in its chain, by its identity
 
-    line: Callable[[Chain], tuple[Node, ...]]
-    path_of: Callable[[Operator, Path, int], Path]
+    def nodes_of(self, chain: Chain) -> tuple[Node, ...]:
+        """Return the nodes of a chain, laid out once."""
+        found = self._nodes.get(id(chain))
+        if found is None:
+            found = self._nodes[id(chain)] = lay_out(chain)
+            works = (
+                work
+                for node in found
+                if isinstance(node, (InlineNode, WorkerNode))
+                for work in node.works
+            )
+            self._functions.update((id(work), number) for number, work in enumerate(works))
+        return found
+
+    def path_of(self, operator: Operator, where: Path, number: int) -> Path:
+        """Return the path of a branch; a fork has one path, wherever it is opened from."""
+        if isinstance(operator, Branch):
+            return self._forks.setdefault(id(operator.fork), (-1 - len(self._forks),))
+        return (*where, number)
+
+    def number_of_function(self, work: Work | Readers) -> int:
+        """Return the number of a function in its chain, by which its seeds are told from others'."""
+        return self._functions[id(work)]
 
 
 class _Marks:
@@ -197,7 +224,7 @@ class RunPosition:
     ) -> Iterator[_Stop]:
         """The operators of one line that have marks, from its end on, behind its first `n` items."""
         assert self.layout is not None
-        nodes = self.layout.line(pipeline)
+        nodes = self.layout.nodes_of(pipeline)
         for at in reversed(range(len(nodes))):
             node = nodes[at]
             if not isinstance(node, OperatorNode):
@@ -219,8 +246,8 @@ class RunPosition:
             for part in parts:
                 if part.branch is not None:
                     inner = self.layout.path_of(operator, (*path, at), part.branch)
-                    line = branches[part.branch]
-                    yield from self._along(line, inner, part.start, part.epoch, raised, replayed)
+                    branch = branches[part.branch]
+                    yield from self._along(branch, inner, part.start, part.epoch, raised, replayed)
             own = [part for part in parts if part.branch is None]
             if not own:
                 return

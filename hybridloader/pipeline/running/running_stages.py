@@ -1,13 +1,12 @@
 """The stages of a running pipeline: how each is made of its node, and what is known of it from then on.
 
-A station outlives the passes of its pipeline: its workers stay for the next epoch. Nothing here knows
-what stands between two stages.
+A running stage outlives the passes of its pipeline: its workers stay for the next epoch. Nothing here
+knows what stands between two stages.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import IteratorClosed, ShippingError
@@ -22,8 +21,8 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.source_reader import ReadersFetch
 from hybridloader.pipeline.operators.work import Lookup, Placement, Readers, Work
 from hybridloader.pipeline.running.flow import ReaderItems
-from hybridloader.pipeline.running.plan import InlineNode, Node, WorkerNode
-from hybridloader.pipeline.running.run_position import Path
+from hybridloader.pipeline.running.plan import WorkerNode
+from hybridloader.pipeline.running.run_position import Layout, Path
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
 from hybridloader.seeding.sample_seeds import Origin
 
@@ -33,50 +32,41 @@ if TYPE_CHECKING:
 
 
 class RunningStage:
-    """A stage that runs, with its books."""
+    """A stage that runs, with its metrics."""
 
     def __init__(
         self,
         node: WorkerNode,
         stage: Stage,
-        books: StageMetrics,
+        metrics: StageMetrics,
         dataset: Any,
         counter: ItemCounter,
     ) -> None:
-        self.node, self.stage, self.books, self.counter = node, stage, books, counter
+        self.node, self.stage, self.metrics, self.counter = node, stage, metrics, counter
         self.watch = None if dataset is None else Watch(dataset)
         self.readers: ReaderItems | None = None
         self.begun = False
 
 
 class RunningStages(dict[Path, RunningStage]):
-    """The stages of one machine, by the paths of their nodes.
+    """The stages of one pipeline, by the paths of their nodes.
 
     Parameters
     ----------
     seed
         Of the run.
     closed
-        Up once the machine is.
+        Cancelled once the executor is closed.
+    layout
+        Numbers of the functions.
     """
 
-    def __init__(self, seed: int, closed: TaskContext) -> None:
+    def __init__(self, seed: int, closed: TaskContext, layout: Layout) -> None:
         super().__init__()
-        self._seed, self._closed = seed, closed
+        self._seed, self._closed, self._layout = seed, closed, layout
         # All the other mutable state:
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
-        self._numbers: dict[int, int] = {}  # of functions in their line, by their identity
-
-    def number(self, nodes: Sequence[Node]) -> None:
-        """Give the functions of a line their numbers, by which their seeds are told apart."""
-        works = [
-            work
-            for node in nodes
-            if isinstance(node, (InlineNode, WorkerNode))
-            for work in node.works
-        ]
-        self._numbers.update((id(work), number) for number, work in enumerate(works))
 
     def of(self, path: Path, node: WorkerNode) -> RunningStage:
         """The stage of the node at `path`, which is started if it does not run."""
@@ -87,7 +77,7 @@ class RunningStages(dict[Path, RunningStage]):
             raise IteratorClosed("the pipeline was closed")
         placement = node.placement
         assert placement.backend is not None
-        books = found.books if found is not None else _books(node)
+        metrics = found.metrics if found is not None else _metrics_of(node)
 
         def fewest_at_hand(scheduler: Scheduler) -> int | None:
             readers = self[path].readers
@@ -103,8 +93,8 @@ class RunningStages(dict[Path, RunningStage]):
                 timeout=placement.timeout,
                 persistent=True,  # whoever pulls it shall not wait for its workers to end
                 dispatch=fewest_at_hand if node.reads else least_busy,
-                flow_control=books,
-                forwards=node.sealed,
+                flow_control=metrics,
+                forwards=node.forwarded,
                 on_worker_death=placement.on_worker_death,
                 task_timeout=placement.task_timeout,
                 locks=self.locks.get(path),
@@ -113,8 +103,8 @@ class RunningStages(dict[Path, RunningStage]):
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error
         dataset = None if placement.backend.in_process else _dataset(node)
-        station = self[path] = RunningStage(node, stage, books, dataset, counter)
-        return station
+        running = self[path] = RunningStage(node, stage, metrics, dataset, counter)
+        return running
 
     def _spec(self, path: Path, node: WorkerNode) -> WorkerSpec:
         placement = node.placement
@@ -135,28 +125,28 @@ class RunningStages(dict[Path, RunningStage]):
         )
 
     def _origin(
-        self, placement: Placement, line: Path, works: tuple[Work | Readers, ...], epoch: int = 0
+        self, placement: Placement, path: Path, works: tuple[Work | Readers, ...], epoch: int = 0
     ) -> Origin | None:
         """What the seeds follow from. A function has the same, wherever it runs and whatever with."""
         if placement.seeding is None:
             return None
         seed = placement.seeding.seed
-        stages = tuple(f"{line}/{self._numbers[id(work)]}" for work in works)
+        stages = tuple(f"{path}/{self._layout.number_of_function(work)}" for work in works)
         return Origin(self._seed if seed is None else seed, epoch, stages, any_thread=True)
 
-    def sample_rng_of(self, work: Work, line: Path, epoch: int, first: int) -> SampleRng | None:
+    def sample_rng_of(self, work: Work, path: Path, epoch: int, first: int) -> SampleRng | None:
         """What seeds a function that is called where its results are asked for: on any thread."""
-        origin = self._origin(work.placement, line, (work,), epoch)
+        origin = self._origin(work.placement, path, (work,), epoch)
         if origin is None:
             return None
         from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 
-        rng = ThreadSampleRng(origin, 0, stage=work.name)
-        rng.prepare()
-        rng.begin_at(first, epoch)
-        return rng
+        sample_rng = ThreadSampleRng(origin, 0, stage=work.name)
+        sample_rng.prepare()
+        sample_rng.begin_at(first, epoch)
+        return sample_rng
 
-    def budget(
+    def error_budget(
         self, where: Path, placement: Placement, name: str, epoch: int, *, gaps: bool
     ) -> ErrorBudget | None:
         """The account of what one pass of a stage loses; None if errors are raised."""
@@ -165,7 +155,7 @@ class RunningStages(dict[Path, RunningStage]):
         return ErrorBudget(placement.on_error, name, epoch, self.failure_log, where, gaps=gaps)
 
 
-def _books(node: WorkerNode) -> StageMetrics:
+def _metrics_of(node: WorkerNode) -> StageMetrics:
     placement = node.placement
     return StageMetrics(
         placement.num_workers, prefetch=placement.prefetch, buffer_bytes=placement.buffer_bytes

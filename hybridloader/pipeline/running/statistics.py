@@ -11,7 +11,8 @@ from hybridloader.engine.diagnosis import workers_table
 from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
-    from hybridloader.pipeline.running.executor import Machine, Path
+    from hybridloader.pipeline.running.executor import Executor
+    from hybridloader.pipeline.running.run_position import Path
 
 _IDLE = 0.05
 """A loop that waits for less than this part of its time is what holds everything up."""
@@ -121,60 +122,60 @@ class PipelineStats:
         return "\n".join(lines)
 
 
-def collect(machine: Machine) -> PipelineStats:
-    """The state of a machine, over all passes until now."""
-    found = list(_line(machine, ()))
-    seconds, waited = machine.seconds, machine.waited
+def collect(executor: Executor) -> PipelineStats:
+    """The state of an executor, over all passes until now."""
+    found = list(_line(executor, ()))
+    seconds, waited = executor.seconds, executor.waited
     busy = max(0.0, seconds - waited)
     counted = sum(stage.skipped for stage in found)  # the rest was skipped by whoever asked
-    skipped = machine.stations.failure_log.total - counted
-    loop = StageStats("your loop", "caller", 1, machine.given, busy, waited, 0.0, 0.0, 0, skipped)
+    skipped = executor.stages.failure_log.total - counted
+    loop = StageStats("your loop", "caller", 1, executor.given, busy, waited, 0.0, 0.0, 0, skipped)
     return PipelineStats((*found, loop), seconds)
 
 
-def report(machine: Machine) -> str:
+def report(executor: Executor) -> str:
     """A table for each stage, of its workers."""
     tables = []
-    for where in sorted(machine.stations):
-        station = machine.stations[where]
-        tables.append(f"{station.node.name}\n{workers_table(station.stage.report())}")
+    for where in sorted(executor.stages):
+        running = executor.stages[where]
+        tables.append(f"{running.node.name}\n{workers_table(running.stage.report())}")
     return "\n\n".join(tables)
 
 
-def _line(machine: Machine, path: Path) -> Iterator[StageStats]:
+def _line(executor: Executor, path: Path) -> Iterator[StageStats]:
     """The stages and threads of a pipeline, and of its branches before them."""
-    for where in sorted(machine.places()):
-        station = machine.stations.get(where)
-        if station is not None:
-            books = station.books
+    for where in sorted(executor.places()):
+        running = executor.stages.get(where)
+        if running is not None:
+            metrics = running.metrics
             yield StageStats(
-                station.node.name,
-                station.stage.backend.name,
-                books.workers,
-                books.items_out,
-                books.busy,
-                books.starved,
-                books.blocked,
-                books.other,
-                books.held,
-                machine.stations.failure_log.counts[where],
+                running.node.name,
+                running.stage.backend.name,
+                metrics.workers,
+                metrics.items_out,
+                metrics.busy,
+                metrics.starved,
+                metrics.blocked,
+                metrics.other,
+                metrics.held,
+                executor.stages.failure_log.counts[where],
             )
             continue
-        feeder = machine.feeders[where]
-        works = list(_pulled(machine.nodes_before(where)))
+        relay = executor.relay_metrics[where]
+        works = list(_pulled(executor.nodes_before(where)))
         names = [_label(node) for node in works]
-        if feeder.node.operator is not None:
-            names.append(feeder.node.name)
+        if relay.node.operator is not None:
+            names.append(relay.node.name)
         if not names:
             continue
-        waited = machine.waited_before(where)
-        busy = max(0.0, feeder.elapsed - feeder.blocked - waited)
+        waited = executor.waited_before(where)
+        busy = max(0.0, relay.elapsed - relay.blocked - waited)
         name = " + ".join(names)
-        items = feeder.items
-        blocked, queued = feeder.blocked, feeder.queued
+        items = relay.items
+        blocked, queued = relay.blocked, relay.queued
         # The functions that it calls are right before it.
         called = [(*where[:-1], at) for at in range(where[-1] - len(works), where[-1])]
-        skipped = sum(machine.stations.failure_log.counts[place] for place in called)
+        skipped = sum(executor.stages.failure_log.counts[place] for place in called)
         yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
 
 
