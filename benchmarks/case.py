@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.names import FRESH_RIVALS
+from benchmarks.names import FRESH_RIVALS, PACKAGES
 from benchmarks.results import Measurement
 
 Spec = dict[str, Any]
@@ -24,6 +25,15 @@ UNLIMITED = 1 << 30
 
 class CannotDo(Exception):
     """This loader can't do this work; the message says why."""
+
+
+def check_installed(loader: str) -> None:
+    """Raise `CannotDo` if the project of `loader`, which is a rival's, is not installed."""
+    package = PACKAGES[loader.split(" ")[0]]
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise CannotDo(f"not installed: pip install {package}") from None
 
 
 @dataclass(frozen=True)

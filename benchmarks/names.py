@@ -25,6 +25,9 @@ OURS = (*DATALOADERS, *HYBRIDS)
 FAMILIES = {"torchdata": "torchdata.nodes", "SPDL": "SPDL", "Grain": "Grain"}
 """First word of a rival's name -> the project. A rival may have several forms: 'SPDL threads'."""
 
+PACKAGES = {"torchdata": "torchdata", "SPDL": "spdl-core", "Grain": "grain"}
+"""First word of a rival's name -> the package to install."""
+
 RIVAL_THREADS = ("torchdata threads", "SPDL threads", "Grain threads")
 RIVAL_PROCESSES = ("torchdata processes", "SPDL subprocess", "SPDL processes", "Grain processes")
 FRESH_RIVALS = RIVAL_PROCESSES[2:]

@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.case import Answer, CannotDo, Case, Options, Spec, Variant
+from benchmarks.case import Answer, Case, Options, Spec, Variant, check_installed
 from benchmarks.datasets.plain import Ints
 
 TORCHDATA = "torchdata stateful"
@@ -16,10 +16,9 @@ BATCH = 256
 
 def _loader(name: str, length: int, workers: int, *, shuffled: bool) -> Any:
     if name == TORCHDATA:
-        try:
-            from torchdata.stateful_dataloader import StatefulDataLoader
-        except ImportError:
-            raise CannotDo("not installed: pip install torchdata") from None
+        check_installed(name)
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
         return StatefulDataLoader(Ints(length), BATCH, num_workers=workers, shuffle=shuffled)
     from hybridloader import DataLoader
     from hybridloader.sampling import ShuffleSampler
@@ -60,12 +59,16 @@ def go_on_in_the_middle(loader: str, spec: Spec) -> Answer:
     opened = _loader(loader, length, 0, shuffled=False)
     items = iter(opened)
     next(items)
-    state = _moved(opened.state_dict(), length // 2 // BATCH)
+    middle = length // 2 // BATCH
+    state = _moved(opened.state_dict(), middle)
     other = _loader(loader, length, 0, shuffled=False)
     began = time.perf_counter()
     other.load_state_dict(state)
-    next(iter(other))
-    return {"value": time.perf_counter() - began}
+    first = next(iter(other))
+    seconds = time.perf_counter() - began
+    if "," not in loader and first.tolist()[0] != middle * BATCH:  # in order, but for our sampler
+        raise RuntimeError(f"the state led to sample {first.tolist()[0]}, not to the middle")
+    return {"value": seconds}
 
 
 def _moved(state: dict[str, Any], batches: int) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from benchmarks import timing, usage
-from benchmarks.case import Answer, CannotDo, Case, Options, Spec, Variant
+from benchmarks.case import Answer, Case, Options, Spec, Variant, check_installed
 from benchmarks.datasets.plain import ENDLESS, identity
-from benchmarks.names import BACKENDS, PROCESS_BACKENDS
+from benchmarks.names import BACKENDS, PROCESS_BACKENDS, is_rival
 from benchmarks.targets import Target, at_most
 
 
@@ -40,15 +40,15 @@ def empty_stage(loader: str, spec: Spec) -> Answer:
 
 
 def _items(loader: str, stages: int, workers: int) -> contextlib.AbstractContextManager[Any]:
+    if not is_rival(loader):
+        return pipeline_of(loader, stages, workers)
+    check_installed(loader)
     project, _, form = loader.partition(" ")
-    if project == "SPDL":
-        return _spdl(form, stages, workers)
-    if project == "torchdata":
-        return _nodes(form, stages, workers)
-    return pipeline_of(loader, stages, workers)
+    return (_spdl if project == "SPDL" else _nodes)(form, stages, workers)
 
 
 def pipeline_of(loader: str, stages: int, workers: int) -> contextlib.AbstractContextManager[Any]:
+    """A running pipeline of so many empty stages; "by hand": of one that calls six functions."""
     from hybridloader import Pipeline
 
     backend, _, form = loader.partition(", ")
@@ -70,10 +70,8 @@ def by_hand(item: Any) -> Any:
 
 @contextlib.contextmanager
 def _spdl(form: str, stages: int, workers: int) -> Iterator[Any]:
-    try:
-        from spdl.pipeline import PipelineBuilder
-    except ImportError:
-        raise CannotDo("not installed: pip install spdl-core") from None
+    from spdl.pipeline import PipelineBuilder
+
     pool = ProcessPoolExecutor(workers) if form == "processes" else None
     builder = PipelineBuilder().add_source(range(ENDLESS))
     concurrency = 2 * workers if pool else workers
@@ -90,10 +88,8 @@ def _spdl(form: str, stages: int, workers: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _nodes(form: str, stages: int, workers: int) -> Iterator[Any]:
-    try:
-        from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
-    except ImportError:
-        raise CannotDo("not installed: pip install torchdata") from None
+    from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
+
     node: Any = IterableWrapper(range(ENDLESS))
     for _ in range(stages):
         method: Any = "process" if form == "processes" else "thread"

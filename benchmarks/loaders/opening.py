@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
-from benchmarks.case import CannotDo
+from benchmarks.case import CannotDo, check_installed
 from benchmarks.loaders import rival_grain, rival_spdl, rival_torchdata
 from benchmarks.loaders.dataloaders import DATALOADER_OPENERS
 from benchmarks.loaders.limits import LIMIT_OPENERS
 from benchmarks.loaders.pipelines import HYBRID_OPENERS, ONE_STAGE_OPENERS
 from benchmarks.loaders.work import Opener, Running, Work
 from benchmarks.names import is_rival
-
-_PACKAGES = {"torchdata": "torchdata", "SPDL": "spdl-core", "Grain": "grain"}
-"""First word of a rival's name -> what to install."""
 
 _BATCHES: dict[str, Opener] = {
     **LIMIT_OPENERS,
@@ -44,11 +39,7 @@ def open_loader(name: str, work: Work) -> Running:
         It can't do this work, or is not installed.
     """
     if is_rival(name):
-        package = _PACKAGES[name.split(" ")[0]]
-        try:
-            importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            raise CannotDo(f"not installed: pip install {package}") from None
+        check_installed(name)
         if work.workers == 0:
             raise CannotDo("measured with workers only")
     return _BY_STAGES[work.stages][name](work)

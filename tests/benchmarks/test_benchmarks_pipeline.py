@@ -5,6 +5,7 @@ No test here looks at how long something took.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import pickle
 import subprocess
@@ -25,8 +26,8 @@ pytest.importorskip("PIL")
 import psutil
 
 from benchmarks import harness, measurements, registry, report, timing
-from benchmarks.case import CannotDo, Case, Options, Variant
-from benchmarks.cases import hybrid, stage_metrics, stages, training_loop
+from benchmarks.case import CannotDo, Case, Measure, Options, Variant
+from benchmarks.cases import hybrid, resuming, stage_metrics, stages, training_loop
 from benchmarks.datasets.catalogue import remote as remote_dataset
 from benchmarks.datasets.remote import POOL, SIDE, Remote, Server, close_servers, files, server_of
 from benchmarks.names import HYBRIDS, STAGES_ALONE
@@ -337,12 +338,31 @@ def test_the_hybrid_s_cases_allow_more_processes_to_others_only() -> None:
     )
 
 
-def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("spdl", "spdl.pipeline", "torchdata", "torchdata.nodes"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for loader in ("SPDL threads", "torchdata threads"):
-        with pytest.raises(CannotDo, match="not installed"):
-            stages.empty_stage(loader, EMPTY)
+@pytest.mark.parametrize(
+    ("measure", "loader"),
+    [
+        (stages.empty_stage, "SPDL threads"),
+        (measurements.check, "Grain threads"),
+        (resuming.go_on_in_the_middle, resuming.TORCHDATA),
+    ],
+)
+def test_what_is_not_installed_is_left_out(
+    measure: Measure, loader: str, served: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    with pytest.raises(CannotDo, match="not installed: pip install"):
+        measure(loader, SMALL | EMPTY | {"length": 10})
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("loader", ["threads", "threads, ours", resuming.TORCHDATA])
+def test_a_state_leads_to_the_middle_of_the_samples(loader: str) -> None:
+    if loader == resuming.TORCHDATA:
+        pytest.importorskip("torchdata")
+    assert resuming.go_on_in_the_middle(loader, {"length": 10_000})["value"] > 0
 
 
 @pytest.mark.slow
