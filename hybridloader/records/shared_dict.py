@@ -1,14 +1,15 @@
 """`SharedDict`: a mapping of millions of keys, once for all worker processes.
 
-It is three `SharedList`: the keys, the values, and an index. The index has a word for each entry, the
-hash of the key above the number of the entry, and is sorted, so a key is found by bisection and no
-process builds a dict of its own. Reading imports neither torch nor numpy.
+It is three `SharedList`: the keys, the values, and a hash table that finds a key, so no process builds
+a dict of its own. Neither torch nor numpy is imported here.
+
+The table has open addressing with linear probing. A word of it is 0 for no entry, or the hash of a key
+above the number of its entry plus one. It is filled once; nothing is removed or rehashed.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
@@ -25,8 +26,11 @@ V = TypeVar("V")
 
 _PLAIN = frozenset([str, bytes, int, float, bool, type(None)])
 
-_ENTRY, _HASH = 0xFFFFFFFF, 0x7FFFFFFF
-"""Masks of a word of the index: its entry, and its hash once that is shifted down by 32 bits."""
+_LOW, _WORD = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio: products of neighbours with it are far apart (Knuth, The Art of
+Computer Programming 3, 6.4). A CRC is linear: the names of numbered files would form clusters."""
 
 
 class SharedDict(Unchanging, Mapping[K, V]):
@@ -64,16 +68,15 @@ class SharedDict(Unchanging, Mapping[K, V]):
     SharedDict({'cat': 3, 'dog': 5})
     """
 
-    __slots__ = ("__weakref__", "_index", "_keys", "_values")
+    __slots__ = ("__weakref__", "_keys", "_table", "_values")
     _plain = dict
 
     def __init__(self, mapping_or_pairs: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
         keys, values, hashes = _write(_pairs_of(mapping_or_pairs))
-        index, again = _sorted_index(hashes, keys)
+        table, again = _fill(hashes, keys)
         if not again:
             with closing(Column("SharedDict")) as column:
-                if index:
-                    column.add(index)
+                column.add(table)
                 self._attach(keys, values, SharedList._over(*column.share()))
             return
         # Rare, so it may take twice the time: each key where it came first, with the last value.
@@ -81,17 +84,17 @@ class SharedDict(Unchanging, Mapping[K, V]):
         entries = (entry for entry in range(len(keys)) if entry not in again)
         SharedDict.__init__(self, ((keys[n], values[last.get(n, n)]) for n in entries))
 
-    def _attach(self, keys: SharedList[K], values: SharedList[V], index: SharedList[int]) -> None:
-        self._keys, self._values, self._index = keys, values, index
+    def _attach(self, keys: SharedList[K], values: SharedList[V], table: SharedList[int]) -> None:
+        self._keys, self._values, self._table = keys, values, table
 
     def _find(self, key: Any) -> int:
         """The number of the entry; -1 if there is none."""
-        sought, index, keys = stable_hash(key), self._index._starts, self._keys
-        for word in index[bisect_left(index, sought << 32) :]:
-            if word >> 32 != sought:
-                break
-            if keys[word & _ENTRY] == key:
-                return word & _ENTRY
+        value, keys, table = stable_hash(key), self._keys, self._table._starts
+        slot = value & (mask := len(table) - 1)
+        while word := table[slot]:
+            if word >> 32 == value and keys[(word & _LOW) - 1] == key:
+                return (word & _LOW) - 1
+            slot = (slot + 1) & mask
         return -1
 
     def __contains__(self, key: object) -> bool:
@@ -129,11 +132,11 @@ class SharedDict(Unchanging, Mapping[K, V]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shared memory of keys, values and index together."""
-        return self._keys.nbytes + self._values.nbytes + self._index.nbytes
+        """Bytes of shared memory of keys, values and table together."""
+        return self._keys.nbytes + self._values.nbytes + self._table.nbytes
 
     def __reduce__(self) -> Any:
-        return SharedDict._over, (self._keys, self._values, self._index)
+        return SharedDict._over, (self._keys, self._values, self._table)
 
 
 class _Items(ItemsView[K, V]):
@@ -159,34 +162,30 @@ def stable_hash(key: Any) -> int:
     TypeError
         The key can't be hashed.
     """
-    if isinstance(key, str):
-        return crc32(str.encode(key, "utf-8", "surrogatepass")) & _HASH
-    if isinstance(key, bytes):
-        return crc32(key) & _HASH
-    if isinstance(key, tuple):
+    if isinstance(key, (str, bytes)):
+        value = crc32(str.encode(key, "utf-8", "surrogatepass") if isinstance(key, str) else key)
+    elif isinstance(key, tuple):
         value = hash(tuple(map(stable_hash, key)))
     else:
         value = 0 if key is None else hash(key)  # None's is its address, before Python 3.12
-    return (value ^ value >> 31) & _HASH
+    return ((value ^ value >> 32) * _GOLDEN & _WORD) >> 33
 
 
-def _sorted_index(hashes: array[int], keys: SharedList[Any]) -> tuple[array[int], dict[int, int]]:
-    """The index; and for each entry whose key came before, the entry where it came first."""
-    words = array("q", sorted(value << 32 | entry for entry, value in enumerate(hashes)))
+def _fill(hashes: array[int], keys: SharedList[Any]) -> tuple[array[int], dict[int, int]]:
+    """The table; and for each entry whose key came before, the entry where it came first."""
+    mask = (1 << max(3, (len(hashes) * 3 // 2).bit_length())) - 1  # two thirds fill it
+    table = array("q", bytes(8 * (mask + 1)))
     again: dict[int, int] = {}
-    firsts: list[int] = []  # the first entry of each key with the hash `before`
-    before = -1
-    for word in words:
-        if word >> 32 != before:
-            before, firsts = word >> 32, [word & _ENTRY]
-            continue
-        entry = word & _ENTRY
-        first = next((first for first in firsts if keys[first] == keys[entry]), None)
-        if first is None:
-            firsts.append(entry)
+    for entry, value in enumerate(hashes):
+        slot = value & mask
+        while word := table[slot]:
+            if word >> 32 == value and keys[(word & _LOW) - 1] == keys[entry]:
+                again[entry] = (word & _LOW) - 1
+                break
+            slot = (slot + 1) & mask
         else:
-            again[entry] = first
-    return words, again
+            table[slot] = value << 32 | (entry + 1)
+    return table, again
 
 
 def _pairs_of(source: Any) -> Iterator[Any]:

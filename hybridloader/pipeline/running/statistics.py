@@ -31,7 +31,7 @@ class StageStats:
         Of the stage; ``"your loop"`` for the one that takes the items.
     backend
         Where it runs.
-    workers
+    num_workers
         How many there are.
     items
         That came out of it.
@@ -51,7 +51,7 @@ class StageStats:
 
     name: str
     backend: str
-    workers: int
+    num_workers: int
     items: int
     busy: float
     starved: float
@@ -99,7 +99,7 @@ class PipelineStats:
         rows = [tuple(heading.split())]
         worst = self.bottleneck
         for stage in self.stages:
-            where = stage.backend + (f" x {stage.workers}" if stage.workers > 1 else "")
+            where = stage.backend + (f" x {stage.num_workers}" if stage.num_workers > 1 else "")
             rows.append(
                 (
                     stage.name,
