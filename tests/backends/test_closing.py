@@ -28,6 +28,7 @@ from support.failing import (
     start,
 )
 from support.forked import in_a_fork
+from support.impatient import be_impatient
 
 from hybridloader import IteratorClosed
 from hybridloader.engine import crews
@@ -83,7 +84,10 @@ def test_an_exhausted_iterator_stays_exhausted_also_after_a_close(backend: str) 
 
 
 @every_backend
-def test_a_close_from_another_thread_ends_the_wait(backend: str, tmp_path: Path) -> None:
+def test_a_close_from_another_thread_ends_the_wait(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_impatient(monkeypatch)
     gate = Gate(tmp_path)
     iterator = start(load(Samples(at_gate(gate, 0)), backend))
     waiting = threading.Event()

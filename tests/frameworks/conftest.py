@@ -9,6 +9,9 @@ import pytest
 
 HERE = Path(__file__).parent
 
+BESIDE = ("test_distributed.py", "test_pages.py")
+"""Tests that need torch alone, or are marked one by one: with the marker they would run twice in CI."""
+
 THEIRS = [
     # Helper modules of ignite, MONAI and PyG are compiled on first use.
     "ignore:`torch.jit:DeprecationWarning",
@@ -34,6 +37,7 @@ def _no_monitor_thread() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.frameworks)
+            if item.path.name not in BESIDE:
+                item.add_marker(pytest.mark.frameworks)
             for theirs in THEIRS:
                 item.add_marker(pytest.mark.filterwarnings(theirs))

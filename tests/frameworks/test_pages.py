@@ -52,7 +52,13 @@ def test_the_first_block_of_the_page_is_the_example(page: str) -> None:
     assert f"examples/frameworks/{example_of(page).name}" in text
 
 
-@pytest.mark.parametrize("page", NAMES)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(name, marks=() if FRAMEWORKS[name] == "torch" else pytest.mark.frameworks)
+        for name in NAMES
+    ],
+)
 def test_the_example_runs_as_a_script(page: str, tmp_path: Path) -> None:
     """From an empty folder, without a network; neither it nor we cause a warning."""
     module = FRAMEWORKS[page]

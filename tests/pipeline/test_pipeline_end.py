@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from support.impatient import be_impatient
 
 from hybridloader import IteratorClosed, Pipeline, Threads
 from hybridloader.engine.contract import Crew
@@ -30,7 +31,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Opened at the end, so that threads that wait at it can go; they are not waited for long."""
-    monkeypatch.setattr("hybridloader.engine.contract.PATIENCE", 0.1)
+    be_impatient(monkeypatch)
     found = Gate()
     yield found
     found.open()
