@@ -1,13 +1,13 @@
 """Collation: torch's own, made to write large batches into slots; and one for workers without torch.
 
-torch's `default_collate` stacks tensors by `collate_tensor_fn`. That function gets another body. It
+torch's `default_collate` stacks tensors by `collate_tensor_fn`. That function gets another body, which
 stacks into a slot of the worker that runs it; on a thread without slots it does what it did before.
-So a user's own collate function gains too, if it calls one of these two functions or passes
+A user's own collate function gains too, if it calls one of these two functions or passes
 `default_collate_fn_map` on. `collate_int_fn` and `collate_float_fn` get one that takes half the time.
 
-A worker process that has not imported torch collates what is plainly a number or an array with numpy,
-to arrive as the tensor that torch would have made. Anything else makes it import torch after all, so
-that odd cases, and errors, are torch's by construction.
+A worker process that has not imported torch collates plain numbers and arrays with numpy, to arrive as
+the tensor that torch would have made. Anything else makes it import torch, so that odd cases and errors
+are torch's own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -26,45 +27,40 @@ from hybridloader.memory.tensors import tensor_over
 
 
 class Slots(Protocol):
-    """Where a worker gets memory for its batches."""
+    """Source of memory for a worker's batches."""
 
     def empty(self, size: int) -> Any | None:
-        """A buffer of `size` bytes, with anything in it; None if there can be none."""
+        """Return an uninitialised buffer of `size` bytes; None if there can be none."""
 
 
 class _OnThisThread(threading.local):
     slots: Slots | None = None
-    """Where batches are collated into; None: into memory of their own."""
+    """Slots to collate into; None: each batch gets memory of its own."""
 
 
 on_this_thread = _OnThisThread()
 
 
 def set_slots(slots: Slots | None) -> Slots | None:
-    """Collate into `slots` on this thread from now on; gives those that were set before."""
+    """Collate into `slots` on this thread from now on; return the slots that were set before."""
     before, on_this_thread.slots = on_this_thread.slots, slots
     return before
 
 
-def slot_for(shape: tuple[int, ...], dtype: Any) -> Any | None:
-    """A tensor over a slot of this thread, with anything in it; None if it is not worth one."""
-    slots = on_this_thread.slots
-    if slots is None:
-        return None
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    if size < OWN:
-        return None
-    buffer = slots.empty(size)
-    return None if buffer is None else tensor_over(buffer, dtype, shape)
+def slot_for(
+    shape: tuple[int, ...], dtype: Any, over: Callable[[Any, Any, Any], Any] = tensor_over
+) -> Any | None:
+    """Return an uninitialised tensor over a slot of this thread; None if it is not worth one."""
+    slots, size = on_this_thread.slots, dtype.itemsize * prod(shape)
+    buffer = None if slots is None or size < OWN else slots.empty(size)
+    return None if buffer is None else over(buffer, dtype, shape)
 
 
 def teach_torch() -> None:
     """Give torch's functions that collate tensors and numbers a body of ours. Once per process.
 
-    An entry of ours in `default_collate_fn_map` would not reach whoever calls such a function itself, as
-    MONAI's collation does.
+    An entry of ours in `default_collate_fn_map` would not reach code that calls such a function
+    itself, as MONAI's collation does.
     """
     from torch.utils.data._utils import collate
 
@@ -89,7 +85,7 @@ def teach_torch() -> None:
 def _line_up(
     dtype: str, torchs: Callable[..., Any], batch: Any, *, collate_fn_map: Any = None
 ) -> Any:
-    """Make the tensor that `torchs` makes of numbers, by way of an array, which takes half the time."""
+    """Return the tensor that `torchs` makes of numbers; by way of an array it takes half the time."""
     import torch
 
     numpy: Any = sys.modules.get("numpy")
@@ -99,7 +95,7 @@ def _line_up(
             if array.dtype == dtype and array.ndim == 1:
                 return torch.tensor(array)
         except Exception:
-            pass  # whatever it is, torch says it
+            pass  # torch raises it
     return torchs(batch, collate_fn_map=collate_fn_map)
 
 
@@ -127,12 +123,12 @@ def _stack(torchs: Callable[..., Any], batch: Any, *, collate_fn_map: Any = None
                         batch, 0, out=out if kind is torch.Tensor else _as(elem, out)
                     )
                 except Exception:
-                    pass  # of different shapes, say, or one requires grad: as torch has it
+                    pass  # different shapes, or one requires grad: torch decides
     return torchs(batch, collate_fn_map=collate_fn_map)
 
 
 def _is_subclass(kind: type) -> bool:
-    """Tell whether torch's workers stack tensors of this class into memory that they give."""
+    """Return True if torch's workers stack tensors of this class into memory that they provide."""
     import torch
 
     return (
@@ -143,7 +139,7 @@ def _is_subclass(kind: type) -> bool:
 
 
 def _as(elem: Any, plain: Any) -> Any:
-    """Have a subclass make a tensor over new memory, in the way of torch's worker processes."""
+    """Return a tensor of the subclass of `elem` over new memory, made as torch's workers make it."""
     import torch
 
     whole = plain.untyped_storage()
@@ -156,13 +152,7 @@ def _as(elem: Any, plain: Any) -> Any:
 
 
 class WithoutTorch:
-    """Stands in for `default_collate` or `default_convert` on the way to a worker process.
-
-    Parameters
-    ----------
-    name
-        Of torch's function.
-    """
+    """`default_collate` or `default_convert` (the `name`) as it is sent to a worker process."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -185,7 +175,7 @@ class WithoutTorch:
 
 
 def without_torch(function: Any) -> Any:
-    """What to send to a worker process instead of `function`."""
+    """Return what to send to a worker process instead of `function`."""
     torch = sys.modules.get("torch")
     if torch is not None:
         for name in ("default_collate", "default_convert"):
@@ -195,7 +185,7 @@ def without_torch(function: Any) -> Any:
 
 
 def is_default_collate(function: Any) -> bool:
-    """True if `function` is torch's `default_collate`, or what stands in for it."""
+    """Return True if `function` is torch's `default_collate`, or a `WithoutTorch` for it."""
     if isinstance(function, WithoutTorch):
         return function.name == "default_collate"
     torch = sys.modules.get("torch")
@@ -212,7 +202,7 @@ _DTYPES = frozenset(
 
 
 def _collate(batch: Any) -> Any:
-    """`default_collate` of samples that are all of one plain kind."""
+    """Collate samples that are all of one plain kind as `default_collate` does."""
     kind = type(batch[0])
     if kind is dict:
         keys = batch[0].keys()
@@ -232,7 +222,7 @@ def _collate(batch: Any) -> Any:
 
 
 def _numbers(batch: Sequence[Any], kind: type) -> Any:
-    """Numbers and arrays of one type as one array that arrives as a tensor."""
+    """Return numbers or arrays of one type as one array that arrives as a tensor."""
     if kind.__module__ not in ("builtins", "numpy"):
         raise _NeedsTorch
     import numpy as np
@@ -254,25 +244,16 @@ def _numbers(batch: Sequence[Any], kind: type) -> Any:
             raise _NeedsTorch
         if any(min(a.strides, default=0) < 0 for a in batch):
             raise _NeedsTorch
-        return AsTensor(np.stack(batch, out=_array(np, (len(batch), *first.shape), first.dtype)))
+        shape, dtype = (len(batch), *first.shape), first.dtype
+        out = slot_for(shape, dtype, lambda buffer, *_: np.frombuffer(buffer, dtype).reshape(shape))
+        return AsTensor(np.stack(batch, out=np.empty(shape, dtype) if out is None else out))
     if issubclass(kind, (np.bool_, np.number)) and np.dtype(kind).name in _DTYPES:
         return AsTensor(np.array(batch))
     raise _NeedsTorch
 
 
-def _array(np: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """An array over a slot of this thread, or in memory of its own."""
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    buffer = None
-    if on_this_thread.slots is not None and size >= OWN:
-        buffer = on_this_thread.slots.empty(size)
-    return np.empty(shape, dtype) if buffer is None else np.frombuffer(buffer, dtype).reshape(shape)
-
-
 def _convert(data: Any) -> Any:
-    """`default_convert` of one plain sample."""
+    """Convert one plain sample as `default_convert` does."""
     kind = type(data)
     if kind in (str, bytes, int, float, bool, type(None)):
         return data

@@ -1,15 +1,14 @@
-"""Threads inside one worker, to share out the items of one call: the samples of a batch, say.
+"""Threads inside one worker that share the items of one call, such as the samples of a batch.
 
 The calling thread does its part of the work, so a `Fanout` of n threads starts n - 1, when it is first
-used. They hold neither the `Fanout` nor, between two calls, anything of the user's, and they end when
-the `Fanout` is closed or let go. They are daemons, unlike those of `concurrent.futures`, which
+used. They hold neither the `Fanout` nor, between two calls, any object of the user, and they end when
+the `Fanout` is closed or collected. They are daemons, unlike those of `concurrent.futures`, which
 Python joins at exit, so an item that is stuck would hold up the exit.
 
-What is kept per thread must look, for an item, as it does to the calling thread: `get_worker_info`, the
-slots that collation writes into, context variables, torch's gradient modes and its number of native
-threads. Nothing else that the caller has set for its own thread alone is seen there (a default device of
-torch's, say). Random generators are shared: with several threads drawing from them, which item gets
-which number depends on timing.
+An item finds the thread-local state of the calling thread: `get_worker_info`, the slots that collation
+writes into, context variables, torch's gradient modes and its number of native threads. Other
+thread-local settings of the caller (torch's default device, for instance) are not seen there. Random
+generators are shared: with several threads, the number that an item draws depends on timing.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from hybridloader.engine.worker_info import get_worker_info, set_worker_info
 from hybridloader.fetching.collate import Slots, set_slots
 
 _SLICE = 0.05
-"""Seconds between two looks at the flag while the caller waits for others: a flag wakes nobody."""
+"""Seconds between two looks at the context while the caller waits for helpers: it wakes nobody."""
 
 _PATIENCE = 1.5
-"""Seconds that a cancelled call waits for the items that are running: less than the 1.9 that a crew of
-threads waits for its workers, more than the second after which a worker process is terminated. So an
-item ends undisturbed where it would with one thread, and one that is stuck holds up nobody."""
+"""Seconds that a cancelled call waits for running items: less than the 1.9 that a crew of threads waits
+for its workers, more than the second after which a worker process is terminated. So an item ends
+undisturbed where it would with one thread, and one that is stuck delays no exit."""
 
 
 class Fanout:
-    """Does a function for each of several items on `threads` threads, the caller's among them.
+    """Calls a function for each of several items on `threads` threads, the caller's among them.
 
-    It may be used by several threads at once, and by the items themselves. In a process that was forked
-    while it had threads it starts others.
+    Several threads may use it at once, and the items themselves may. In a forked process it starts new
+    threads.
 
     Parameters
     ----------
@@ -73,21 +72,21 @@ class Fanout:
     ) -> list[Any]:
         """``[function(item) for item in items]``.
 
-        Items are begun in their order. After one has raised no other is begun, and those that are
-        running are waited for; so what is raised here is what a loop would have raised.
+        Items are begun in their order. After an error no other item is begun, and running ones are
+        waited for; so the error raised here is the one that a loop would have raised.
 
         Parameters
         ----------
         context
             Looked at after every item.
         what
-            What an item is called in the note that its exception gets.
+            Name of an item in the note that its exception gets.
 
         Raises
         ------
         Abandoned
-            The flag is up. The items that were running have ended, unless that took longer than
-            1.5 seconds.
+            The context was cancelled. The items that were running have ended, unless that took longer
+            than 1.5 seconds.
         """
         job = _Job(function, items, context)
         helpers = min(self.threads, job.count) - 1
@@ -114,21 +113,21 @@ class Fanout:
             job.forget()
 
     def close(self) -> None:
-        """End the threads, each after the item that it has. Using it again starts others."""
+        """End the threads, each after its current item. The next use starts new ones."""
         self._finalizer()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
         self._owner = os.getpid()
         self._starting = threading.Lock()
-        # All the mutable state: how many threads there are, and may be; what they are to do.
+        # All the mutable state: how many threads there are, and may be; their jobs.
         self._started, self._most = 0, self.threads - 1
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # None ends them all
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
         self._finalizer.atexit = False
 
     def _call(self, helpers: int, job: _Job, slots: Slots | None) -> None:
-        """Let `helpers` threads work at `job` too."""
+        """Have `helpers` threads work at `job` too."""
         if self._owner != os.getpid():
             self._finalizer.detach()  # its queue may have been in any state when we were forked
             self._start_afresh()
@@ -141,54 +140,47 @@ class Fanout:
 
     def _start(self, helpers: int, alone: bool) -> None:
         while self._started < min(helpers, self._most):
+            name = f"hybridloader-fanout-{self._started + 1}"
             thread = threading.Thread(
-                target=_help,
-                args=(self._jobs, alone),
-                name=f"hybridloader-fanout-{self._started + 1}",
-                daemon=True,
+                target=_help, args=(self._jobs, alone), name=name, daemon=True
             )
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads, or Python is ending
                 self._most = self._started
                 warn(
-                    f"of {self.threads} threads in one worker only {self._started + 1} could be "
-                    f"had ({error}); these do the work of all",
+                    f"only {self._started + 1} of {self.threads} threads in one worker could be "
+                    f"started ({error}); they do the work of all",
                 )
                 return
             self._started += 1
 
 
-class _Known(threading.local):
+class _OnThisThread(threading.local):
     def __init__(self) -> None:
-        self.by_threads: weakref.WeakValueDictionary[int, Fanout] = weakref.WeakValueDictionary()
+        self.fanouts: weakref.WeakValueDictionary[int, Fanout] = weakref.WeakValueDictionary()
 
 
-_known = _Known()
-
-
-def fanout_of_this_thread(threads: int) -> Fanout:
-    """A `Fanout` for the calling thread: the same one for as long as somebody holds it.
-
-    So a worker that opens a fetcher for every epoch keeps its threads, and a dataset finds again
-    what it keeps in a `threading.local`: open files, connections.
-    """
-    found = _known.by_threads.get(threads)
-    if found is None:
-        found = _known.by_threads[threads] = Fanout(threads)
-    return found
+_on_this_thread = _OnThisThread()
 
 
 def spread_over(
     threads: int, context: TaskContext, what: str = "item"
 ) -> Callable[[Callable[[Any], Any], Any], list[Any]]:
-    """Return what does a function to each of several items on threads; see `Fanout.map`."""
-    fanout = fanout_of_this_thread(threads)
+    """Return a function that calls another one for each of several items, as `Fanout.map` does.
+
+    The calling thread gets the same `Fanout` for as long as that is in use. So a worker that opens a
+    fetcher for every epoch keeps its threads, and a dataset finds again the files and connections that
+    it keeps in a `threading.local`.
+    """
+    fanout = _on_this_thread.fanouts.get(threads)
+    if fanout is None:
+        fanout = _on_this_thread.fanouts[threads] = Fanout(threads)
     return lambda function, items: fanout.map(function, items, context, what)
 
 
 class _Job:
-    """One call's items on their way; threads hold this and never the `Fanout`.
+    """Items of one call; threads hold this and never the `Fanout`.
 
     There is no lock: items are handed out by `deque.popleft` and counted by `list.append`, which are
     atomic on every build of CPython. That takes 0.2 us for each item; a queue entry and a future each,
@@ -211,7 +203,7 @@ class _Job:
         self.bell: SimpleQueue[None] = SimpleQueue()  # rung when that is all of them
 
     def work(self, helping: bool) -> None:
-        """Do items until there are no more. The caller's interrupts come through at once."""
+        """Work at items until none is left. The caller's interrupts come through at once."""
         function, todo, results, context = self.function, self.todo, self.results, self.context
         if function is None:
             return
@@ -232,7 +224,7 @@ class _Job:
                 self.stop()
 
     def stop(self) -> None:
-        """No more items are begun."""
+        """Begin no more items."""
         try:
             while True:
                 self.todo.popleft()
@@ -246,7 +238,7 @@ class _Job:
             self.bell.put(None)
 
     def wait(self) -> None:
-        """Until what the others have begun is done."""
+        """Wait until the items that helpers have begun are done."""
         context, deadline = self.context, None
         while len(self.finished) < self.count:
             try:
@@ -263,7 +255,7 @@ class _Job:
             raise Abandoned
 
     def forget(self) -> None:
-        """Let go of everything of the user's: a thread that comes late still finds this job."""
+        """Drop all objects of the user: a thread that comes late still finds this job."""
         self.todo.clear()
         self.function = self.surroundings = self.context = None
         self.items = self.results = []
@@ -271,7 +263,7 @@ class _Job:
 
 
 def _help(jobs: SimpleQueue[_Job | None], alone: bool) -> None:
-    """What a thread of a `Fanout` does, until there is None to do."""
+    """Work at jobs, as a thread of a `Fanout`, until there is a None."""
     if alone:
         one_thread_on_this_thread()
     while (job := jobs.get()) is not None:
@@ -283,7 +275,7 @@ def _help(jobs: SimpleQueue[_Job | None], alone: bool) -> None:
 
 
 class _Surroundings:
-    """What is kept per thread and the caller's helpers take over for one job."""
+    """Thread-local state of the caller, which its helpers take over for one job."""
 
     def __init__(self, slots: Slots | None) -> None:
         self._slots = slots
@@ -319,10 +311,10 @@ class _Surroundings:
 
 
 class _OneAtATime:
-    """A worker's slots, for several threads of it: the pool of a worker process has no lock.
+    """Slots of a worker, for several threads of it: the pool of a worker process has no lock.
 
-    A sample that collates by itself, or a batch that is one item of a pipeline, wants them too. Nobody
-    else takes slots while the threads are at work: the worker sends what it has made later.
+    Items take slots too: a sample that collates by itself, or a batch that is one item of a pipeline.
+    No other code takes slots while the threads are at work: the worker sends its results later.
     """
 
     def __init__(self, slots: Slots) -> None:

@@ -1,10 +1,9 @@
-"""Batches of datasets that lie in memory as tensors: gathered at once instead of sample by sample.
+"""Batches of datasets that lie in memory as tensors, made by one indexing operation per tensor.
 
-`torch.utils.data.TensorDataset`, and `Subset`, `StackDataset` and `ConcatDataset` of such, give with
-default collation what one indexing operation per tensor gives: the same values, types and
-structure. Only for exactly these classes: a subclass may do something else in `__getitem__`. Whatever
-is odd (an index out of range, tensors that require grad) is left to the ordinary way, so that its result
-or its error is torch's.
+`torch.utils.data.TensorDataset`, and `Subset`, `StackDataset` and `ConcatDataset` of such, give the same
+values, types and structure with default collation. Only exactly these classes are gathered: a subclass
+may do something else in `__getitem__`. An odd batch (an index out of range, tensors that require grad)
+is left to the ordinary way, so that its result or its error is torch's.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from hybridloader.fetching.collate import is_default_collate, slot_for
 from hybridloader.memory.slots import OWN
 
 Gather = Callable[[Any], Any]
-"""From a tensor of indices, or a list, to a batch."""
+"""Makes a batch of a tensor of indices."""
 
 
 class Odd(Exception):
-    """This batch is not for gathering."""
+    """The batch can't be gathered, and must be made the ordinary way."""
 
 
 def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | None:
-    """What makes a batch of `dataset` out of a list of indices; None if it can't be gathered.
+    """Return the function that makes a batch of `dataset` from a list of indices, or raises `Odd`.
 
-    What it gives raises `Odd` for a batch that must be made the ordinary way.
+    None if the dataset can't be gathered.
     """
     torch = sys.modules.get("torch")
     if torch is None or not is_default_collate(collate_fn):
@@ -52,16 +51,14 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
 def _gather_of(dataset: Any) -> Gather | None:
     from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-    kind = type(dataset)
-    if kind is TensorDataset:
-        return _of_tensors(dataset.tensors)
-    if kind is Subset:
-        return _of_subset(dataset)
-    if kind is StackDataset:
-        return _of_stack(dataset.datasets)
-    if kind is ConcatDataset:
-        return _of_concat(dataset)
-    return None
+    makers: dict[type, Callable[[Any], Gather | None]] = {
+        TensorDataset: lambda dataset: _of_tensors(dataset.tensors),
+        Subset: _of_subset,
+        StackDataset: lambda dataset: _of_stack(dataset.datasets),
+        ConcatDataset: _of_concat,
+    }
+    make = makers.get(type(dataset))
+    return None if make is None else make(dataset)
 
 
 def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
@@ -72,7 +69,6 @@ def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
             return None
         if tensor.device.type != "cpu" or tensor.is_quantized or tensor.requires_grad:
             return None
-
     rows = [tensor[:1].nbytes for tensor in tensors]  # bytes of one sample
 
     def gather(index: Any) -> Any:
@@ -80,13 +76,9 @@ def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
         for tensor, row in zip(tensors, rows, strict=True):
             if tensor.requires_grad:  # since we looked
                 raise Odd
-            out = None
-            if row * count >= OWN:
-                out = slot_for((count, *tensor.shape[1:]), tensor.dtype)
-            if out is None:
-                found.append(tensor.index_select(0, index))
-            else:
-                found.append(torch.index_select(tensor, 0, index, out=out))
+            large = row * count >= OWN
+            out = slot_for((count, *tensor.shape[1:]), tensor.dtype) if large else None
+            found.append(torch.index_select(tensor, 0, index, out=out))
         return found
 
     return gather
@@ -101,7 +93,7 @@ def _of_subset(dataset: Any) -> Gather | None:
     places = dataset.indices
 
     def gather(index: Any) -> Any:
-        # Looked up one by one: somebody may have changed the list, and it may be a range.
+        # One by one: the list may have been changed, and it may be a range.
         chosen = [places[i] for i in index.tolist()]
         if {*map(type, chosen)} != {int}:
             raise Odd
@@ -123,7 +115,7 @@ def _of_stack(datasets: Any) -> Gather | None:
 
 
 def _of_concat(dataset: Any) -> Gather | None:
-    """Of tensor datasets whose tensors agree in dtype and shape of a sample."""
+    """Return the gather of tensor datasets whose tensors agree in dtype and shape of a sample."""
     import torch
     from torch.utils.data import TensorDataset
 

@@ -1,7 +1,7 @@
-"""What was skipped or replaced in one pass, and whether that is too much: counted in the parent.
+"""Samples that one pass has skipped or replaced, counted in the parent against the budget of the policy.
 
-It is counted where results are handed out, in their order, so what comes of it depends on the data and
-on no worker's timing. No exception that is kept here holds a frame.
+They are counted in the order in which results are handed out, so the count depends on the data and on
+no worker's timing. No exception that is kept here holds a frame.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ gigabytes of the same text."""
 
 @dataclass(frozen=True)
 class Skipped:
-    """A sample that was left out or replaced.
+    """Record of a sample that was left out or replaced.
 
     Attributes
     ----------
     index
-        Its index; of an iterable source its number in what that worker reads, from 0; in a pipeline the
-        item, in short unless it is a number or a text.
+        Index of the sample; in an iterable source its number, from 0, in the shard of that worker; in a
+        pipeline the item, shortened unless it is a number or a text.
     error
         The exception, without its frames.
     traceback
-        As text; empty after the first thousand of a pass.
+        Traceback as text; empty after the first thousand of a pass.
     worker
-        The number of the worker; None where the thread that asked did the work.
+        Number of the worker; None where the calling thread did the work.
     stage
-        The name of the stage; ``"DataLoader"`` for a loader.
+        Name of the stage; ``"DataLoader"`` for a loader.
     epoch
-        The pass, from 0.
+        Number of the pass, from 0.
     replaced
         Whether another sample was put in its place.
     """
@@ -62,7 +62,7 @@ class Skipped:
 
 
 class FailureLog:
-    """What all stages of one machine have lost: counted over all passes, recorded for one run."""
+    """Skipped samples of all stages of one machine: counted over all passes, recorded for one run."""
 
     def __init__(self) -> None:
         self.counts: Counter[Hashable] = Counter()
@@ -73,30 +73,30 @@ class FailureLog:
         return sum(list(self.counts.values()))  # a copy: other threads count, too
 
     def new_run(self) -> None:
-        """Records from now on are of another run; who has the old ones keeps them."""
+        """Begin the records of another run; the old list stays as it is."""
         self.records = []
 
 
 class ErrorBudget:
-    """What one stage has lost in one pass.
+    """Skipped samples of one stage in one pass, and how many more are allowed.
 
     Parameters
     ----------
     policy
-        What is allowed.
+        Its budget is the limit.
     stage
-        Its name.
+        Name of the stage.
     epoch
-        The number of the pass.
+        Number of the pass.
     log
-        Is told too, under `key`.
+        Gets every record too, counted under `key`.
     gaps
         Whether a left-out item keeps its place: `LeftOut` is raised there.
 
     Attributes
     ----------
     records
-        In the order in which results were handed out.
+        Records in the order in which results were handed out.
     attempted
         Samples until now, those that failed among them.
     """
@@ -113,7 +113,7 @@ class ErrorBudget:
     ) -> None:
         last = final(policy)
         self.skips = isinstance(last, Skip)
-        self._budget = None if last is None else last.budget
+        self._limit = None if last is None else last.budget
         self._stage, self.epoch, self.gaps = stage, epoch, gaps
         self._log, self._key = log, key
         self._shared = None if log is None else log.records
@@ -122,24 +122,24 @@ class ErrorBudget:
         self.attempted = 0
 
     def may_skip(self, failure: Failure) -> bool:
-        """True if what raised this is left out, and not raised."""
+        """Return True if a sample that raised this is left out, and its error not raised."""
         # The rest of a shard is more than one sample, and nobody has attempted it.
         return self.skips and not isinstance(failure.exception, ShardLost)
 
     def count(self, attempted: int, failures: Iterable[FailureRecord], worker: int | None) -> None:
-        """So many samples were attempted, of which these failed.
+        """Count `attempted` samples, of which `failures` failed.
 
         Raises
         ------
         TooManyErrors
-            The budget has run out. All failures have been recorded. The error stands beside the
-            items, in the place of none.
+            The budget has run out; all failures are recorded. The error stands beside the items, in the
+            place of none.
         """
-        if self._note(attempted, failures, worker):
+        if self._exceeded_by(attempted, failures, worker):
             raise beside(self._too_many())
 
     def leave_out(self, failed: FailureRecord, worker: int | None) -> None:
-        """Record a sample that was attempted, failed, and is left out.
+        """Record a sample that failed and is left out.
 
         Raises
         ------
@@ -148,55 +148,51 @@ class ErrorBudget:
         LeftOut
             The place of the sample must be kept.
         """
-        if self._note(1, [failed], worker):
+        if self._exceeded_by(1, [failed], worker):
             raise self._too_many()
         if self.gaps:
             raise LeftOut
 
-    def _note(self, attempted: int, failures: Iterable[FailureRecord], worker: int | None) -> bool:
-        """Count `attempted` samples, record `failures`, and tell whether these exceed the budget."""
+    @property
+    def allowed(self) -> float:
+        """Number of samples that may have been skipped by now."""
+        if self._limit is None:
+            return float("inf")
+        if isinstance(self._limit, int):
+            return self._limit
+        return int(
+            self._limit * max(self.attempted, LEAST) + 1e-9
+        )  # 0.07 * 100 is 7.000000000000001
+
+    def _exceeded_by(
+        self, attempted: int, failures: Iterable[FailureRecord], worker: int | None
+    ) -> bool:
+        """Record `failures`, and return True if they exceed the budget."""
         self.attempted += attempted
         before = len(self.records)
         for failed in failures:
-            self._record(failed, worker)
-        return len(self.records) > before and len(self.records) > self.allowed
-
-    @property
-    def allowed(self) -> float:
-        """Samples that may have been lost by now."""
-        if self._budget is None:
-            return float("inf")
-        if isinstance(self._budget, int):
-            return self._budget
-        return int(
-            self._budget * max(self.attempted, LEAST) + 1e-9
-        )  # 0.07 * 100 is 7.000000000000001
-
-    def _record(self, failed: FailureRecord, worker: int | None) -> None:
-        text = ""
-        if len(self.records) < _TRACEBACKS:
-            text = text_of(failed.failure)
-        error = bare(failed.failure.exception)
-        record = Skipped(
-            failed.index, error, text, worker, self._stage, self.epoch, replaced=failed.replaced
-        )
-        self.records.append(record)
-        if self._log is not None:
-            self._log.counts[self._key] += 1
-        if self._shared is not None:
-            self._shared.append(record)
+            text = text_of(failed.failure) if len(self.records) < _TRACEBACKS else ""
+            error = bare(failed.failure.exception)
+            record = Skipped(
+                failed.index, error, text, worker, self._stage, self.epoch, failed.replaced
+            )
+            self.records.append(record)
+            if self._log is not None and self._shared is not None:
+                self._log.counts[self._key] += 1
+                self._shared.append(record)
+        return len(self.records) > max(before, self.allowed)
 
     def _too_many(self) -> TooManyErrors:
-        lost, done = len(self.records), "skipped" if self.skips else "replaced"
-        budget = f"budget={self._budget}"
-        if isinstance(self._budget, float):
+        failed, done = len(self.records), "skipped" if self.skips else "replaced"
+        budget = f"budget={self._limit}"
+        if isinstance(self._limit, float):
             budget += f": {int(self.allowed)} of {max(self.attempted, LEAST)}"
         rows = [(cell(r.index), _line_of(r.error)) for r in self.records[:_SHOWN]]
         lines = table([("index", "exception"), *rows], underlined=False)
-        if lost > _SHOWN:
-            lines.append(f"and {lost - _SHOWN} more")
+        if failed > _SHOWN:
+            lines.append(f"and {failed - _SHOWN} more")
         error = TooManyErrors(
-            f"In stage {self._stage!r}, {lost} of {self.attempted} samples failed, more than on_error "
+            f"In stage {self._stage!r}, {failed} of {self.attempted} samples failed, more than on_error "
             f"allows ({budget}). Mend the data, or give a larger budget; None sets no limit. "
             f"These were {done}:\n" + "\n".join(lines)
         )
@@ -205,7 +201,7 @@ class ErrorBudget:
 
 
 def text_of(failure: Failure) -> str:
-    """The traceback of what failed, as text."""
+    """Return the traceback of a failure as text."""
     if failure.traceback is not None:
         return failure.traceback
     exception = failure.exception
@@ -213,9 +209,9 @@ def text_of(failure: Failure) -> str:
 
 
 def bare(exception: BaseException) -> Exception:
-    """Another exception like this one, without frames, cause and context: all these are in the text.
+    """Return a copy of `exception` without frames, cause and context; the text has all these.
 
-    Not the same one: somebody may be handling it, or an exception that it was raised from.
+    It is a copy because somebody may be handling the exception, or one that was raised from it.
     """
     try:
         assert isinstance(exception, Exception)

@@ -1,7 +1,7 @@
 """Place of an error in a stream of items: in the place of one item, beside the items, or unknown.
 
-An error is raised where its item would have been returned, so whoever counts items counts it too.
-The functions here tell such errors from others. The mark is on the exception itself, because
+An error is raised where its item would have been returned, so code that counts items counts it too.
+The functions here tell such errors from others. The mark is an attribute of the exception, because
 nothing else goes with it through threads and the steps of users.
 """
 
@@ -20,9 +20,9 @@ from hybridloader._support.errors import (
 
 
 class LeftOut(HybridLoaderError):
-    """Stands for an item that `on_error` left out, on its way to the `zip` that drops its row.
+    """Place of an item that `on_error` left out, for the `zip` that drops its row.
 
-    The loss has been recorded. No user ever gets this error.
+    The failure has been recorded. No user ever gets this error.
     """
 
 
@@ -33,12 +33,12 @@ _NOWHERE = (NotReady, WorkerTimeout, IteratorClosed, WorkerDied, StateError)
 
 
 def takes_a_place(error: Exception) -> bool:
-    """Tell whether `error` was raised where an item would have been returned."""
+    """Return True if `error` was raised where an item would have been returned."""
     return not isinstance(error, _NOWHERE) and error.__dict__.get(_MARK) != "beside"
 
 
 def goes_astray(error: Exception) -> bool:
-    """Return True if nobody can tell how many items `error` stands for."""
+    """Return True if the number of items that `error` stands for is unknown."""
     return isinstance(error, ShardLost) or error.__dict__.get(_MARK) == "astray"
 
 
@@ -53,7 +53,7 @@ def astray(error: Exception) -> Exception:
 
 
 def rest_is_lost(which: str, error: Exception) -> ShardLost:
-    """Make the error that follows `error`, raised by `which`, where a generator is read."""
+    """Return the error that follows `error`, which `which`, a generator, has raised."""
     return ShardLost(
         f"{which} raised {type(error).__name__}: {error}. The iterator is a generator, which is over "
         "after an error, so the rest of the shard is lost. Catch the error inside the generator, or "

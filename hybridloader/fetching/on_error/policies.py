@@ -1,4 +1,4 @@
-"""What is to be done with samples that fail: the policies that `on_error` takes.
+"""Policies of `on_error`: skip, replace or retry samples that fail.
 
 They are descriptions, compared by value and sent to workers by pickle. They do nothing by themselves:
 `ErrorHandler` repeats and replaces in the worker; `ErrorBudget` counts and records where results are
@@ -14,21 +14,21 @@ from typing import Any
 from hybridloader._support.arguments import function, policy, seconds, whole
 
 LEAST = 1000
-"""Samples that a share is at least taken of: else the first bad sample of a run would be 100 %."""
+"""Smallest number of samples that a share refers to: else the first bad sample would be 100 %."""
 
 Budget = int | float | None
 
 
 @dataclass(frozen=True)
 class Skip:
-    """Leave samples out that fail.
+    """Leave out samples that fail.
 
     Parameters
     ----------
     budget
-        How many may be left out in one pass: an int is a number of samples, a float above 0 and up to 1
-        a share of the samples tried so far in this pass (of at least 1000), None no limit. One more
-        raises `TooManyErrors`.
+        Samples that may be left out in one pass; one more raises `TooManyErrors`. An int is a number of
+        samples; a float above 0 and up to 1 is a share of the samples attempted so far in this pass (of
+        at least 1000); None sets no limit.
     """
 
     budget: Budget = 0.01
@@ -44,10 +44,10 @@ class Replace:
     Parameters
     ----------
     fn
-        Called as ``fn(index, error)`` where the sample failed: in the worker. What it returns is the
-        sample, what it raises is raised. In a pipeline `index` is the item.
+        Called as ``fn(index, error)`` in the worker where the sample failed. It returns the sample; an
+        error of its own is raised. In a pipeline `index` is the item.
     budget
-        How many may be replaced; see `Skip`.
+        Samples that may be replaced; see `Skip`.
     """
 
     fn: Callable[[Any, Exception], Any]
@@ -60,21 +60,20 @@ class Replace:
 
 @dataclass(frozen=True)
 class Retry:
-    """Try a sample that fails again, for errors that pass: those of a network, say.
+    """Fetch a sample that fails again, for errors that pass, such as those of a network.
 
     Parameters
     ----------
     times
-        How many times more, at least 1.
+        Number of retries, at least 1.
     backoff
-        Seconds before the first of these; before each further one twice as many as before the last.
+        Seconds before the first retry; the wait doubles with each further one.
     on
-        The exceptions that are worth it, as a class or a tuple of classes. Any other goes straight to
-        `then`.
+        Class, or tuple of classes, of the exceptions to retry after. Any other goes straight to `then`.
     then
-        What to do when all was in vain: ``"raise"``, ``"skip"``, a `Skip` or a `Replace`.
+        Policy after the last retry has failed: ``"raise"``, ``"skip"``, a `Skip` or a `Replace`.
     longest
-        Seconds that a single wait lasts at most.
+        Longest single wait, in seconds.
     """
 
     times: int
@@ -111,12 +110,12 @@ Policy = Skip | Retry | Replace
 
 
 def parse(value: Any, name: str = "on_error") -> Policy | None:
-    """The policy that `value` of the parameter `name` stands for; None raises, as if there were none.
+    """Return the policy that `value` of the parameter `name` is or names; None for ``"raise"``.
 
     Raises
     ------
     ValueError
-        It stands for none.
+        The value is no policy.
     """
     if value is None:
         return None
@@ -127,7 +126,7 @@ def parse(value: Any, name: str = "on_error") -> Policy | None:
 
 
 def final(policy: Policy | None) -> Skip | Replace | None:
-    """What `policy` does when it is of no use to try again; None raises."""
+    """Return the policy for a sample that is not retried any more; None raises."""
     if isinstance(policy, Retry):
         last = parse(policy.then)
         assert not isinstance(last, Retry)
