@@ -15,7 +15,7 @@ import numpy as np
 from hybridloader._support.arguments import flag, one_of, whole
 from hybridloader.sampling.arguments import count_of
 from hybridloader.sampling.permutation import order_of
-from hybridloader.sampling.resumable import Place, ResumableSampler
+from hybridloader.sampling.resumable import ResumableSampler, SamplerPlace
 
 UNEVEN = ("pad", "drop", "exact")
 
@@ -98,6 +98,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     ) -> None:
         super().__init__(count_of("dataset", dataset), seed, epoch)
         self.num_replicas, self.rank = _group(num_replicas, rank)
+        self._step = self.num_replicas
         one_of("uneven", uneven, UNEVEN)
         self.uneven = uneven
         self.shuffle = flag("shuffle", shuffle)
@@ -110,27 +111,24 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     def __len__(self) -> int:
         return self._steps(0)
 
-    def _steps(self, start: int) -> int:
-        """The number of indices that this rank gets from position `start` on."""
-        left = self._n - start
+    def _steps(self, position: int) -> int:
+        """The number of indices that this rank gets from `position` on."""
+        left = self._n - position
         if self.uneven == "drop":
             return left // self.num_replicas
         if self.uneven == "exact":
             left = max(0, left - self.rank)
         return -(-left // self.num_replicas)
 
-    def _position(self, place: Place) -> int:
-        return place.start + place.taken * self.num_replicas
-
     def _left(self, epoch: int, position: int) -> bool:
         return self._n - position >= (self.num_replicas if self.uneven == "drop" else 1)
 
-    def _items(self, place: Place) -> list[int]:
-        steps = min(self._BLOCK, self._steps(place.start) - place.taken)
+    def _items(self, place: SamplerPlace) -> list[int]:
+        steps = min(self._BLOCK, self._steps(place.position))
         if steps <= 0:
             return []
-        ks = np.arange(place.taken, place.taken + steps, dtype=np.int64)
-        positions = place.start + self.rank + self.num_replicas * ks
+        first = place.position + self.rank
+        positions = first + self.num_replicas * np.arange(steps, dtype=np.int64)
         if positions[-1] >= self._n:  # only where padded
             positions %= self._n
         if self.shuffle:

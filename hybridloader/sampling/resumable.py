@@ -24,13 +24,13 @@ VERSION = 1
 """Version of the state. It changes with the meaning of a field, and with the order of a seed."""
 
 
-class Place:
-    """Start of an iteration, and the number of items that it has given."""
+class SamplerPlace:
+    """The place of an iteration: its epoch, and the position of its next item."""
 
-    __slots__ = ("epoch", "start", "taken")
+    __slots__ = ("epoch", "position")
 
-    def __init__(self, epoch: int, start: int = 0) -> None:
-        self.epoch, self.start, self.taken = epoch, start, 0
+    def __init__(self, epoch: int, position: int = 0) -> None:
+        self.epoch, self.position = epoch, position
 
 
 class ResumableSampler(Sampler[T_co]):
@@ -62,12 +62,17 @@ class ResumableSampler(Sampler[T_co]):
     _BLOCK: ClassVar[int] = BLOCK
     """Positions that are computed at a time."""
 
+    _step = 1
+    """Positions from an item to the next one."""
+
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         self._n, self.seed = n, seed_of(seed)
         # All the mutable state:
-        self._next: Place | None = Place(whole("epoch", epoch, 0))  # None: the epoch after `_begun`
+        self._next: SamplerPlace | None = SamplerPlace(
+            whole("epoch", epoch, 0)
+        )  # None: the epoch after `_begun`
         self._begun = 0  # the epoch of the iteration that began last
-        self._place: Place | None = None  # of the iteration that yielded last, until it ends
+        self._place: SamplerPlace | None = None  # of the iteration that yielded last, until it ends
 
     def _read(self, epoch: int, start: int, stop: int) -> list[Any]:
         """The items from position `start` to before `stop`."""
@@ -77,19 +82,14 @@ class ResumableSampler(Sampler[T_co]):
         """The number of positions of `epoch`."""
         return self._n
 
-    def _position(self, place: Place) -> int:
-        """The position of an iteration."""
-        return place.start + place.taken
-
     def _left(self, epoch: int, position: int) -> bool:
         """True if `epoch` goes on at `position`."""
         return position < self._positions(epoch)
 
-    def _items(self, place: Place) -> list[Any]:
+    def _items(self, place: SamplerPlace) -> list[Any]:
         """Some items that follow `place`; none at the end."""
-        start = self._position(place)
-        stop = min(start + self._BLOCK, self._positions(place.epoch))
-        return self._read(place.epoch, start, stop)
+        stop = min(place.position + self._BLOCK, self._positions(place.epoch))
+        return self._read(place.epoch, place.position, stop)
 
     def _agreement(self) -> dict[str, Any]:
         """Fields in which a state must agree with this sampler."""
@@ -98,9 +98,10 @@ class ResumableSampler(Sampler[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         place = self._upcoming()  # with the first item
         self._next, self._begun, self._place = None, place.epoch, place
+        step = self._step
         while items := self._items(place):
             for item in items:
-                place.taken += 1
+                place.position += step
                 self._place = place
                 yield item
         if self._place is place:
@@ -122,7 +123,7 @@ class ResumableSampler(Sampler[T_co]):
         """
         epoch = whole("epoch", epoch, 0)
         if self._next is None or self._next.epoch != epoch:
-            self._next = Place(epoch)
+            self._next = SamplerPlace(epoch)
         self._place = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,14 +162,14 @@ class ResumableSampler(Sampler[T_co]):
         schema.check(state_dict, self._agreement())
         epoch = state_dict["epoch"]
         Schema(kind, (up_to(self._positions(epoch)), "position")).check(state_dict)
-        self._next = Place(*self._settled(epoch, state_dict["position"]))
+        self._next = SamplerPlace(*self._settled(epoch, state_dict["position"]))
         self._place = None
 
-    def _upcoming(self) -> Place:
-        return self._next or Place(self._begun + 1)
+    def _upcoming(self) -> SamplerPlace:
+        return self._next or SamplerPlace(self._begun + 1)
 
-    def _state_at(self, place: Place) -> dict[str, Any]:
-        epoch, position = self._settled(place.epoch, self._position(place))
+    def _state_at(self, place: SamplerPlace) -> dict[str, Any]:
+        epoch, position = self._settled(place.epoch, place.position)
         told = {"version": VERSION, "sampler": type(self).__name__, **self._agreement()}
         return {**told, "epoch": epoch, "position": position}
 

@@ -31,24 +31,18 @@ def _exponent(weights: Floats) -> int:
     return -int(np.frexp(weights.max())[1])
 
 
-class WeightedDraws:
-    """Uniform random numbers, of which any is found by its number.
+def uniform_draws(seed: int, epoch: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
+    """Random numbers of `epoch` from number `start` to before `stop`: whole, and below ``2**53``.
 
     Made of the raw words of Philox, which numpy promises to keep (NEP 19), unlike the methods of its
     `Generator`.
     """
-
-    def __init__(self, seed: int, epoch: int) -> None:
-        self._key = key_words("draws", seed, epoch)[:2]
-
-    def read(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
-        """The draws from number `start` to before `stop`: whole numbers below ``2**53``."""
-        first = start // 4  # one value of the counter makes four words
-        counter = np.array([first, 0, 0, 0], np.uint64)
-        generator = np.random.Philox(key=self._key, counter=counter)
-        words = np.asarray(generator.random_raw(stop - 4 * first), np.uint64)
-        words >>= np.uint64(11)
-        return words[start - 4 * first :]
+    first = start // 4  # one value of the counter makes four words
+    counter = np.array([first, 0, 0, 0], np.uint64)
+    generator = np.random.Philox(key=key_words("draws", seed, epoch)[:2], counter=counter)
+    words = np.asarray(generator.random_raw(stop - 4 * first), np.uint64)
+    words >>= np.uint64(11)
+    return words[start - 4 * first :]
 
 
 class Sums:
@@ -175,7 +169,7 @@ class WeightedSampler(ResumableSampler[int]):
 
     def _read(self, epoch: int, start: int, stop: int) -> list[int]:
         if self._sums is not None:
-            found = self._sums.find(WeightedDraws(self.seed, epoch).read(start, stop))
+            found = self._sums.find(uniform_draws(self.seed, epoch, start, stop))
         else:
             if self._chosen is None or self._chosen[0] != epoch:
                 self._chosen = epoch, self._choose(epoch)
@@ -190,7 +184,7 @@ class WeightedSampler(ResumableSampler[int]):
         draws without replacement.
         """
         n = len(self._rates)
-        times = (WeightedDraws(self.seed, epoch).read(0, n) + np.uint64(1)) * 2.0**-53
+        times = (uniform_draws(self.seed, epoch, 0, n) + np.uint64(1)) * 2.0**-53
         np.log(times, out=times)
         np.negative(times, out=times)
         np.divide(times, self._rates, out=times)

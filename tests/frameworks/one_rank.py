@@ -97,7 +97,7 @@ def seen() -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     meeting = (folder / "meeting").as_uri()
@@ -105,7 +105,7 @@ def main() -> None:
         "gloo",
         init_method=meeting,
         rank=rank,
-        world_size=world,
+        world_size=world_size,
         timeout=timedelta(seconds=60),  # torch's 30 minutes would outlive the test
     )
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hybridloader.sampling import WeightedSampler, weighted
-from hybridloader.sampling.weighted import Sums, WeightedDraws
+from hybridloader.sampling.weighted import Sums, uniform_draws
 
 no_deadline = settings(deadline=None)
 BELOW = 1e-4
@@ -66,13 +66,13 @@ def test_a_draw_that_is_rounded_up_to_the_end_of_its_run_stays_in_it() -> None:
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 2**63 - 1))
 @no_deadline
 def test_a_draw_is_found_by_its_number(start: int, many: int, epoch: int) -> None:
-    draws = WeightedDraws(1, epoch)
-    assert np.array_equal(draws.read(start, start + many), draws.read(0, 200)[start : start + many])
-    assert draws.read(0, 200).max() < 2**53
+    draws = uniform_draws(1, epoch, 0, 200)
+    assert np.array_equal(uniform_draws(1, epoch, start, start + many), draws[start : start + many])
+    assert draws.max() < 2**53
 
 
 def test_draws_are_pinned() -> None:
-    assert WeightedDraws(1, 2).read(5, 8).tolist() == [
+    assert uniform_draws(1, 2, 5, 8).tolist() == [
         3824433414576079,
         3856068560375613,
         8246293924363223,
