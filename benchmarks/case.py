@@ -1,4 +1,4 @@
-"""Description of a case: its variants, who takes part, and the function that measures."""
+"""Description of a case: its variants, its loaders, and the function that measures."""
 
 from __future__ import annotations
 

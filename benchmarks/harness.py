@@ -89,7 +89,7 @@ def _race(
 
 
 def not_run(cases: Sequence[Case]) -> list[str]:
-    """A sentence for each case in which nobody can take part."""
+    """A sentence for each case in which no loader can take part."""
     found = []
     for case in cases:
         reasons = [v.blanks.get(name) for v in case.variants for name in v.loaders]
@@ -218,7 +218,7 @@ class _Race:
 def _weigh(
     case: Case, rounds: int, progress: Progress, make_runner: Callable[[], RunnerLike]
 ) -> list[Measurement]:
-    """Memory of whole trees, one after the other, each in fresh processes and nobody beside it."""
+    """Memory of whole trees, one after the other, each in fresh processes and with nothing beside it."""
     found: list[Measurement] = []
     for variant in case.variants:
         rows = _rows(case, variant)

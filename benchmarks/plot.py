@@ -70,11 +70,11 @@ def draw(results: Results, file: Path) -> None:
 
 
 def _groups(results: Results) -> list[tuple[str, str, list[tuple[str, Measurement]]]]:
-    """(case, variant, bars) of all that can be held against torch's."""
+    """Case, variant and bars of all that have a ratio to torch's."""
     groups = []
     for case in results.cases():
         if case == "tick":
-            continue  # nobody is faster there, only less late
+            continue  # its value is lateness, not speed
         for variant in _shown(case, results.variants(case)):
             group = results.of(case, variant)
             rows = []

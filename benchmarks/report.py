@@ -2,8 +2,8 @@
 
 What is between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end NAME -->`` is written anew.
 NAME is a case, ``machine``, ``summary`` (ours against torch's and the best rival, a line per variant),
-``headlines`` (five lines of the summary in plain words), ``targets`` or ``blanks`` (who could not do
-what, and why). With ``--check`` nothing is written, and the
+``headlines`` (five lines of the summary in plain words), ``targets`` or ``blanks`` (loaders that were
+left out, and why). With ``--check`` nothing is written, and the
 exit code is 1 if something would be.
 """
 

@@ -1,1 +1,1 @@
-"""Cases, one module for each group: the work, who takes part, the measurement and the targets."""
+"""Cases, one module for each group: the work, the loaders, the measurement and the targets."""

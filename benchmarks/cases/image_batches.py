@@ -18,8 +18,8 @@ SIZES = {"10 MB": 66, "38 MB": 256, "150 MB": 1000}
 """Size of a batch -> its images."""
 
 
-def everybody(options: Options) -> tuple[str, ...]:
-    """All loaders; a quick run leaves out `spawn`, which takes 2 s to start each time."""
+def most_loaders(options: Options) -> tuple[str, ...]:
+    """Loaders of most cases; a quick run leaves out `spawn`, which takes 2 s to start each time."""
     ours = BACKENDS if options.quick else (*BACKENDS, "spawn")
     rivals = options.taking_part(*RIVAL_THREADS, *RIVAL_PROCESSES)
     return ("limit", "torch", "inline", *ours, *rivals)
@@ -44,7 +44,7 @@ def large_batches(options: Options) -> Case:
                 "seconds": 0.25 if options.quick else 0.6,
                 "look": 0.2 if options.quick else 0.4,
             }
-            loaders, rounds = ("together", *everybody(options)), 5 if label == "38 MB" else 3
+            loaders, rounds = ("together", *most_loaders(options)), 5 if label == "38 MB" else 3
             if not usual:  # fresh processes take seconds each time: once will do
                 loaders = tuple(n for n in loaders if n not in ("spawn", *FRESH_RIVALS))
             variants.append(

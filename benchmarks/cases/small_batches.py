@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.case import Case, Options, Spec, Variant
-from benchmarks.cases.image_batches import everybody
+from benchmarks.cases.image_batches import most_loaders
 from benchmarks.measurements import steady
 from benchmarks.names import BACKENDS, RIVAL_PROCESSES, RIVAL_THREADS
 from benchmarks.results import Results
@@ -29,7 +29,7 @@ def small_batches(options: Options) -> Case:
         "workers": options.workers,
         "seconds": 0.25 if options.quick else 1.0,
     }
-    variant = Variant("64 ints", spec, everybody(options))
+    variant = Variant("64 ints", spec, most_loaders(options))
     title = "small batches: nothing but overhead"
     return Case("P2", title, "us / batch", steady, (variant,), scale=1e6)
 

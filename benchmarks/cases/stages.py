@@ -48,7 +48,7 @@ def _items(loader: str, stages: int, workers: int) -> contextlib.AbstractContext
 
 
 def pipeline_of(loader: str, stages: int, workers: int) -> contextlib.AbstractContextManager[Any]:
-    """A running pipeline of so many empty stages; "by hand": of one that calls six functions."""
+    """A running pipeline of `stages` empty stages; "by hand": of one that calls six functions."""
     from hybridloader import Pipeline
 
     backend, _, form = loader.partition(", ")

@@ -217,7 +217,7 @@ async def _serve(width: int, owner: int) -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: _Answers(bodies), "127.0.0.1", 0, backlog=256)
     print(server.sockets[0].getsockname()[1], flush=True)
-    os.dup2(2, 1)  # whoever started it may close the pipe now
+    os.dup2(2, 1)  # the process that started it may close the pipe now
     while _lives(owner):
         await asyncio.sleep(1)
 

@@ -55,7 +55,7 @@ def _in_threads(work: Work) -> Running:
 def _in_subprocess(work: Work) -> Running:
     from spdl.pipeline import SharedMemorySegmentPool, run_pipeline_in_subprocess
 
-    # Full are: what is buffered, one under way on either side and those the consumer holds.
+    # Segments in use: those buffered, one under way on either side, and those the consumer holds.
     count = PREFETCH * work.workers + 4
     arena = None
     if work.start_method == "fork":  # its pool has a lock of the default start method's kind

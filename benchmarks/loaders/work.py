@@ -31,8 +31,8 @@ class Work:
     batch_bytes
         Upper bound of a batch's size in bytes, for loaders that need one beforehand.
     stages
-        0: loaders are compared. 1: ours is a `Pipeline` of one stage. 3: everybody's best form of
-        three stages.
+        0: loaders are compared. 1: ours is a `Pipeline` of one stage. 3: the best form of three
+        stages of each project.
     cores
         Workers that can work at the same time, for loaders whose stages have numbers of their own.
     """
@@ -92,7 +92,7 @@ class Closing:
     begin
         Makes the iterator of an epoch.
     partial
-        True if its batches are those of one stage alone, which are compared with nobody's.
+        True if its batches are those of one stage alone, which are not compared.
     """
 
     def __init__(self, begin: Callable[[], Any], partial: bool = False) -> None:

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("psutil")
 
-from benchmarks import harness, registry
+from benchmarks import device_steps, harness, registry
 from benchmarks.__main__ import main
 from benchmarks.case import CannotDo, Options
-from benchmarks.cases import device as devices
+from benchmarks.cases import device as device_case
 from benchmarks.results import Measurement, Results, relate
 from benchmarks.targets import verdicts
 from benchmarks.timing import percentile
@@ -79,7 +79,7 @@ class Device:
 def measured(device: Device, *, beside: bool) -> Any:
     spec = {"seconds": 1.0, "workers": 2, "steps": 40}
     batches = device.batches(beside=beside)
-    return devices.measure(batches, device, spec, COPY, device.clock)
+    return device_steps.measure(batches, device, spec, COPY, device.clock)
 
 
 @pytest.mark.parametrize(("beside", "hidden"), [(True, 1.0), (False, 0.0)])
@@ -115,15 +115,15 @@ def test_who_waits_in_next_and_who_is_held_up_is_told_apart() -> None:
             self.clock.now += 0.003
             return super().query()
 
-    seconds, waits, late = devices.stepping(slow(0.014), device, 5, 50, device.clock)
+    seconds, waits, late = device_steps.stepping(slow(0.014), device, 5, 50, device.clock)
     assert seconds == pytest.approx((0.005 + 0.014) / 2, rel=0.02)
-    seconds, waits, late = devices.stepping(slow(0.004), device, 5, 50, device.clock)
+    seconds, waits, late = device_steps.stepping(slow(0.004), device, 5, 50, device.clock)
     assert seconds == pytest.approx(0.005, rel=0.02), "what is shorter than a step costs nothing"
     assert percentile(waits, 0.99) == pytest.approx(0.004, rel=0.01)
     assert percentile(late, 0.99) < 1e-5
     device.step = lambda batch, products: Stutters(device.clock, device.clock.now + 0.02)  # type: ignore[method-assign,assignment]
-    _, _, late = devices.stepping(iter(range(9)), device, 5, 9, device.clock)
-    assert percentile(late, 0.5) == pytest.approx(0.003, abs=2 * devices.TICK)
+    _, _, late = device_steps.stepping(iter(range(9)), device, 5, 9, device.clock)
+    assert percentile(late, 0.5) == pytest.approx(0.003, abs=2 * device_steps.TICK)
 
 
 def test_every_batch_is_used_once_and_in_order() -> None:
@@ -142,13 +142,13 @@ def test_percentiles() -> None:
 def test_without_a_device_it_says_so_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(devices, "device_in_sight", lambda: False)
+    monkeypatch.setattr(device_case, "device_in_sight", lambda: False)
     monkeypatch.setattr(harness, "Runner", lambda: pytest.fail("a runner was started"))
     assert main(["--case", "P11", "--no-rivals", "--json", str(tmp_path / "r.json")]) == 0
-    assert f"P11 {devices.NEEDED}" in capsys.readouterr().out
+    assert f"P11 {device_case.NEEDED}" in capsys.readouterr().out
     kept = json.loads((tmp_path / "r.json").read_text())
-    assert kept["notes"][-1] == f"P11 {devices.NEEDED}"
-    assert {row["skipped"] for row in kept["measurements"]} == {devices.NEEDED}
+    assert kept["notes"][-1] == f"P11 {device_case.NEEDED}"
+    assert {row["skipped"] for row in kept["measurements"]} == {device_case.NEEDED}
     assert not any(row["values"] for row in kept["measurements"])
 
 
@@ -157,16 +157,16 @@ def test_a_runner_without_a_device_leaves_it_out(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(CannotDo, match="needs a CUDA device"):
-        devices.a_round("torch", {})
+        device_case.a_round("torch", {})
 
 
 def test_with_a_device_everybody_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "device_in_sight", lambda: True)
+    monkeypatch.setattr(device_case, "device_in_sight", lambda: True)
     [case] = registry.choose(["P11"], Options())
     assert [variant.name for variant in case.variants] == ["10 MB", "38 MB", "150 MB"]
     for variant in case.variants:
         assert variant.blanks == {}
-        assert set(variant.loaders) <= set(devices._OPENERS)
+        assert set(variant.loaders) <= set(device_case._OPENERS)
     assert harness.not_run([case]) == []
 
 
@@ -192,5 +192,5 @@ def test_targets_are_held_against_the_fastest_of_ours() -> None:
 def test_targets_claim_nothing_where_it_was_not_run() -> None:
     results = Results({}, [Measurement("P11", "38 MB", "threads", "ms", skipped="no device")])
     assert {v.met for v in verdicts(results, registry.TARGETS)} == {None}
-    said = devices.detail("overlap", 0.9, least=True)(results, "P11")
+    said = device_case.detail("overlap", 0.9, least=True)(results, "P11")
     assert said == ("not run: needs a CUDA device", None)
