@@ -639,7 +639,7 @@ def test_a_relay_lets_in_what_its_limit_allows_and_one_that_is_larger_alone() ->
     assert relay_left == [5, 3, 20, 1, 1]
     with pytest.raises(StopIteration):
         next(relay)
-    assert relay._belt.weight == 0
+    assert relay.queue.weight == 0
 
 
 def test_a_relay_never_holds_more_than_its_limit() -> None:
@@ -647,7 +647,7 @@ def test_a_relay_never_holds_more_than_its_limit() -> None:
 
     def source() -> Iterator[int]:
         for _ in range(200):
-            most.append(relay._belt.weight)
+            most.append(relay.queue.weight)
             yield 3
 
     relay = Relay(source(), "r", depth=100, weigh=int, limit=10, start=False)

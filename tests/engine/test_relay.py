@@ -130,7 +130,7 @@ def test_close_from_another_thread_ends_a_wait() -> None:
 
     puller = threading.Thread(target=pull)
     puller.start()
-    relay._belt.close()
+    relay.queue.close()
     puller.join(30)
     assert isinstance(caught[0], IteratorClosed)
     never.set()
@@ -264,7 +264,7 @@ def test_its_depth_may_be_changed_while_it_runs() -> None:
 
     relay = Relay(source(), "r", depth=2)
     assert third.wait(30)
-    relay.depth = 8
+    relay.queue.depth = 8
     assert next(relay) == 0
     assert last.wait(30)  # with a depth of 2 it would stop at the fourth
     relay.close()
@@ -287,6 +287,6 @@ def test_it_tells_what_came_out_and_who_waited() -> None:
     relay = Relay(source(), "r", depth=9)
     threading.Timer(0.01, gate.set).start()
     assert list(relay) == [0, 1, 2]
-    assert (relay.count, relay.waiting, relay.blocked) == (3, 0, 0.0)
-    assert relay.waited > 0
+    assert (relay.queue.count, len(relay.queue.items), relay.queue.blocked) == (3, 0, 0.0)
+    assert relay.queue.waited > 0
     relay.close()

@@ -176,15 +176,15 @@ def test_an_interrupt_while_the_caller_waits_ends_all(tmp_path: Path) -> None:
     iterator = start(loader)
     gate.await_arrivals()
     relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
-    sleep = relay._sleep
+    sleep = relay.queue._sleep
 
     def interrupted(timeout: float | None) -> None:
         raise KeyboardInterrupt
 
-    relay._sleep = interrupted
+    relay.queue._sleep = interrupted
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    relay._sleep = sleep
+    relay.queue._sleep = sleep
     assert not relay.alive
     assert not any(worker.is_alive() for worker in iterator._workers)
     with pytest.raises(IteratorClosed):
@@ -242,13 +242,13 @@ def test_a_close_from_another_thread_ends_the_wait(tmp_path: Path) -> None:
     gate.await_arrivals()
     waiting, found = threading.Event(), []
     relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
-    sleep = relay._sleep
+    sleep = relay.queue._sleep
 
     def told(timeout: float | None) -> None:
         waiting.set()
         sleep(timeout)
 
-    relay._sleep = told
+    relay.queue._sleep = told
 
     def pull() -> None:
         found.extend(outcomes_of_one(iterator))

@@ -133,7 +133,7 @@ def test_a_fork_that_lets_a_relay_go_while_its_thread_is_at_work_does_not_hang()
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:  # as the relay's thread does for a moment with each item
-        with relay._belt.came:
+        with relay.queue.came:
             held.set()
             release.wait()
 

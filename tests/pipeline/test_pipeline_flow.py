@@ -142,7 +142,7 @@ def test_prefetch_is_made_use_of_while_the_loop_is_busy() -> None:
     with pipe.run() as run:
         assert next(run) == 0
         (relay,) = run._executor.relays.values()
-        until(lambda: relay._belt.full and len(made) == sum(backend.sizes))
+        until(lambda: relay.queue.full and len(made) == sum(backend.sizes))
         assert len(made) >= 40
 
 
@@ -155,7 +155,7 @@ def test_prefetch_bounds_what_is_read_of_quick_work_too() -> None:
         for item in run:
             source.taken += 1
             if item % 100 == 50:  # let the threads run ahead
-                until(lambda: all(relay._belt.full or relay._belt.ended for relay in relays))
+                until(lambda: all(relay.queue.full or relay.queue.ended for relay in relays))
     # In the stage, handed out, and twice a portion and one more in each of two relays.
     assert source.furthest <= 2 + 2 + 5 + 5 + 1
 

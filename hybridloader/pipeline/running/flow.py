@@ -41,7 +41,7 @@ class Depth:
     def adjust(self) -> None:
         """Some of the batching have another size."""
         size = min(batching.size for batching in self._around)
-        self._relay.depth = max(self._least, 2 * size)
+        self._relay.queue.depth = max(self._least, 2 * size)
 
 
 class StageItems(Iterator[Any]):

@@ -262,7 +262,7 @@ class ChainPass:
         if isinstance(stage, StageItems):
             executor.stage_before[where] = stage
         if isinstance(stage, (StageItems, ReaderItems)):
-            stage.metrics.behind = relay
+            stage.metrics.behind = relay.queue
         if node.depth is None:
             depth = executor.depths[where] = Depth(relay, node.least)
             if isinstance(stage, StageItems):

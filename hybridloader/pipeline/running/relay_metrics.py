@@ -23,30 +23,30 @@ class RelayMetrics:
         """`relay` takes the place of `before`."""
         if before is not None:
             before.shut()
-            self._blocked += before.blocked
-            self._waited += before.waited
-            self._items += before.count
+            self._blocked += before.queue.blocked
+            self._waited += before.queue.waited
+            self._items += before.queue.count
         self._relay = relay
 
     @property
     def blocked(self) -> float:
         """Seconds that its thread waited for whoever takes."""
-        return self._blocked + (self._relay.blocked if self._relay is not None else 0.0)
+        return self._blocked + (self._relay.queue.blocked if self._relay is not None else 0.0)
 
     @property
     def waited(self) -> float:
         """Seconds that whoever takes waited."""
-        return self._waited + (self._relay.waited if self._relay is not None else 0.0)
+        return self._waited + (self._relay.queue.waited if self._relay is not None else 0.0)
 
     @property
     def items(self) -> int:
         """That went through."""
-        return self._items + (self._relay.count if self._relay is not None else 0)
+        return self._items + (self._relay.queue.count if self._relay is not None else 0)
 
     @property
     def queued(self) -> int:
         """Items that wait now."""
-        return 0 if self._relay is None else self._relay.waiting
+        return 0 if self._relay is None else len(self._relay.queue.items)
 
     @property
     def elapsed(self) -> float:

@@ -10,20 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hybridloader._support.attributes import attribute, own_attributes
 from hybridloader.engine.feed import items_in
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.payload import ByReference, Payload
-
-
-class Queue(Protocol):
-    """Something that items wait in."""
-
-    @property
-    def waiting(self) -> int:
-        """How many."""
+from hybridloader.engine.relay import RelayQueue
 
 
 class StageMetrics:
@@ -58,7 +51,7 @@ class StageMetrics:
         self._prefetch, self._limit = prefetch, buffer_bytes
         self.learn = learn
         self._clock = clock
-        self.behind: Queue | None = None  # where results wait once they were handed out
+        self.behind: RelayQueue | None = None  # where results wait once they were handed out
         # All the mutable state:
         self.items_in = self.items_out = self.tasks = 0
         self.busy = 0.0  # seconds that workers worked, together
@@ -84,7 +77,7 @@ class StageMetrics:
         held = self.held
         room = None
         if self._prefetch is not None:
-            waiting = 0 if self.behind is None else self.behind.waiting
+            waiting = 0 if self.behind is None else len(self.behind.items)
             room = max(0 if held else 1, self._prefetch - held - waiting)
         if self._limit is not None and room != 0:
             if not self._largest:
