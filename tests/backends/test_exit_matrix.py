@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from support.exit_supervisor import LOADERS, SIGNALS, Trial
 from support.exit_trial import CAUSES, PROCESSES
+from support.once import folder_made_once
 
 import hybridloader
 
@@ -134,30 +135,22 @@ def outcome_of(
         if isinstance(item, pytest.Function) and item.path == Path(__file__)
         if item.originalname == test_a_program_ends_with_all_its_processes_and_no_noise.__name__
     ]
-    together = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # all of them share what lies above theirs
-        together = together.parent
     found: dict[Trial, Outcome] = {}
 
     def make(trial: Trial) -> Outcome:
         if trial not in found:
             first = chosen.index(trial) // TOGETHER * TOGETHER
             given = chosen[first : first + TOGETHER]
-            root = together / f"exits-{first}"
-            import fcntl
-
-            with open(f"{root}.lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not root.exists():
-                    run(given, root)
-                found.update(outcomes(given, root))
+            root = folder_made_once(
+                tmp_path_factory, f"exits-{first}", lambda root: run(given, root)
+            )
+            found.update(outcomes(given, root))
         return found[trial]
 
     return make
 
 
 def run(trials: list[Trial], root: Path) -> None:
-    root.mkdir()
     (root / "trials.json").write_text(json.dumps(trials))
     tests = Path(__file__).parents[1]
     subprocess.run(

@@ -16,11 +16,9 @@ from typing import Any
 import psutil
 import pytest
 from one_rank import BACKENDS, EPOCHS, SAMPLERS, SAMPLES
+from support.once import folder_made_once
 
 import hybridloader
-
-# Else each process of pytest-xdist that runs some of these tests starts a group of its own.
-pytestmark = pytest.mark.xdist_group("ranks")
 
 HERE = Path(__file__).parent
 WORLD = 2
@@ -46,7 +44,14 @@ def leave_stacks(running: list[subprocess.Popen[bytes]]) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank saw: one group for all tests, because torch takes seconds to import."""
-    folder = tmp_path_factory.mktemp("group")
+    folder = folder_made_once(tmp_path_factory, "ranks", run_ranks)
+    codes = json.loads((folder / "codes.json").read_text())
+    told = [(folder / f"stderr{rank}").read_text() for rank in range(WORLD)]
+    assert codes == [0] * WORLD, f"the ranks ended with {codes}:\n" + "\n".join(told)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def run_ranks(folder: Path) -> None:
     root = Path(hybridloader.__file__).parent.parent
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     environment = {
@@ -77,10 +82,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         for rank in running:
             rank.kill()
             rank.wait()
-    codes = [rank.returncode for rank in running]
-    told = [(folder / f"stderr{rank}").read_text() for rank in range(WORLD)]
-    assert codes == [0] * WORLD, f"the ranks ended with {codes}:\n" + "\n".join(told)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    (folder / "codes.json").write_text(json.dumps([rank.returncode for rank in running]))
 
 
 @pytest.mark.parametrize("backend", NAMES)
