@@ -1,1 +1,1 @@
-"""The way to a device: pinning, copying, and the thread that does both."""
+"""Pinning of batches, and copying them to a device."""

@@ -1,8 +1,8 @@
-"""The device that batches are on their way to, as far as a loader has to do with it.
+"""Choice of the accelerator that batches are copied to.
 
-One protocol, so that all that is ours (threads, queues, slots that wait for their event) can be tested
-where there is no device: `hybridloader.testing.FakeAccelerator` is one whose streams the test moves on.
-Nothing here knows of batches, slots or threads, and torch is not imported before it is asked for.
+Everything else asks it through one protocol, so that threads, queues and slots that wait for an event
+can be tested without a device, with `hybridloader.testing.FakeAccelerator`. Nothing here knows of
+batches, slots or threads, and torch is not imported before a device is looked for.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 _installed: list[Accelerator] = []
-"""What counts as the current accelerator, the last one first asked; empty: torch's."""
+"""Accelerators that stand in place of torch's, the last one first; empty: torch's is the current one."""
 
 
 @contextmanager
 def taken_for_current(accelerator: Accelerator) -> Iterator[None]:
-    """Within the block `accelerator` is what `current` gives, on every thread."""
+    """Have `current` return `accelerator` within the block, on every thread."""
     _installed.append(accelerator)
     try:
         yield
@@ -34,7 +34,7 @@ def taken_for_current(accelerator: Accelerator) -> Iterator[None]:
 
 
 def current() -> Accelerator | None:
-    """The device that is current on this thread; None if there is no accelerator."""
+    """Return the device that is current on this thread; None if there is no accelerator."""
     if _installed:
         return _installed[-1]
     import torch
@@ -47,16 +47,16 @@ def current() -> Accelerator | None:
 
 
 def _current_index(kind: torch.device) -> int:
-    """The index of the current device, without making a context: workers may still have to be forked."""
+    """Return the current device's index without making a context: workers may yet have to be forked."""
     import torch
 
     if initialised(torch.get_device_module(kind)) is False:
-        return 0  # whoever chooses another initialises it
+        return 0  # choosing another one initialises it
     return torch.accelerator.current_device_index()
 
 
 def find(device: Any) -> Accelerator | None:
-    """The accelerator that `device` names; None if that is the CPU. Makes no context.
+    """Return the accelerator that `device` names; None for the CPU. Makes no context.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def find(device: Any) -> Accelerator | None:
     Raises
     ------
     TypeError
-        It is something else.
+        `device` is of another type.
     ValueError
         There is no such device, or it is not an accelerator.
     """
@@ -82,23 +82,20 @@ def find(device: Any) -> Accelerator | None:
         return None
     import torch
 
-    kind = torch.accelerator.current_accelerator()
+    kind, problem = torch.accelerator.current_accelerator(), ""
     if kind is None or not torch.accelerator.is_available():
-        raise ValueError(
-            f"device={device!r} is not there: torch {torch.__version__} finds no accelerator on this "
-            "machine. Leave device out, or say device='cpu', and batches stay where they are made"
+        problem = (
+            f"torch {torch.__version__} finds no accelerator on this machine. Leave device out, or say "
+            "device='cpu', and batches stay where they are made"
         )
-    if named.type != kind.type:
-        raise ValueError(
-            f"device={device!r} is not there: the accelerator that torch {torch.__version__} finds on "
-            f"this machine is {kind.type!r}"
+    elif named.type != kind.type:
+        problem = (
+            f"the accelerator that torch {torch.__version__} finds on this machine is {kind.type!r}"
         )
-    count = torch.accelerator.device_count()
-    if named.index is not None and named.index >= count:
-        raise ValueError(
-            f"device={device!r} is not there: of {kind.type!r} devices this process sees {count}, "
-            f"numbered from 0"
-        )
+    elif named.index is not None and named.index >= (count := torch.accelerator.device_count()):
+        problem = f"of {kind.type!r} devices this process sees {count}, numbered from 0"
+    if kind is None or problem:
+        raise ValueError(f"device={device!r} is not there: {problem}")
     index = _current_index(kind) if named.index is None else named.index
     return TorchAccelerator(torch.device(kind.type, index))
 

@@ -1,4 +1,4 @@
-"""What is in a batch, as far as pinning and moving it to a device are concerned.
+"""Parts of a batch that are pinned or moved to a device.
 
 Containers are taken apart and rebuilt by the rules of torch's `pin_memory`, and dataclasses besides.
 Nothing here pins or moves anything, and torch is not imported before a batch is looked at.
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
-    """`data` with its parts changed; containers are rebuilt as torch's `pin_memory` does it.
+    """Return `data` with its parts changed; containers are rebuilt as torch's `pin_memory` does it.
 
-    A dataclass is copied, without a call of its constructor, if a field of it is another object then.
+    A dataclass of which a field has changed is copied without a call of its constructor.
     """
     if is_part(data):
         return change(data)
@@ -44,7 +44,7 @@ def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], An
                     clone[i] = value
                 return clone
             return type(data)(parts)  # type: ignore[call-arg]
-        except TypeError:  # as of a range
+        except TypeError:  # a range, for instance
             return parts
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return _with_fields(data, is_part, change)
@@ -52,7 +52,7 @@ def mapped(data: Any, is_part: Callable[[Any], bool], change: Callable[[Any], An
 
 
 def like(first: abc.Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping of the type of `first` with other values, as `default_collate` makes one."""
+    """Return a mapping of the type of `first` with other values, as `default_collate` makes one."""
     if type(first) is dict:
         return values
     try:
@@ -82,45 +82,43 @@ def _with_fields(data: Any, is_part: Callable[[Any], bool], change: Callable[[An
 
 
 def tensors_in(data: Any) -> list[torch.Tensor] | None:
-    """The tensors in a container; None if it is none, so that nobody knows what it holds."""
-    parts = _parts(data)
-    if is_tensor(data) or parts is None:
-        return [data] if is_tensor(data) else None
+    """Return the tensors in a container; None for another object, whose tensors can't be found."""
+    parts: Iterable[Any]
+    if is_tensor(data):
+        return [data]
+    if isinstance(data, (str, bytes)):
+        return []
+    if isinstance(data, abc.Mapping):
+        parts = data.values()
+    elif isinstance(data, abc.Sequence):
+        parts = data
+    elif dataclasses.is_dataclass(data):
+        parts = [attribute(data, field.name) for field in dataclasses.fields(data)]
+    else:
+        return None
     return [tensor for part in parts for tensor in tensors_in(part) or ()]
 
 
-def _parts(data: Any) -> Iterable[Any] | None:
-    if isinstance(data, (str, bytes)):
-        return ()
-    if isinstance(data, abc.Mapping):
-        return data.values()
-    if isinstance(data, abc.Sequence):
-        return data
-    if dataclasses.is_dataclass(data):
-        return [attribute(data, field.name) for field in dataclasses.fields(data)]
-    return None
-
-
 def is_tensor(part: Any) -> bool:
-    """True if it is one of torch's, of any kind."""
+    """Return True if `part` is a tensor of torch's, of any kind."""
     import torch
 
     return isinstance(part, torch.Tensor)
 
 
 def pins_itself(part: Any) -> bool:
-    """True if it is pinned as a whole: a tensor, or what has a `pin_memory()`."""
+    """Return True if `part` is pinned as a whole: a tensor, or an object with a `pin_memory()`."""
     return is_tensor(part) or has(part, "pin_memory")
 
 
-def moves_itself(part: Any) -> bool:
-    """True if it is pinned or moved as a whole."""
-    return pins_itself(part) or takes_device(type(part))
-
-
 def is_tensor_or_movable(part: Any) -> bool:
-    """True if it is moved as a whole."""
+    """Return True if `part` is moved as a whole."""
     return is_tensor(part) or takes_device(type(part))
+
+
+def moves_itself(part: Any) -> bool:
+    """Return True if `part` is pinned or moved as a whole."""
+    return pins_itself(part) or takes_device(type(part))
 
 
 @functools.lru_cache(maxsize=256)
@@ -130,18 +128,18 @@ def _parameters_of_to(kind: type) -> tuple[inspect.Parameter, ...]:
         return ()
     try:
         return tuple(inspect.signature(to).parameters.values())[1:]
-    except (TypeError, ValueError):  # of a class without a signature, such as some in C
+    except (TypeError, ValueError):  # some classes in C have no signature
         return ()
 
 
 def takes_device(kind: type) -> bool:
-    """True if its `to()` takes a device: there are others, for units and time zones."""
+    """Return True if the `to()` of `kind` takes a device, and not a unit or a time zone."""
     first = _parameters_of_to(kind)[:1]
     return any(p.name == "device" or p.kind is inspect.Parameter.VAR_POSITIONAL for p in first)
 
 
 def takes_non_blocking(kind: type) -> bool:
-    """True if its `to()` can be told not to wait."""
+    """Return True if the `to()` of `kind` takes `non_blocking`."""
     return any(
         p.name == "non_blocking" or p.kind is inspect.Parameter.VAR_KEYWORD
         for p in _parameters_of_to(kind)
@@ -149,16 +147,14 @@ def takes_non_blocking(kind: type) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Its size; 0 for one that is not dense."""
+    """Return the bytes of a dense tensor; 0 for others."""
     import torch
 
-    if tensor.layout is not torch.strided:
-        return 0
-    return tensor.nbytes
+    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def can_be_pinned(tensor: torch.Tensor) -> bool:
-    """True if there is a way to pin it: it is dense, and of the CPU."""
+    """Return True if `tensor` can be pinned: it is dense, and on the CPU."""
     import torch
 
     return tensor.layout is torch.strided and tensor.device.type == "cpu"

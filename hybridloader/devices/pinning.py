@@ -1,17 +1,16 @@
-"""How batches get into page-locked memory and to a device: on a thread of ours, or on the caller's.
+"""Pinning of batches and copying to a device: on a thread of ours, or on the caller's.
 
-Copies to a device are queued on one stream beside the others. Whoever takes a batch has its own
-current stream wait for them; the host never waits. Where a device can't do that, copies are made
-one after another: by the thread, if the device has one stream only, else by whoever takes the
-batch. Nothing here starts a thread, or knows where batches come from.
-`hybridloader.devices.batch_parts` tells what is pinned.
+Copies to a device are queued on one side stream. The current stream of the thread that takes a batch
+waits for them; the host never waits. Where a device can't do that, copies are made one after another:
+by our thread, if the device has a single stream, else by the thread that takes the batch. Nothing here
+starts a thread, or knows where batches come from.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridloader._support.arguments import whole
 from hybridloader._support.attributes import has
@@ -34,16 +33,16 @@ from hybridloader.memory.accelerator import Accelerator, StreamMark
 from hybridloader.memory.page_locks import PageLocks
 
 AHEAD = 2
-"""Batches that wait if nothing else is said: one to take, one that is copied meanwhile."""
+"""Default number of batches that wait: one to take, one that is copied meanwhile."""
 
 BUFFER_BYTES = 1 << 30
-"""Bytes that wait if nothing else is said: several batches of vision or language, and little beside what
-a model takes."""
+"""Default number of bytes that wait: several batches of vision or language, and little beside the
+memory of a model."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Where batches are to be when they come, and how many may be there before they are asked for.
+    """Device that batches are copied to, and how many may wait there.
 
     ``DataLoader(device="cuda")`` says ``Transfer("cuda")``. See docs/devices.md.
 
@@ -55,12 +54,12 @@ class Transfer:
     prefetch
         Batches that may wait on the device, at least 1. One more is being copied meanwhile.
     buffer_bytes
-        Bytes that these may have together. A batch that is larger than that waits alone.
+        Bytes that these batches may have together. A larger batch waits alone.
 
     Raises
     ------
     TypeError, ValueError
-        A number is out of range. What devices there are is looked at later.
+        A number is out of range. The device itself is looked for later.
     """
 
     device: Any
@@ -73,36 +72,34 @@ class Transfer:
 
     @classmethod
     def of(cls, device: Any) -> Transfer:
-        """What `DataLoader(device=...)` was given, as a `Transfer`."""
+        """Return the value of `DataLoader(device=...)` as a `Transfer`."""
         return device if isinstance(device, cls) else cls(device)
 
 
 def check(device: Any) -> None:
-    """Refuse a device that can't be had, before anything is started: None, or as for `Transfer`.
+    """Raise an error for a device that is not there; None is always accepted.
 
     Raises
     ------
     TypeError, ValueError
-        The message says what there is.
+        The message says which devices there are.
     """
     if device is not None:
         find(Transfer.of(device).device)
 
 
 def pinner_for(device: Any, *, pin_memory: bool) -> Pinner | None:
-    """What handles the batches of one iterator; None if nothing is to be done.
+    """Return the object that handles the batches of one iterator; None if nothing is to be done.
+
+    The device that is current on this thread counts. Makes no context on it, so that workers may be
+    forked after this.
 
     Parameters
     ----------
     device
-        None, or as for `Transfer`, or one of these.
+        None, a `Transfer`, or the device of one.
     pin_memory
-        Whether batches that go nowhere are pinned.
-
-    Notes
-    -----
-    The device that is current on this thread counts. Makes no context on it, so that workers may be
-    forked after this.
+        Whether batches that are not moved are pinned.
     """
     transfer = None if device is None else Transfer.of(device)
     accelerator = None if transfer is None else find(transfer.device)
@@ -115,21 +112,21 @@ def pinner_for(device: Any, *, pin_memory: bool) -> Pinner | None:
 
 
 class Sent:
-    """A batch on its way from the thread that pins to whoever takes it.
+    """Batch on its way from the thread that pins to the thread that takes it.
 
     Attributes
     ----------
     data
-        The batch, on the device unless it says otherwise.
+        The batch, on the device unless `late`.
     size
         Bytes of its tensors, as far as they can be found.
     mark
-        Behind the copies; None if there are none.
+        Mark behind the copies; None if there are none.
     used
         Tensors on the device, and objects with a `record_stream()`, that must be told the stream of
-        whoever takes the batch.
+        the thread that takes the batch.
     late
-        Whether something in it has yet to be moved, by whoever takes it.
+        Whether a part of it has yet to be moved, by the thread that takes it.
     """
 
     __slots__ = ("data", "late", "mark", "size", "used")
@@ -150,20 +147,21 @@ class Pinner:
     Parameters
     ----------
     accelerator
-        For which memory is locked.
+        Device for which memory is locked.
     prefetch, buffer_bytes
-        What may wait behind `send`.
+        Batches and bytes that may wait behind `send`.
 
     Attributes
     ----------
     locks
-        For slots of the workers: told which streams read them. None if the device locks no pages.
+        Page locks for slots of the workers: told which streams read them. None if the device locks no
+        pages.
     refusal
-        Why the last tensor that was to be pinned is not; None as long as all were.
+        Reason why the last tensor could not be pinned; None as long as all could.
     """
 
     stage = "pin_memory"
-    """What errors call it."""
+    """Name of the stage in errors."""
 
     def __init__(
         self, accelerator: Accelerator, prefetch: int = AHEAD, buffer_bytes: int = BUFFER_BYTES
@@ -177,31 +175,31 @@ class Pinner:
         self._warned = False
 
     def prepare(self) -> None:
-        """For a thread of ours, first of all: it uses this device, and no more than one core."""
+        """Have this thread, one of ours, use the device, and no more than one core."""
         self.accelerator.enter()
         one_thread_on_this_thread()
 
     def send(self, batch: list[Any]) -> Sent:
-        """Pin what is in `batch`, which is emptied: so no reference to the memory before is left."""
+        """Handle the one batch in the list, which is emptied so that no reference to it is left."""
         sent = Sent()
-        sent.data = self._pinned(batch.pop(), sent)
+        sent.data = self._handled(batch.pop(), sent)
         return sent
 
     def take(self, sent: Sent) -> Any:
-        """The batch, for this thread and its current stream."""
+        """Return the batch, for this thread and its current stream."""
         self._read_by_this_stream()
         self.warn()
         return sent.data
 
     def here(self, batch: Any) -> Any:
-        """The batch, pinned by this thread."""
+        """Handle `batch` on this thread, and return it."""
         self._read_by_this_stream()
-        data = self._pinned(batch, Sent())
+        data = self._handled(batch, Sent())
         self.warn()
         return data
 
     def warn(self) -> None:
-        """Tell, once, that memory could not be pinned. On the thread of whoever asks for batches."""
+        """Warn, once, that memory could not be pinned. Called by the thread that asks for batches."""
         if self.locks is not None:
             self.locks.warn()
         if self.refusal is None or self._warned:
@@ -213,15 +211,15 @@ class Pinner:
         )
 
     def _read_by_this_stream(self) -> None:
-        """Slots that die from now on wait for this thread's stream, wherever they die."""
+        """Have slots that are freed from now on, on any thread, wait for this thread's stream."""
         if self.locks is not None:
             self.locks.wait_for(self.accelerator.current_stream())
 
-    def _pinned(self, batch: Any, sent: Sent) -> Any:
+    def _handled(self, batch: Any, sent: Sent) -> Any:
         return mapped(batch, pins_itself, functools.partial(self._pin, sent))
 
     def _pin(self, sent: Sent, part: Any) -> Any:
-        """A tensor, or an object that can pin itself, pinned if the device knows that at all."""
+        """Return a tensor, or an object that can pin itself, pinned if the device knows that at all."""
         pins = self.accelerator.pins
         if not is_tensor(part):
             part = part.pin_memory() if pins else part
@@ -242,35 +240,43 @@ class Pinner:
 class Mover(Pinner):
     """Copies batches to a device, from page-locked memory.
 
-    All copies are queued on one stream. Whoever takes a batch has its current stream wait for them, and
-    that stream is named to the allocator, so that the memory is not used again before it is done.
+    All copies are queued on one stream. The current stream of the thread that takes a batch waits for
+    them, and the allocator is told of it, so that the memory is not used again before it is done. If the
+    device can't do that, nothing is handed from one stream to another.
 
-    If the device can't do that, nothing is handed from one stream to another.
+    Attributes
+    ----------
+    stream
+        Stream that copies are queued on; None before `prepare`, and if they are not queued.
     """
 
     stage = "to"
 
     def __init__(self, accelerator: Accelerator, prefetch: int, buffer_bytes: int) -> None:
         super().__init__(accelerator, prefetch, buffer_bytes)
-        self._stream: Any = None
+        self.stream: Any = None
 
     def prepare(self) -> None:
         super().prepare()
-        self._stream = self.accelerator.side_stream()
-        if self.locks is not None and self._stream is not None:
-            self.locks.wait_for(self._stream)
+        self.stream = self.accelerator.side_stream()
+        if self.locks is not None and self.stream is not None:
+            self.locks.wait_for(self.stream)
 
     def send(self, batch: list[Any]) -> Sent:
         accelerator, sent = self.accelerator, Sent()
-        if self._stream is not None:
-            with accelerator.on(self._stream):
-                # The last reference to what is copied goes in here: slots look at the current stream.
-                sent.data = self._moved(batch.pop(), sent, handed=True)
-                sent.mark = accelerator.mark(self._stream)
+        if self.stream is not None:
+            with accelerator.on(self.stream):
+                # The last reference to the source goes in here: slots look at the current stream.
+                sent.data = self._handled(batch.pop(), sent, handed=True)
+                sent.mark = accelerator.mark(self.stream)
         elif accelerator.one_stream:
-            sent.data = self._moved(batch.pop(), sent, handed=False)
+            sent.data = self._handled(batch.pop(), sent)
         else:
-            sent.data = mapped(batch.pop(), moves_itself, functools.partial(self._pin_if, sent))
+            sent.data = mapped(
+                batch.pop(),
+                moves_itself,
+                lambda part: self._pin(sent, part) if pins_itself(part) else part,
+            )
             sent.late = True
         return sent
 
@@ -278,7 +284,7 @@ class Mover(Pinner):
         self.warn()
         accelerator, mark = self.accelerator, sent.mark
         if mark is None:
-            return self._moved(sent.data, Sent(), handed=False) if sent.late else sent.data
+            return self._handled(sent.data, Sent()) if sent.late else sent.data
         stream = accelerator.current_stream()
         accelerator.hold_up(stream, mark)
         for part in sent.used:
@@ -288,21 +294,12 @@ class Mover(Pinner):
                 part.record_stream(stream)
         if not sent.late:
             return sent.data
-        return mapped(sent.data, _is_late, lambda late: self._ask(late.part))
+        return mapped(
+            sent.data, lambda part: type(part) is _Late, lambda late: self._ask(late.part)
+        )
 
-    def here(self, batch: Any) -> Any:
-        self._read_by_this_stream()
-        data = self._moved(batch, Sent(), handed=False)
-        self.warn()
-        return data
-
-    @property
-    def stream(self) -> Any:
-        """The stream that copies are queued on; None before `prepare`, and if they are not queued."""
-        return self._stream
-
-    def _moved(self, batch: Any, sent: Sent, *, handed: bool) -> Any:
-        """`batch` on the device, which is then `handed` from this stream to another, or not."""
+    def _handled(self, batch: Any, sent: Sent, *, handed: bool = False) -> Any:
+        """Return `batch` on the device; `handed` if another stream will use it."""
         return mapped(batch, moves_itself, functools.partial(self._move, sent, handed))
 
     def _move(self, sent: Sent, handed: bool, part: Any) -> Any:
@@ -315,10 +312,10 @@ class Mover(Pinner):
         if accelerator.pins and pins_itself(part):
             part = part.pin_memory()
         if not takes_device(type(part)):
-            # It is what its pin_memory() gave, and perhaps something to be looked into.
+            # Its pin_memory() has returned something else, perhaps a container.
             return mapped(part, is_tensor_or_movable, functools.partial(self._move, sent, handed))
         if handed and not has(part, "record_stream") and tensors_in(part) is None:
-            # Nobody could tell the allocator what it uses, so it is moved by whoever takes it.
+            # The allocator can't be told of its memory, so the thread that takes it moves it.
             sent.late = True
             return _Late(part)
         part = self._ask(part)
@@ -330,10 +327,6 @@ class Mover(Pinner):
         sent.size += sum(bytes_of(tensor) for tensor in tensors)
         return part
 
-    def _pin_if(self, sent: Sent, part: Any) -> Any:
-        """Pin what is moved later, if it can be pinned."""
-        return self._pin(sent, part) if pins_itself(part) else part
-
     def _ask(self, part: Any) -> Any:
         """Have an object move itself."""
         name = self.accelerator.name
@@ -342,14 +335,7 @@ class Mover(Pinner):
         return part.to(name)
 
 
-class _Late:
-    """Something that is moved by whoever takes it."""
+class _Late(NamedTuple):
+    """Part of a batch that is moved by the thread that takes it."""
 
-    __slots__ = ("part",)
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-
-def _is_late(part: Any) -> bool:
-    return type(part) is _Late
+    part: Any

@@ -1,9 +1,9 @@
-"""A device of torch's, of any kind.
+"""Devices of torch, of any kind.
 
 The code uses `torch.accelerator` and `torch.Stream`, which every device has. The module of the
-device (`torch.cuda`) may have its own class of streams. Some abilities only some devices have, so
-they are tried once: page-locking memory that torch did not make, and handing batches from one
-stream to another.
+device (`torch.cuda`) may have its own class of streams. Two abilities, which only some devices have,
+are tried once: page-locking memory that torch did not make, and handing batches from one stream to
+another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Streams(NamedTuple):
-    """Streams of one device: one beside the user's, if usable; and whether it has one only."""
+    """Streams of one device: one beside the user's, if usable; and whether it has a single one."""
 
     side: Any
     one: bool
@@ -33,14 +33,14 @@ stream has used for that stream, so a new stream for every pass would take as mu
 
 
 class TorchAccelerator:
-    """A device of torch's: CUDA, XPU, MPS or what else `torch.accelerator` knows.
+    """Device of torch: CUDA, XPU, MPS or any other that `torch.accelerator` knows.
 
     Asking `queues_copies` or `one_stream` may make a context on it; the other properties do not.
 
     Parameters
     ----------
     device
-        With its index.
+        The device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class TorchAccelerator:
 
     @property
     def locks_pages(self) -> bool:
-        return hasattr(self._module, "cudart")  # of other devices torch shows no such call
+        return hasattr(self._module, "cudart")  # torch has no such call for other devices
 
     @property
     def queues_copies(self) -> bool:
@@ -103,7 +103,7 @@ class TorchAccelerator:
         return self._streams.side if self.queues_copies else None
 
     def current_stream(self) -> Any:
-        # The device's own kind, if it has one: objects with a `record_stream` may ask for it.
+        # The device's own class of streams, if any: objects with a `record_stream` may need it.
         import torch
 
         return getattr(self._module, "current_stream", torch.accelerator.current_stream)(
@@ -159,7 +159,7 @@ class TorchAccelerator:
     def _asked(self) -> _Streams:
         """Try which streams the device has, and whether batches can be handed over from them.
 
-        torch has no call that tells what a device can do, but a call that it can't do raises.
+        torch has no call that lists the abilities of a device, but an unsupported call raises.
         """
         import torch
 
@@ -168,7 +168,7 @@ class TorchAccelerator:
             stream, other = kind(self.device), kind(self.device)
         except RuntimeError:
             return _Streams(None, one=True)
-        if stream == other:  # as of MPS
+        if stream == other:  # MPS
             return _Streams(None, one=True)
         try:
             self.mark(stream)
@@ -191,7 +191,7 @@ class TorchAccelerator:
             pass
 
     def _chosen(self) -> AbstractContextManager[Any]:
-        """This device, for a call from any thread: on another one it would open a context there."""
+        """Make this device the current one for a call: another one would get a context by it."""
         context: AbstractContextManager[Any] = self._module.device(self.device)
         return context
 

@@ -32,7 +32,7 @@ class OneStream(FakeAccelerator):
 
 def mover(device: FakeAccelerator) -> Mover:
     made = Mover(device, 2, BUFFER_BYTES)
-    made._stream = device.side_stream()
+    made.stream = device.side_stream()
     return made
 
 

@@ -304,7 +304,7 @@ def test_an_error_of_the_driver_is_not_left_to_the_next_kernel(
 
 def mover(fake: FakeAccelerator) -> Mover:
     made = Mover(fake, 2, BUFFER_BYTES)
-    made._stream = fake.side_stream()
+    made.stream = fake.side_stream()
     return made
 
 
