@@ -1,7 +1,7 @@
-"""One pass over a `DataLoader`: torch's iterator in all that it promises, on one `Stage` of ours.
+"""Iterator of a `DataLoader`: all that torch's iterator promises, on one `Stage`.
 
-Seeds, the sampler's iterator and the order of what is drawn from the generators come from torch's base
-class; which worker makes which batch, from torch's rule for dispatch.
+Seeds, the sampler's iterator and the order of draws from the generators come from torch's base class.
+Workers get batches by torch's rule of dispatch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hybridloader.engine.stage import Stage
 from hybridloader.fetching.collate import without_torch
 from hybridloader.fetching.fetch import IterableFetch, MapFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
-from hybridloader.fetching.on_error.policies import Policy, parse
+from hybridloader.fetching.on_error.policies import parse
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.loader.pass_seeds import PassSeeds
 from hybridloader.loader.pass_start import PassStart, ResumedDispatch
@@ -51,11 +51,11 @@ _TORCHS_NEXT = _BaseDataLoaderIter.__next__
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
-class _Weakly:
-    """A method of the loader, without holding the loader.
+class _WeakLoaderMethod:
+    """Method of a loader, such as its `collate_fn`, that does not keep the loader alive.
 
-    A worker thread that held it would keep the loader, and with persistent workers the iterator,
-    alive for ever. As long as the iterator lives, it holds the method itself.
+    Otherwise a worker thread would keep the loader, and with persistent workers the iterator, alive
+    for ever. The iterator holds the method itself as long as it lives.
     """
 
     def __init__(self, method: types.MethodType) -> None:
@@ -69,17 +69,17 @@ class _Weakly:
 
 
 class LoaderIterator(_BaseDataLoaderIter):
-    """One pass over a loader of torch's, or, with persistent workers, one after the other.
+    """Iterator over one pass of a loader of torch's; with persistent workers, over one after another.
 
-    A context manager; leaving it closes the iterator. Closing it, letting it go or exhausting it (if
-    the workers are not persistent) ends the workers.
+    A context manager, which closes the iterator when it is left. The workers end when the iterator is
+    closed, let go or (if they are not persistent) exhausted.
 
     Parameters
     ----------
     loader
-        One of torch's. Its base class asks it; nothing here does but by `plan`.
+        The loader, for torch's base class; all code here asks `plan` instead.
     plan
-        What it says.
+        The loader's plan.
     """
 
     def __init__(self, loader: torch.utils.data.DataLoader[Any], plan: LoaderPlan) -> None:
@@ -106,7 +106,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pinner is not None and self._num_workers and not self._backend.in_caller:
             self._pin_thread = PinThread(self._pinner, self._timeout)
             closed_with(self, self._pin_thread)
-        self._carries = False  # whether workers send the state of the dataset with their results
+        self._sends_states = False  # whether workers send the dataset's state with results
         self._stage = self._start()
         self._next_batch: Callable[[], Any] = self._stage.pull
         self._budget: ErrorBudget | None = None
@@ -117,7 +117,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._reset(loader, first_iter=True)
 
     def _shard_datapipe(self) -> None:
-        """Each rank and each worker reads its own part of a data pipe; the rules are torch's."""
+        """Have each rank and each worker read its part of a data pipe, by torch's rules."""
         if self._num_workers == 0:
             pipe: Any = self._dataset
             torch.utils.data.graph_settings.apply_sharding(pipe, self._world_size, self._rank)
@@ -143,7 +143,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             starts=self._pass_start.starts,
             tells=self._plan.told_every > 0,
         )
-        # With a pinning thread, whoever waits for that counts; an inline worker is the caller itself.
+        # A pinning thread's consumer has the time limit itself; an inline worker is the caller.
         waits = self._pin_thread is None and not self._backend.in_caller
         return Stage(
             self._backend,
@@ -160,12 +160,12 @@ class LoaderIterator(_BaseDataLoaderIter):
         )
 
     def _for_workers(self, function: Any) -> Any:
-        """What workers get for `function`."""
+        """Return `function` as workers get it."""
         if not self._backend.in_process:
             return without_torch(function)
         method = isinstance(function, types.MethodType)
         of_a_loader = method and isinstance(function.__self__, torch.utils.data.DataLoader)
-        return _Weakly(function) if of_a_loader else function
+        return _WeakLoaderMethod(function) if of_a_loader else function
 
     def _fetch(self) -> Fetch:
         dataset, batched = self._dataset, self._auto_collation
@@ -191,8 +191,8 @@ class LoaderIterator(_BaseDataLoaderIter):
                 "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__."
             )
         if self._num_workers and self._backend.copies:
-            self._carries = is_stateful(dataset)
-            return replace(fetch, carries=self._carries, told_every=self._plan.told_every)
+            self._sends_states = is_stateful(dataset)
+            return replace(fetch, carries=self._sends_states, told_every=self._plan.told_every)
         return fetch
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
@@ -201,13 +201,13 @@ class LoaderIterator(_BaseDataLoaderIter):
                 super()._reset(loader, first_iter)
         else:
             self._reopen(loader)
-        if self._stage.closed:  # a worker had died, or somebody closed it: start again
+        if self._stage.closed:  # a worker had died, or the iterator was closed: start again
             self._stage = self._start()
         changes = () if first_iter or self._watch is None else self._watch.changes()
         self._begin(changes)
 
     def _reopen(self, loader: Any) -> None:
-        """Another pass; from a state that was loaded it goes on with other workers."""
+        """Start another pass; from a state that was loaded, with other workers."""
         if self._pin_thread is not None:
             self._pin_thread.break_off()
         plan = LoaderPlan.of(loader, self._plan.chosen, self._plan.options)
@@ -225,15 +225,15 @@ class LoaderIterator(_BaseDataLoaderIter):
         return PassSeeds(self._plan.options.seeding, int(self._base_seed), self._pass_start.epoch)
 
     def _begin(self, changes: tuple[Change, ...] = ()) -> None:
-        """A pass begins: nothing is lost, and nothing waits to fill up a batch."""
+        """Begin a pass, with no errors and no waiting samples."""
         start, stage = self._pass_start, self._stage
         del self._pass_start
         progress = self._progress = start.progress(self)
         progress.exhausted = stage.exhausted
         if isinstance(self._dispatch, ResumedDispatch):
             start.direct(self._dispatch)
-        # Where nothing comes out of turn or with a state, the place follows from what was given last.
-        plain = self._plan.in_order and self._on_error is None and not self._carries
+        # If results come in order and without states, the last one tells the place.
+        plain = self._plan.in_order and self._on_error is None and not self._sends_states
         ahead = self._prefetch_factor * self._num_workers if plain else None
         source = start.source(self, progress, stage.next_seq, ahead)
         results = self._results(source, progress, changes)
@@ -261,12 +261,12 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _results(
         self, source: Iterator[Any], progress: Progress, changes: tuple[Change, ...]
     ) -> Results:
-        """Begin the pass of the stage; what its results come from, on this thread."""
+        """Begin the pass of the stage; return its results, for this thread."""
         stage, thread = self._stage, self._pin_thread
         if thread is None:
             stage.begin(source, self._shared_seed, changes)
             return stage
-        # As many as torch draws before the first batch; of an iterable dataset, indices mean nothing.
+        # As many as torch draws before the first batch; an iterable dataset ignores indices.
         window = 0 if progress.iterable else self._prefetch_factor * self._num_workers
         seed, first = self._shared_seed, progress.yielded
         return thread.begin(stage, source, seed, changes, window=window, first=first)
@@ -282,10 +282,13 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def _filled(self, batches: Iterator[Any], results: Results, progress: Progress) -> FullBatches:
         if self._on_error is not None:
-            self._budget = self._new_budget(self._on_error)
-        collate_fn = self._seeds.collating(self._collate_fn, lambda: progress.yielded)
-        if self._pinner is not None and self._pin_thread is not None:
-            collate_fn = _then(collate_fn, self._pinner.here)  # that thread does not see these
+            record = self._plan.record
+            epoch = 0 if record.budget is None else record.budget.epoch + 1
+            self._budget = record.budget = ErrorBudget(self._on_error, "DataLoader", epoch)
+        collate = self._seeds.collating(self._collate_fn, lambda: progress.yielded)
+        pin = None if self._pinner is None or self._pin_thread is None else self._pinner.here
+        # A pinning thread does not see the batches that are made here.
+        collate_fn = collate if pin is None else lambda samples: pin(collate(samples))
         return FullBatches(
             batches,
             functools.partial(_last, results, workers=bool(self._num_workers or self._joins)),
@@ -296,16 +299,10 @@ class LoaderIterator(_BaseDataLoaderIter):
             waiting=progress.waiting,
         )
 
-    def _new_budget(self, policy: Policy) -> ErrorBudget:
-        record = self._plan.record
-        epoch = 0 if record.budget is None else record.budget.epoch + 1
-        record.budget = ErrorBudget(policy, "DataLoader", epoch)
-        return record.budget
-
     def __next__(self) -> Any:
-        # torch's enters a profiler range for every batch, which costs 15-30 us; only a running
-        # profiler sees it. It also warns of more batches than a length that was asked for. Whoever
-        # replaces torch's method (as monitors do) finds it called.
+        # torch's method enters a profiler range for every batch, which costs 15-30 us; only a running
+        # profiler sees it. It also warns of more batches than a length that was asked for. If somebody
+        # has replaced it (as monitors do), it is called.
         if (
             _BaseDataLoaderIter.__next__ is not _TORCHS_NEXT
             or self._IterableDataset_len_called is not None
@@ -336,11 +333,11 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """The samples of this pass that were left out or replaced, in the order of the batches."""
+        """Samples of this pass that were left out or replaced, in the order of the batches."""
         return () if self._budget is None else tuple(self._budget.records)
 
     def report(self) -> str:
-        """A table of the workers: what each is doing, and has done. From any thread."""
+        """Return a table of the workers and their work. From any thread."""
         return workers_table(self._stage.report())
 
     @property
@@ -351,7 +348,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self.close()
 
     def close(self) -> None:
-        """End the workers now. Any number of times, from any thread; at most some 2 seconds."""
+        """End the workers now: any number of times, from any thread; within some 2 seconds."""
         if self._pin_thread is not None:
             self._pin_thread.close()
         self._stage.close()
@@ -366,13 +363,9 @@ class LoaderIterator(_BaseDataLoaderIter):
 
 
 def _last(results: Results, *, workers: bool) -> tuple[int | None, Outcome | None]:
-    """Return who made the last of `results`, and what became of its samples."""
-    # Taken away: an inline worker's error has a traceback, and its frames hold the caller's own.
+    """Return the worker of the last of `results`, and the outcome of its samples."""
+    # The outcome is removed: an inline worker's error has a traceback, which holds the caller's frames.
     last = results.last
     extras, last.extras = last.extras, None
     outcome = None if extras is None else extras.get("outcome")
     return last.worker if workers else None, outcome
-
-
-def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda samples: second(first(samples))

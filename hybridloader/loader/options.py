@@ -1,14 +1,13 @@
-"""What our loader has beyond torch's: the keywords, what they are where nobody said, and what can't be.
+"""Options that `DataLoader` has beyond torch's: their keywords, their defaults, and a check of values.
 
-The iterator asks for these and never for attributes of the loader, so that it runs any loader of
-torch's. Reads no dataset, and knows nothing of backends.
+The iterator asks for options and never for attributes of the loader, so that it runs any loader of
+torch's. Nothing here reads a dataset or knows backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from hybridloader._support.arguments import keywords, one_of, seconds, whole
 from hybridloader.devices.pinning import check as check_device
@@ -18,12 +17,9 @@ from hybridloader.fetching.on_error.policies import parse as parse_on_error
 from hybridloader.seeding.sample_seeds import SampleSeeding
 from hybridloader.seeding.sample_seeds import parse as parse_seeding
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 class OptionWords(TypedDict, total=False):
-    """The keywords that `DataLoader` has beyond torch's and `backend`; it says what they mean."""
+    """Keywords that `DataLoader` has beyond torch's and `backend`."""
 
     threads_per_worker: int
     on_error: str | Skip | Retry | Replace
@@ -34,9 +30,8 @@ class OptionWords(TypedDict, total=False):
     device: Any
 
 
-@dataclass(frozen=True)
-class Options:
-    """The values of those keywords; what they mean is told by `hybridloader.DataLoader`."""
+class Options(NamedTuple):
+    """Values of these keywords; `hybridloader.DataLoader` describes them."""
 
     threads_per_worker: int = 1
     on_error: str | Skip | Retry | Replace = "raise"
@@ -47,13 +42,13 @@ class Options:
     device: Any = None
 
     @classmethod
-    def said(cls, caller: str, words: Mapping[str, Any]) -> Self:
-        """Those that somebody gave to `caller`.
+    def said(cls, caller: str, words: Mapping[str, Any]) -> Options:
+        """Make options of the keywords that a user gave to `caller`.
 
         Raises
         ------
         TypeError, ValueError
-            There is no such keyword, or it has a value that no loader could take.
+            There is no such keyword, or no loader could take its value.
         """
         keywords(caller, words, OptionWords.__annotations__, "backend, ")
         options = cls(**words)
@@ -61,13 +56,17 @@ class Options:
         return options
 
     @classmethod
-    def of(cls, loader: Any) -> Self:
-        """Those of one of our loaders, as they are now."""
+    def of(cls, loader: Any) -> Options:
+        """Read the options of one of our loaders."""
         values: list[Any] = [getattr(loader, name, default) for name, default in _DEFAULTS]
         return cls(*values)
 
+    def without(self, names: Iterable[str]) -> Options:
+        """Return a copy in which the options `names` have their defaults."""
+        return self._replace(**{name: self._field_defaults[name] for name in names})
+
     def check(self) -> None:
-        """Refuse what no loader could take. Raises `TypeError` or `ValueError`."""
+        """Refuse values that no loader could take. Raises `TypeError` or `ValueError`."""
         instead = "1 is the worker's own thread"
         whole("threads_per_worker", self.threads_per_worker, 1, instead=instead)
         parse_on_error(self.on_error)
@@ -77,10 +76,5 @@ class Options:
         one_of("shard_remainders", self.shard_remainders, ("keep", "join"))
         check_device(self.device)
 
-    def without(self, names: Iterable[str]) -> Self:
-        """Return a copy in which these options have their defaults."""
-        default: Any = type(self)()
-        return replace(self, **{name: getattr(default, name) for name in names})
 
-
-_DEFAULTS = [(field.name, field.default) for field in fields(Options)]
+_DEFAULTS = tuple(Options._field_defaults.items())

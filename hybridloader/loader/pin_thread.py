@@ -1,11 +1,11 @@
-"""The results of a loader's stage, pinned, or on a device, before they are asked for.
+"""Results of a loader's stage, pinned or copied to a device before they are asked for.
 
-    sampler --> your thread --> [ stage ] --> the pinning thread --> queue --> your thread
+    sampler --> your thread --> [ stage ] --> pinning thread --> queue --> your thread
 
-The pinning thread pulls the stage and handles what comes, into a queue that is bounded in batches and
-in bytes. All that is counted is counted on the thread of whoever takes a batch, when it is taken: what
-waits in the queue was not yet given to anybody. There, too, the sampler is asked for one index for each
-result that is taken, as torch does it; so what a sampler draws depends on no thread of ours.
+The pinning thread pulls the stage, handles the batches and puts them into a queue that is bounded in
+batches and in bytes. Batches are counted on the consumer's thread, when they are taken: those in the
+queue were not handed out yet. The sampler is asked there too, for one index for each result that is
+taken, as torch does; so its draws depend on no thread of ours.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PATIENCE = 2.0
 """Seconds that `close` may take."""
 
 
-class _Handed(NamedTuple):
-    """What came from the stage, or the error in its place, and what the stage said of it."""
+class _QueuedResult(NamedTuple):
+    """Result or error of the stage on its way to the consumer, with what the stage said of it."""
 
     seq: int
     worker: int
@@ -41,30 +41,33 @@ class _Handed(NamedTuple):
     final: bool = False
 
 
-class Drawn:
-    """The feed of a stage: indices that were drawn on another thread.
+class IndexFeed:
+    """Feed of a stage with indices that the consumer's thread draws.
 
-    Holds no sampler: the stage is held by a thread, and a sampler may hold the loader.
+    Holds no sampler: a thread holds the stage, and a sampler may hold the loader.
     """
 
     final: tuple[type[Exception], ...] = (Exception,)
 
     def __init__(self) -> None:
-        # All the mutable state; filled from one thread and emptied by another:
+        # All the mutable state; filled by one thread and emptied by another:
         self._indices: deque[Any] = deque()
         self._ended = False
         self._error: Raised | None = None
         self._wake: Callable[[], None] | None = None
 
-    def give(self, index: Any) -> None:
-        """Another index."""
-        self._indices.append(index)
+    def draw_from(self, source: Iterator[Any] | None) -> Iterator[Any] | None:
+        """Add an index of `source`, or its end; return `source`, or None after its end."""
+        if source is None:
+            return None
+        try:
+            self._indices.append(next(source))
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                self._error = Raised(error)
+            self._ended, source = True, None
         self._tell()
-
-    def end(self, error: Exception | None) -> None:
-        """There are no more; because the sampler has raised `error`, if there is one."""
-        self._error, self._ended = None if error is None else Raised(error), True
-        self._tell()
+        return source
 
     def draw(self, most: int | None) -> Any:
         if self._indices:
@@ -90,13 +93,13 @@ class Drawn:
             wake()
 
 
-class _Pulling(Iterator[Any]):
-    """What the thread runs: the results of one pass, handled one after the other.
+class _PinningIterator(Iterator[Any]):
+    """Iterator that the pinning thread runs: pulls the results of one pass and pins them.
 
     Parameters
     ----------
     first
-        The number of the first batch, for errors.
+        Number of the first batch, for errors.
     """
 
     def __init__(self, stage: Stage, pinner: Pinner, first: int) -> None:
@@ -106,7 +109,7 @@ class _Pulling(Iterator[Any]):
         self._over = False
         self.ends_stage = False
 
-    def __next__(self) -> _Handed:
+    def __next__(self) -> _QueuedResult:
         if self._over:
             raise StopIteration
         stage = self._stage
@@ -117,112 +120,83 @@ class _Pulling(Iterator[Any]):
         except Exception as error:
             self._over = stage.closed or isinstance(error, FINAL)
             self._number += 1
-            return self._handed(None, error=Raised(error), final=self._over)
+            return self._queued(None, error=Raised(error), final=self._over)
         self._number += 1
         try:
-            return self._handled(result)
+            extras = stage.last.extras
+            if extras is not None and "outcome" in extras and extras["outcome"].short is not None:
+                return self._queued(result.pop())  # samples, of which a batch is yet to be made
+            sent = self._pinner.send(result)
+            return self._queued(sent, sent.size)
         except Exception as error:
             add_note(
                 error,
                 f"In stage {self._pinner.stage!r} of the loader, at batch {self._number} of this pass.",
             )
-            return self._handed(None, error=Raised(error))
+            return self._queued(None, error=Raised(error))
 
-    def _handled(self, result: list[Any]) -> _Handed:
-        extras = self._stage.last.extras
-        if extras is not None and "outcome" in extras and extras["outcome"].short is not None:
-            return self._handed(result.pop())  # samples, of which a batch is yet to be made
-        sent = self._pinner.send(result)
-        return self._handed(sent, sent.size)
-
-    def _handed(
+    def _queued(
         self, found: Any, size: int = 0, error: Raised | None = None, final: bool = False
-    ) -> _Handed:
+    ) -> _QueuedResult:
         last = self._stage.last
         extras = last.extras if error is None else None
-        return _Handed(last.seq, last.worker, last.position, extras, found, size, error, final)
+        return _QueuedResult(
+            last.seq, last.worker, last.position, extras, found, size, error, final
+        )
 
     def close(self) -> None:
-        """The thread ends."""
+        """Close the stage, if that was left to this thread."""
         if self.ends_stage:
             self._stage.close()
 
 
 class PinnedResults(Iterator[Any]):
-    """The results of one pass of a stage; to whoever takes them it looks like the stage.
+    """Results of one pass, for the consumer's thread; used in place of the stage.
 
     Parameters
     ----------
-    source
-        The indices, if they are to be drawn here; None: the stage has a source of its own.
+    feed, source
+        Feed of the stage, and the indices to draw for it; None if the stage draws them itself.
     timeout
         Seconds to wait for one result; 0 waits for ever.
-
-    Attributes
-    ----------
-    last
-        As of a `Stage`.
     """
 
     def __init__(
         self,
         thread: PinThread,
         stage: Stage,
+        relay: Relay,
+        feed: IndexFeed,
         source: Iterator[Any] | None,
-        drawn: Drawn,
         timeout: float,
     ) -> None:
-        self._thread, self._stage, self._timeout = thread, stage, timeout
-        self._source, self._drawn = source, drawn
-        self._pinner = thread.pinner
+        self._thread, self._stage, self._relay, self._timeout = thread, stage, relay, timeout
+        self._feed, self._pinner, self._epoch = feed, thread.pinner, stage.epoch
         self._owner = os.getpid()
         # All the mutable state:
         self.last = Last()
-        self._relay: Relay | None = None
-        self._epoch = -1
-        self._failed = False  # by an error after which nothing more will come
-
-    def draw(self) -> None:
-        """Ask the sampler for one index more."""
-        if self._source is None:
-            return
-        try:
-            index = next(self._source)
-        except StopIteration:
-            self._source = None
-            self._drawn.end(None)
-            return
-        except Exception as error:
-            self._source = None
-            self._drawn.end(error)
-            return
-        self._drawn.give(index)
-
-    def start(self, relay: Relay) -> None:
-        """The stage has begun: what comes of it, comes through `relay`."""
-        self._epoch, self._relay = self._stage.epoch, relay
-        relay.start()
+        self._source = source
+        self._failed = False  # with an error after which nothing more will come
 
     def __next__(self) -> Any:
         if os.getpid() != self._owner:
             raise IteratorClosed(
                 "this iterator belongs to the process that this one was forked from; make one here"
             )
-        handed = self._wait()
+        queued = self._wait()
         last = self.last
-        last.seq, last.worker, last.position, last.extras = handed[:4]
-        self.draw()
-        if handed.error is not None:
-            self._failed = handed.final
-            handed.error.throw()
-        found = handed.found
+        last.seq, last.worker, last.position, last.extras = queued[:4]
+        self._source = self._feed.draw_from(self._source)
+        if queued.error is not None:
+            self._failed = queued.final
+            queued.error.throw()
+        found = queued.found
         return self._pinner.take(found) if type(found) is Sent else found
 
-    def _wait(self) -> _Handed:
-        assert self._relay is not None
+    def _wait(self) -> _QueuedResult:
         try:
-            handed: _Handed = self._relay.get(self._timeout or None)
-            return handed
+            queued: _QueuedResult = self._relay.get(self._timeout or None)
+            return queued
         except NotReady:
             raise WorkerTimeout(self._stage.lateness(self._timeout)) from None
         except StopIteration:
@@ -233,12 +207,14 @@ class PinnedResults(Iterator[Any]):
         except BaseException:  # the thread has died of it; or an interrupt may have taken a batch
             self._thread.close()
             raise
-        self._stage.pull(self._epoch, wait=True)  # it says why there is no more
+        self._stage.pull(self._epoch, wait=True)  # raises the reason why there is no more
         raise IteratorClosed("this pass was broken off")
 
 
 class PinThread:
-    """The pinning thread of one loader iterator: one for each pass, never two that pull.
+    """Pinning thread of one loader iterator: one thread for each pass, never two that pull.
+
+    Holds no sampler, because it lives as long as the iterator's finalizer.
 
     Parameters
     ----------
@@ -254,7 +230,7 @@ class PinThread:
         # All the mutable state:
         self._stage: Stage | None = None
         self._relay: Relay | None = None
-        self._pulling: _Pulling | None = None
+        self._pulling: _PinningIterator | None = None
 
     def begin(
         self,
@@ -266,24 +242,23 @@ class PinThread:
         window: int,
         first: int,
     ) -> PinnedResults:
-        """Begin a pass, behind `break_off` if there was one before.
+        """Begin a pass; `break_off` must have ended the one before.
 
         Parameters
         ----------
         source
             Indices.
         window
-            How many of them to draw in advance; 0: the stage draws them itself, on the thread.
+            Number of indices to draw in advance; 0: the stage draws them itself, on the thread.
         first
-            The number of the first batch.
+            Number of the first batch.
         """
-        drawn = Drawn()
-        results = PinnedResults(self, stage, source if window else None, drawn, self._timeout)
+        feed, pinner = IndexFeed(), self.pinner
+        left: Iterator[Any] | None = source if window else None
         for _ in range(window):
-            results.draw()
-        stage.begin(drawn if window else source, shared_seed, changes)
-        pinner = self.pinner
-        self._stage, self._pulling = stage, _Pulling(stage, pinner, first)
+            left = feed.draw_from(left)
+        stage.begin(feed if window else source, shared_seed, changes)
+        self._stage, self._pulling = stage, _PinningIterator(stage, pinner, first)
         self._relay = Relay(
             self._pulling,
             f"hybridloader-{pinner.stage}",
@@ -291,13 +266,11 @@ class PinThread:
             weigh=attrgetter("size"),
             limit=pinner.buffer_bytes,
             prepare=pinner.prepare,
-            start=False,
         )
-        results.start(self._relay)
-        return results
+        return PinnedResults(self, stage, self._relay, feed, left, self._timeout)
 
     def break_off(self) -> None:
-        """End the pass that runs, and its thread; the workers stay."""
+        """End the running pass and its thread; the workers stay."""
         if self._relay is not None and self._stage is not None and os.getpid() == self._owner:
             self._relay.shut()
             self._stage.interrupt()
@@ -312,7 +285,9 @@ class PinThread:
             return
         deadline = time.monotonic() + _PATIENCE
         relay.shut()
-        if relay.here:  # a garbage collection has ended the iterator just there, within the stage
+        if (
+            relay.here
+        ):  # a garbage collection on that thread, within the stage, has ended the iterator
             pulling.ends_stage = True
             stage.interrupt()
             return

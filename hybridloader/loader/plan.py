@@ -1,7 +1,7 @@
-"""Plan of a pass over a loader: what its attributes say when an iterator is made, read once.
+"""Plan of a pass over a loader: the loader's attributes, read once when an iterator is made.
 
 Nothing is cached from one iterator to the next, because frameworks change attributes in between. All
-that stands behind an iterator gets the plan, never the loader; what can't be had is refused here.
+code behind an iterator gets the plan, never the loader. Contradictions are refused here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import multiprocessing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data.dataloader import _DatasetKind
 
 from hybridloader._support.arguments import flag, function, seconds, whole
 from hybridloader._support.attributes import attribute
@@ -26,27 +30,7 @@ from hybridloader.memory.limits import DEFAULT_MEMORY
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """Attributes of a loader, torch's or ours, as they are now, by the names that torch gives them.
-
-    Attributes
-    ----------
-    iterable
-        Whether the dataset is.
-    batched
-        Whether indices come from a sampler of batches.
-    samplers
-        What indices are drawn from.
-    sampler
-        That of samples.
-    chosen
-        The backend, or its name, as somebody has chosen it; None: what torch would take.
-    told_every
-        Least number of a worker's results from one with the dataset's state to the next; 0: as cheap.
-    epoch
-        The number of the next pass.
-    record
-        The loader's.
-    """
+    """Attributes of a loader, torch's or ours, as they are now, under torch's names."""
 
     dataset: Any
     batch_size: int | None
@@ -63,22 +47,26 @@ class LoaderPlan:
     worker_init_fn: Any
     multiprocessing_context: Any
     iterable: bool
+    """Whether the dataset is iterable."""
     batched: bool
+    """Whether indices come from a sampler of batches."""
     samplers: Samplers
     length_called: int | None
     chosen: str | Backend | None
+    """Backend, or its name, that the user has chosen; None takes what torch would take."""
     options: Options
     told_every: int
+    """Least number of a worker's results from one with the dataset's state to the next; 0: as often as
+    is cheap."""
     epoch: int
+    """Number of the next pass."""
     record: LoaderRecord
 
     @classmethod
     def of(cls, loader: Any, backend: str | Backend | None, options: Options) -> LoaderPlan:
-        """Read `loader`, of any class that is torch's; nothing but attributes that torch's have."""
-        from torch.utils.data.dataloader import _DatasetKind
-
+        """Read `loader`, torch's or ours: only attributes that torch's loaders have."""
         plan, record = cls.__new__(cls), record_of(loader)
-        # By `__init__`, a frozen one takes 8 us, and one is made for each `state_dict()`, too.
+        # `__init__` of a frozen dataclass takes 8 us, and each `state_dict()` makes a plan, too.
         vars(plan).update(
             {name: getattr(loader, name) for name in _OF_THE_LOADER},
             iterable=loader._dataset_kind == _DatasetKind.Iterable,
@@ -95,17 +83,17 @@ class LoaderPlan:
 
     @property
     def readers(self) -> int:
-        """How many read the dataset, the caller itself counted as one."""
+        """Number of workers that read the dataset; 1 if the caller does."""
         return max(1, int(self.num_workers))
 
     @property
     def index_sampler_name(self) -> str:
         return type(self.samplers.outer).__name__
 
-    # -- what can't be had ---------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse what contradicts itself. Raises `TypeError` or `ValueError`."""
+        """Refuse arguments that contradict each other. Raises `TypeError` or `ValueError`."""
         self.check_arguments()
         self.options.check()
         for problem in (*self.option_problems.values(), self.contradiction):
@@ -113,11 +101,11 @@ class LoaderPlan:
                 raise ValueError(problem)
 
     def check_arguments(self) -> None:
-        """Refuse what torch's constructor lets through, or what was set after it.
+        """Refuse values that torch's constructor lets through, or that were set after it.
 
-        It would fail in a worker, at the first batch, or never. Raises `TypeError` or `ValueError`.
+        They would fail in a worker, at the first batch, or never. Raises `TypeError` or `ValueError`.
         """
-        # To torch, True is 1.
+        # For torch, True is 1.
         if not isinstance(self.num_workers, bool):
             whole("num_workers", self.num_workers, instead="give an int, or 0 for no workers")
         if not (self.prefetch_factor is None or isinstance(self.prefetch_factor, bool)):
@@ -130,7 +118,7 @@ class LoaderPlan:
             function("worker_init_fn", self.worker_init_fn, "a function of the worker's number")
         for name in ("pin_memory", "persistent_workers", "in_order", "drop_last"):
             value = getattr(self, name)
-            if not (value is None or isinstance(value, int)):  # as torch; but a text is always true
+            if not (value is None or isinstance(value, int)):  # as torch; but any text is true
                 flag(name, value)
         _check_generator(self.samplers.generator)
         _check_dataset(self.dataset)
@@ -177,16 +165,16 @@ class LoaderPlan:
             )
         return found
 
-    # -- which backend -------------------------------------------------------------------------------
+    # -- backend -------------------------------------------------------------------------------------
 
     @functools.cached_property
     def asked(self) -> Backend | None:
-        """The backend that was chosen."""
+        """Backend that the user has chosen, if any."""
         return None if self.chosen is None else get_backend(self.chosen)
 
     @functools.cached_property
     def backend(self) -> Backend:
-        """The backend to use. Starts nothing."""
+        """Backend that runs the pass. Starts nothing."""
         from hybridloader.backends.inline import Inline
         from hybridloader.backends.shared_memory import AsTorch
 
@@ -203,16 +191,17 @@ class LoaderPlan:
 
     @property
     def start_method(self) -> str | None:
-        """That of the loader's `multiprocessing_context`, if it has one."""
+        """Start method of the loader's `multiprocessing_context`, if it has one."""
         context = self.multiprocessing_context
         return None if context is None else context.get_start_method()
 
     @property
     def contradiction(self) -> str | None:
-        """Why `multiprocessing_context` and the backend can't both be had, if they can't."""
-        method, chosen = self.start_method, self.asked
-        if method is None or chosen is None:
+        """Reason why `multiprocessing_context` contradicts the backend, if it does."""
+        context = self.multiprocessing_context
+        if context is None or self.chosen is None:
             return None
+        method, chosen = context.get_start_method(), get_backend(self.chosen)
         if chosen.in_process:
             return (
                 f"backend={chosen.name!r} starts no process, so it contradicts "
@@ -229,9 +218,9 @@ class LoaderPlan:
 
     @property
     def context_is_foreign(self) -> bool:
-        """True if `multiprocessing_context` starts processes in a way that is not known here.
+        """True if `multiprocessing_context` starts processes in a way of its own.
 
-        MONAI's, for one, starts threads. Naming its start method would not do the same.
+        MONAI's starts threads, for one. A backend with its start method would do something else.
         """
         method = self.start_method
         if method in (None, "loky"):
@@ -253,12 +242,10 @@ class LoaderPlan:
 
 
 _OF_THE_LOADER = tuple(LoaderPlan.__dataclass_fields__)[:14]
-"""Fields that are attributes of the loader, under the same names."""
+"""Fields that have the names of attributes of the loader."""
 
 
 def _check_generator(value: Any) -> None:
-    import torch
-
     if value is not None and not isinstance(value, torch.Generator):
         raise TypeError(
             f"generator must be a torch.Generator, got {value!r}; "
@@ -267,10 +254,8 @@ def _check_generator(value: Any) -> None:
 
 
 def _check_dataset(dataset: Any) -> None:
-    from torch.utils.data import IterableDataset
-
     kind = type(dataset)
-    if isinstance(dataset, IterableDataset) or hasattr(kind, "__getitem__"):
+    if hasattr(kind, "__getitem__") or isinstance(dataset, IterableDataset):
         return
     if hasattr(kind, "__getitems__"):
         return
