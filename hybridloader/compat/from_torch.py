@@ -84,7 +84,7 @@ def from_torch(
     made = DataLoader.__new__(DataLoader)
     # Not by the constructor: it would wrap a data pipe again, and takes no sampler of batches together
     # with the batch size that it has.
-    vars(made).update(vars(loader), **vars(said), backend=backend, _iterator=None)
+    vars(made).update(vars(loader), **said._asdict(), backend=backend, _iterator=None)
     made._plan().check()
     return made
 

@@ -1,9 +1,8 @@
-"""The drop-in: torch's DataLoader, run by our engine on a backend of your choice.
+"""`DataLoader`, a replacement for torch's: its iterator is a `Stage` on a backend of your choice.
 
-The constructor, the samplers, the seeds and the order of everything are torch's own, by inheritance.
-What is ours is the iterator: one `Stage` on one backend. Nothing is cached between the constructor
-and the iterator, because frameworks change attributes in between, and nothing but parameters is kept
-under a public name, because frameworks rebuild loaders from ``vars(loader)``.
+Constructor, samplers, seeds and order are torch's own, by inheritance. Nothing is cached between the
+constructor and the iterator, because frameworks change attributes in between. Only parameters have
+public names, because frameworks rebuild loaders from ``vars(loader)``.
 """
 
 from __future__ import annotations
@@ -57,52 +56,53 @@ drop_last, timeout, worker_init_fn, multiprocessing_context, generator, prefetch
 persistent_workers, pin_memory_device, in_order
         As torch's. `timeout` is in seconds.
     backend
-        Where the workers live: a name (``"inline"``, ``"threads"``, ``"fork"``, ``"spawn"``,
-        ``"shared-memory"``, or that of an installed extension; case does not matter and ``_`` is
-        as good as ``-``) or a `Backend` with options, such as
+        Kind of the workers: a name (``"inline"``, ``"threads"``, ``"fork"``, ``"spawn"``,
+        ``"shared-memory"``, or that of an installed extension; case does not matter, and ``_``
+        means ``-``) or a `Backend` with options, such as
         ``SharedMemory(start_method="forkserver")``. None does what torch would do on this
         platform: processes, started as `multiprocessing_context` says, whose batches come back
-        through shared memory. With ``num_workers=0`` the caller does the work, whatever the
+        through shared memory. With ``num_workers=0`` the calling thread does the work on any
         backend.
     threads_per_worker
-        Threads inside each worker that fetch the samples of one batch at the same time, the worker's
-        own among them. For samples that wait: 256 samples of 20 ms each are a batch after 0.35 s with
-        16 threads, not after 5 s. With ``num_workers=0`` it is the caller who has them. The dataset
-        must bear being read by several threads. They share the worker's random generators, the global
-        ones and those of `get_worker_info().rng`, so which sample gets which random number depends on
-        timing. A dataset with `__getitems__` is asked for a whole batch as ever.
+        Threads inside each worker, its own included, that fetch the samples of one batch at the
+        same time. For samples that wait: a batch of 256 samples of 20 ms each takes 0.35 s with 16
+        threads, and 5 s with one. With ``num_workers=0`` the calling thread has them. Several
+        threads must be able to read the dataset at once. They share the worker's random
+        generators, the global ones and those of `get_worker_info().rng`, so the random numbers of
+        a sample depend on timing. A dataset with `__getitems__` is still asked for a whole batch.
     on_error
-        What becomes of samples that fail: ``"raise"`` raises what they raised, and their batch is lost;
-        ``"skip"``, or a `Skip`, leaves them out, and batches stay full: what is left of a batch that
-        came short waits for the next that does, and the last ones of a pass may be fewer and smaller.
-        A `Retry` tries again first, a `Replace` puts other samples in their places. What was left out
-        or replaced is in `skipped`; too much of it raises `TooManyErrors`.
+        Policy for samples that fail. ``"raise"`` raises their error, and the batch is lost.
+        ``"skip"``, or a `Skip`, leaves them out, and batches stay full: the good samples of a
+        short batch wait for the next short one, and the last batches of a pass may be fewer and
+        smaller. A `Retry` tries again first, a `Replace` puts other samples in their places.
+        `skipped` lists them; `TooManyErrors` is raised if there are too many.
     on_worker_death
-        What becomes of a worker that dies (killed, crashed, ``os._exit``): ``"raise"`` raises
-        `WorkerDied`; ``"restart"``, or a `RestartPolicy`, puts another in its place, with its number and
-        its seed, and sends it again just what the dead one had in hand. Order and batches are as if
-        nothing had happened, but for random numbers: the new worker draws from the beginning of its
-        seed's. In an iterable dataset it goes on behind what had been delivered, by reading up to there.
+        Policy for a worker that dies (killed, crashed, ``os._exit``). ``"raise"`` raises
+        `WorkerDied`. ``"restart"``, or a `RestartPolicy`, starts another with its number and its
+        seed, and sends it the dead worker's unfinished tasks again. Order and batches stay the
+        same; random numbers do not, because the new worker's generators begin anew. In an iterable
+        dataset it reads up to the last batch that was delivered, and goes on there.
     task_timeout
-        Seconds that a worker may take for one batch; 0 is for ever. A worker that takes longer is
-        reported with its Python stack: by `TaskTimeout`, or, under ``on_worker_death="restart"``, it is
-        killed and replaced (a thread can't be). `timeout` is how long you wait for the next batch,
-        whatever the reason; this is how long one worker may work on one.
+        Seconds that a worker may take for one batch; 0 sets no limit. A worker that takes longer is
+        reported with its Python stack, by `TaskTimeout`; under ``on_worker_death="restart"`` it is
+        killed and replaced instead (a thread can't be). `timeout`, in contrast, limits how long you
+        wait for the next batch, for any reason.
     seeding
-        What random numbers a sample draws: ``"worker"`` seeds each worker once, bit for bit as torch;
-        ``"sample"``, or a `SampleSeeding` with a seed, seeds every sample, so that what it draws depends
-        on the seed, the epoch and its index alone: not on backend, workers, timing or faults. In an
-        iterable dataset a sample is known by its worker and its number there. See docs/randomness.md.
+        Seeding of the random numbers that samples draw. ``"worker"`` seeds each worker once, bit
+        for bit as torch. ``"sample"``, or a `SampleSeeding` with a seed, seeds every sample, so
+        that its random numbers depend on the seed, the epoch and its index alone: not on backend,
+        workers, timing or faults. A sample of an iterable dataset is identified by its worker and
+        its number there. See docs/randomness.md.
     shard_remainders
-        What becomes of the last samples of each worker's part of an iterable dataset, where they are no
-        full batch: ``"keep"`` is torch's way, a smaller batch of each worker, with ``drop_last`` none;
-        ``"join"`` makes full batches of them, in the order in which the parts end, and only what is left
-        of all of them is a smaller batch, or dropped.
+        Handling of the last samples of each worker's part of an iterable dataset, if they are no
+        full batch. ``"keep"`` makes a smaller batch for each worker, or none with ``drop_last``, as
+        torch does. ``"join"`` makes full batches of them, in the order in which the parts end; only
+        what remains of all of them is a smaller batch, or dropped.
     device
-        Where batches are to be when ``next()`` returns: ``"cuda"``, a `torch.device`, an `Accelerator`,
-        or a `Transfer`, which also says how many may wait there. A thread pins and copies them ahead;
-        the stream of your thread waits for the copies, the host does not. With ``num_workers=0`` the
-        caller copies them. None, or the CPU, leaves them where they are made. See
+        Device on which ``next()`` returns batches: ``"cuda"``, a `torch.device`, an `Accelerator`,
+        or a `Transfer`, which also limits how many may wait there. A thread pins and copies them
+        ahead; your thread's stream waits for the copies, the host does not. With
+        ``num_workers=0`` the calling thread copies them. None, or the CPU, copies nothing. See
         docs/devices.md.
 
     Raises
@@ -111,8 +111,8 @@ persistent_workers, pin_memory_device, in_order
         A `ValueError`: there is no such backend (the message lists those there are), or, when the
         iterator is made, it can't serve here.
     ShippingError
-        A `TypeError`, when the iterator is made: something must be sent to a process and can't be
-        pickled. The message names the attribute.
+        A `TypeError`, when the iterator is made: something that a process needs can't be pickled.
+        The message names the attribute.
     ValueError
         Parameters contradict each other.
 
@@ -126,14 +126,14 @@ persistent_workers, pin_memory_device, in_order
     """
 
     _epoch = 0
-    """The one that was announced last."""
+    """Epoch that was announced last."""
 
     _told_every = 0
-    """Least number of a worker's results from one with the dataset's state to the next. The first
-    state comes when the worker has begun, and ``iter`` waits for it. 0: as often as is cheap, and
-    ``iter`` does not wait."""
+    """Least number of a worker's results from one with the dataset's state to the next; ``iter`` waits
+    for the first state, which a worker sends when it has begun. 0: as often as is cheap, and ``iter``
+    does not wait."""
 
-    # ``DataLoader[int]``, as with torch's, although this class is not generic: see its base.
+    # ``DataLoader[int]`` works as with torch's, although this class is not generic: see its base.
     __class_getitem__ = classmethod(types.GenericAlias)  # type: ignore[var-annotated]
 
     def __init__(
@@ -172,9 +172,7 @@ persistent_workers, pin_memory_device, in_order
                 "prefetch_factor=0 would ask the workers for nothing; use prefetch_factor=1, or "
                 "num_workers=0"
             )
-        given = dict(
-            locals()
-        )  # a copy: under a debugger, what `locals()` gave changes with each line
+        given = dict(locals())  # a copy: under a debugger, the result of `locals()` changes
         self.backend = backend
         self.threads_per_worker = threads_per_worker
         self.on_error = on_error
@@ -197,9 +195,10 @@ persistent_workers, pin_memory_device, in_order
         return LoaderIterator(self, plan)
 
     def report(self) -> str:
-        """A table of the workers of the last iterator: what each is doing, and has done.
+        """Return a table of the last iterator's workers: current task, and work done.
 
-        Empty if there is none. From any thread, so that a watchdog can ask what a stuck loop waits for.
+        An empty text if there is no iterator. From any thread, so that a watchdog can see why a loop
+        is stuck.
         """
         latest = record_of(self).report
         report = None if latest is None else latest()
@@ -207,52 +206,50 @@ persistent_workers, pin_memory_device, in_order
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """The samples of the last pass that were left out or replaced, in the order of the batches."""
+        """Samples of the last pass that were left out or replaced, in the order of the batches."""
         budget = record_of(self).budget
         return () if budget is None else tuple(budget.records)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`: for sampler, batch sampler and dataset, and for seeding.
+        """Make the next pass that of `epoch`, for sampler, batch sampler, dataset and seeding.
 
-        Without it passes are counted from 0. What was loaded is kept if it is in this epoch.
+        Without it passes are counted from 0. A loaded state is kept if it is of this epoch.
         """
         epoch = whole("epoch", epoch, 0)
         leave_for_epoch(self._plan(), epoch)
         announce(self, epoch)
-        told: list[Any] = []
-        for one in (*Samplers.of(self).chain, self.dataset):
-            tell = attribute(one, "set_epoch")
-            if callable(tell) and not any(one is other for other in told):
-                told.append(one)
-                tell(epoch)
+        # By identity, each of them once.
+        for one in {id(one): one for one in (*Samplers.of(self).chain, self.dataset)}.values():
+            if callable(set_epoch := attribute(one, "set_epoch")):
+                set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass made last has come to: behind the last batch that was yielded.
+        """Return the state of the latest pass, after the last batch that was yielded.
 
-        At any time, at a cost that does not grow with the dataset. It starts no worker and draws
-        nothing. See docs/resuming.md.
+        At any time, at a cost that does not grow with the dataset. No worker is started and nothing
+        is drawn. See docs/resuming.md.
 
         Raises
         ------
         StateError
-            The dataset has a state that raised or can't be pickled.
+            The dataset's `state_dict` raised, or its state can't be pickled.
         """
         return state_of(self._plan(), stays=self._iterator is not None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Have the next pass go on where `state_dict` was taken, on any backend.
+        """Resume where `state_dict` was taken, on any backend, with the next pass.
 
         Parameters
         ----------
         state_dict
-            What `state_dict` gave, of this loader or of one like it. ``{}`` says that there is none.
+            The result of `state_dict`, of this loader or of one like it. ``{}`` means no state.
 
         Raises
         ------
         StateError
-            A `ValueError`: it is of another kind of loader, or was cut off; the message names the
-            field. What only shows by trying (a sampler that has shrunk) is raised by ``iter``, before
-            any worker starts.
+            A `ValueError`: the state is of another kind of loader, or was cut off; the message
+            names the field. Errors that show only when it is used (a sampler that has shrunk) are
+            raised by ``iter``, before any worker starts.
         """
         epoch = load(self._plan(), state_dict)
         if epoch is not None:
@@ -260,7 +257,7 @@ persistent_workers, pin_memory_device, in_order
 
     @property
     def resuming(self) -> tuple[int, int] | None:
-        """While workers read again what is behind them: samples that they have, and of how many.
+        """Number of samples that workers have read again after a resume, and how many they must.
 
         A worker counts as soon as its first batch is there. None if there is nothing to read again.
         """
@@ -268,6 +265,6 @@ persistent_workers, pin_memory_device, in_order
         return None if progress is None else progress.resuming
 
     def check_worker_number_rationality(self) -> None:
-        """Warn, as torch does, when there are more worker processes than CPUs. Not for threads."""
+        """Warn, as torch does, of more worker processes than CPUs. Threads are not counted."""
         if self.backend is None or not get_backend(self.backend).in_process:
             super().check_worker_number_rationality()

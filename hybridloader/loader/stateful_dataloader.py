@@ -1,7 +1,7 @@
-"""A replacement for torchdata's `StatefulDataLoader`: its order and its states on our engine.
+"""`StatefulDataLoader`, a replacement for torchdata's: its order and its states on our engine.
 
-The class is a `DataLoader` but for two things: ``shuffle=True`` draws as torchdata's sampler does,
-and states are written and read in torchdata's form. The code here does not know what a state holds.
+It is a `DataLoader` but for two things: ``shuffle=True`` draws as torchdata's sampler does, and states
+are written and read in torchdata's form. The code here does not know what a state holds.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ persistent_workers, pin_memory_device, in_order
         As torchdata's, which are torch's. ``shuffle=True`` draws the order that torchdata's sampler
         draws, which is not that of torch's.
     snapshot_every_n_steps
-        Each worker sends the state of a stateful dataset with every so many of its batches. It
-        sends it less often where that would take more than 2 % of the time. When a state is loaded,
-        later batches are made again. 0 or None: only at the beginning, and at the end of the
-        worker's part. torchdata can load states that were taken with 1, if the dataset's
+        Batches of a worker from one with the state of a stateful dataset to the next. States are
+        sent less often where they would take more than 2 % of the time. When a state is loaded,
+        later batches are made again. 0 or None sends states only at the beginning, and at the end
+        of the worker's part. torchdata can load states that were taken with 1, if the dataset's
         `state_dict` takes less than 2 ms and a sampler's less than 50 us.
     backend, threads_per_worker, on_error, on_worker_death, task_timeout, seeding, shard_remainders, \
 device
@@ -82,7 +82,7 @@ device
     """
 
     _begun = False
-    """Flag: `_iterator` was made to take a state, and nobody has asked for it yet."""
+    """Whether `_iterator` was made to take a state, and ``iter`` has not used it yet."""
 
     @property
     def _told_every(self) -> int:  # type: ignore[override]

@@ -303,6 +303,6 @@ def test_options_that_the_loader_can_not_have_are_refused(
 def test_the_options_are_the_keywords_of_the_loader() -> None:
     """Added in one place and forgotten in the other, an option would be lost without a word."""
     torchs = set(inspect.signature(TorchLoader).parameters)
-    assert set(vars(Options())) | {"backend"} == PARAMETERS - torchs
+    assert set(Options._fields) | {"backend"} == PARAMETERS - torchs
     defaults = {p.name: p.default for p in inspect.signature(DataLoader).parameters.values()}
-    assert all(defaults[name] == value for name, value in vars(Options()).items())
+    assert all(defaults[name] == value for name, value in Options()._asdict().items())

@@ -188,7 +188,7 @@ def test_an_option_that_a_loader_can_not_have_changes_nothing_for_it() -> None:
     assert fitting(options, single) == Options()
     assert fitting(options, stream) == Options(task_timeout=2, shard_remainders="join")
     assert fitting(options, where(1)) == Options(task_timeout=2)
-    with install("threads", **vars(options)), iter(single) as iterator:
+    with install("threads", **options._asdict()), iter(single) as iterator:
         assert iterator._plan.options == Options()
         assert [batch.tolist() for batch in ragged] == [[0], [1, 2, 3], [4]]
 
