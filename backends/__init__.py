@@ -1,1 +1,1 @@
-"""The backends that come along with hybridloader. The core reaches them through its registry only."""
+"""Backends that come with hybridloader. The core reaches them through its registry only."""

@@ -1,7 +1,7 @@
-"""Where processes can't be had, threads: what a loader inside a daemonic process takes instead.
+"""Fallback of a loader inside a daemonic process: threads instead of processes.
 
 multiprocessing forbids daemonic processes to have children, and every loader's workers are daemonic;
-torch raises an AssertionError there. It falls back for backends that say that they start children, and
+torch raises an AssertionError there. The fallback is for backends that say that they start children, and
 never for one that somebody opens by hand, which raises `BackendUnavailable`.
 """
 
@@ -14,7 +14,7 @@ from hybridloader.engine.contract import Backend
 
 
 def usable(backend: Backend) -> Backend:
-    """`backend`, or in a daemonic process threads in its place, with one warning per process.
+    """Return `backend`, or in a daemonic process threads in its place, with one warning per process.
 
     Datasets that every worker must own (iterable ones, data pipes, readers) are copied for each thread,
     as ever; a map-style dataset is shared by the threads, because an inner loader's dataset was made for

@@ -1,4 +1,4 @@
-"""Workers played by the caller, one task at a time: nothing runs at the same time as anything else.
+"""Workers played by the calling thread, one task at a time: nothing runs beside anything else.
 
 With ``num_workers=0`` the caller does the work in its own context, as torch does. With ``num_workers=k``
 it plays k workers in turn, each with its own random states and its own copy of the dataset, so that
@@ -48,9 +48,9 @@ class Inline(Backend):
     ----------
     copy_dataset
         Whether each played worker reads a copy of the dataset, as a process would. A map-style
-        dataset that can't be copied is shared, with a warning. No matter with ``num_workers=0``.
+        dataset that can't be copied is shared, with a warning. Without effect if ``num_workers=0``.
     memory
-        What the recycled slots may take in which large tensors are collated.
+        Limit of the recycled slots in which large tensors are collated.
     """
 
     copy_dataset: bool = True
@@ -68,7 +68,7 @@ class Inline(Backend):
 
 
 class _Handle(WorkerHandle):
-    """A played worker, for those who ask after workers."""
+    """Handle of a played worker."""
 
     name = "inline"
 
@@ -81,8 +81,7 @@ class _Handle(WorkerHandle):
     def terminate(self) -> None:
         self._crew.kill(self._worker)
 
-    def join(self, timeout: float | None = None) -> None:
-        return None
+    def join(self, timeout: float | None = None) -> None: ...
 
 
 class _InlineCrew(Crew):
@@ -151,7 +150,7 @@ class _InlineCrew(Crew):
             self._slots.close()
 
     def _act(self, worker: Worker, message: Task | Begin | First | None) -> None:
-        """Open the worker (None) or let it do one step, with its `WorkerInfo` in place."""
+        """Open the worker (`message` None), or have it do one step, with its `WorkerInfo` in place."""
         info = nullcontext() if worker.info is None else worker_info_set(worker.info)
         before, on_this_thread.slots = on_this_thread.slots, self._slots
         try:

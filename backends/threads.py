@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from hybridloader._support.datapipes import is_datapipe
 from hybridloader.engine import fetcher
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 _OURS = (threading.__file__, os.path.dirname(os.path.abspath(fetcher.__file__)), __file__)
-"""Files whose frames say nothing about where a worker is stuck, when they come first."""
+"""Files whose frames are left out of a stack, when they come first: they say nothing about the worker."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Threads(Backend):
         (a file position, say) which threads must not share. Iterable datasets and data pipes are
         always copied, because each worker reads its own shard.
     memory
-        What the recycled slots may take in which large tensors are collated.
+        Limit of the recycled slots in which large tensors are collated.
     """
 
     copy_dataset: bool = False
@@ -61,7 +61,7 @@ class Threads(Backend):
 
 
 class _Thread(WorkerHandle):
-    """A worker thread and how to reach it; the thread itself holds none of this."""
+    """Handle of a worker thread; the thread itself has no reference to it."""
 
     name = "thread"
 
@@ -130,8 +130,8 @@ class _ThreadCrew(Crew):
         teach_torch()
         self._copies = copies
         self._slots = slots
-        self._threads: list[_Thread] = []
-        self._opening: list[threading.Event] = []  # of those whose `init_fn` may run
+        self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes
+        self._opening: list[threading.Event] = []  # one for each worker whose `init_fn` may run
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
@@ -141,7 +141,6 @@ class _ThreadCrew(Crew):
         made = thread_worker(worker, spec, copies=self._copies)
         opened = None if spec.init_fn is None else threading.Event()
         thread = _Thread(made, spec.stage, self._slots, self._report, opened)
-        self._threads[worker : worker + 1] = [thread]
         self.place(worker, thread)
         thread.thread.start()
         if opened is not None:
@@ -160,7 +159,7 @@ class _ThreadCrew(Crew):
         frame = sys._current_frames().get(self._threads[worker].thread.ident or 0)
         frames = list(traceback.extract_stack(frame)) if frame is not None else []
         while len(frames) > 1 and frames[0].filename.startswith(_OURS):
-            del frames[0]  # how any task is come by
+            del frames[0]  # the loop of every worker
         return "".join(["The thread (most recent call last):\n", *traceback.format_list(frames)])
 
     def leave(self) -> None:
@@ -173,7 +172,7 @@ class _ThreadCrew(Crew):
         self._slots.close()
 
     def _report(self, event: Event) -> None:
-        """Report from a worker's thread."""
-        if self._slots.refusal is not None:  # to be told where batches are taken
+        """Report an event from a worker's thread."""
+        if self._slots.refusal is not None:  # for a warning on the thread that takes batches
             self.upkeep = self._slots.warn
         self.report(event)

@@ -1,4 +1,4 @@
-"""Workers that are processes: the worker's side. Light to import: it brings in no torch."""
+"""Main function of a worker process, and its end of the connection. Imports no torch by itself."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from hybridloader.engine.serving import received
 from hybridloader.engine.worker import Worker, run
 from hybridloader.engine.worker_info import set_process_info
 from hybridloader.fetching.collate import set_slots, teach_torch
-from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
+from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways, task_names
 from hybridloader.seeding.worker_seeds import ProcessSeeds
 
 _LARGE = 64 * 1024
@@ -40,7 +40,7 @@ the worker should make the next batch meanwhile."""
 
 
 class _Result(Payload):
-    """A packed result: the payload on its way to the stream."""
+    """Packed result on its way to the stream."""
 
     def __init__(self, value: Any) -> None:
         self.packed: Packed = pack(value)
@@ -68,13 +68,17 @@ def main(
 
     Parameters
     ----------
+    number
+        The worker's number.
+    endpoint_class
+        Class of the worker's end of the connection; `pipe` is its argument.
     spec
-        What to do; None if it comes as the first frame.
+        Work to do; None if it comes as the first frame.
     parent
         Process id of the parent.
     slots
-        Bytes that the slots of this worker may take, both ways, and how the names of its own begin if
-        they have any; None for no slots.
+        Bytes that the slots of this worker may take, both ways, and the prefix of the names of its own
+        if they have any; None for no slots.
     strays
         Descriptors that the fork has copied and that belong to the parent alone.
     record
@@ -92,29 +96,26 @@ def main(
         except OSError:
             pass
     leave_signals()
-    side = PostmortemWriter.open(record) if record is not None and record >= 0 else None
+    postmortem = PostmortemWriter.open(record) if record is not None and record >= 0 else None
     endpoint = endpoint_class(pipe)
-    writer = None if slots is None else shared_slots.SlotWriter(*slots)
-    share, names = slots or (0, None)
-    task_names = None if names is None else shared_slots.task_names(names)
-    connection = _WorkerConnection(number, endpoint, writer, share, task_names)
-    life = ParentWatch(endpoint, parent, connection.sweep)
+    connection = _WorkerConnection(number, endpoint, slots)
+    watch = ParentWatch(endpoint, parent, connection.sweep)
     fresh = spec is None
     try:
         one_thread_in_this_process(fresh)
-        set_slots(writer)
+        set_slots(connection.results)
         when_imported("torch", teach_torch)
         if spec is None:
             frame = endpoint.get()
-            if record is not None and frame.fds:  # the kernel drops what there is no room for
-                side = PostmortemWriter.open(frame.fds.pop())
+            if record is not None and frame.fds:  # the kernel drops descriptors without room
+                postmortem = PostmortemWriter.open(frame.fds.pop())
             spec = received(frame.parts, frame.fds, inherited)
             del frame
-        if side is not None:
-            connection.notes_on(side)
+        if postmortem is not None:
+            connection.postmortem = postmortem
             if spec.tracked:
-                life.change(side.context())
-        worker = Worker(number, spec, ProcessSeeds(), _Result, life.context)
+                watch.change(postmortem.context())
+        worker = Worker(number, spec, ProcessSeeds(), _Result, watch.context)
         set_process_info(worker.info)
         run(worker, connection.get, connection.report)
         connection.finish()
@@ -142,46 +143,43 @@ def _leave() -> None:
 
 
 class _WorkerConnection:
-    """The worker's messages in, events out, over one endpoint.
+    """The worker's side of its connection: messages in, events out, large buffers through slots.
 
     Parameters
     ----------
     worker
-        Its number.
+        The worker's number.
+    endpoint
+        Reads and writes frames.
+    slots
+        As of `main`.
+
+    Attributes
+    ----------
     results
         The worker's own slots, if it has any.
-    share
-        Bytes that all slots of this worker may take, both ways.
-    names
-        How the names of the parent's slots begin, if they have any.
+    postmortem
+        Notes which task the worker is at, if there is a record.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        endpoint: Any,
-        results: shared_slots.SlotWriter | None,
-        share: int,
-        names: str | None,
-    ) -> None:
+    def __init__(self, worker: int, endpoint: Any, slots: tuple[int, str | None] | None) -> None:
         self._worker = worker
         self._endpoint = endpoint
-        self._results = results
-        self._share = share
-        self._tasks = shared_slots.SlotReader(shared_slots.both_ways(share)[1], names)
+        self._share, names = slots or (0, None)
+        self.results = None if slots is None else SlotWriter(*slots)
+        self._tasks = SlotReader(
+            both_ways(self._share)[1], None if names is None else task_names(names)
+        )
+        self.postmortem: PostmortemWriter | None = None
         self._one_way = True
-        self._told = False
+        self._complained = False
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
         self._unwritten = 0
         self._counting = threading.Lock()
         self._writer: threading.Thread | None = None
-        self._side: PostmortemWriter | None = None
-
-    def notes_on(self, side: PostmortemWriter) -> None:
-        """From now on note on the worker's record which task it is at."""
-        self._side = side
 
     def get(self) -> Message:
+        """Wait for the next message. Raises `EOFError` when the parent has hung up."""
         while True:
             frame = self._endpoint.get()
             try:
@@ -192,11 +190,12 @@ class _WorkerConnection:
                 continue
             if returned or (self._one_way and self._tasks.highest >= 0):
                 self._release(returned)
-            if self._side is not None and isinstance(message, Task):
-                self._side.begin(message.seq)
+            if self.postmortem is not None and isinstance(message, Task):
+                self.postmortem.begin(message.seq)
             return message
 
     def report(self, event: Event) -> None:
+        """Write an event, now or from the writer's thread."""
         fds: Sequence[int] = ()
         extras = None
         if isinstance(event, Done) and event.extras is not None:
@@ -210,7 +209,7 @@ class _WorkerConnection:
             parts, fds = encode_done(
                 event.seq,
                 event.payload.packed,
-                self._results,
+                self.results,
                 count=event.payload.count,
                 seconds=event.seconds,
                 returned=returned,
@@ -222,34 +221,34 @@ class _WorkerConnection:
             assert not isinstance(event, Exited)
             parts = encode_event(event, returned)
         self._write(parts, fds)
-        if self._side is not None:
-            self._side.end()
+        if self.postmortem is not None:
+            self.postmortem.end()
 
     def _release(self, returned: Sequence[int]) -> None:
-        """The parent is done with these results."""
-        if self._results is not None:
-            self._results.release(returned)
+        """Use slots of results again, which the parent is done with."""
+        if self.results is not None:
+            self.results.release(returned)
             if self._one_way and self._tasks.highest >= 0:
                 self._one_way = False  # from now on both ways share
-                self._results.lower(shared_slots.both_ways(self._share)[0])
+                self.results.lower(both_ways(self._share)[0])
 
     def _complaint(self) -> str | None:
-        """What the parent shall warn of: that tasks are copied, because too many are kept."""
-        if self._told:
+        """Say, once, why tasks are copied, for the parent to warn of: too many are kept."""
+        if self._complained:
             return None
-        self._told = True
+        self._complained = True
         return f"in worker {self._worker}, {self._tasks.overflow}"
 
     def finish(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         if self._writer is not None:
             self._outgoing.put(None)
             self._writer.join()
 
     def sweep(self) -> None:
-        """Take the names off all that only the parent, which is gone, would have unlinked."""
-        if self._results is not None:
-            self._results.sweep()
+        """Unlink all segments that only the parent, which is gone, would have unlinked."""
+        if self.results is not None:
+            self.results.sweep()
             self._tasks.sweep()
 
     def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
@@ -269,7 +268,7 @@ class _WorkerConnection:
             try:
                 self._put(*item)
             except EOFError:
-                return  # the next read or direct write of the worker itself finds out
+                return  # the worker's next read or direct write finds out
             except BaseException:  # a result is lost, for which the parent would wait for ever
                 traceback.print_exc()
                 os._exit(1)

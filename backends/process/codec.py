@@ -1,11 +1,11 @@
-"""What parent and worker write to each other: messages one way, events the other, as parts of a frame.
+"""Codec of what parent and worker write to each other: messages one way, events the other, as frames.
 
-All have one form. The first part is some fixed fields, the numbers of slots that are given back, and a
-body, which is a pickle. That is all of a small task or result, the path of every index and of every
-batch without a large array, so it is kept short. What is large lies in slots, and the letter
-tells where; without slots it follows as further parts.
+All have one form. The first part of a frame is some fixed fields, the numbers of slots that are given
+back, and a body, which is a pickle. That is all of a small task or result, the path of every index and
+of every batch without a large array, so it is kept short. Large buffers lie in slots, and the first part
+tells where; without slots they follow as further parts. The codec never writes to a stream.
 
-Whatever is wrong with a letter is a `DamagedMessage`: the fixed fields have a check of their own, as a
+Whatever is wrong with a frame is a `DamagedMessage`. The fixed fields have a check of their own, as a
 wrong number there would be a wrong batch. Pickles have none; they are code, and come from our own
 processes only.
 """
@@ -25,21 +25,21 @@ from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
 
 READY, DONE, FAILED, EXHAUSTED, TASK, OTHER = range(6)
-"""Kinds: those of events, a task, and every other message."""
+"""Kinds of frames: the events, a task, and every other message."""
 
 _FIELDS = struct.Struct("<BQIIqqqI")
-"""Kind, seq, bytes of the pickled slot_map and metadata, slots given back (their numbers follow, 8 bytes
+"""Kind, seq, bytes of the pickled slot map and metadata, slots given back (their numbers follow, 8 bytes
 each), items in the result (-1: no list), nanoseconds, position in the shard, and a check of these."""
 
 _BEGIN = _FIELDS.size
-_SIGN, _MASK = 0x85EBCA6B, 0xFFFFFFFF  # the sign is anything, so that zeros are no letter
-
+_SIGN, _MASK = 0x85EBCA6B, 0xFFFFFFFF  # the sign is anything but 0, so that zeros are refused
 
 _METAS = ((SlotMap, type(None)), (SlotMap, bytes), (type(None), bytes))
+"""Types of the slot map and the metadata that may come together."""
 
 
 class Unreadable(Exception):
-    """The index of task `seq` could not be loaded here, because of `error`; `returned` came along."""
+    """Error for the index of task `seq`, which raised `error` when loaded; `returned` came along."""
 
     def __init__(self, seq: int, returned: Sequence[int], error: Exception) -> None:
         super().__init__(seq, returned, error)
@@ -57,20 +57,20 @@ def encode_fields(
     seconds: float = 0.0,
     position: int = 0,
 ) -> bytes:
-    """The first part of a frame.
+    """Make the first part of a frame.
 
     Parameters
     ----------
     body
         A pickle, as bytes or a view of them; empty if it is the last of the buffers.
     returned
-        Slots of the reader's that the writer of the letter is done with.
+        Slots of the reader's that the writer is done with.
     slot_map
         Where the buffers lie; None if all follow as further parts.
     extras
         Metadata of the result, pickled.
     items
-        In the result; -1 if it is no list.
+        Number of items in the result; -1 if it is no list.
     """
     meta = b"" if slot_map is None and extras is None else pickle.dumps((slot_map, extras), 5)
     size, back, spent = len(meta), len(returned), int(seconds * 1e9)
@@ -88,12 +88,12 @@ def decode_fields(
 ) -> tuple[
     int, int, memoryview, Sequence[int], SlotMap | None, bytes | None, int | None, float, int
 ]:
-    """The parameters of `letter`, in their order; items is None where there is no list.
+    """Read the parameters of `encode_fields`, in their order; items is None where there is no list.
 
     Raises
     ------
     DamagedMessage
-        It is none.
+        It was not written by `encode_fields`.
     """
     part = parts[0] if parts else memoryview(b"")
     if len(part) < _BEGIN:
@@ -120,10 +120,10 @@ def decode_fields(
 
 
 def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
-    """Load what was pickled; it must be of one of these types."""
+    """Load a pickle of an object of one of these types."""
     try:
         found = unpack(pickled, ())
-    except Exception as error:  # whatever a pickle that is none may raise
+    except Exception as error:  # bytes that are no pickle may raise anything
         raise DamagedMessage(f"{what} can't be read: {error!r}") from error
     if not isinstance(found, kind):
         raise DamagedMessage(f"{what} is of {type(found)}")
@@ -136,7 +136,7 @@ def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
 def encode_message(
     message: Message, returned: Sequence[int] = (), *, other_main: bool = False
 ) -> list[Any]:
-    """`message`, without slots for what is large."""
+    """Encode `message`, without slots for large buffers."""
     if type(message) is Task:
         header, buffers = pack(message.index, "a task", other_main=other_main)
         return [encode_fields(TASK, message.seq, header, returned), *buffers]
@@ -147,20 +147,20 @@ def encode_message(
 def decode_message(
     parts: Sequence[memoryview], slots: SlotReader | None = None, fds: list[int] | None = None
 ) -> tuple[Message, Sequence[int]]:
-    """A message, and the slots to use again. Takes over `fds` where it gives a task.
+    """Decode a message, and the slots to use again. Takes over `fds` if it is a task.
 
     Raises
     ------
     Unreadable
         The index of a task can't be loaded.
     DamagedMessage
-        It is no message.
+        It was not written by `encode_message`.
     """
     kind, seq, body, returned, slot_map, *_ = decode_fields(parts)
     if kind == OTHER:
         try:
             message = unpack(body, parts[1:])
-        except Exception as error:  # whatever a pickle that is none may raise
+        except Exception as error:  # bytes that are no pickle may raise anything
             raise DamagedMessage(f"a message from the parent can't be read: {error!r}") from error
         if isinstance(message, (Begin, First, Stop)):
             return message, returned
@@ -181,7 +181,7 @@ def open_packed(
     slot_map: SlotMap | None,
     fds: list[int] | None = None,
 ) -> Any:
-    """The value; `fds` came with a slot_map that `slots` has not learnt yet."""
+    """Load a value; `fds` came with a slot map that `slots` has not learnt yet."""
     if slot_map is not None:
         assert slots is not None
         if fds is not None:
@@ -199,17 +199,15 @@ def open_packed(
 
 
 def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()) -> list[Any]:
-    """Any event but a result."""
+    """Encode any event but a result."""
     if isinstance(event, Failed):
         try:
             failure = pickle.dumps(event.failure)
-        except (
-            Exception
-        ) as error:  # Failure guards against this; a hang would be worse than a guess
+        except Exception as error:  # `Failure` prevents this; a hang would be worse than a guess
             lost = Failure(ResultNotSendable(f"an exception could not be sent: {error!r}"))
             failure = pickle.dumps(lost)
         return [encode_fields(FAILED, event.seq, failure, returned, position=event.position)]
-    told = b"" if event.told is None else pickle.dumps(event.told, 5)  # which is made to be sent
+    told = b"" if event.told is None else pickle.dumps(event.told, 5)
     if isinstance(event, Ready):
         return [encode_fields(READY, 0, told, returned)]
     return [encode_fields(EXHAUSTED, event.seq, told, returned, position=event.position)]
@@ -226,7 +224,7 @@ def decode_failure(body: memoryview) -> Failure:
 
 
 def decode_extras(extras: bytes | memoryview) -> dict[str, Any]:
-    """Metadata of a result. Raises `DamagedMessage`."""
+    """Load the metadata of a result. Raises `DamagedMessage`."""
     return _loaded(extras, dict, "the metadata of a result")  # type: ignore[no-any-return]
 
 
@@ -242,18 +240,18 @@ def encode_done(
     position: int = 0,
     extras: bytes | None = None,
 ) -> tuple[list[Any], Sequence[int]]:
-    """A result; what can go through slots does. Gives parts and descriptors.
+    """Encode a result, large buffers into slots as far as there are any. Gives parts and descriptors.
 
     Parameters
     ----------
     count
-        Items in the result, if it is a list.
+        Number of items in the result, if it is a list.
     seconds
-        How long it took.
+        Seconds that the task took.
     refusal
-        What the parent shall warn of.
+        Text that the parent is to warn of.
     position
-        Where the worker is in its shard.
+        Position of the worker in its shard.
     """
     header, buffers = packed
     slot_map: SlotMap | None = None
@@ -272,9 +270,10 @@ def encode_done(
 def into_slots(
     header: Any, buffers: list[memoryview], slots: SlotWriter | None
 ) -> tuple[SlotMap | None, Any, list[memoryview], Sequence[int]]:
-    """Bring into slots what is large: the slot_map, if there is one, and what goes through the stream.
+    """Copy large buffers into slots.
 
-    A header that has gone into a slot, as the last buffer, is empty here.
+    Gives the slot map, if there is one, the header, the buffers that go through the stream, and
+    descriptors. A header of `OWN` bytes goes into a slot too, as the last buffer, and is empty here.
     """
     if slots is None or not (buffers or len(header) >= OWN):
         return None, header, buffers, ()

@@ -1,17 +1,16 @@
-"""Workers that are processes: the parent's side, whatever the way they were started.
+"""Crew of worker processes: the parent's side, whatever way the processes are started.
 
 `fork`, `spawn` and `shared-memory` differ only by the multiprocessing context that starts the
-process and by whether large buffers come back through slots or in the stream.
+process. The crew never opens a result, and knows nothing of what the workers do.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hybridloader._support.errors import BackendUnavailable, DamagedMessage
 from hybridloader.backends.process import descriptors
@@ -35,7 +34,7 @@ from hybridloader.backends.process.result import ProcessResult, SlottedResult
 from hybridloader.backends.process.slot_channel import SlotChannel
 from hybridloader.backends.process.socket_transport import SocketEndpoint, SocketTransport
 from hybridloader.backends.process.starting import occupy_standard_descriptors, starting
-from hybridloader.engine.contract import Crew, WorkerHandle
+from hybridloader.engine.contract import Crew
 from hybridloader.engine.messages import (
     Done,
     Event,
@@ -61,17 +60,8 @@ than a tenth of a second where many end at once on few cores. A process that tak
 when the next crew is made or closed (`handles.bury`)."""
 
 
-def check_children_allowed(name: str) -> None:
-    """Refuse in a daemonic process, which may not have children (multiprocessing forbids it)."""
-    if multiprocessing.current_process().daemon:
-        raise BackendUnavailable(
-            f"backend {name!r} can't serve inside a daemonic process, such as another loader's "
-            "worker: it may not have children. Use backend='threads' or num_workers=0 there."
-        )
-
-
 def slot_kind(memory: Memory, *, sockets: bool) -> str:
-    """The kind of slots to use here.
+    """Choose the kind of slots: ``"nameless"``, ``"named"`` or ``"stream"``.
 
     Raises
     ------
@@ -91,7 +81,7 @@ _crews: weakref.WeakSet[ProcessCrew] = weakref.WeakSet()
 
 
 def _disown() -> None:
-    """In a fork that the user's own code made: the workers are the parent's.
+    """Forget the parent's workers, in a fork that the user's own code made.
 
     multiprocessing would terminate them when the fork exits, and then fail to join them.
     """
@@ -103,6 +93,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown)
 
 
+class _ProcessWorker(NamedTuple):
+    """One worker's slots, and what it leaves behind if there is a record."""
+
+    channel: SlotChannel
+    record: PostmortemRecord | None
+
+
 class ProcessCrew(Crew):
     """Workers of one stage, each in a process.
 
@@ -111,9 +108,14 @@ class ProcessCrew(Crew):
     context
         A multiprocessing context, or loky's.
     memory
-        What slots for large buffers may take, and of which kind they are.
+        Limit and kind of the slots for large buffers.
     sockets
         Whether the POSIX transport is used, or the portable one.
+
+    Attributes
+    ----------
+    transport
+        Carries frames to and from the workers.
     """
 
     def __init__(self, context: Any, memory: Memory, *, sockets: bool) -> None:
@@ -124,11 +126,11 @@ class ProcessCrew(Crew):
         self._limit = memory.bytes()
         self._sockets = sockets
         occupy_standard_descriptors()
-        self.transport: Any = SocketTransport() if sockets else PipeTransport()
+        self.transport: SocketTransport | PipeTransport
+        self.transport = SocketTransport() if sockets else PipeTransport()
         # All the mutable state:
-        self._handles: list[ProcessHandle] = []
-        self.channels: list[SlotChannel] = []
-        self.records: list[PostmortemRecord | None] = []
+        self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
+        self._workers: list[_ProcessWorker] = []
         self._gone: set[int] = set()
         self._asked: set[int] = set()
         self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}  # to workers not yet ready
@@ -142,22 +144,26 @@ class ProcessCrew(Crew):
     def page_lock(self, locks: PageLocks) -> None:
         self._locks = locks
 
+    @property
+    def channels(self) -> list[SlotChannel]:
+        """Slot channels of the workers, in the order of their numbers."""
+        return [worker.channel for worker in self._workers]
+
     def start(self, worker: int, spec: WorkerSpec) -> None:
         shipment = None if self._forks else self._shipment(spec)
-        notes = PostmortemRecord.make() if self._sockets else None
+        record = PostmortemRecord.make() if self._sockets else None
         try:
-            self._start(worker, spec, notes, shipment)
+            self._start(worker, spec, record, shipment)
         except BaseException:  # no process or descriptor can be had any more, for instance
-            if notes is not None and notes not in self.records:
-                notes.close()
-            if shipment is not None and not any(s is shipment for _, s in self._shipments.values()):
-                shipment.close()
+            if record is not None and not any(other.record is record for other in self._workers):
+                record.close()
+            self._close_unless_awaited(shipment)
             raise
         if shipment is not None:
             self._shipments[worker] = spec, shipment
             fds: list[int] = []
             try:
-                for fd in shipment.fds if notes is None else [*shipment.fds, notes.fd]:
+                for fd in shipment.fds if record is None else [*shipment.fds, record.fd]:
                     fds.append(os.dup(fd))
             except OSError:
                 for fd in fds:
@@ -169,26 +175,25 @@ class ProcessCrew(Crew):
         self,
         worker: int,
         spec: WorkerSpec,
-        notes: PostmortemRecord | None,
+        record: PostmortemRecord | None,
         shipment: Shipment | None,
     ) -> None:
         share = max(1, self._limit // max(1, spec.workers))
         channel = SlotChannel(share, self._kind, forks=self._forks, locks=self._locks)
-        told = None if notes is None else (notes.fd if self._forks else -1)
+        record_fd = None if record is None else (record.fd if self._forks else -1)
         ours, theirs = self._context.Pipe(duplex=True)
         self.transport.connect(worker, ours)
-        endpoint = SocketEndpoint if self._sockets else PipeEndpoint
         process = self._context.Process(
             target=main,
             args=(
                 worker,
-                endpoint,
+                SocketEndpoint if self._sockets else PipeEndpoint,
                 theirs,
                 spec if self._forks else None,
                 os.getpid(),
                 channel.slots,
-                tuple(descriptors.ours - {told}) if self._forks else (),
-                told,
+                tuple(descriptors.ours - {record_fd}) if self._forks else (),
+                record_fd,
                 None if shipment is None else shipment.inherited,
             ),
             name=f"hybridloader-{spec.stage}-{worker}",
@@ -198,16 +203,16 @@ class ProcessCrew(Crew):
             with starting(self._method):
                 process.start()
                 handle = ProcessHandle(process)
-                self._take_place(worker, handle, channel, notes)
+                self._take_place(worker, handle, _ProcessWorker(channel, record))
         finally:
             theirs.close()
         self.transport.watch(worker, handle)
 
     def send(self, worker: int, message: Message) -> None:
-        channel = self.channels[worker]
+        channel = self._workers[worker].channel
         if worker in self._gone or self._left is not None:
             if isinstance(message, Task) and isinstance(message.index, ProcessResult):
-                channel.hold(message.seq, message.index)  # it may be sent again, to another
+                channel.keep(message.seq, message.index)  # it may be sent again, to another
                 if self._left is not None:
                     channel.answered(message.seq)
             return
@@ -237,7 +242,7 @@ class ProcessCrew(Crew):
                 self.transport.drop(worker)
                 self.transport.damaged[worker] = str(error)
             finally:
-                while frame is not None and frame.fds:  # which nobody has taken over
+                while frame is not None and frame.fds:  # those that nobody has taken over
                     os.close(frame.fds.pop())
             if event is not None:
                 events.append(event)
@@ -249,16 +254,13 @@ class ProcessCrew(Crew):
     def wake(self) -> None:
         self.transport.wake()
 
-    def kill(self, worker: int) -> None:
-        self._handles[worker].kill()
-
     def stack(self, worker: int) -> str:
-        notes, handle = self.records[worker], self._handles[worker]
-        if notes is None or handle.pid is None:
+        handle, record = self._handles[worker], self._workers[worker].record
+        if record is None or handle.pid is None:
             return "Its stack can't be had on this platform."
         return (
-            notes.stack(handle.pid, send=handle.send_signal)
-            or f"Its stack could not be had: {notes.why_none}."
+            record.stack(handle.pid, send=handle.send_signal)
+            or f"Its stack could not be had: {record.why_none}."
         )
 
     def leave(self) -> None:
@@ -270,39 +272,36 @@ class ProcessCrew(Crew):
         self.leave()
         self.transport.close()
         assert self._left is not None
-        deadline = self._left + GRACE
-        join_all(self._handles, deadline)
-        running = [handle for handle in self._handles if handle.is_alive()]
+        handles = self._handles
+        join_all(handles, self._left + GRACE)
+        running = [handle for handle in handles if handle.is_alive()]
         for handle in running:
             handle.kill()
         join_all(running, time.monotonic() + _DYING)
-        for handle in self._handles:
+        for handle in handles:
             handle.release()
         bury()
         if isinstance(self.transport, PipeTransport):
             self.transport.join()
         for channel in self.channels:
             channel.close()
-        for worker in list(self._shipments):
-            self._arrived(worker)
-        for notes in self.records:
-            if notes is not None:
-                notes.close()
-        self._gone.update(range(len(self._handles)))
-
-    def handles(self) -> Sequence[WorkerHandle]:
-        return self._handles
+        for number in list(self._shipments):
+            self._arrived(number)
+        for worker in self._workers:
+            if worker.record is not None:
+                worker.record.close()
+        self._gone.update(range(len(self._workers)))
 
     def disown(self) -> None:
         """Forget the processes."""
         for handle in self._handles:
             handle.disown()
-        self._handles = []
+        self._handles.clear()
 
     def _decode(self, worker: int, frame: Frame) -> Event:
         found = decode_fields(frame.parts)
         kind, seq, body, returned, slot_map, extras, count, seconds, position = found
-        channel = self.channels[worker]
+        channel = self._workers[worker].channel
         if returned:
             channel.take_back(returned)
         if kind == DONE:
@@ -329,51 +328,46 @@ class ProcessCrew(Crew):
         return Ready(worker, decode_told(body))
 
     def _shipment(self, spec: WorkerSpec) -> Shipment:
-        """What the worker is sent first: packed once for all that start together."""
-        for told, shipment in self._shipments.values():
-            if told is spec:
+        """Pack what the worker is sent first: once for all that start together."""
+        for sent, shipment in self._shipments.values():
+            if sent is spec:
                 return shipment
         return ship(spec, "the loader", share=self._sockets)
 
     def _arrived(self, worker: int) -> None:
-        """The worker has mapped its shipment, or is gone."""
-        _, shipment = self._shipments.pop(worker, (None, None))
+        """Let go of a worker's shipment: the worker has mapped it, or is gone."""
+        self._close_unless_awaited(self._shipments.pop(worker, (None, None))[1])
+
+    def _close_unless_awaited(self, shipment: Shipment | None) -> None:
         if shipment is not None and not any(s is shipment for _, s in self._shipments.values()):
             shipment.close()
 
-    def _take_place(
-        self,
-        worker: int,
-        handle: ProcessHandle,
-        channel: SlotChannel,
-        notes: PostmortemRecord | None,
-    ) -> None:
-        """Note what belongs to a worker that has started."""
-        if worker == len(self._handles):
-            self._handles.append(handle)
-            self.channels.append(channel)
-            self.records.append(notes)
+    def _take_place(self, number: int, handle: ProcessHandle, worker: _ProcessWorker) -> None:
+        """Note a worker that has started, and free what belonged to the one before it."""
+        if number == len(self._workers):
+            self.place(number, handle)
+            self._workers.append(worker)
             return
-        former, board_before = self.channels[worker], self.records[worker]
-        channel.forwarded.update(
-            former.forwarded
-        )  # it will be sent again, and answered by the new one
-        former.forwarded.clear()
-        former.close()
-        if board_before is not None:
-            board_before.close()
-        self._handles[worker].join(GRACE)
-        self._handles[worker].release()
-        self._handles[worker], self.channels[worker], self.records[worker] = handle, channel, notes
-        self._gone.discard(worker)
+        former = self._workers[number]
+        # Tasks that will be sent again, and answered by the new one:
+        worker.channel.forwarded.update(former.channel.forwarded)
+        former.channel.forwarded.clear()
+        former.channel.close()
+        if former.record is not None:
+            former.record.close()
+        self._handles[number].join(GRACE)
+        self._handles[number].release()
+        self.place(number, handle)
+        self._workers[number] = worker
+        self._gone.discard(number)
 
     def _exited(self, worker: int) -> Exited:
-        """What is known of a worker that is gone."""
-        self.channels[worker].worker_gone()
+        """Describe the end of a worker that is gone."""
+        handle, (channel, record) = self._handles[worker], self._workers[worker]
+        channel.worker_gone()
         self._arrived(worker)
         if worker in self._asked:
             return Exited(worker)
-        handle, notes = self._handles[worker], self.records[worker]
         damage = self.transport.damaged.get(worker)
         if damage is None:
             cause = handle.cause()
@@ -383,12 +377,12 @@ class ProcessCrew(Crew):
             cause = f"sent what can't be read ({damage}), and was killed"
         killed = next((name for name in ("SIGKILL", "SIGBUS") if name in cause), None)
         memory = "" if killed is None else self._oom.describe(killed)
-        slots = None if killed is None else self.channels[worker].taken
-        if notes is None:
+        slots = None if killed is None else channel.taken
+        if record is None:
             return Exited(worker, cause, memory=memory, slots=slots)
-        task = notes.task
-        at = -1 if task is None else notes.at
-        return Exited(worker, cause, task, at, notes.crash(), memory, slots)
+        task = record.task
+        at = -1 if task is None else record.at
+        return Exited(worker, cause, task, at, record.crash(), memory, slots)
 
     def _warn(self) -> None:
         reason, self._overflow = self._overflow, None

@@ -1,10 +1,9 @@
-"""Descriptors of the parent's: those that a forked worker must close, and those of slots that are kept.
+"""Descriptors of the parent: those that a forked worker must close, and kept ones of segments.
 
-The parent may have to tell further processes of a slot. A slot needs its descriptor once for every
-process that maps it. Results that are opened here never need it again; results that are sent on to
-another stage need it until every worker there has met the slot. How many are kept is bounded for the
-whole process, so that ``ulimit -n`` is left to the user: without a descriptor a slot is copied, which is
-slower and never wrong.
+A segment needs its descriptor once for every process that maps it. Results that are opened in the
+parent never need it again; results that are forwarded to another stage need it until every worker
+there has mapped the segment. The number that is kept is bounded for the whole process, so that
+``ulimit -n`` is left to the user: without a descriptor a slot is copied, slower and never wrong.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import threading
 from functools import cache
 
 MOST = 256
-"""Descriptors kept at most, whatever the limit: 256 slots of 38 MB are 10 GB."""
+"""Descriptors kept at most, whatever the limit: 256 segments of 38 MB are 10 GB."""
 
 _SHARE = 4
-"""One in so many of the descriptors that this process may have."""
+"""Divisor of the descriptors that this process may have."""
 
 ours: set[int] = set()
-"""All of backends that this process has for itself. In a forked worker they would keep memory alive, and
-other workers from seeing that our end of their connection is closed."""
+"""All descriptors of backends that are this process's own. In a forked worker they would keep memory
+alive, and other workers from seeing that our end of their connection is closed."""
 
 kept: set[int] = set()
-"""Those of slots, which are among them."""
+"""Descriptors of segments; they are among `ours`."""
 
 _lock = threading.RLock()  # reentrant, because a collection may end a crew at any point
 
@@ -47,7 +46,7 @@ def _most() -> int:
 
 
 class KeptDescriptor:
-    """One descriptor. May be closed by one thread while another duplicates it."""
+    """Kept descriptor of a segment. One thread may close it while another duplicates it."""
 
     __slots__ = ("_fd",)
 
@@ -55,7 +54,7 @@ class KeptDescriptor:
         self._fd: int | None = fd
 
     def duplicate(self) -> int | None:
-        """Another one, for the caller; None if this one was closed, or there is no room."""
+        """Make another one, for the caller; None if this one was closed, or there is no room."""
         with _lock:
             if self._fd is None:
                 return None

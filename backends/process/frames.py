@@ -1,4 +1,4 @@
-"""Frames: how messages lie on a byte stream between parent and worker.
+"""Frames: the form of messages on a byte stream between parent and worker.
 
 A frame is some parts (buffers) and some descriptors. On the wire: a head of 16 bytes (the numbers of
 parts and of descriptors, a check, the bytes of all parts together), the sizes of the parts if they are
@@ -7,8 +7,8 @@ lie. Descriptors travel with the first byte.
 
 The check is there because the streams lie in processes that run the user's code: a program that
 writes to a descriptor that is not its own puts bytes between ours. A head that was not written here is
-refused at once, before it is waited or asked memory for what it claims. What is in the parts is not
-looked at.
+refused at once, before anybody waits, or asks for memory, for the bytes that it claims. The parts
+themselves are not looked at.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hybridloader._support.errors import DamagedMessage
 ALIGN = 16
 
 MOST_BYTES = 1 << 40
-"""Of one frame. A thousand times the largest batch that makes sense; to copy it would take minutes."""
+"""Bytes of one frame at most: a thousand times the largest batch that makes sense."""
 
 MOST_FDS = 253
-"""Descriptors of one frame: what the kernel takes (SCM_MAX_FD)."""
+"""Descriptors of one frame at most: the kernel's limit (SCM_MAX_FD)."""
 
 _COUNTED = 24
-"""Bits for the number of parts; the rest of the 32 are for descriptors. As what is below 32 KB does not
-become a part (`packing.IN_BAND`), so many parts would be half of `MOST_BYTES`."""
+"""Bits for the number of parts; the rest of the 32 are for descriptors. A buffer below 32 KB does not
+become a part (`packing.IN_BAND`), so this many parts would be half of `MOST_BYTES`."""
 
 _HEAD = struct.Struct("<IIQ")
 _FOLD = 1 << 32
@@ -42,7 +42,7 @@ Buffer = Any  # bytes, bytearray or memoryview; collections.abc.Buffer needs Pyt
 
 
 class Frame(NamedTuple):
-    """What arrived. The parts are views of one block of memory that is the frame's own."""
+    """Frame that arrived. The parts are views of one block of memory that is the frame's own."""
 
     parts: list[memoryview]
     fds: list[int]
@@ -52,12 +52,12 @@ _new = tuple.__new__  # without the call of `Frame`'s own, which takes as long a
 
 
 def _check(counts: int, total: int) -> int:
-    """Differs for any two heads of which one is the other with one byte changed."""
+    """Checksum that differs for any two heads of which one is the other with one byte changed."""
     return (total ^ total >> 32 ^ counts ^ _SIGN) & (_FOLD - 1)
 
 
 def encode(parts: Sequence[Buffer], fds: Sequence[int] = ()) -> list[Buffer]:
-    """The pieces to write, in order, without copying the parts."""
+    """Give the pieces to write, in order, without copying the parts."""
     if len(parts) == 1 and not fds:
         part = parts[0]
         size = len(part) if type(part) is bytes else memoryview(part).nbytes
@@ -95,18 +95,18 @@ class Decoder:
         """Descriptors that came in, not yet claimed by a frame."""
 
     def room(self) -> memoryview | None:
-        """Where the next bytes of a frame under way belong; None if none is under way."""
+        """Memory for the next bytes of a frame under way; None if none is under way."""
         if self.body is None or self._filled == len(self.body):
             return None
         return memoryview(self.body)[self._filled :]
 
     def advance(self, count: int) -> Iterator[Frame]:
-        """`count` bytes were read into `room`."""
+        """Take in `count` bytes that were read into `room`."""
         self._filled += count
         yield from self._frames()
 
     def feed(self, data: Buffer) -> Iterable[Frame]:
-        """`data` was read elsewhere."""
+        """Take in `data`, which was read elsewhere."""
         found: list[Frame] = []
         if self.body is None and not self._pending:
             whole, start, length = memoryview(data), 0, len(data)

@@ -2,7 +2,7 @@
 
 Where there are pidfds, a pidfd tells a worker's end and carries signals to it. A process number
 would not do: if other code waits for the children of this process, or SIGCHLD is ignored, the
-number may be that of another process by then. Nothing here knows what a worker does, or its
+number may be that of another process by then. A handle knows neither its worker's work nor its
 connection.
 """
 
@@ -30,30 +30,29 @@ GRACE = 1.0
 """Seconds that a worker gets to finish its sample before it is killed."""
 
 UNKNOWN = 255
-"""The exit code of a process whose own is not known, as asyncio and the fork server have it."""
+"""Exit code of a process whose own is not known, as asyncio and the fork server have it."""
 
 _LOOK = 1e-2
 """Seconds at most between two looks at a process whose files are all closed.
 
 It is about to end, unless the user's code has closed all files, ours too, and goes on. So nobody
-blocks in `waitpid` for it.
+blocks in `waitpid`.
 """
 
 reaping = threading.RLock()
-"""Lock that is held while a process is started or asked how it ended.
+"""Lock for starting a process and for asking how it ended.
 
 multiprocessing asks about all its children whenever it starts one. For a moment, another thread
 does not see the result: there the child seems to be alive, while its number is free or is that of
 another process. Stages of a pipeline run on several threads.
 """
 
-
 _dying: set[ProcessHandle] = set()
 """Killed processes that the kernel had not yet removed when their crew was closed."""
 
 
 class ProcessHandle(WorkerHandle):
-    """A worker process; also what tells how it ended.
+    """Handle of a worker process, which also tells how it ended.
 
     Parameters
     ----------
@@ -86,7 +85,7 @@ class ProcessHandle(WorkerHandle):
             self._releasing.atexit = False
         popen = getattr(process, "_popen", None)
         if popen is not None and hasattr(signal, "SIGKILL"):
-            # What multiprocessing calls at exit, and then it waits, for ever if need be.
+            # multiprocessing calls it at exit, and then waits, for ever if need be.
             popen.terminate = functools.partial(_kill, weakref.ref(popen))
 
     @property
@@ -117,7 +116,7 @@ class ProcessHandle(WorkerHandle):
                 return False
             if self.pidfd is not None:
                 ended = bool(multiprocessing.connection.wait([self.pidfd], 0))
-            else:  # what somebody else has waited for, multiprocessing takes to be alive for ever
+            else:  # multiprocessing takes a process that others have waited for to be alive for ever
                 ended = not (self._process.is_alive() and alive(self._process.pid))
             if ended:
                 self._has_ended()
@@ -154,12 +153,12 @@ class ProcessHandle(WorkerHandle):
 
     def join(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        line = self._line()
-        if line is not None:
+        pidfd = self._duplicate()
+        if pidfd is not None:
             try:
-                multiprocessing.connection.wait([line], timeout)
+                multiprocessing.connection.wait([pidfd], timeout)
             finally:
-                os.close(line)
+                os.close(pidfd)
             self.is_alive()  # else it would stay a zombie
         elif not self._ended and multiprocessing.connection.wait([self._process.sentinel], timeout):
             pause = _LOOK / 100
@@ -175,7 +174,7 @@ class ProcessHandle(WorkerHandle):
         children.discard(self._process)
 
     def release(self) -> None:
-        """Close the pidfd once the process has ended. Nobody may wait by it any more."""
+        """Close the pidfd once the process has ended; nobody may wait by it any more."""
         with reaping:
             if self.is_alive():
                 _dying.add(self)
@@ -205,7 +204,7 @@ class ProcessHandle(WorkerHandle):
                 return f"was killed by signal {-code}"
         return f"exited with code {code}"
 
-    def _line(self) -> int | None:
+    def _duplicate(self) -> int | None:
         """Duplicate the pidfd, to wait by: another thread may release the original meanwhile."""
         with reaping:
             if self.pidfd is None or self._ended:
@@ -244,7 +243,7 @@ def _kill(reference: weakref.ref[Any]) -> None:
 
 
 def _forked() -> None:
-    """Forget, in a fork, the parent's dying processes, and a lock that a lost thread may hold."""
+    """Forget, in a fork, the parent's dying processes, and a lock that a lost thread may have."""
     global reaping
     reaping = threading.RLock()
     _dying.clear()

@@ -1,6 +1,6 @@
-"""What the kernel says about memory now: for the error about a worker that was killed.
+"""Report of the kernel's figures about memory, for the error about a worker that was killed.
 
-It reads a few small files below a root folder and puts what they say into words. What is not there is
+It reads a few small files below a root folder and puts them into words. A figure that is not there is
 None. It never raises, never limits anything, and keeps nothing but one count to compare with later.
 """
 
@@ -15,22 +15,22 @@ from hybridloader.memory.limits import cgroups, number_in, text_of, whole_number
 _ROOT = Path("/")
 
 _TIGHT = 0.9
-"""From this part of a limit on, memory is what a killed worker most likely lacked."""
+"""Part of a limit from which a killed worker most likely lacked memory."""
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What was found; each is None where it is not told.
+    """Figures of the kernel; each is None where it is not told.
 
     Attributes
     ----------
     limit, used
         Bytes that the tightest cgroup on the way up allows, and has in use with its caches.
     cgroup_kills
-        Processes of this process's own cgroup that the kernel's OOM killer has killed, whoever's
-        limit it was.
+        Number of processes of this process's own cgroup that the kernel's OOM killer has killed,
+        whoever's limit it was.
     machine_kills
-        The same for the whole machine, other containers too.
+        Number of processes that it has killed on the whole machine, other containers too.
     shm_size, shm_free
         Bytes of /dev/shm.
     available
@@ -60,12 +60,12 @@ class MemoryReport:
 
 
 def read(root: Path = _ROOT) -> MemoryReport:
-    """The state now.
+    """Read the figures as they are now.
 
     Parameters
     ----------
     root
-        Where /proc, /sys and /dev are looked for.
+        Folder in which /proc, /sys and /dev are looked for.
     """
     limit, used, cgroup_kills = _cgroup(root)
     shm_size, shm_free = _shm(root)
@@ -82,25 +82,14 @@ def read(root: Path = _ROOT) -> MemoryReport:
 
 
 class OomWatch:
-    """Remembers how often the OOM killer had struck when it was made.
-
-    Parameters
-    ----------
-    root
-        As of `read`.
-    """
+    """Watch that compares with how often the OOM killer had struck when it was made."""
 
     def __init__(self, root: Path = _ROOT) -> None:
         self._root = root
         self._before = read(root)
 
-    @property
-    def rose(self) -> bool:
-        """True if it has struck since, as far as that is counted for this cgroup or this machine."""
-        return self._rise(read(self._root)) is not None
-
     def describe(self, signal: str = "SIGKILL") -> str:
-        """The likely cause of a death by `signal`, and how much memory there is, in at most two lines.
+        """Name the likely cause of a death by `signal`, and the memory there is, in two lines at most.
 
         Parameters
         ----------
@@ -108,9 +97,10 @@ class OomWatch:
             ``"SIGKILL"``, which the OOM killer sends, or ``"SIGBUS"``, of shared memory that could not
             be had. For others there is only the second line.
         """
-        now = read(self._root)
-        cause = self._cause(now) if signal == "SIGKILL" else ""
-        if signal == "SIGBUS":
+        now, cause = read(self._root), ""
+        if signal == "SIGKILL":
+            cause = self._cause(now)
+        elif signal == "SIGBUS":
             cause = _cause_of_sigbus(now)
         lines = (cause, _in_words(now, shm=signal == "SIGBUS" or now.shm_full))
         return "\n".join(line for line in lines if line)
@@ -141,8 +131,6 @@ class OomWatch:
                 "cgroup: likely somebody else sent the signal."
             )
         if now.cgroup_full:
-            assert now.limit is not None
-            assert now.used is not None
             return (
                 f"No OOM kill was counted, but the cgroup has {_size(now.used)} of {_size(now.limit)} "
                 "in use: likely somebody who watches it (a job scheduler, systemd-oomd) sent the signal."
@@ -178,8 +166,9 @@ def _in_words(state: MemoryReport, *, shm: bool) -> str:
     return f"Memory now: {', '.join(parts)}." if parts else ""
 
 
-def _size(count: int) -> str:
-    """``"1.98 GiB"``: three digits that tell 1.98 of 2.00 from 2 of 2."""
+def _size(count: int | None) -> str:
+    """Format bytes as ``"1.98 GiB"``: three digits, which tell 1.98 of 2.00 from 2 of 2."""
+    count = count or 0
     power = min((max(count, 1).bit_length() - 1) // 10, len(_UNITS) - 1)
     return f"{count} B" if power == 0 else f"{count / 1024**power:.2f} {_UNITS[power]}"
 
@@ -188,7 +177,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _cgroup(root: Path) -> tuple[int | None, int | None, int | None]:
-    """Limit and usage of the tightest group, and the kills of this process's own."""
+    """Read limit and usage of the tightest group, and the kills of this process's own."""
     limit: int | None = None
     used: int | None = None
     kills: int | None = None
@@ -202,7 +191,7 @@ def _cgroup(root: Path) -> tuple[int | None, int | None, int | None]:
 
 
 _NO_LIMIT = 1 << 60
-"""v1 says "none" by the largest number of whole pages, just below 2**63."""
+"""Limit that means none: v1 gives the largest number of whole pages, just below 2**63."""
 
 
 def _shm(root: Path) -> tuple[int | None, int | None]:
@@ -222,7 +211,7 @@ def _address_space(root: Path) -> int | None:
 
 
 def _field(path: Path, name: str, unit: int = 1) -> int | None:
-    """The number after `name` at the beginning of a line, times `unit`."""
+    """Read the number after `name` at the beginning of a line, times `unit`."""
     for line in text_of(path).splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name:

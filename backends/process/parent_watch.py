@@ -1,4 +1,7 @@
-"""Ties of a worker process to its parent: it leaves signals to it, and ends when it is gone."""
+"""Watch of a worker process on its parent: it leaves signals to it, and ends when it is gone.
+
+It knows nothing of tasks; it only cancels what the worker is doing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any, NoReturn
 from hybridloader.engine.fetcher import TaskContext
 
 _POLL = 0.5
-"""Seconds between two looks at the parent, where nothing tells its end."""
+"""Seconds between two looks at the parent, where no descriptor tells its end."""
 
 _GRACE = 1.0
 """Seconds that a worker has to end by itself once the parent is gone."""
@@ -60,26 +63,24 @@ class ParentWatch:
     Parameters
     ----------
     sweep
-        Called before that end.
+        Called before the process ends because the parent is gone.
     """
 
     def __init__(self, endpoint: Any, parent: int, sweep: Callable[[], None]) -> None:
         self.context = TaskContext()
         self._sweep = sweep
         self._changing = threading.Lock()
-        thread = threading.Thread(
-            target=self._watch, args=(endpoint.fileno(), parent), name="hybridloader-life"
-        )
-        thread.daemon = True
-        thread.start()
+        args = endpoint.fileno(), parent
+        name = "hybridloader-parent-watch"
+        threading.Thread(target=self._watch, args=args, name=name, daemon=True).start()
 
     def change(self, context: TaskContext) -> None:
-        """Raise `context` from now on; raise it at once if the one before is up."""
+        """Cancel `context` from now on; cancel it at once if the one before was."""
         with self._changing:
             context.cancelled, self.context = self.context.cancelled, context
 
-    def _watch(self, line: int | None, parent: int) -> None:
-        if line is None or not hasattr(os, "pidfd_open"):
+    def _watch(self, connection: int | None, parent: int) -> None:
+        if connection is None or not hasattr(os, "pidfd_open"):
             self._watch_by_looking(parent)
             return
         try:
@@ -91,14 +92,14 @@ class ParentWatch:
             return
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
-        poll.register(line, 0)  # POLLHUP is always told
+        poll.register(connection, 0)  # POLLHUP is always told
         while True:
             for fd, _ in poll.poll():
                 if fd == pidfd:
                     self._end()
                 with self._changing:
                     self.context.cancelled = True
-                poll.unregister(line)
+                poll.unregister(connection)
 
     def _watch_by_looking(self, parent: int) -> None:
         while alive(parent):
@@ -106,7 +107,7 @@ class ParentWatch:
         self._end()
 
     def _end(self) -> NoReturn:
-        """The parent is gone: let the worker close what it reads, and end the process in any case."""
+        """Let the worker close what it reads, and end the process in any case: the parent is gone."""
         with self._changing:
             self.context.cancelled = True
         # The worker, which reads the end of its stream, ends the process meanwhile.

@@ -1,7 +1,7 @@
-"""The portable way between parent and worker: a `multiprocessing` connection and two threads each.
+"""Portable transport between parent and worker: a `multiprocessing` connection and two threads each.
 
-For platforms without socket pairs that can be polled and carry descriptors (Windows). One thread per
-worker reads and watches for its end, one writes, so that sending never blocks.
+It is for platforms without socket pairs that can be polled and carry descriptors (Windows). One thread
+per worker reads and watches for its end, one writes, so that sending never blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import connection as mp_connection
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,7 +25,7 @@ Arrived = tuple[int, "Frame | None"]
 
 def _read(
     worker: int,
-    line: Any,
+    connection: Any,
     process: Any,
     arrived: SimpleQueue[Arrived | None],
     damaged: dict[int, str],
@@ -32,11 +33,11 @@ def _read(
     decoder = Decoder()
     try:
         while True:
-            ready = mp_connection.wait([line, process.sentinel])
-            if line in ready:
-                for frame in decoder.feed(line.recv_bytes(MOST_BYTES)):
+            ready = mp_connection.wait([connection, process.sentinel])
+            if connection in ready:
+                for frame in decoder.feed(connection.recv_bytes(MOST_BYTES)):
                     arrived.put((worker, frame))
-            elif not line.poll(0):  # ended, and all that it had written was read
+            elif not connection.poll(0):  # ended, and all that it had written was read
                 break
     except (DamagedMessage, MemoryError) as error:  # multiprocessing's own head has no check
         damaged[worker] = str(error) or "there is no memory for a message of its"
@@ -46,54 +47,44 @@ def _read(
         arrived.put((worker, None))
 
 
-def _write(line: Any, outgoing: SimpleQueue[bytes | None]) -> None:
+def _write(connection: Any, outgoing: SimpleQueue[bytes | None]) -> None:
     while (data := outgoing.get()) is not None:
         try:
-            line.send_bytes(data)
+            connection.send_bytes(data)
         except OSError:  # the worker is gone; the reader tells
             return
 
 
-def _end(line: Any) -> None:
-    """Let the other side see the end now: a thread that waits for `line` keeps it open past `close`."""
-    if os.name == "posix":  # where a duplex connection is a pair of sockets
-        try:
-            with socket.socket(fileno=os.dup(line.fileno())) as ours:
-                ours.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other side has gone before
-            pass
-
-
 class PipeTransport:
-    """All lines of one crew; the same methods as `SocketPost`."""
+    """Connections of one crew, with the methods of `SocketTransport`."""
 
     def __init__(self) -> None:
         self._arrived: SimpleQueue[Arrived | None] = SimpleQueue()  # None wakes
-        self._lines: dict[int, Any] = {}
+        self._connections: dict[int, Any] = {}
         self._outgoing: dict[int, SimpleQueue[bytes | None]] = {}
         self._threads: list[threading.Thread] = []
         self.damaged: dict[int, str] = {}
 
     def connect(self, worker: int, connection: Any) -> None:
-        self._lines[worker] = connection
+        self._connections[worker] = connection
         self.damaged.pop(worker, None)
         ours.add(connection.fileno())
         self._outgoing[worker] = SimpleQueue()
 
     def watch(self, worker: int, process: Any) -> None:
-        line = self._lines[worker]
+        connection = self._connections[worker]
         for target, args in (
-            (_read, (worker, line, process, self._arrived, self.damaged)),
-            (_write, (line, self._outgoing[worker])),
+            (_read, (worker, connection, process, self._arrived, self.damaged)),
+            (_write, (connection, self._outgoing[worker])),
         ):
             thread = threading.Thread(
-                target=target, args=args, name=f"hybridloader-line-{worker}", daemon=True
+                target=target, args=args, name=f"hybridloader-pipe-{worker}", daemon=True
             )
             thread.start()
             self._threads.append(thread)
 
     def send(self, worker: int, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
-        if worker in self._lines:
+        if worker in self._connections:
             self._outgoing[worker].put(b"".join(map(bytes, encode(parts))))
 
     def flush(self) -> None:
@@ -118,20 +109,24 @@ class PipeTransport:
         self._arrived.put(None)
 
     def drop(self, worker: int) -> None:
-        line = self._lines.pop(worker, None)
-        if line is not None:
-            self._outgoing[worker].put(None)
-            # Its own threads may be in the middle of a call on it; they end with the worker.
-            ours.discard(line.fileno())
-            _end(line)
-            line.close()
+        connection = self._connections.pop(worker, None)
+        if connection is None:
+            return
+        self._outgoing[worker].put(None)
+        # Its own threads may be in the middle of a call on it; they end with the worker.
+        ours.discard(connection.fileno())
+        if (
+            os.name == "posix"
+        ):  # a pair of sockets, which a thread that waits keeps open past `close`
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
+        connection.close()
 
     def hang_up(self) -> None:
-        for worker in list(self._lines):
+        for worker in list(self._connections):
             self.drop(worker)
 
-    def close(self) -> None:
-        self.hang_up()
+    close = hang_up
 
     def join(self) -> None:
         for thread in self._threads:
@@ -139,12 +134,10 @@ class PipeTransport:
 
 
 class PipeEndpoint:
-    """The worker's end; the same methods as `SocketChannel`, but no descriptors."""
-
-    can_send_fds = False
+    """The worker's end of its connection, as `SocketEndpoint`; it carries no descriptors."""
 
     def __init__(self, connection: Any) -> None:
-        self._line = connection
+        self._connection = connection
         if os.name == "posix":  # it came by inheritance, which shall end here
             os.set_inheritable(connection.fileno(), False)
         self._decoder = Decoder()
@@ -153,14 +146,14 @@ class PipeEndpoint:
     def get(self) -> Frame:
         while not self._frames:
             try:
-                self._frames.extend(self._decoder.feed(self._line.recv_bytes(MOST_BYTES)))
+                self._frames.extend(self._decoder.feed(self._connection.recv_bytes(MOST_BYTES)))
             except OSError:
                 raise EOFError from None
         return self._frames.popleft()
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         try:
-            self._line.send_bytes(b"".join(map(bytes, encode(parts))))
+            self._connection.send_bytes(b"".join(map(bytes, encode(parts))))
         except OSError:
             raise EOFError from None
 
@@ -168,4 +161,4 @@ class PipeEndpoint:
         return None
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()

@@ -1,10 +1,10 @@
-"""What a worker process leaves behind: which sample it is at, and where, when it is stuck or dies.
+"""Postmortem record of a worker process: which sample it is at, and where, when it is stuck or dies.
 
 A record is a file without a name that parent and worker both have open. Its first bytes are numbers
 that the worker keeps up to date by plain stores into mapped memory, so they outlive it however it
-dies. After them come the Python stacks that faulthandler writes: by itself when the worker crashes,
-and when the parent asks, by a signal. Neither needs the GIL nor the worker's cooperation. The record
-never carries what work depends on: where there can be none, everything runs the same without.
+dies. After them come the stack dumps that faulthandler writes: by itself when the worker crashes,
+and when the parent asks, by a signal. Neither needs the GIL nor the worker's cooperation. No work
+depends on the record: where there can be none, everything runs the same without.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from hybridloader.memory.segments import map_descriptor
 
 _NUMBERS = struct.Struct("=5q")
 _SIGNAL, _PID, _HOME, _TASK, _AT = range(5)
-"""What the numbers are: the signal that asks for stacks (0: none yet), the process and the thread that
-do the tasks, the task that they are at, and the sample within it (both -1: none, or not known)."""
+"""Places of the numbers: the signal that asks for a stack dump (0: none yet), the process and the thread
+that do the tasks, the task that they are at, and the sample within it (both -1: none, or not known)."""
 
 _TEXT = 64
-"""Where faulthandler's text begins, in bytes."""
+"""Byte at which faulthandler's text begins."""
 
 _READ = 256 * 1024
-"""Bytes of text that are looked at: faulthandler stops after 100 threads of 100 frames each."""
+"""Bytes of text that are read: faulthandler stops after 100 threads of 100 frames each."""
 
 _LOOK = 0.005
 _SETTLED = 0.02
-"""Seconds between two looks at a dump under way, and for which it must not have grown to be whole."""
+"""Seconds between two looks at a dump under way, and after which one that has not grown is whole."""
 
 _FIRST_FREE = 4
-"""Real-time signals are tried from SIGRTMIN plus this: musl and Go keep the first for themselves, and
-who else wants one takes the next."""
+"""Offset from SIGRTMIN of the first real-time signal that is tried: musl and Go keep the first ones for
+themselves, and others take the next."""
 
 _NEVER = {
     "T": "it is stopped (state T: by SIGSTOP, or Ctrl-Z); SIGCONT lets it go on",
@@ -62,7 +62,7 @@ _STATES = {
 
 
 def _status_of(pid: int) -> Mapping[str, str] | None:
-    """The fields of /proc/PID/status; None where there is none."""
+    """Read the fields of /proc/PID/status; None where there is none."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
@@ -79,21 +79,21 @@ def _has(status: Mapping[str, str] | None, field: str, signum: int) -> bool:
 
 
 class PostmortemRecord:
-    """The parent's side. One per worker process, and never used again for the next.
+    """The parent's side of a record: one for each worker process, never used again for the next.
 
     Parameters
     ----------
     fd
-        The file, its offset at its end; owned by the record from now on.
+        Descriptor of the file, its offset at its end; owned by the record from now on.
     clock, sleep, kill, status
-        How time passes, signals are sent and /proc/PID/status is read. For tests.
+        Functions that tell the time, sleep, send signals and read /proc/PID/status. For tests.
 
     Attributes
     ----------
     fd
-        What the worker gets: by fork, or a duplicate with its first frame. -1 once closed.
+        Descriptor for the worker: by fork, or a duplicate with its first frame. -1 once closed.
     why_none
-        Why the last `stack` gave nothing, as the end of a sentence; "" if it did.
+        Why the last `stack` gave nothing, as the end of a sentence; "" if it gave a dump.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PostmortemRecord:
 
     @classmethod
     def make(cls) -> PostmortemRecord | None:
-        """A new one; None where there can be none."""
+        """Make a new record; None where there can be none."""
         if not hasattr(faulthandler, "register"):  # Windows
             return None
         try:
@@ -123,20 +123,20 @@ class PostmortemRecord:
 
     @property
     def task(self) -> int | None:
-        """The task that the worker was at, by `Task.seq`; None: between two, or not known."""
+        """Number of the task that the worker was at, as `Task.seq`; None: between two, or not known."""
         return self._number(_TASK)
 
     @property
     def at(self) -> int | None:
-        """The sample within that task, from 0; None: not known."""
+        """Number of the sample within that task, from 0; None: not known."""
         return self._number(_AT)
 
     def stack(
         self, pid: int, patience: float = 0.5, *, send: Callable[[int], None] | None = None
     ) -> str:
-        """Ask the living worker for the Python stacks of its threads.
+        """Ask the living worker for a stack dump of its threads.
 
-        That interrupts one system call of the worker, as signals do: Python's own are begun anew,
+        This interrupts one system call of the worker, as signals do: Python's own are begun anew,
         but a `sleep` or `poll` in native code may return early. So it is for workers that are
         overdue, not for those that do well.
 
@@ -189,7 +189,7 @@ class PostmortemRecord:
         return text
 
     def crash(self) -> str:
-        """The Python stacks that faulthandler wrote when a signal such as SIGSEGV ended the worker.
+        """Stack dump that faulthandler wrote when a signal such as SIGSEGV ended the worker.
 
         "" if it wrote none. Only meaningful once the worker is gone, and by such a signal: a fork
         that the worker's code has made writes here as well.
@@ -200,7 +200,7 @@ class PostmortemRecord:
         return stack_dump.of_crash(self._text(max(_TEXT, size - _READ)))
 
     def close(self) -> None:
-        """Idempotent. The worker goes on without its parent's end."""
+        """Close the parent's end; the worker goes on without. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             ours.discard(fd)
@@ -255,9 +255,9 @@ def _state(status: Mapping[str, str] | None) -> str:
 
 
 def _nameless_file() -> int:
-    """A descriptor of the file, its numbers written, that programs do not inherit."""
+    """Make the file, its numbers written, with a descriptor that programs do not inherit."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("hybridloader-record", os.MFD_CLOEXEC)
+        fd = os.memfd_create("hybridloader-postmortem", os.MFD_CLOEXEC)
     else:  # not a POSIX segment, which macOS lets nobody write to with `write`
         with tempfile.TemporaryFile(buffering=0) as file:
             fd = os.dup(file.fileno())
@@ -273,12 +273,12 @@ def _nameless_file() -> int:
 
 
 class PostmortemContext(TaskContext):
-    """A context whose `at` outlives its process.
+    """Context of a task whose `at` outlives its process.
 
     Parameters
     ----------
     cell
-        Of the mapped memory of a record: a `ctypes.c_int64`, which is set a little faster than an item
+        A `ctypes.c_int64` in the mapped memory of a record, which is set a little faster than an item
         of an array or of a memoryview.
     """
 
@@ -298,7 +298,7 @@ class PostmortemContext(TaskContext):
 
 
 class PostmortemWriter:
-    """The worker's side; lives as long as the process.
+    """The worker's side of a record; lives as long as the process.
 
     The file stays open, at `fd`: faulthandler writes to it. What the user's own code does with
     faulthandler later takes precedence, for instance `faulthandler.enable()` in `worker_init_fn`.
@@ -312,8 +312,8 @@ class PostmortemWriter:
         self._cells = [ctypes.c_int64.from_address(address + 8 * i) for i in range(_AT + 1)]
         self._cells[_PID].value = os.getpid()
         self._cells[_HOME].value = threading.get_ident()
-        # Where it is enabled already, as in a fork of pytest, it takes the new file and leaves the
-        # handlers alone, in whose places others may be since, such as torch's for its own workers.
+        # Where it is enabled already, as in a fork of pytest, `enable` takes the new file and leaves the
+        # handlers alone, in whose places others may be by now, such as torch's for its own workers.
         faulthandler.disable()
         faulthandler.enable(fd, all_threads=True)
         signum = free_signal()
@@ -321,7 +321,7 @@ class PostmortemWriter:
             return
         try:
             faulthandler.register(signum, fd, all_threads=True, chain=False)
-        except (OSError, RuntimeError):  # of a signal that the system keeps for itself
+        except (OSError, RuntimeError):  # a signal that the system keeps for itself
             return
         self._cells[_SIGNAL].value = signum  # from now on the parent may send it
 
@@ -338,21 +338,21 @@ class PostmortemWriter:
             return None
 
     def context(self) -> PostmortemContext:
-        """One that notes which sample the worker is at."""
+        """Make a context that notes which sample the worker is at."""
         return PostmortemContext(self._cells[_AT])
 
     def begin(self, task: int) -> None:
-        """The worker is at `task`, and at none of its samples yet."""
+        """Note that the worker is at `task`, and at none of its samples yet."""
         self._cells[_AT].value = -1
         self._cells[_TASK].value = task
 
     def end(self) -> None:
-        """It is at no task."""
+        """Note that it is at no task."""
         self._cells[_TASK].value = -1
 
 
 def free_signal() -> int | None:
-    """A signal that nobody in this process catches, ignores or waits for; None if there is none."""
+    """Find a signal that nobody in this process catches, ignores or waits for; None if there is none."""
     if hasattr(signal, "SIGRTMIN"):
         candidates = range(signal.SIGRTMIN + _FIRST_FREE, signal.SIGRTMAX + 1)
     elif hasattr(signal, "SIGINFO"):  # macOS and the BSDs; ignored unless somebody wants it

@@ -1,7 +1,7 @@
-"""A result as it came from a worker process: unopened, and to be opened, dropped or sent on.
+"""Results of worker processes, not yet opened: each is opened, discarded, or forwarded to a worker.
 
-It knows where its parts lie and holds the slots that it names. It never loads anything before it is
-asked to, because most results of a stage that feeds another are never loaded here at all.
+A result knows where its parts lie, and keeps the slots that it names in use. It loads nothing before
+it is asked to, because most results of a stage that feeds another are never loaded in the parent.
 """
 
 from __future__ import annotations
@@ -12,110 +12,135 @@ from typing import Any
 
 from hybridloader.backends.process.codec import open_packed
 from hybridloader.engine.payload import Payload
-from hybridloader.memory import shared_slots
 from hybridloader.memory.packing import unpack
+from hybridloader.memory.shared_slots import SlotMap, SlotReader, Span, slots_of
 
 _NOTHING = memoryview(b"")
 
 
 class SlotReference:
-    """One batch's claim on one slot, shared by the parent and the workers that it was sent on to.
+    """Use of one slot by one result, shared by the parent and the workers that it is forwarded to.
 
-    The worker that filled the slot hears of it once, when the last of them is done.
+    The worker that filled the slot is told once, when the last of them is done.
     """
 
-    __slots__ = ("_holders", "_number", "_reader")
+    __slots__ = ("_number", "_reader", "_users")
 
-    def __init__(self, reader: shared_slots.SlotReader, number: int) -> None:
+    def __init__(self, reader: SlotReader, number: int) -> None:
         self._reader, self._number = reader, number
-        self._holders = 1  # the parent
+        self._users = 1  # the parent
 
-    def add(self) -> None:
-        self._holders += 1
+    def retain(self) -> None:
+        self._users += 1
 
     def release(self) -> None:
-        self._holders -= 1
-        if self._holders == 0:
+        self._users -= 1
+        if self._users == 0:
             self._reader.hand_back(self._number)
 
 
 class ProcessResult(Payload):
-    """A batch that came from a process, none of it through slots.
+    """Result of a worker process, none of it in slots unless `slots` and `slot_map` are given.
 
     Attributes
     ----------
     header
-        Its pickle; empty if that is the last of the buffers.
+        The pickle; empty if it is the last of the buffers.
     buffers
-        Those that came through the stream.
+        Buffers that came through the stream.
     count
-        How many items it is, if the worker's value was a list; else None.
+        Number of items, if the worker's value was a list; else None.
     nbytes
-        Of the header and all buffers, wherever they lie; 0 once they were let go.
+        Bytes of the header and of all buffers, wherever they lie; 0 once they were let go.
     forks
-        The worker is a fork of this process.
+        True if the worker is a fork of this process.
+    slots, slot_map
+        Reader of the worker's slots, and where the other buffers lie in them.
     forwardable
-        It can be the index of a `Task` for another crew of processes.
+        True: it can be the index of a `Task` for another crew of processes.
     """
 
-    __slots__ = ("_state", "buffers", "count", "forks", "header")
+    __slots__ = (
+        "_references", "_state", "buffers", "count", "forks", "header", "slot_map", "slots"
+    )  # fmt: skip
 
     forwardable = True
 
     def __init__(
-        self, header: memoryview, buffers: list[memoryview], count: int | None, forks: bool
+        self,
+        header: memoryview,
+        buffers: list[memoryview],
+        count: int | None,
+        forks: bool,
+        slots: SlotReader | None = None,
+        slot_map: SlotMap | None = None,
     ) -> None:
         self.header, self.buffers, self.count, self.forks = header, buffers, count, forks
+        self.slots, self.slot_map = slots, slot_map
+        self._references: dict[int, SlotReference] = {}  # by slot, once it was forwarded
         self._state = ""
 
     @property
     def nbytes(self) -> int:
-        slotted = sum(0 if span is None else span.size for span in self.spans())
+        slotted = sum(span.size for span in self.spans() if span is not None)
         return len(self.header) + sum(buffer.nbytes for buffer in self.buffers) + slotted
 
     def open(self) -> Any:
         if self._state:
             self._refuse("opened")
         self._state = "opened"
-        return unpack(self.header, self.buffers)
+        if self.slot_map is None:
+            return unpack(self.header, self.buffers)
+        return open_packed(self.header, self.buffers, self.slots, self.slot_map)
 
     def discard(self) -> None:
-        if not self._state:
-            self._state = "discarded"
-            self._let_go()
-        else:
+        if self._state:
             self.answered()
+            return
+        if self.slots is not None and self.slot_map is not None:
+            self.slots.give_back(self.slot_map)
+        self._state = "discarded"
+        self._let_go()
 
-    # -- sending on ----------------------------------------------------------------------------------
+    # -- forwarding ----------------------------------------------------------------------------------
 
-    def holds(self) -> dict[int, SlotReference]:
-        """Its claims by slot, for a worker that it is sent to. Again and again until it is answered."""
+    def references(self) -> dict[int, SlotReference]:
+        """References by slot, for a worker that it is forwarded to: any number, until it is answered."""
         if not self._state:
-            self._state = "sent on"
-        elif self._state != "sent on":
-            self._refuse("sent on")
-        return {}
+            self._state = "forwarded"
+            if self.slots is not None and self.slot_map is not None:
+                self.slots.forwards = True
+                numbers = slots_of(self.slot_map)
+                self._references = {n: SlotReference(self.slots, n) for n in numbers}
+        elif self._state != "forwarded":
+            self._refuse("forwarded")
+        return self._references
 
     def answered(self) -> None:
-        """What it was sent for is done: it will not be sent again."""
-        if self._state == "sent on":
-            self._state = "sent on and answered"
+        """Let go of it: the task that it was forwarded as is done, and will not be sent again."""
+        if self._state == "forwarded":
+            self._state = "forwarded and answered"
+            for reference in self._references.values():
+                reference.release()
             self._let_go()
 
-    def spans(self) -> tuple[shared_slots.Span | None, ...]:
-        """Where each buffer lies; None for one that came through the stream."""
-        return (None,) * len(self.buffers)
+    def spans(self) -> tuple[Span | None, ...]:
+        """Place of each buffer; None for a buffer that came through the stream."""
+        return (None,) * len(self.buffers) if self.slot_map is None else self.slot_map.spans
 
     def buffers_in_place(self) -> list[memoryview]:
-        """All buffers, where they lie: good for as long as somebody has its `holds`."""
-        return list(self.buffers)
+        """All buffers, where they lie: valid for as long as somebody has its `references`."""
+        if self.slots is None:
+            return list(self.buffers)
+        stream, view = iter(self.buffers), self.slots.view
+        return [next(stream) if span is None else view(span) for span in self.spans()]
 
     def pickled(self) -> memoryview:
         """The header, wherever it lies."""
         return self.header or self.buffers_in_place()[-1]
 
     def peek(self) -> Any:
-        """The value, over memory that is good for as long as somebody has its `holds`."""
+        """The value, over memory that is valid for as long as somebody has its `references`."""
         buffers = self.buffers_in_place()
         return unpack(self.header or buffers.pop(), buffers)
 
@@ -124,32 +149,18 @@ class ProcessResult(Payload):
     def _refuse(self, what: str) -> None:
         raise RuntimeError(
             f"a result that was {self._state} already can't be {what}: each is opened, discarded or "
-            "sent on to one stage. Open it and send the value, if several are to have it."
+            "forwarded to one stage. Open it and send the value, if several are to have it."
         )
 
     def _let_go(self) -> None:
-        """Of the memory; what it was stays known."""
-        self.header, self.buffers = _NOTHING, []
+        """Drop the memory; the state stays, for errors."""
+        self.header, self.buffers, self.slot_map = _NOTHING, [], None
 
 
 class SlottedResult(ProcessResult):
-    """A batch of which something lies in slots; `slot_map` tells where."""
+    """Result with something in slots, which go back even if nobody takes the result."""
 
-    __slots__ = ("_holds", "slot_map", "slots")
-
-    def __init__(
-        self,
-        header: memoryview,
-        buffers: list[memoryview],
-        count: int | None,
-        forks: bool,
-        slots: shared_slots.SlotReader,
-        slot_map: shared_slots.SlotMap,
-    ) -> None:
-        super().__init__(header, buffers, count, forks)
-        self.slots = slots
-        self.slot_map: shared_slots.SlotMap | None = slot_map
-        self._holds: dict[int, SlotReference] = {}  # by slot, once it was sent on
+    __slots__ = ()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Discard a result that nobody took, as in a queue that was closed.
@@ -157,42 +168,5 @@ class SlottedResult(ProcessResult):
         At Python's own end all memory goes back by itself, and modules may be empty already: nothing
         that `discard` needs is there, hence the function as a default.
         """
-        if not ending() and getattr(self, "_holds", None) is not None and not self._state:
+        if not ending() and getattr(self, "_state", None) == "":
             self.discard()
-
-    def open(self) -> Any:
-        if self._state:
-            self._refuse("opened")
-        self._state = "opened"
-        return open_packed(self.header, self.buffers, self.slots, self.slot_map)
-
-    def discard(self) -> None:
-        if not self._state and self.slot_map is not None:
-            self.slots.give_back(self.slot_map)
-        super().discard()
-
-    def holds(self) -> dict[int, SlotReference]:
-        if not self._state and self.slot_map is not None:
-            self.slots.forwards = True
-            self._holds = {
-                n: SlotReference(self.slots, n) for n in shared_slots.slots_of(self.slot_map)
-            }
-        super().holds()
-        return self._holds
-
-    def answered(self) -> None:
-        if self._state == "sent on":
-            for hold in self._holds.values():
-                hold.release()
-        super().answered()
-
-    def spans(self) -> tuple[shared_slots.Span | None, ...]:
-        return () if self.slot_map is None else self.slot_map.spans
-
-    def buffers_in_place(self) -> list[memoryview]:
-        stream, view = iter(self.buffers), self.slots.view
-        return [next(stream) if span is None else view(span) for span in self.spans()]
-
-    def _let_go(self) -> None:
-        super()._let_go()
-        self.slot_map = None

@@ -1,24 +1,23 @@
-"""All slots between the parent and one worker, both ways, and what is sent on to it by others.
+"""Slots between the parent and one worker, both ways, and results of other workers forwarded to it.
 
-Results come through slots of the worker's, large tasks go through slots of the parent's, made at the
+Results come through slots of the worker's; large tasks go through slots of the parent's, made at the
 first large task. A result of one worker (of crew A) may be the task of another (of crew B) without
-being opened or copied in the parent. Who counts what then, and who tells whom:
+being opened or copied in the parent. This is how the slots are counted then:
 
-1. A's worker counts one holder for each result over a slot, and writes to the slot when there is
-   none. It hears of the end of a holder by the slot's number, which comes with the next message.
-2. The parent makes one `SlotReference` of that for the result that it sends on. Its own claim on it
+1. A's worker counts one reference for each result over a slot, and writes to the slot when there is
+   none. It hears of the end of a reference by the slot's number, which comes with the next message.
+2. The parent makes one `SlotReference` of that for a result that it forwards. The parent's own use
    lasts until B's task is answered (done or failed), so that the result can be sent again if B's
    worker dies.
-3. Each worker of B that it is sent to has a claim as well. That worker knows the segment that the slot
-   is in by its alias, a negative number that no other segment has, and gets a descriptor along the
-   first time.
+3. Each worker of B that it is sent to uses it, too. That worker knows the slot's segment by its alias,
+   a negative number that no other segment has, and gets a descriptor along the first time.
 4. B's worker counts as it does for the parent's own slots: when the last view over the slot has died,
-   its number goes back with the next event. The parent then ends that claim.
-5. When a worker of B is gone, so are its claims. The parent's claims on what it had not answered end
+   its number goes back with the next event. The parent then ends that use.
+5. When a worker of B is gone, so are its uses. The parent's uses of what it had not answered end
    when that is sent again and answered, or with the crew.
-6. With the last claim the number goes back to A's worker. A's worker never hears of B.
+6. After the last use the number goes back to A's worker. A's worker never hears of B.
 7. When A retires a segment, or is closed, every worker of B that knows it is told, with the next
-   result that is sent on to it, to forget it. What it still looks at stays mapped until it is done.
+   result that is forwarded to it, to forget it. Memory that it still looks at stays mapped.
 
 Where a segment has no descriptor any more, or one of the crews has named slots or none, the parent
 copies the buffers into its own slots for B's worker, or the stream; the header still goes as it is.
@@ -36,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader.backends.process import descriptors
 from hybridloader.backends.process.codec import TASK, encode_fields, encode_message, into_slots
-from hybridloader.backends.process.result import ProcessResult, SlotReference, SlottedResult
+from hybridloader.backends.process.result import ProcessResult, SlotReference
 from hybridloader.engine.messages import Message, Task
 from hybridloader.memory import shared_slots
 from hybridloader.memory.mapped_segment import MappedSegment
@@ -47,6 +46,9 @@ from hybridloader.memory.slots import OWN, number_of, place_of
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
+
+Encoded = tuple[list[Any], Sequence[int]]
+"""Parts of a frame, and descriptors to be sent along and then closed."""
 
 
 class SlotChannel:
@@ -62,6 +64,24 @@ class SlotChannel:
         Whether the worker is a fork of this process.
     locks
         Locks the pages of results that are opened here.
+
+    Attributes
+    ----------
+    slots
+        Bytes that the worker's slots may take, and the prefix of their names if they have any; None
+        without slots.
+    results
+        Reader of the worker's own slots.
+    tasks
+        Writer of the parent's slots for the worker; None before the first large task.
+    forwarded
+        Results of other workers, by the task that was made of them and is not answered.
+    known
+        Segments of other workers that the worker knows, by alias.
+    claims
+        Slots of other workers that the worker uses, by their numbers as it knows them.
+    refusal
+        Why a large task went through the stream, until somebody takes it from here.
     """
 
     def __init__(
@@ -72,32 +92,24 @@ class SlotChannel:
         if kind == "named":  # short: macOS allows 31 characters
             names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
         self._names = names
+        self.slots = None if kind == "stream" else (share, names)
         keep = descriptors.keep if kind == "nameless" else None
         self.results = shared_slots.SlotReader(share // 2, names, keep, locks)
         # All the other mutable state:
         self.refusal: str | None = None
-        """Why a large task went through the stream, until somebody takes it from here."""
         self.forwarded: dict[int, ProcessResult] = {}
-        """Results of other workers, by the task that was made of them and is not answered."""
         self.tasks: shared_slots.SlotWriter | None = None
-        self.known: dict[int, MappedSegment] = {}  # segments of other workers, by alias
-        self.claims: dict[int, list[SlotReference]] = {}  # of the worker, by slot as it knows it
+        self.known: dict[int, MappedSegment] = {}
+        self.claims: dict[int, list[SlotReference]] = {}
         self._forgotten: deque[int] = deque()  # aliases it has yet to hear of; from any thread
-
-    @property
-    def slots(self) -> tuple[int, str | None] | None:
-        """What the worker is told: bytes and how names begin; None without slots."""
-        return None if self._kind == "stream" else (self._share, self._names)
 
     @property
     def taken(self) -> tuple[int, int] | None:
         """Bytes that the slots for results take, and that all slots of this worker may; None without."""
-        if self._kind == "stream":
-            return None
-        return self.results.size, self._share
+        return None if self.slots is None else (self.results.size, self._share)
 
-    def encode(self, message: Message) -> tuple[list[Any], Sequence[int]]:
-        """The letter, and descriptors to be sent along and then closed."""
+    def encode(self, message: Message) -> Encoded:
+        """Encode a message, with the slots that the worker may fill again."""
         returned = self.results.returned()
         try:
             if type(message) is not Task:
@@ -117,13 +129,13 @@ class SlotChannel:
                 self.results.hand_back(number)
             raise
 
-    def hold(self, seq: int, result: ProcessResult) -> dict[int, SlotReference]:
-        """Keep what task `seq` was made of, so that it can be sent again, until it is answered."""
+    def keep(self, seq: int, result: ProcessResult) -> dict[int, SlotReference]:
+        """Keep the result that is task `seq`, so that it can be sent again, until it is answered."""
         self.forwarded[seq] = result
-        return result.holds()
+        return result.references()
 
     def take_back(self, numbers: Iterable[int]) -> None:
-        """The worker is done with these."""
+        """End the worker's use of these slots."""
         own = []
         for number in numbers:
             if number >= 0:
@@ -134,24 +146,24 @@ class SlotChannel:
             self.tasks.release(own)
 
     def answered(self, seq: int) -> None:
-        """Task `seq` needs not be sent again."""
+        """Let go of task `seq`, which need not be sent again."""
         result = self.forwarded.pop(seq, None)
         if result is not None:
             result.answered()
 
     def all_answered(self) -> None:
-        """No task that this worker was given will be sent again."""
+        """Let go of all tasks: none that this worker was given will be sent again."""
         for seq in list(self.forwarded):
             self.answered(seq)
 
     def worker_gone(self) -> None:
         """End the worker's claims, and the slots that were for it alone."""
         claims, self.claims = self.claims, {}
-        for holds in claims.values():
-            for hold in holds:
-                hold.release()
-        for seen in list(self.known.values()):
-            seen.listeners.discard(self)
+        for references in claims.values():
+            for reference in references:
+                reference.release()
+        for segment in list(self.known.values()):
+            segment.listeners.discard(self.forget)
         self.known.clear()
         if self.tasks is not None:
             self.tasks.close()
@@ -159,7 +171,7 @@ class SlotChannel:
             self.tasks = None
 
     def close(self) -> None:
-        """The worker is gone and nothing will be sent again."""
+        """Free everything: the worker is gone and nothing will be sent again."""
         self.worker_gone()
         self.all_answered()
         self.results.close()
@@ -179,49 +191,49 @@ class SlotChannel:
             self.tasks = shared_slots.SlotWriter(limit, names)
         return self.tasks
 
-    def _enclose(
-        self, seq: int, returned: list[int], index: Any
-    ) -> tuple[list[Any], Sequence[int]]:
+    def _enclose(self, seq: int, returned: list[int], index: Any) -> Encoded:
         packed, buffers = pack(index, "a task", other_main=not self._forks)
-        large = buffers or len(packed) >= OWN
-        slots = self._writer() if large else None
+        slots = self._writer() if buffers or len(packed) >= OWN else None
         slot_map, header, streamed, fds = into_slots(packed, buffers, slots)
         if slot_map is not None:
             self.refusal = self.refusal or slot_map.refusal
         return [encode_fields(TASK, seq, header, returned, slot_map), *streamed], fds
 
-    def _forward(
-        self, seq: int, returned: list[int], result: ProcessResult
-    ) -> tuple[list[Any], Sequence[int]]:
-        holds = self.hold(seq, result)
+    def _forward(self, seq: int, returned: list[int], result: ProcessResult) -> Encoded:
+        references = self.keep(seq, result)
         try:
             same = self._forks and result.forks
             if not same and not reads_the_same_everywhere(result.pickled()):
                 return self._enclose(seq, returned, result.peek())
-            return self._name(seq, returned, result, holds)
+            return self._name(seq, returned, result, references)
         except BaseException:
             self.answered(seq)
             raise
 
     def _name(
-        self, seq: int, returned: list[int], result: ProcessResult, holds: dict[int, SlotReference]
-    ) -> tuple[list[Any], Sequence[int]]:
-        """A letter that names the slots of another worker, as far as this one can map them."""
-        slots = (
-            result.slots if isinstance(result, SlottedResult) else self.results
-        )  # or none is named
-        segments = {segment: slots.segments[segment] for segment, _ in map(place_of, holds)}
-        for seen in segments.values():
-            seen.mapped()  # it may raise
-        forgotten = self._take_forgotten()
+        self,
+        seq: int,
+        returned: list[int],
+        result: ProcessResult,
+        references: dict[int, SlotReference],
+    ) -> Encoded:
+        """Encode a result by naming the slots of another worker, as far as this one can map them."""
+        slots = result.slots or self.results  # the latter is never asked: no slot is named
+        segments = {segment: slots.segments[segment] for segment, _ in map(place_of, references)}
+        for segment in segments.values():
+            segment.mapped()  # it may raise
+        forgotten = []
+        while self._forgotten:
+            forgotten.append(self._forgotten.popleft())
+            self.known.pop(forgotten[-1], None)
         aliases, new, fds = self._introduce(segments)
         named: dict[int, int] = {}  # slots, as this worker knows them
-        for number in holds:
-            segment, place = place_of(number)
-            if segment in aliases:
-                named[number] = number_of(aliases[segment], place)
+        for slot in references:
+            number, place = place_of(slot)
+            if number in aliases:
+                named[slot] = number_of(aliases[number], place)
         spans: list[Span | None] = []
-        rest: list[memoryview] = []  # what must be copied: one for each None in `spans`
+        rest: list[memoryview] = []  # to be copied: one for each None in `spans`
         stream = iter(result.buffers)
         for span in result.spans():
             if span is None:
@@ -232,9 +244,9 @@ class SlotChannel:
                 rest.append(slots.view(span))
                 span = None
             spans.append(span)
-        for number, name in named.items():
-            holds[number].add()
-            self.claims.setdefault(name, []).append(holds[number])
+        for slot, name in named.items():
+            references[slot].retain()
+            self.claims.setdefault(name, []).append(references[slot])
         header: Any = result.header
         if self._kind == "stream":
             return [encode_fields(TASK, seq, header or rest.pop(), returned), *rest], ()
@@ -255,35 +267,27 @@ class SlotChannel:
     def _introduce(
         self, segments: dict[int, MappedSegment]
     ) -> tuple[dict[int, int], list[Notice], list[int]]:
-        """Aliases of those that the worker can map, and what it needs for those that are new to it."""
+        """Give the aliases of segments that the worker can map, and notices of those new to it."""
         aliases: dict[int, int] = {}
         new: list[Notice] = []
         fds: list[int] = []
-        for number, seen in segments.items():
-            alias = seen.alias
+        for number, segment in segments.items():
+            alias = segment.alias
             if alias in self.known:
                 aliases[number] = alias
                 continue
-            kept = seen.kept
+            kept = segment.kept
             if kept is None or self._kind != "nameless" or len(new) == shared_slots.MOST_NEW:
                 continue
             # First this, then the descriptor: whoever closes A does the same the other way round, maybe
             # on another thread, so that no worker is left with memory that nobody tells it to forget.
-            seen.listeners.add(self)
+            segment.listeners.add(self.forget)
             fd = kept.duplicate()
             if fd is None:
-                seen.listeners.discard(self)
+                segment.listeners.discard(self.forget)
                 continue
-            self.known[alias] = seen
+            self.known[alias] = segment
             aliases[number] = alias
-            new.append(Notice(alias, seen.capacity, Ticket(seen.mapped().size, None)))
+            new.append(Notice(alias, segment.capacity, Ticket(segment.mapped().size, None)))
             fds.append(fd)
         return aliases, new, fds
-
-    def _take_forgotten(self) -> list[int]:
-        found = []
-        while self._forgotten:
-            alias = self._forgotten.popleft()
-            self.known.pop(alias, None)
-            found.append(alias)
-        return found

@@ -1,8 +1,8 @@
-"""The POSIX way between parent and worker: a socket pair per worker, polled, never blocking.
+"""POSIX transport between parent and worker: a socket pair per worker, polled, never blocking.
 
-Nothing is shared between workers and no lock is held that a dying worker could take along. What does
-not fit into the socket at once waits in a queue and is written by the next `wait`. A worker is known to
-be gone when its process ends (a pidfd where there is one, else multiprocessing's sentinel), after
+Nothing is shared between workers and there is no lock that a dying worker could take along. Frames that
+do not fit into the socket at once wait in a queue and are written by the next `wait`. A worker is known
+to be gone when its process ends (a pidfd where there is one, else multiprocessing's sentinel), after
 everything that it had written was read.
 """
 
@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hybridloader._support.errors import DamagedMessage
@@ -26,11 +27,11 @@ from hybridloader.backends.process.frames import MOST_FDS, Buffer, Decoder, Fram
 _READ = 64 * 1024
 _ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 _CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-"""Without it a program that the user starts would inherit what has just arrived; Python sees to that for
-all descriptors but these (PEP 446). macOS has no such flag."""
+"""Flag without which a program that the user starts would inherit descriptors that have just arrived;
+Python sees to that for all others (PEP 446). macOS has no such flag."""
 _SEND_BUFFER = 1 << 20
 _LONGEST = (1 << 31) - 1
-"""Milliseconds that `poll` can wait (an int of C), 25 days; whoever has longer asks again."""
+"""Milliseconds that `poll` can wait at most (an int of C): 25 days."""
 _PAUSE = 0.01
 """Seconds before a worker tries again to send descriptors, where as many are under way as may be."""
 _IOV = 512  # below IOV_MAX, which is 1024 on Linux and macOS
@@ -48,8 +49,8 @@ def as_socket(connection: Any) -> socket.socket:
     return taken
 
 
-def send_some(sock: socket.socket, pieces: deque[Buffer], fds: Sequence[int]) -> bool:
-    """Write once; take what was written off `pieces`. Whether anything was written."""
+def send_some(sock: socket.socket, pieces: deque[Buffer], fds: Sequence[int]) -> None:
+    """Write once, and take off `pieces` what was written."""
     head = [pieces[i] for i in range(min(_IOV, len(pieces)))]
     extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sent = sock.sendmsg(head, extra)
@@ -58,11 +59,10 @@ def send_some(sock: socket.socket, pieces: deque[Buffer], fds: Sequence[int]) ->
         pieces.popleft()
     if sent:
         pieces[0] = memoryview(pieces[0]).cast("B")[sent:]
-    return True
 
 
 def read_some(sock: socket.socket, decoder: Decoder) -> Iterable[Frame]:
-    """Read once; give the frames that became whole. Raises `EOFError` at the end."""
+    """Read once, and give the frames that became whole. Raises `EOFError` at the end."""
     room = None if decoder.body is None else decoder.room()
     if room is not None:
         count = sock.recv_into(room)
@@ -84,20 +84,20 @@ def read_some(sock: socket.socket, decoder: Decoder) -> Iterable[Frame]:
     return decoder.feed(data)
 
 
-class _Line:
+class _Connection:
     """The parent's end of one worker's connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.sentinel = -1  # a descriptor that tells the end of the worker, once it runs
+        self.sentinel = -1  # a descriptor that tells the worker's end, once it runs
         self.decoder = Decoder()
         self.pending: list[Buffer] = []  # to be written at the next flush
-        # What did not fit yet, with descriptors that are to be closed once they are sent.
+        # Pieces that did not fit yet, with descriptors that are to be closed once they are sent.
         self.unsent: deque[tuple[deque[Buffer], Sequence[int]]] = deque()
         self.damage: str | None = None
 
     def flush(self) -> bool:
-        """Write what waits, as far as it goes; whether all of it went."""
+        """Write what waits, as far as it goes. True if nothing waits any more."""
         while self.unsent:
             pieces, fds = self.unsent[0]
             try:
@@ -120,7 +120,7 @@ class _Line:
             _close_all(self.unsent.popleft()[1])
 
     def read(self) -> tuple[list[Frame], bool]:
-        """What has arrived, and whether that was the end; damage is the end too."""
+        """Read what has arrived. True as the second value: that was the end; damage is the end, too."""
         frames: list[Frame] = []
         try:
             while True:
@@ -142,17 +142,17 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 class SocketTransport:
-    """All lines of one crew, and what it takes to wait for any of them.
+    """Connections of one crew, and the poll that waits for any of them.
 
     Attributes
     ----------
     damaged
-        Why nothing more was taken from a worker, by its number, although it may be alive.
+        Why nothing more is read from a worker, by its number, although it may be alive.
     """
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._lines: dict[int, _Line] = {}
+        self._connections: dict[int, _Connection] = {}
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._alarm_r, self._alarm_w = os.pipe()
         os.set_blocking(self._alarm_r, False)
@@ -171,7 +171,7 @@ class SocketTransport:
         sock = as_socket(connection)
         sock.setblocking(False)
         ours.add(sock.fileno())
-        self._lines[worker] = _Line(sock)
+        self._connections[worker] = _Connection(sock)
         self.damaged.pop(worker, None)
         self._worker_of[sock.fileno()] = worker
         self._poll.register(sock, select.POLLIN)
@@ -179,50 +179,49 @@ class SocketTransport:
     def watch(self, worker: int, handle: Any) -> None:
         """Watch for the end of the worker's process, by its pidfd or multiprocessing's sentinel."""
         fd = handle.sentinel if handle.pidfd is None else handle.pidfd
-        self._lines[worker].sentinel = fd
+        self._connections[worker].sentinel = fd
         self._worker_of[fd] = worker
         self._poll.register(fd, select.POLLIN)
 
     def send(self, worker: int, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
         """Queue a frame. Takes over `fds`, and closes them."""
-        line = self._lines.get(worker)
-        if line is None:
+        connection = self._connections.get(worker)
+        if connection is None:
             _close_all(fds)
-            return
-        if not fds:
-            if not line.pending:
+        elif not fds:
+            if not connection.pending:
                 self._dirty.append(worker)
-            line.pending += encode(parts)
-            return
-        self.flush()
-        line.unsent.append((deque(encode(parts, fds)), fds))
-        if not line.flush():
-            self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
+            connection.pending += encode(parts)
+        else:
+            self.flush()
+            connection.unsent.append((deque(encode(parts, fds)), fds))
+            if not connection.flush():
+                self._poll.modify(connection.sock, select.POLLIN | select.POLLOUT)
 
     def flush(self) -> None:
-        """Write what was sent, in one go for each worker: it need not wake for every message."""
+        """Write what was queued, in one go for each worker: it need not wake for every message."""
         for worker in self._dirty:
-            line = self._lines.get(worker)
-            if line is None:
+            connection = self._connections.get(worker)
+            if connection is None:
                 continue
-            data = b"".join(line.pending)
-            line.pending.clear()
+            data = b"".join(connection.pending)
+            connection.pending.clear()
             sent = 0
-            if not line.unsent:
+            if not connection.unsent:
                 try:
-                    sent = line.sock.send(data)
+                    sent = connection.sock.send(data)
                 except BlockingIOError:
                     pass
                 except OSError:  # the worker is gone; its sentinel tells
                     continue
                 if sent == len(data):
                     continue
-            line.unsent.append((deque([memoryview(data)[sent:]]), ()))
-            self._poll.modify(line.sock, select.POLLIN | select.POLLOUT)
+            connection.unsent.append((deque([memoryview(data)[sent:]]), ()))
+            self._poll.modify(connection.sock, select.POLLIN | select.POLLOUT)
         self._dirty.clear()
 
     def wait(self, timeout: float | None) -> list[tuple[int, Frame | None]]:
-        """``(worker, frame)`` for what arrived, ``(worker, None)`` for a worker that is gone."""
+        """Give ``(worker, frame)`` for each arrival, ``(worker, None)`` for a worker that is gone."""
         if self._dirty:
             self.flush()
         found: list[tuple[int, Frame | None]] = []
@@ -230,32 +229,32 @@ class SocketTransport:
         most = None if timeout is None else min(max(0.0, timeout) * 1000, _LONGEST)
         for fd, event in self._poll.poll(most):
             if fd == self._alarm_r:
-                self._drain_alarm()
+                with suppress(BlockingIOError):
+                    os.read(self._alarm_r, 4096)
                 continue
             worker = self._worker_of.get(fd)
             if worker is None:
                 continue
-            line = self._lines[worker]
-            if fd != line.sock.fileno():
+            connection = self._connections[worker]
+            if fd != connection.sock.fileno():
                 gone.append(worker)
                 continue
-            if event & select.POLLOUT and line.flush():
+            if event & select.POLLOUT and connection.flush():
                 self._poll.modify(fd, select.POLLIN)
             if event & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                frames, ended = line.read()
+                frames, ended = connection.read()
                 for frame in frames:
                     found.append((worker, frame))
                 if ended:
                     gone.append(worker)
         for worker in dict.fromkeys(gone):
-            ended = False
+            connection, ended = self._connections[worker], False
             while not ended:  # all that it had written; its end, or nothing more
-                frames, ended = self._lines[worker].read()
-                found.extend((worker, frame) for frame in frames)
+                frames, ended = connection.read()
+                found += [(worker, frame) for frame in frames]
                 ended = ended or not frames
-            damage = self._lines[worker].damage
-            if damage is not None:
-                self.damaged[worker] = damage
+            if connection.damage is not None:
+                self.damaged[worker] = connection.damage
             self.drop(worker)
             found.append((worker, None))
         return found
@@ -263,27 +262,25 @@ class SocketTransport:
     def wake(self) -> None:
         with self._alarm:
             if self._open:
-                try:
+                with suppress(BlockingIOError):  # full, which wakes as well
                     os.write(self._alarm_w, b"!")
-                except BlockingIOError:  # full, which wakes as well
-                    pass
 
     def drop(self, worker: int) -> None:
         """Hang up: the worker sees the end of its input, and its writes fail."""
-        line = self._lines.pop(worker, None)
-        if line is None:
+        connection = self._connections.pop(worker, None)
+        if connection is None:
             return
-        for fd in (line.sock.fileno(), line.sentinel):
+        for fd in (connection.sock.fileno(), connection.sentinel):
             if self._worker_of.pop(fd, None) is not None:
                 self._poll.unregister(fd)
-        ours.discard(line.sock.fileno())
-        line.sock.close()
-        line.drop_unsent()
-        _close_all(line.decoder.fds)
+        ours.discard(connection.sock.fileno())
+        connection.sock.close()
+        connection.drop_unsent()
+        _close_all(connection.decoder.fds)
 
     def hang_up(self) -> None:
-        """Drop all workers; they leave."""
-        for worker in list(self._lines):
+        """Hang up on all workers; they leave."""
+        for worker in list(self._connections):
             self.drop(worker)
 
     def close(self) -> None:
@@ -294,17 +291,9 @@ class SocketTransport:
                 ours.difference_update((self._alarm_r, self._alarm_w))
                 _close_all((self._alarm_r, self._alarm_w))
 
-    def _drain_alarm(self) -> None:
-        try:
-            os.read(self._alarm_r, 4096)
-        except BlockingIOError:
-            pass
-
 
 class SocketEndpoint:
-    """The worker's end: reads and writes block."""
-
-    can_send_fds = True
+    """The worker's end of its connection: reads and writes block."""
 
     def __init__(self, connection: Any) -> None:
         self._sock = as_socket(connection)
@@ -313,7 +302,7 @@ class SocketEndpoint:
         self._frames: deque[Frame] = deque()
 
     def get(self) -> Frame:
-        """The next frame. Raises `EOFError` when the parent has hung up, `DamagedMessage` as it says."""
+        """Wait for the next frame. Raises `EOFError` (the parent has hung up) or `DamagedMessage`."""
         while not self._frames:
             self._read()
         return self._frames.popleft()
@@ -325,7 +314,7 @@ class SocketEndpoint:
             raise EOFError from None
 
     def send(self, parts: Sequence[Buffer], fds: Sequence[int] = ()) -> None:
-        """Write all of it. Raises `EOFError` when the parent has hung up, or this end has."""
+        """Write a frame. Raises `EOFError` when the parent has hung up, or this end has."""
         try:
             if len(parts) == 1 and not fds:
                 self._sock.sendall(b"".join(encode(parts)))
@@ -337,7 +326,7 @@ class SocketEndpoint:
                 except OSError as error:
                     if error.errno != errno.ETOOMANYREFS:
                         raise
-                    time.sleep(_PAUSE)  # until the parent, or whose they are, has taken some
+                    time.sleep(_PAUSE)  # until the parent has taken some
                     continue
                 fds = ()
         except ConnectionError:
@@ -348,7 +337,7 @@ class SocketEndpoint:
             raise EOFError from None  # the worker has ended while its writer was at work
 
     def fileno(self) -> int:
-        """A descriptor that polls as hung up once the parent's end is closed."""
+        """Descriptor that polls as hung up once the parent's end is closed."""
         return self._sock.fileno()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What faulthandler wrote of a worker, cut down to what its reader wants: the user's frames first.
+"""Dumps that faulthandler wrote of a worker, cut down for their reader: the user's frames first.
 
-Pure text in, text out. It never reads a file, and never fails: lines that it does not know it keeps.
+Text goes in, text comes out. It reads no file, and never fails: it keeps lines that it does not know.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MOST = 4000
 """Characters at most: the text goes into an exception's message."""
 
 _FIRST = 2400
-"""Of these, what the thread may take that matters most."""
+"""Characters of these at most for the thread that matters most."""
 
 _LINES, _WIDTH = 4, 200
-"""Lines before the first stack, and characters of any line, that are kept."""
+"""Lines kept before the first stack, and characters kept of any line."""
 
 _HEADING = re.compile(
     r"(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)(?P<name>.*) \(most recent call first\):"
@@ -38,10 +38,11 @@ _OURS = (
     *(os.path.join(os.path.dirname(_SUPPORT), package, "") for package in _PACKAGES),
 )
 _WAITING = (threading.__file__, queue.__file__)
-"""Where a thread of ours begins, and where it waits when it has nothing to do."""
+"""Files in which a thread of ours begins, and waits when it has nothing to do."""
 
 _LOOP = (os.path.join(_HERE, "child.py"), "main")
-"""Outside of it is what started the process: in a fork, the whole stack of the training script."""
+"""Frame of the worker's loop. Outside of it is whatever started the process: in a fork, the whole stack
+of the training script."""
 
 
 class _Thread(NamedTuple):
@@ -54,7 +55,7 @@ class _Thread(NamedTuple):
 
 
 def of_dump(text: str, home: int) -> str:
-    """The stacks of a living worker.
+    """Shorten the stack dump of a living worker.
 
     Parameters
     ----------
@@ -71,7 +72,7 @@ def of_dump(text: str, home: int) -> str:
 
 
 def of_crash(text: str) -> str:
-    """The stacks of a worker that crashed, the crashing thread's first; "" if `text` has no crash."""
+    """Shorten the dump of a worker that crashed, the crashing thread first; "" if there is no crash."""
     begin = text.rfind(_FATAL)  # the last: a fork of the worker may have crashed before
     if begin < 0:
         return ""
@@ -84,7 +85,7 @@ def of_crash(text: str) -> str:
 
 
 def _parsed(text: str) -> tuple[list[str], list[_Thread]]:
-    """What precedes the first stack, and the stacks."""
+    """Split a dump into the lines before the first stack, and the stacks."""
     preface: list[str] = []
     threads: list[_Thread] = []
     for whole in text.splitlines():
@@ -131,7 +132,7 @@ def _told(preface: Sequence[str], first: _Thread | None, others: Sequence[_Threa
 
 
 def _inside_the_loop(lines: list[str]) -> list[str]:
-    """The frames up to the worker's loop."""
+    """Frames up to the worker's loop."""
     for at, line in enumerate(lines):
         frame = _FRAME.fullmatch(line)
         if frame is not None and (frame["path"], frame["function"]) == _LOOP:
@@ -140,7 +141,7 @@ def _inside_the_loop(lines: list[str]) -> list[str]:
 
 
 def _users(lines: list[str]) -> list[str]:
-    """The frames up to the outermost one that is the user's; none if all are the loader's own."""
+    """Frames up to the outermost one that is the user's; none if all are the loader's own."""
     end = len(lines)
     while end and _is_ours(lines[end - 1]):
         end -= 1
@@ -155,10 +156,10 @@ def _is_ours(line: str) -> bool:
 
 
 def _fitting(lines: list[str], room: int) -> list[str]:
-    """As many as fit: two of the innermost for one of the outermost."""
+    """Keep as many as fit: two of the innermost for one of the outermost."""
     if _size(lines) <= room:
         return lines
-    room -= 40  # what is said of the gap
+    room -= 40  # for the line about the gap
     inner, outer = 0, len(lines)
     while inner < outer:
         take_inner = inner <= 2 * (len(lines) - outer)

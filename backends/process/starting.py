@@ -1,6 +1,6 @@
-"""Conditions that hold while a worker process is started, so that it begins as a worker should.
+"""Conditions under which a worker process is started, so that it begins as a worker should.
 
-This module does not know which process that is, nor what it is to do.
+This module does not know which process that is, nor its work.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from hybridloader.backends.process.parent_watch import LEFT_TO_PARENT
 
 @contextmanager
 def starting(method: str) -> Iterator[None]:
-    """Start one process within the block, and note it in the same block.
-
-    Parameters
-    ----------
-    method
-        The start method of its context.
-    """
+    """Start one process within the block, by start method `method`, and note it in the same block."""
     with handles.reaping, _signals_held_back(method), _streams_to_flush(method):
         yield
 
@@ -31,8 +25,8 @@ def starting(method: str) -> Iterator[None]:
 def occupy_standard_descriptors() -> None:
     """Open os.devnull for stdin, stdout and stderr where they are closed, as in some daemons.
 
-    Else a descriptor of ours gets such a number, here or in a worker, and native code writes its
-    messages to it.
+    Otherwise a descriptor of ours gets such a number, here or in a worker, and native code writes
+    its messages to it.
     """
     for fd in range(3):
         try:

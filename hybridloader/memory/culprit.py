@@ -1,4 +1,4 @@
-"""The part of a thing that can't be pickled, named by the path of attributes that leads to it."""
+"""Search for the part of an object that can't be pickled, named by the path of attributes to it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from hybridloader._support.inheritance import Shared
 
 _DEEPEST = 25
-"""Greatest number of steps in the path that an error shows. A search in endlessly nested objects
-would take minutes, and nobody needs a path of more than a line or two."""
+"""Steps at most in the path that an error shows. A search in endlessly nested objects would take
+minutes, and nobody needs a path of more than a line or two."""
 
 
 def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
@@ -20,7 +20,7 @@ def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
     deepest, seen, shared = (path, thing), {id(thing): thing}, Shared()
     way = [deepest]
     for _ in range(_DEEPEST):
-        if deepest[1] in shared:  # made by a library: what it is made of is nothing to the user
+        if deepest[1] in shared:  # made by a library: its parts are nothing to the user
             break
         for step, part in _parts(deepest[1]):
             if id(part) in seen:
@@ -69,7 +69,7 @@ _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
 
 def _own(value: Any) -> bool:
-    """Tell whether Python makes it anew for each class: slots, ``__dict__``, ``__weakref__``."""
+    """True if Python makes it anew for each class: slots, ``__dict__``, ``__weakref__``."""
     return isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
@@ -95,7 +95,7 @@ def _parts_of_state(thing: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(reduced, tuple):
         return
     arguments, state = reduced[1], reduced[2] if len(reduced) > 2 else None
-    # What has slots gives a pair, of its `__dict__` and of its slots.
+    # An object with slots gives a pair, of its `__dict__` and of its slots.
     for named in state if isinstance(state, tuple) and len(state) == 2 else (state,):
         if isinstance(named, dict):
             yield from ((f".{name}", value) for name, value in named.items())

@@ -1,4 +1,7 @@
-"""How much memory batches may take: the policy a user sets, and what this process really has."""
+"""Limits of the memory for batches: the policy a user sets, and the memory that this process has.
+
+This module reads small files of the kernel, and takes no memory itself.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from hybridloader._support.caller import warn
 KINDS = ("nameless", "named", "stream")
 
 SHARE = 0.5
-"""The part of this process's memory that slots may take when nothing else is said."""
+"""Share of this process's memory that slots may take by default."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a stage may take for the large tensors and arrays of its batches.
+    """Memory that a stage may take for the large tensors and arrays of its batches.
 
     Large results live in *slots* that are filled again and again, because fresh pages, not bytes,
     are what a loader spends its time on. Batches that the training code keeps hold on to their
@@ -35,7 +38,7 @@ class Memory:
         that a process has is the least of the machine's and of the limits of its cgroups (v1 and
         v2), as in containers.
     kind
-        How slots are shared with processes: ``"nameless"`` (Linux, macOS), ``"named"``
+        Way of sharing slots with processes: ``"nameless"`` (Linux, macOS), ``"named"``
         (`multiprocessing.shared_memory`, everywhere, limited by the size of /dev/shm),
         ``"stream"`` (not at all: batches go through the socket or pipe). None takes the first that
         the platform has. No matter for threads.
@@ -70,7 +73,7 @@ class Memory:
             raise ValueError(f"unknown kind {self.kind!r}; there are: {', '.join(KINDS)}")
 
     def bytes(self) -> int:
-        """The limit in bytes; what this process has is read once."""
+        """Give the limit in bytes. The memory that this process has is read once."""
         if isinstance(self.limit, int):
             return self.limit
         return max(1, int(_own_limit() * (self.limit or SHARE)))
@@ -85,7 +88,7 @@ def _own_limit() -> int:
 
 
 def warn_of_overflow(reason: str) -> None:
-    """Tell that batches come in ordinary memory from now on."""
+    """Warn that batches are in ordinary memory from now on."""
     warn(
         f"batches are made in, or copied to, ordinary memory, which is slower: {reason}. Keep fewer "
         "batches, or allow more: Memory(limit=...) of the backend",
@@ -98,7 +101,7 @@ def process_limit(root: Path = Path("/")) -> int:
     Parameters
     ----------
     root
-        Where /proc and /sys are looked for.
+        Folder in which /proc and /sys are looked for.
     """
     limits = (number_in(group / names.limit) for group, names in cgroups(root))
     return min([_machine(), *filter(None, limits)])
@@ -117,9 +120,9 @@ _V1 = Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_contro
 
 
 def cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
-    """The memory cgroups of this process, the innermost first, with the names of their files.
+    """Find the memory cgroups of this process, the innermost first, with the names of their files.
 
-    In a container the path that /proc tells may not exist, and what is mounted is the container's own.
+    In a container the path in /proc may not exist, and the mounted cgroup is the container's own.
     """
     for line in text_of(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -145,12 +148,12 @@ def text_of(path: Path) -> str:
 
 
 def number_in(path: Path) -> int | None:
-    """The number that is all of such a file."""
+    """Read a file that is one number."""
     return whole_number(text_of(path).strip())
 
 
 def whole_number(word: str) -> int | None:
-    # No count of the kernel's has more digits, and `int` refuses a word of thousands.
+    """Read a number; no count of the kernel's has more digits, and `int` refuses a word of thousands."""
     return int(word) if word.isdigit() and len(word) <= 20 else None
 
 

@@ -1,8 +1,8 @@
-"""A value as a small header and large buffers, and back.
+"""Packing of a value into a small header and large buffers, and back.
 
-The header is an ordinary pickle. Whatever is large and flat in the value (tensors, numpy arrays,
-everything that speaks pickle protocol 5) is left out of it and given as buffers, so that whoever
-carries them can do so without another copy. Nothing here knows how they travel.
+The header is an ordinary pickle. Large flat memory of the value (tensors, numpy arrays, everything
+that speaks pickle protocol 5) is left out of it and given as buffers, so that they can travel without
+another copy. Nothing here knows how they travel.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hybridloader.memory.tensors import Tensors, rebuild_tensor
 IN_BAND = 32 * 1024
 """Bytes below which a buffer stays in the header.
 
-What travels out of band shares its memory with the rest of the batch: whoever keeps the labels
-would keep the images. Copying 32 KB costs about 3 microseconds, less than handling one buffer.
+Buffers share their memory with the rest of the batch: whoever keeps the labels would keep the images.
+Copying 32 KB costs about 3 microseconds, less than handling one buffer.
 """
 
 Packed = tuple[bytes, list[memoryview]]
 
 
 class AsTensor:
-    """An array in a process without torch that is to arrive as a tensor.
+    """Array in a process without torch that is to arrive as a tensor.
 
     Parameters
     ----------
@@ -56,9 +56,9 @@ def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Pac
     Parameters
     ----------
     what
-        What it is, for the error.
+        Noun for the value, for the error.
     other_main
-        Whether the reader has another ``__main__``: then what lives there is sent whole.
+        Whether the reader has another ``__main__``: then objects from there are sent whole.
 
     Raises
     ------
@@ -106,19 +106,19 @@ _NAMES_OF_ONE_PROCESS = re.compile(_MAIN), re.compile(b"cloudpickle")
 def reads_the_same_everywhere(header: bytes | memoryview) -> bool:
     """True if a process with another ``__main__`` and other functions reads this header alike.
 
-    What was sent whole (by cloudpickle) may be the reader's own class here and a twin of it there. A
+    A class that was sent whole (by cloudpickle) may be the reader's own here and a twin of it there. A
     megabyte is searched in a millisecond; loading and packing it takes several times as long.
     """
     return not any(name.search(header) for name in _NAMES_OF_ONE_PROCESS)
 
 
 def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
-    """The inverse of `pack`; what it gives shares memory with `buffers`.
+    """Load what `pack` gave; the value shares memory with `buffers`.
 
     Raises
     ------
     DamagedMessage
-        The header is no pickle, or not all of one. What the objects in it raise is left as it is.
+        The header is no pickle, or not all of one. Errors that its objects raise stay as they are.
     """
     try:
         return pickle.loads(header, buffers=buffers)
@@ -126,7 +126,7 @@ def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
         # In no variable: this frame is in that traceback, and the cycle would keep the buffers.
         if (
             getattr(error.__traceback__, "tb_next", None) is not None
-        ):  # raised by an object's own code
+        ):  # an object's own code raised it
             raise
         raise DamagedMessage(f"a pickle of {len(header):,} bytes is damaged: {error!r}") from error
 
@@ -134,22 +134,20 @@ def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
 _NO_PICKLE = (
     pickle.UnpicklingError, EOFError, ValueError, LookupError, OverflowError, MemoryError
 )  # fmt: skip
-"""What the unpickler itself says of bytes that are no pickle. `AttributeError`, `ImportError` and
+"""Errors of the unpickler itself for bytes that are no pickle. `AttributeError`, `ImportError` and
 `TypeError` are left out: these tell of a class that is gone or has changed."""
-
 
 _LARGE_HEADER = 64 * 1024
 """Bytes of a header above which its packer is not used again: it would keep as much memory."""
 
-
 _CLASSES = 1000
-"""Classes that a packer remembers, and so keeps."""
+"""Classes that a packer remembers, and so keeps, at most."""
 
 
 class _Packer:
-    """A pickler with what it writes and leaves out. One caller at a time uses it.
+    """Pickler with the pieces that it writes and the buffers that it leaves out, for one caller.
 
-    To make one takes longer than to pack a small batch, so those that packed well are kept in `_idle`.
+    Making one takes longer than packing a small batch, so those that packed well are kept in `_idle`.
     """
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
@@ -182,7 +180,7 @@ _idle: list[_Packer] = []
 
 
 def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    """A `buffer_callback` that puts all but small buffers into `buffers`."""
+    """Make a `buffer_callback` that puts all but small buffers into `buffers`."""
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -195,7 +193,7 @@ def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], boo
 
 
 class _Plain(pickle.Pickler):
-    """The C pickler, told about tensors."""
+    """C pickler that knows tensors."""
 
     def __init__(self, out: Any, keep: Callable[..., bool], tensors: Tensors) -> None:
         super().__init__(out, protocol=5, buffer_callback=keep)

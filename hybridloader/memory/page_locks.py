@@ -1,11 +1,10 @@
 """Slots whose pages are locked for a device, and are used again only after the device has read them.
 
 A batch is collated into such a slot, or mapped as a worker process has filled it, and the device reads
-it right there: the host never copies it again. `PageLocks` is what one consumer that pins tells a
-crew of that (`Crew.page_lock`), and the account of it. Nothing here waits for the device, and nothing
-here knows of slots or batches.
+it right there: the host never copies it again. A consumer that pins gives its `PageLocks` to a crew
+(`Crew.page_lock`). Nothing here waits for the device, and nothing here knows of slots or batches.
 
-How it is asked for, once for each iterator that pins::
+Each iterator that pins does this once::
 
     locks = PageLocks(accelerator)  # only if accelerator.locks_pages
     stage = Stage(backend, spec, ..., locks=locks)  # before any worker starts
@@ -14,29 +13,29 @@ and then, on the thread of whoever uses the batches, each time before it is hand
 
     locks.wait_for(accelerator.current_stream())
 
-A stage that collates in the thread that pulls it does the same by `PrivateSlots.page_lock(locks)`.
+A stage that collates in the thread that pulls it does so by `PrivateSlots.page_lock(locks)`.
 
-What memory waits for
----------------------
+When memory is used again
+-------------------------
 When the last view of a batch's memory dies, a mark is put behind all that is queued by then on
 
 * the current stream of the thread on which it dies,
 * every stream that `wait_for` was told of.
 
 The memory is filled again, or given back, when all these marks have passed; until then it counts as in
-use. So what is safe is what is safe with torch's loader, but for one thing:
+use. So everything is safe that is safe with torch's loader, with one exception. Safe are:
 
 * A copy with ``non_blocking=True`` on the current stream; the batch may be dropped at any time after.
 * A copy within ``with torch.cuda.stream(side):``, if the batch is dropped within that block, or after
   ``torch.cuda.current_stream().wait_stream(side)``, which has to come before the copy is used anyway.
 * Our own device stage, and whatever has waited for the device.
 
-Who drops the last view, and whether that is a garbage collection on another thread, is no matter.
+Any thread may drop the last view, also by a garbage collection.
 
-Not covered is a copy on a stream of the user's own, if its batch is dropped outside of that stream's
+The exception is a copy on a stream of the user's own, if its batch is dropped outside of that stream's
 block and before any of the streams above was made to wait for it; and a copy to another device than the
 one that the loader pins for. No call tells which streams have read memory that torch has not
-allocated. Keep the batch until the copy is done then: record an event behind it, and keep the batch
+allocated. Keep such a batch until the copy is done: record an event behind it, and keep the batch
 beside the event until ``event.query()``.
 """
 
@@ -55,15 +54,15 @@ if TYPE_CHECKING:
     from hybridloader.memory.segments import Mapping
 
 _LOOKS = 64
-"""Memory that one `collect` looks at: each is a call to the driver, and `collect` is called for each
-message to a worker. What it has not come to has its turn with the next."""
+"""Pieces of memory that one `collect` looks at: each is a call to the driver, and `collect` is called
+for each message to a worker. The others have their turn with the next."""
 
 _UNKNOWN = object()
-"""The stream of a device that can't tell its current one any more: nothing ever passes on it."""
+"""Stream of a device that can't tell its current one any more: nothing ever passes on it."""
 
 
 class _Waiting:
-    """Memory that the device may still read, and what is to be done once it does not.
+    """Memory that the device may still read, and the function to call once it does not.
 
     `points` are the streams that it waits for, each with its mark. The mark is None as long as none can
     be made, or asked, on that stream: one that is being captured in a graph takes none.
@@ -72,16 +71,13 @@ class _Waiting:
     __slots__ = ("locks", "points", "then")
 
     def __init__(
-        self,
-        locks: PageLocks,
-        streams: Iterable[Any],
-        then: Callable[[], object],
+        self, locks: PageLocks, streams: Iterable[Any], then: Callable[[], object]
     ) -> None:
         self.locks, self.then = locks, then
         self.points: list[tuple[Any, StreamMark | None]] = [(stream, None) for stream in streams]
 
     def over(self) -> bool:
-        """True if the device is done with it. Never waits; what can't be told is not over."""
+        """True if the device is done with it, as far as can be told. Never waits."""
         left = []
         for stream, mark in self.points:
             try:
@@ -96,32 +92,30 @@ class _Waiting:
         return not left
 
 
-# Of the whole process, because it outlives the crews: a crew may be closed before the device is done.
+# One for the whole process, because a crew may be closed before the device is done.
 _waiting: deque[_Waiting] = deque()  # filled from any thread
-_inherited: list[_Waiting] = []  # of the process that this one is a fork of; never looked at
+_inherited: list[_Waiting] = []  # entries of the process that was forked; never looked at
 _made: weakref.WeakSet[PageLocks] = weakref.WeakSet()
 
 
 def locked_bytes() -> int:
-    """Bytes of slots that are page-locked in this process now, for whatever consumer."""
+    """Bytes of slots that are page-locked in this process now, for all consumers."""
     return sum(locks.size for locks in list(_made) if locks.here)
 
 
 class PageLocks:
     """Locks pages of slots for one device, counts them, and tells when the device is done with one.
 
-    Its methods may be called from any thread; `after_device` and what it arranges also from finalizers.
+    All methods may be called from any thread; `after_device` and its functions also from finalizers.
     In a fork it does nothing: the device is the parent's.
 
     Parameters
     ----------
     accelerator
-        The device that reads the batches.
+        The device that reads the batches; also an attribute.
 
     Attributes
     ----------
-    accelerator
-        The same.
     refusal
         Why the last pages that were to be locked are not; None as long as all were.
     """
@@ -132,7 +126,7 @@ class PageLocks:
         # All the mutable state; only by operations that are atomic:
         self.refusal: str | None = None
         self._locked: dict[int, int] = {}  # bytes, by address
-        self._streams: dict[Any, None] = {}  # what `wait_for` was told, in that order
+        self._streams: dict[Any, None] = {}  # in the order of `wait_for`
         self._warned = False
         _made.add(self)
 
@@ -141,18 +135,18 @@ class PageLocks:
 
     @property
     def size(self) -> int:
-        """Bytes that are page-locked now, what the device has yet to read included."""
+        """Bytes that are page-locked now, those that the device has yet to read included."""
         return sum(list(self._locked.values()))
 
     @property
     def here(self) -> bool:
-        """True if this is the process that it was made in."""
+        """True in the process that it was made in, False in a fork of it."""
         return os.getpid() == self._owner
 
     def enter(self) -> None:
         """Make the device the current one of this thread, for good; for threads of ours alone.
 
-        Else what they ask the driver for would open a context on device 0.
+        Otherwise their calls to the driver would open a context on device 0.
         """
         try:
             self.accelerator.enter()
@@ -160,7 +154,7 @@ class PageLocks:
             self.refusal = f"{self.accelerator.name} can't be used from a worker's thread: {error}"
 
     def lock(self, mapping: Mapping) -> bool:
-        """Lock the pages of `mapping` until it goes. Whether they are; if not, `refusal` says why."""
+        """Lock the pages of `mapping` until it goes. False if they are not; `refusal` says why."""
         if not self.here:
             return False
         try:
@@ -173,7 +167,7 @@ class PageLocks:
         return True
 
     def unlock(self, mapping: Mapping) -> None:
-        """Unlock them before that. Nobody may be looking at them."""
+        """Unlock the pages of `mapping` before it goes. Nobody may be looking at them."""
         self._unlock(mapping.address)
 
     def _unlock(self, address: int) -> None:
@@ -185,11 +179,11 @@ class PageLocks:
             pass
 
     def wait_for(self, stream: Any) -> None:
-        """Memory that dies from now on waits for what is queued on `stream` too."""
+        """Have memory that dies from now on wait for `stream`, too."""
         self._streams[stream] = None
 
     def after_device(self, then: Callable[[], object]) -> None:
-        """Call `then` from some `collect`, once the device has read what is queued by now.
+        """Call `then` from some `collect`, once the device has done the work that is queued by now.
 
         For finalizers: it never raises and never waits. `then` must hold the memory.
         """
@@ -204,7 +198,7 @@ class PageLocks:
         _waiting.append(waiting)
 
     def collect(self) -> None:
-        """See what the device is done with; of all there are in this process, a few at a time."""
+        """Look at some of the memory of this process, and free what the device is done with."""
         for _ in range(min(len(_waiting), _LOOKS)):
             try:
                 waiting = _waiting.popleft()
@@ -224,7 +218,7 @@ class PageLocks:
                 _waiting.append(waiting)
 
     def warn(self) -> None:
-        """Tell, once, that pages could not be locked. On the thread of whoever pulls."""
+        """Warn, once, that pages could not be locked. On the thread that pulls."""
         if self.refusal is None or self._warned:
             return
         self._warned = True
@@ -237,7 +231,7 @@ class PageLocks:
 
 
 def _limit() -> str:
-    """What this process may lock, in words; empty where that is not known."""
+    """Limit of this process's locked memory, in words; empty where it is not known."""
     try:
         import resource
     except ImportError:  # Windows

@@ -1,10 +1,10 @@
-"""Memory that two processes map: how it is made, sent and mapped. Knows nothing of slots or batches.
+"""Memory that two processes map: making, sending and mapping it. Knows nothing of slots or batches.
 
-Two kinds. A *nameless* segment is an anonymous file (memfd on Linux; on macOS a POSIX segment whose
-name lives for an instant): it has no name that could be left behind, it is not limited by the size
-of /dev/shm, and its descriptor travels over a socket and is closed as soon as it is mapped. A *named*
-segment is a `multiprocessing.shared_memory.SharedMemory`, for platforms whose connections carry no
-descriptors. Nothing POSIX-only is touched at import.
+There are two kinds. A *nameless* segment is an anonymous file (memfd on Linux; on macOS a POSIX
+segment whose name lives for an instant): it has no name that could be left behind, it is not limited
+by the size of /dev/shm, and its descriptor travels over a socket and is closed as soon as it is
+mapped. A *named* segment is a `multiprocessing.shared_memory.SharedMemory`, for platforms whose
+connections carry no descriptors. Nothing POSIX-only is touched at import.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 
 class Ticket(NamedTuple):
-    """What the other process needs in order to map a segment."""
+    """Information that the other process needs in order to map a segment."""
 
     size: int  # bytes
-    name: str | None  # of a named segment; None: a descriptor goes along
+    name: str | None  # None: a descriptor goes along
 
 
 class Mapping:
@@ -33,9 +33,9 @@ class Mapping:
     Attributes
     ----------
     address
-        Of its first byte.
+        Address of the first byte.
     size
-        In bytes.
+        Size in bytes.
     """
 
     __slots__ = ("__weakref__", "_ends", "_owner", "address", "size")
@@ -45,7 +45,7 @@ class Mapping:
         self._ends: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
     def at_end(self, function: Callable[..., object], *args: Any) -> None:
-        """Call ``function(*args)`` when it is given back; what was asked for last comes first.
+        """Call ``function(*args)`` when it is given back, the last one that was added first.
 
         The memory is there until all have been called. From any thread; nothing is called while Python
         shuts down, which gives all memory back.
@@ -55,12 +55,18 @@ class Mapping:
         self._ends.append((function, args))
 
     def view(self, start: int = 0, size: int | None = None) -> Any:
-        """`size` bytes from `start`: an object with the buffer protocol and weak references.
+        """Return `size` bytes from `start`, with the buffer protocol and weak references.
 
         The mapping must outlive it.
         """
         length = self.size - start if size is None else size
         return (ctypes.c_ubyte * length).from_address(self.address + start)
+
+    def lasting_view(self, start: int = 0, size: int | None = None) -> memoryview:
+        """Return `size` bytes from `start`, which stay mapped for as long as somebody views them."""
+        array = self.view(start, size)
+        weakref.finalize(array, id, self).atexit = False
+        return memoryview(array).cast("B")
 
 
 def _end(ends: list[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
@@ -106,13 +112,13 @@ def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
 
 
 def make_private(size: int, *, forks_share: bool = False) -> Mapping:
-    """`size` bytes of this process alone. Raises `OSError` when there is no memory for them.
+    """Map `size` bytes of this process alone. Raises `OSError` when there is no memory for them.
 
     Parameters
     ----------
     forks_share
-        A fork sees these pages, where else it gets a copy. A copy on write gives the parent new
-        pages while a device goes on reading the old ones.
+        Whether a fork sees these pages instead of getting a copy. A copy on write gives the parent
+        new pages while a device goes on reading the old ones.
     """
     if forks_share or sys.platform == "win32":
         pages = mmap.mmap(-1, size)
@@ -128,14 +134,14 @@ def make_private(size: int, *, forks_share: bool = False) -> Mapping:
 
 
 def address_of(buffer: memoryview) -> int | None:
-    """Where the bytes of `buffer` lie; None for a read-only one."""
+    """Address of the bytes of `buffer`; None for a read-only or empty one."""
     if buffer.readonly or buffer.nbytes == 0:
         return None
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
 
 
 def open_ticket(ticket: Ticket, fd: int | None) -> Mapping:
-    """Map what another process has made; `fd` is closed."""
+    """Map a segment that another process has made; `fd` is closed."""
     if ticket.name is not None:
         mapping = _map_named(_shared_memory(ticket.name, 0))
         unlink(ticket.name)  # both have it open, so the name has done its work
@@ -148,7 +154,7 @@ def open_ticket(ticket: Ticket, fd: int | None) -> Mapping:
 
 
 def anonymous_file(size: int) -> int:
-    """A descriptor of `size` bytes of shared memory that no path leads to.
+    """Make `size` bytes of shared memory that no path leads to, and return their descriptor.
 
     `posix_fallocate` makes a lack of memory an error here instead of a SIGBUS later.
     """
@@ -179,7 +185,7 @@ def map_descriptor(fd: int, size: int, *, private: bool = False) -> Mapping:
     Parameters
     ----------
     private
-        What is written stays with this process: a page is copied when it is first written.
+        Whether writes stay with this process: a page is copied when it is first written.
     """
     # PROT_* are 1 and 2, MAP_SHARED is 1 and MAP_PRIVATE 2 on Linux, macOS and the BSDs.
     flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
@@ -199,7 +205,7 @@ def _map_named(segment: Any) -> Mapping:
 
 
 def unlink(name: str) -> bool:
-    """Take the name off a segment, if it has it still. Where names go by themselves, nothing."""
+    """Take the name off a segment, if it has it still. Does nothing where names go by themselves."""
     shm = _posix_shm()
     if shm is None:
         return False

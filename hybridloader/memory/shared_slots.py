@@ -1,10 +1,10 @@
 """Slots between two processes: the writer fills its own, the reader maps them as it hears of them.
 
-What a batch brings into slots travels as a `SlotMap`, which tells numbers and places; the memory itself
-never moves. The reader returns a number when the last array over that slot has died there. Nothing
-here waits: a buffer without a slot goes through the stream, and a reader that holds too much copies
-out. Results go from a worker to its parent, large tasks the other way. What else a third process needs
-in order to map a slot is in `MappedSegment` (`memory/mapped_segment.py`); this module tells nobody.
+A batch's place in slots travels as a `SlotMap`, which has numbers and places; the memory itself never
+moves. The reader returns a number when the last array over that slot has died there. Nothing here
+waits: a buffer without a slot goes through the stream, and a reader that keeps too much copies out.
+Results go from a worker to its parent, large tasks the other way. What else a third process needs in
+order to map a slot is in `MappedSegment` (`memory/mapped_segment.py`); this module tells nobody.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ limit (SCM_MAX_FD)."""
 
 
 def both_ways(share: int) -> tuple[int, int]:
-    """What slots may take where they go both ways, each way; and what each reader may hold of it."""
+    """Split a worker's bytes where slots go both ways: the limit of each writer, and of each reader."""
     return max(1, share // 2), share // 4
 
 
 def task_names(names: str) -> str:
-    """How the names of a worker's slots for tasks begin, given how those of its results do."""
+    """Prefix of the names of a worker's slots for tasks, given that of its slots for results."""
     return f"{names}t"
 
 
 class Span(NamedTuple):
-    """Where one buffer of a batch lies."""
+    """Place of one buffer of a batch."""
 
     slot: int  # its number
     start: int  # within the slot
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """A segment that is new to the other side, with what it needs in order to map it."""
+    """Notice of a segment that is new to the other side, with what it needs in order to map it."""
 
     segment: int
     capacity: int  # bytes of each of its slots
@@ -60,7 +60,7 @@ class Notice(NamedTuple):
 
 
 class SlotMap(NamedTuple):
-    """A batch's buffers, as the other side is told of them.
+    """Places of a batch's buffers, as the other side is told of them.
 
     Attributes
     ----------
@@ -88,7 +88,12 @@ class SlotWriter:
     limit
         Bytes of all slots together.
     names
-        How the names of named segments begin; their numbers follow. None: they have no names.
+        Prefix of the names of named segments, before their numbers. None: they have no names.
+
+    Attributes
+    ----------
+    pool
+        The slots.
     """
 
     def __init__(self, limit: int, names: str | None = None) -> None:
@@ -104,15 +109,15 @@ class SlotWriter:
         self._naming = threading.Lock()
         self._swept = False
         self.pool = Pool(make, limit)
-        self.empty = self.pool.empty
+        self.empty, self.lower, self.close = self.pool.empty, self.pool.lower, self.pool.close
 
     def write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
-        """Bring `buffers` into slots, those that do not lie in one already.
+        """Copy into slots those of `buffers` that do not lie in one already.
 
         Returns
         -------
         slot_map
-            To be sent to the reader, which holds every slot that it names until it returns it.
+            To be sent to the reader, which keeps every slot that it names in use until it returns it.
         fds
             To be sent along, and then closed.
         """
@@ -128,26 +133,16 @@ class SlotWriter:
             self._copy(buffers, [i for i in missing if i not in alone], where, taken)
             return self._announce(where, taken)
         finally:
-            for number in taken:  # of which the reader is not told
+            for number in taken:  # slots that the reader is not told of
                 self.pool.release(number)
 
     def release(self, numbers: Sequence[int]) -> None:
-        """The reader is done with these."""
+        """Drop the reader's references to these slots."""
         for number in numbers:
             self.pool.drop(number)
 
-    def lower(self, limit: int) -> None:
-        """Make do with `limit` bytes; what is in use above that goes as it becomes free."""
-        self.pool.lower(limit)
-
-    def close(self) -> None:
-        self.pool.close()
-
     def sweep(self) -> None:
-        """Take the names off what a reader, which is gone, has never opened. From any thread.
-
-        No more are given.
-        """
+        """Unlink segments that a reader, which is gone, never opened; name no more. From any thread."""
         if self._names is None:
             return
         with self._naming:
@@ -156,11 +151,9 @@ class SlotWriter:
             segments.unlink(f"{self._names}{number}")
 
     def _find(self, buffer: memoryview) -> Span | None:
-        """Where `buffer` lies, if that is in a slot."""
+        """Find `buffer` in the slots."""
         address = segments.address_of(buffer)
-        if address is None:
-            return None
-        found = self.pool.find(address, buffer.nbytes)
+        found = None if address is None else self.pool.find(address, buffer.nbytes)
         return None if found is None else Span(*found, buffer.nbytes)
 
     def _copy(
@@ -199,12 +192,10 @@ class SlotWriter:
                     where[i] = None
                     continue
                 new.append(Notice(segment.number, segment.capacity, segment.ticket))
-                if segment.fd is not None:
-                    fds.append(segment.fd)
-                segment.ticket = segment.fd = None
+                fds += segment.hand_over()
             used.add(span.slot)
         for number in used - taken:
-            pool.retain(number)  # for the reader, to which our hold of the others passes
+            pool.retain(number)  # for the reader, to which our own reference to the others passes
         taken -= used
         retired, pool.retired = tuple(pool.retired), []
         refusal, pool.refusal = pool.refusal, None
@@ -212,15 +203,15 @@ class SlotWriter:
 
 
 class SlotReader:
-    """One process's view of the slots of another.
+    """View of one process on the slots of another.
 
     Parameters
     ----------
     limit
-        Bytes that the consumer may hold in slots before batches are copied out instead. Below
+        Bytes of slots that the consumer may keep in use before batches are copied out instead. Below
         the writer's limit, so that the writer always finds a free one.
     names
-        As the writer's.
+        Prefix of the names of named segments, as the writer has it.
     keep
         Takes over the descriptor of a new segment, or declines it. The descriptor is closed when
         the first batch over that segment is opened, unless `forwards` was set.
@@ -229,12 +220,16 @@ class SlotReader:
 
     Attributes
     ----------
+    segments
+        Segments that are known, by number.
     overflow
         Why the last batch was copied out; None as long as none was.
     forwards
-        Whether batches are sent on to other processes, so that these will need descriptors.
+        True if batches are forwarded to other processes, so that these will need descriptors.
     highest
         The highest number of a segment of the writer's; -1 if there was none.
+    lent
+        Bytes of the slots that open batches keep in use.
     """
 
     def __init__(
@@ -245,26 +240,30 @@ class SlotReader:
         locks: PageLocks | None = None,
     ) -> None:
         self.limit = limit
+        self.locks = locks
         self._names = names
         self._keep = keep
-        self._locks = locks
         # All the mutable state:
-        self.segments: dict[int, MappedSegment] = {}  # by the number of the segment
+        self.segments: dict[int, MappedSegment] = {}
         self.overflow: str | None = None
         self.forwards = False
         self.highest = -1
-        self._lent = 0
+        self.lent = 0
         self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
         self._free: list[int] = []  # returned, and not yet told
 
     @property
     def size(self) -> int:
         """Bytes of all segments that are known."""
-        mapped = [seen.mapping for seen in list(self.segments.values())]
+        mapped = [segment.mapping for segment in list(self.segments.values())]
         return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
 
+    def waiting(self) -> list[int]:
+        """Slots that were given back, and that the writer has not been told of. Takes none."""
+        return list(dict.fromkeys([*self._free, *(number for number, _ in self._returned)]))
+
     def learn(self, slot_map: SlotMap, fds: list[int]) -> None:
-        """Map what is new in `slot_map`, forget what is gone. Takes over `fds`."""
+        """Map new segments of `slot_map`, forget retired ones. Takes over `fds`."""
         for number in slot_map.retired:
             gone = self.segments.pop(number, None)
             if gone is not None:
@@ -290,7 +289,7 @@ class SlotReader:
             return error, None
 
     def buffers(self, slot_map: SlotMap, streamed: Sequence[memoryview]) -> list[memoryview]:
-        """The batch's buffers; each slot is returned when the last array over it dies."""
+        """Open the batch's buffers; each slot is returned when the last array over it dies."""
         stream = iter(streamed)
         by_slot: dict[int, memoryview] = {}
         found = []
@@ -309,91 +308,93 @@ class SlotReader:
         return found
 
     def give_back(self, slot_map: SlotMap) -> None:
-        """Nobody wants what is in `slot_map`."""
+        """Return the slots of a batch that nobody wants."""
         for number in slots_of(slot_map):
             if not self.forwards:
                 self.segments[place_of(number)[0]].unkeep()
             self.hand_back(number)
 
     def view(self, span: Span) -> memoryview:
-        """Return a buffer without a copy. The caller must hold the slot in another way."""
+        """Return a buffer without a copy. The caller must keep the slot in use in another way."""
         segment, place = place_of(span.slot)
         return self.segments[segment].view(place, span.start, span.size)
 
     def hand_back(self, number: int) -> None:
-        """One batch less over a slot, from any thread."""
+        """Return a slot for one batch. From any thread."""
         self._returned.append((number, 0))
 
     def returned(self) -> list[int]:
-        """Slots whose last array has died since the last call, and that the device does not read."""
-        if self._locks is not None:
-            self._locks.collect()
+        """Take the slots whose last array has died since the last call, and that no device reads."""
+        if self.locks is not None:
+            self.locks.collect()
         if self._returned:
             self._collect()
         found, self._free = self._free, []
         return found
 
     def close(self) -> None:
-        """The writer is gone. What was not opened yet can be opened still.
+        """End all segments: the writer is gone. Batches that came can still be opened.
 
         Pages that nobody looks at are unlocked now, others with the last view of them.
         """
-        if self._locks is not None:
-            self._locks.collect()
-        for seen in list(self.segments.values()):
-            seen.end()
-            seen.unlock_soon()
+        if self.locks is not None:
+            self.locks.collect()
+        for segment in list(self.segments.values()):
+            segment.end()
+            segment.unlock_soon()
 
     def sweep(self) -> None:
-        """Take the names off what the writer, which is gone, had made and we have never opened."""
+        """Unlink segments that the writer, which is gone, had made and nobody has opened here."""
         if self._names is None:
             return
-        number = misses = 0
-        while number <= self.highest or misses < 2 * IDLE:
-            misses = 0 if segments.unlink(f"{self._names}{number}") else misses + 1
+        number = absent = 0
+        while number <= self.highest or absent < 2 * IDLE:
+            absent = 0 if segments.unlink(f"{self._names}{number}") else absent + 1
             number += 1
 
     def _collect(self) -> None:
         returned = self._returned
         while returned:
             slot, size = returned.popleft()
-            self._lent -= size
+            self.lent -= size
             self._free.append(slot)
 
     def _lend(self, number: int) -> memoryview:
-        segment, place = place_of(number)
-        seen = self.segments[segment]
-        size = seen.capacity
-        holder = seen.slot(place)
+        at, place = place_of(number)
+        segment = self.segments[at]
+        size = segment.capacity
+        array = segment.slot(place)
         if not self.forwards:
-            seen.unkeep()
+            segment.unkeep()
         self._collect()
-        if self._lent + size > self.limit:
+        if self.lent + size > self.limit:
             self.overflow = (
-                f"the batches that are kept hold {self._lent:,} bytes of slots, of "
+                f"the batches that are kept hold {self.lent:,} bytes of slots, of "
                 f"{self.limit:,} for each worker"
             )
-            copied = memoryview(bytearray(holder))
+            copied = memoryview(bytearray(array))
             self._returned.append((number, 0))
             return copied
-        self._lent += size
-        if self._locks is not None:
-            seen.lock(self._locks)
+        self.lent += size
+        if self.locks is not None:
+            segment.lock(self.locks)
         # It also keeps the mapping alive for as long as there is a view of it.
-        back = partial(_hand_in, self._returned, number, seen, seen.lend())
-        if seen.locks is None:
-            done = weakref.finalize(holder, back)
+        back = partial(_hand_in, self._returned, number, segment, segment.lend())
+        if segment.locks is None:
+            done = weakref.finalize(array, back)
         else:
-            done = weakref.finalize(holder, seen.locks.after_device, back)
+            done = weakref.finalize(array, segment.locks.after_device, back)
         done.atexit = False
-        return memoryview(holder).cast("B")
+        return memoryview(array).cast("B")
 
 
 def slots_of(slot_map: SlotMap) -> list[int]:
-    """The slots that it names, each once."""
+    """Numbers of the slots that it names, each once."""
     return list(dict.fromkeys(span.slot for span in slot_map.spans if span is not None))
 
 
-def _hand_in(returned: deque[tuple[int, int]], number: int, seen: MappedSegment, lent: int) -> None:
-    seen.give_back(lent)
-    returned.append((number, seen.capacity))
+def _hand_in(
+    returned: deque[tuple[int, int]], number: int, segment: MappedSegment, lent: int
+) -> None:
+    segment.give_back(lent)
+    returned.append((number, segment.capacity))

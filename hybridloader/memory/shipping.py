@@ -1,4 +1,4 @@
-"""Sending a stage's work to processes that share no memory: what, how, and why it can't be done.
+"""Shipping of a stage's work to processes that share no memory, with errors that name the culprit.
 
 cloudpickle does the work, so that lambdas, classes defined in a function and whatever lives in
 ``__main__`` arrive, without a ``__main__`` guard. Tensors that are in shared memory stay shared: a
@@ -14,7 +14,6 @@ import pickle
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
@@ -41,20 +40,20 @@ shared memory than that are copied."""
 
 
 class _Contents(NamedTuple):
-    """Where the pickle and its buffers lie in the file that goes along, and how many descriptors do."""
+    """Table of contents of the file that goes along."""
 
-    places: list[tuple[int, int]]  # where each begins, and its bytes; the pickle first
-    descriptors: int
+    places: list[tuple[int, int]]  # first byte and size of each part, the pickle first
+    descriptors: int  # number of those that go along
 
 
 class Shipment:
-    """Pickled once, sent to any number of workers.
+    """Pickle of an object, made once and sent to any number of workers.
 
     Attributes
     ----------
     parts
-        What goes through the line: a table of contents where the pickle and its buffers lie in a
-        file, else these themselves.
+        Parts of the frame: a table of contents if the pickle and its buffers lie in a file, otherwise
+        these themselves.
     fds
         Descriptors that must go along, owned by the shipment; the first is that of the file.
     inherited
@@ -76,11 +75,11 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
     Parameters
     ----------
     what
-        What it is, for the error.
+        Noun for it, for the error.
     share
         Whether descriptors can be sent along. Then the pickle goes once into a file without a name,
         which all workers map: its large arrays and tensors are not copied, until one is written to.
-        And tensors in shared memory stay shared. Else each worker gets a copy of everything.
+        And tensors in shared memory stay shared. Otherwise each worker gets a copy of everything.
 
     Raises
     ------
@@ -120,13 +119,13 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
 
 
 def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None = None) -> Any:
-    """The inverse of `ship`, in the worker; closes `fds`.
+    """Load what `ship` packed, in the worker; closes `fds`.
 
     Raises
     ------
     ShippingError
-        Not all of it has arrived, or something in it can't be loaded in this process; the cause says
-        what.
+        Not all of it has arrived, or something in it can't be loaded in this process, as its cause
+        says.
     """
     _local.fds = fds
     try:
@@ -142,7 +141,7 @@ def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None
                 f"{len(fds)} of {found.descriptors} descriptors have arrived; raise the limit for this "
                 "process (ulimit -n)"
             )
-        whole = _mapped(fds[0])
+        whole = map_descriptor(fds[0], os.fstat(fds[0]).st_size, private=True).lasting_view()
         if any(min(at, size) < 0 or at + size > len(whole) for at, size in found.places):
             raise DamagedMessage(f"it is cut off, at {len(whole):,} bytes")
         pickled, *buffers = (whole[at : at + size] for at, size in found.places)
@@ -159,7 +158,7 @@ def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None
 
 
 def _take_main_along() -> None:
-    """Have cloudpickle send what is in the main module also where that has another name.
+    """Have cloudpickle send objects of the main module also where that has another name.
 
     In a process that multiprocessing spawned it is ``__mp_main__``, which no worker can import.
     """
@@ -172,7 +171,7 @@ def _take_main_along() -> None:
 def _write(
     thing: Any, file: IO[bytes], fds: list[int] | None, inherited: Inherited
 ) -> list[tuple[int, int]]:
-    """Write the pickle, then the buffers; give where each begins and how long it is."""
+    """Write the pickle, then the buffers; give first byte and size of each."""
     tensors = Tensors()
     while True:
         buffers: list[memoryview] = []
@@ -194,22 +193,11 @@ def _write(
     return contents
 
 
-def _mapped(fd: int) -> memoryview:
-    """The whole file: what is written to it stays with this process."""
-    size = os.fstat(fd).st_size
-    mapping = map_descriptor(fd, size, private=True)
-    holder = mapping.view()
-    weakref.finalize(
-        holder, id, mapping
-    ).atexit = False  # keeps the mapping as long as a view of it
-    return memoryview(holder).cast("B")
-
-
 def replicate(thing: Any, what: str) -> Any:
-    """A private copy of `thing` within this process, as if it had been sent to another.
+    """Make a private copy of `thing` within this process, as if it had been sent to another.
 
-    Functions, classes and modules are not copied, and neither is what processes would share: tensors in
-    shared memory, multiprocessing's locks, values, queues and proxies.
+    Functions, classes and modules are not copied, and neither are objects that processes would share:
+    tensors in shared memory, multiprocessing's locks, values, queues and proxies.
 
     Raises
     ------
@@ -229,7 +217,7 @@ def replicate(thing: Any, what: str) -> Any:
 
     class Copier(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            if obj is _kept:  # which the unpickler itself needs, by its name
+            if obj is _kept:  # the unpickler itself needs it, by its name
                 return super().reducer_override(obj)
             if isinstance(obj, _NEVER_COPIED) or obj in shared or _is_shared(obj):
                 return keep(obj)
@@ -269,19 +257,19 @@ def _inherited(number: int) -> Any:
 
 
 def _is_tensor(obj: Any) -> bool:
-    """Tell whether `obj` is a tensor, and of no subclass."""
+    """True if `obj` is a tensor, and of no subclass."""
     torch = sys.modules.get("torch")
     return torch is not None and type(obj) is torch.Tensor
 
 
 def _is_shared(obj: Any) -> bool:
-    """Tell whether `obj` is a tensor, or the storage of one, in shared memory."""
+    """True if `obj` is a tensor, or the storage of one, in shared memory."""
     torch = sys.modules.get("torch")
-    if torch is None:
+    # A sparse tensor is made of others, each of which may be shared.
+    dense = _is_tensor(obj) and obj.layout is torch.strided  # type: ignore[union-attr]
+    if not dense and (torch is None or type(obj) is not torch.UntypedStorage):
         return False
-    if _is_tensor(obj):  # a sparse one is made of others, each of which may be shared
-        return obj.device.type == "cpu" and obj.layout is torch.strided and bool(obj.is_shared())
-    return type(obj) is torch.UntypedStorage and obj.device.type == "cpu" and bool(obj.is_shared())
+    return obj.device.type == "cpu" and bool(obj.is_shared())
 
 
 def _reduce_storage(obj: Any, untyped: Callable[[Any], Any]) -> Any:
@@ -308,7 +296,7 @@ def _typed(untyped: Any, dtype: Any) -> Any:
 
 
 def _as_bytes(untyped: Any) -> Any:
-    """Return a tensor over the storage: tensors can be pickled already."""
+    """Reduce a storage to a tensor over it: tensors can be pickled already."""
     import torch
 
     return _storage_of, (torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped),)

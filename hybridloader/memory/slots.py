@@ -4,13 +4,13 @@ Fresh pages, not bytes, are what a loader spends its time on: filling 38 MB of f
 some 17 ms, of recycled memory 1 ms. So a slot is mapped once and used again when the last array over
 it has died.
 
-Who holds a slot is a count: one for every buffer of this process over it, and, between processes,
+A slot counts its references: one for every buffer of this process over it, and, between processes,
 one for every batch in which the other side has it. The count goes down only by way of a queue that
 finalizers may write to from any thread. At zero the slot is free; nobody ever writes to one that
 is not. So a collated tensor that a user's function keeps is safe, in the worker as in the parent.
 
-Where a device reads the batches, the pages of a slot may be locked for it; the end of a holder counts
-once the device has read them, then (`memory/page_locks.py`).
+Where a device reads the batches, the pages of a slot may be locked for it; a reference then ends
+once the device has read them (`memory/page_locks.py`).
 
 No call here waits. Without a free slot, without room below the limit, or without memory, the answer
 is None, and the batch is made in ordinary memory.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 OWN = 256 * 1024
-"""Bytes from which a buffer gets a slot of its own. Smaller ones of a batch share one: copying them
+"""Bytes from which a buffer gets a slot of its own. Smaller buffers of a batch share one: copying them
 takes less than 25 microseconds each, and a slot each would cost more."""
 
 IDLE = 64
@@ -67,20 +67,13 @@ class Segment:
     """One mapping, cut into slots of `capacity` bytes; what its pages are locked by, if they are."""
 
     __slots__ = (
-        "capacity",
-        "fd",
-        "free",
-        "last",
-        "locks",
-        "mapping",
-        "number",
-        "references",
-        "ticket"
+        "_fds", "capacity", "free", "last", "locks", "mapping", "number", "references", "ticket"
     )  # fmt: skip
 
     def __init__(self, number: int, capacity: int, slots: int, made: Made) -> None:
         self.number, self.capacity = number, capacity
-        self.mapping, self.ticket, self.fd = made
+        self.mapping, self.ticket, fd = made  # no ticket: the reader was told
+        self._fds = [] if fd is None else [fd]
         self.references = [0] * slots  # of each slot
         self.free = list(range(slots - 1, -1, -1))  # the one that was freed last at the end
         self.last = 0
@@ -88,16 +81,24 @@ class Segment:
 
     @property
     def unused(self) -> bool:
-        """True if nobody holds any of its slots."""
+        """True if nobody uses any of its slots."""
         return len(self.free) == len(self.references)
 
+    def hand_over(self) -> list[int]:
+        """Give the descriptor, if there is one, to the caller, who closes it; once. From any thread."""
+        self.ticket = None
+        try:
+            return [self._fds.pop()]  # atomic: two threads never get the same one
+        except IndexError:
+            return []
+
     def close(self) -> None:
-        """Nobody will be told of it any more."""
-        if self.fd is not None:
-            os.close(self.fd)
-        if self.ticket is not None and self.ticket.name is not None:
-            segments.unlink(self.ticket.name)
-        self.ticket = self.fd = None
+        """Close the descriptor and unlink the name: nobody will be told of it any more."""
+        ticket = self.ticket
+        for fd in self.hand_over():
+            os.close(fd)
+        if ticket is not None and ticket.name is not None:
+            segments.unlink(ticket.name)
 
 
 def capacity_for(size: int) -> int:
@@ -124,12 +125,16 @@ class Pool:
     make
         Makes the memory of a new segment, given its size and number, or raises `OSError`.
     limit
-        In bytes.
+        Bytes of all segments together.
     locks
         Locks the pages of new segments; None: nobody does.
 
     Attributes
     ----------
+    segments, size, made
+        Segments by number, bytes of all, and how many there have ever been.
+    retired
+        Segments that were given back, and that the reader has not been told of.
     refusal
         Why the last slot that was wanted could not be had; None as long as all could.
     """
@@ -142,29 +147,28 @@ class Pool:
         self.locks = locks
         # All the mutable state:
         self.segments: dict[int, Segment] = {}
-        self.size = 0  # bytes of all segments
+        self.size = self.made = 0
         self.retired: list[int] = []
         self.refusal: str | None = None
         self._starts: list[int] = []  # addresses of the segments, in order
         self._by_start: list[Segment] = []  # in that order
-        self._slots: Counter[int] = Counter()  # how many there are, by their size
+        self._slots: Counter[int] = Counter()  # number of slots, by their size
         self._roomy: dict[int, _ByNumber] = {}  # segments with a free slot, by the size of that
-        self._unused: _ByNumber = OrderedDict()  # those without another, unused for longest first
-        self._left: deque[int] = deque()  # slots whose holder went; filled from any thread
-        self.made = 0  # segments, ever
+        self._unused: _ByNumber = OrderedDict()  # those that nobody uses, unused for longest first
+        self._dropped: deque[int] = deque()  # slots with a reference less; filled from any thread
         self._takes = 0
 
     def empty(self, size: int) -> Any | None:
-        """A buffer of `size` bytes over a slot of its own, with anything in it; or None.
+        """Make a buffer of `size` bytes over a slot of its own, with anything in it; or None.
 
-        The slot is held until the last view of the buffer dies.
+        The slot is in use until the last view of the buffer dies.
         """
         number = self.take(size)
         if number is None:
             return None
         segment, buffer = self.segment_of(number), self.view(number, size)
         # It also keeps the mapping alive for as long as there is a view of it.
-        gone = partial(_leave, self._left, number, segment.mapping)
+        gone = partial(_drop, self._dropped, number, segment.mapping)
         if segment.locks is None:
             done = weakref.finalize(buffer, gone)
         else:
@@ -173,7 +177,7 @@ class Pool:
         return buffer
 
     def take(self, size: int) -> int | None:
-        """A slot of at least `size` bytes, held once, by the caller; None if there can be none."""
+        """Take a slot of at least `size` bytes, with one reference; None if there can be none."""
         if self.locks is not None and not self.locks.here:
             self._abandon()
         self._collect()
@@ -193,12 +197,12 @@ class Pool:
         return number
 
     def retain(self, number: int) -> None:
-        """Add a holder to the slot with that number."""
+        """Add a reference to a slot."""
         segment, place = place_of(number)
         self.segments[segment].references[place] += 1
 
     def release(self, number: int) -> None:
-        """One holder less."""
+        """Take a reference off a slot."""
         found, place = place_of(number)
         segment = self.segments.get(found)
         if segment is None:  # the pool was closed meanwhile
@@ -212,15 +216,15 @@ class Pool:
                 self._unused[found] = segment
 
     def drop(self, number: int) -> None:
-        """Take a holder off at the next look at the slots. May be called from any thread."""
-        self._left.append(number)
+        """Take a reference off at the next `take`. May be called from any thread."""
+        self._dropped.append(number)
 
     def segment_of(self, number: int) -> Segment:
-        """The segment that the slot with that number is in."""
+        """Segment that a slot is in."""
         return self.segments[place_of(number)[0]]
 
     def view(self, number: int, size: int | None = None) -> Any:
-        """Return the first `size` bytes of a slot, or all. The caller must hold the slot."""
+        """Return the first `size` bytes of a slot, or all. The caller must have a reference to it."""
         segment, place = place_of(number)
         found = self.segments[segment]
         capacity = found.capacity
@@ -238,11 +242,11 @@ class Pool:
         return number_of(segment.number, place), start
 
     def lower(self, limit: int) -> None:
-        """Make do with `limit` bytes; what is in use above that goes as it becomes free."""
+        """Lower the limit, in bytes; segments in use above it are given back as they become free."""
         self._limit = min(self._limit, limit)
 
     def close(self) -> None:
-        """Forget all slots; their memory goes with the last view of each. There are no more then."""
+        """Forget all slots, and make no more; their memory goes with the last view of each."""
         self._limit = 0
         self._collect()
         for segment in self.segments.values():
@@ -250,9 +254,9 @@ class Pool:
         self._forget()
 
     def _abandon(self) -> None:
-        """In a fork: these slots are the parent's, which would see what is written to them."""
+        """Forget, in a fork, the parent's slots: it would see what is written to them."""
         self.locks = None
-        self._left.clear()
+        self._dropped.clear()
         self._forget()
 
     def _forget(self) -> None:
@@ -264,14 +268,14 @@ class Pool:
     def _collect(self) -> None:
         if self.locks is not None:
             self.locks.collect()
-        left = self._left
-        while left:
-            self.release(left.popleft())
+        dropped = self._dropped
+        while dropped:
+            self.release(dropped.popleft())
         while self.size > self._limit and self._unused:  # the limit was lowered
             self._retire(self._oldest())
 
     def _with_room(self, size: int) -> Segment | None:
-        """A segment with a free slot for `size` bytes, none more than twice as large as needed."""
+        """Find a segment with a free slot for `size` bytes, at most twice as large as needed."""
         capacity = capacity_for(size)
         most = 2 * capacity
         while capacity <= most:
@@ -327,13 +331,13 @@ class Pool:
         del self._starts[at], self._by_start[at]
         self._slots[segment.capacity] -= len(segment.references)
         self.size -= segment.mapping.size
-        if segment.ticket is None:  # else nobody has heard of it
+        if segment.ticket is None:  # the reader has heard of it
             self.retired.append(segment.number)
         segment.close()
 
 
-def _leave(left: deque[int], number: int, mapping: Mapping) -> None:
-    left.append(number)
+def _drop(dropped: deque[int], number: int, mapping: Mapping) -> None:
+    dropped.append(number)
 
 
 class PrivateSlots:
@@ -341,8 +345,10 @@ class PrivateSlots:
 
     Attributes
     ----------
+    pool
+        The slots.
     refusal
-        Why there was no slot for a batch; None if nothing is to be told.
+        Why there was no slot for a batch; None if there is nothing to warn of.
     """
 
     def __init__(self, limit: int) -> None:
@@ -352,12 +358,22 @@ class PrivateSlots:
         self._warned = False
         self.refusal: str | None = None
 
+    @property
+    def locks(self) -> PageLocks | None:
+        """Page locks of the slots; None: their pages are not locked."""
+        return self.pool.locks
+
+    @property
+    def size(self) -> int:
+        """Bytes of all slots."""
+        return self.pool.size
+
     def page_lock(self, locks: PageLocks) -> None:
         """Lock the pages of all slots, for a consumer that pins. Before the first is taken."""
         self.pool = Pool(_make_lockable, self._limit, locks)
 
     def empty(self, size: int) -> Any | None:
-        """A buffer of `size` bytes, with anything in it; None if there can be none."""
+        """Make a buffer of `size` bytes, with anything in it; None if there can be none."""
         with self._taking:
             found = self.pool.empty(size)
         if found is None and not self._warned:
@@ -374,7 +390,7 @@ class PrivateSlots:
             warn_of_overflow(reason)
 
     def close(self) -> None:
-        """There are no more; those that are free are given back now, others with their last view.
+        """Make no more slots; free ones are given back now, others with their last view.
 
         Never waits: a finalizer may come here on a thread that is taking one. Then all go with their
         last view.
@@ -384,16 +400,6 @@ class PrivateSlots:
                 self.pool.close()
             finally:
                 self._taking.release()
-
-    @property
-    def locks(self) -> PageLocks | None:
-        """What locks their pages; None: nothing."""
-        return self.pool.locks
-
-    @property
-    def size(self) -> int:
-        """Bytes of all slots."""
-        return self.pool.size
 
 
 def _make_private(size: int, number: int) -> Made:

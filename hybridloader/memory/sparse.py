@@ -1,4 +1,4 @@
-"""Sparse tensors as the dense ones that they are made of, and back.
+"""Conversion of sparse tensors to the dense ones that they are made of, and back.
 
 torch's own pickles of sparse tensors do the same. But torch 2.13 keeps every sparse tensor that was
 loaded from a pickle in a list (`torch._utils._sparse_tensors_to_validate`), which only `torch.load`
@@ -16,7 +16,7 @@ _ROWS, _COLUMNS = ("sparse_csr", "sparse_bsr"), ("sparse_csc", "sparse_bsc")
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """The dense tensors that a sparse one consists of; None if it is not sparse."""
+    """Return the dense tensors that a sparse one consists of; None if it is not sparse."""
     layout = _layout(tensor)
     if layout == "sparse_coo":
         return tensor._indices(), tensor._values()
@@ -28,7 +28,7 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 
 
 def reduce_sparse(tensor: torch.Tensor) -> Any:
-    """How to pickle `tensor`, as a leaf; None if it is not sparse."""
+    """Reduce `tensor` for pickle, as a leaf; None if it is not sparse."""
     plain, grad = tensor.detach(), tensor.requires_grad
     parts, layout = dense_parts(plain), _layout(plain)
     if parts is None:

@@ -1,4 +1,4 @@
-"""Tensors and arrays on their way into a pickle: their memory as flat buffers, and back from these.
+"""Reduction of tensors and arrays to flat buffers on their way into a pickle, and back from these.
 
 Special tensors (another device, quantized, a class that pickles in its own way) are left to their
 own pickling. Packing never imports torch or numpy: it uses them only if they are imported already.
@@ -11,7 +11,7 @@ import pickle
 import sys
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.memory.sparse import reduce_sparse
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 
-@lru_cache(maxsize=1)
+@cache
 def _torch() -> Any:
     import torch
 
     return torch
 
 
-@lru_cache(maxsize=1)
+@cache
 def _usual_reduction() -> tuple[Any, tuple[Any, ...]]:
     """Return torch's functions that restore a subclass, and the data within it."""
     torch: Any = _torch()
@@ -44,7 +44,7 @@ class Tensors:
     Attributes
     ----------
     met
-        Those that were reduced since the last call of `forget`.
+        Tensors that were reduced since the last call of `forget`.
     """
 
     def __init__(self) -> None:
@@ -82,8 +82,7 @@ class Tensors:
                 array = None
             if array is not None and array.size and array.flags.c_contiguous:  # as nearly all
                 self.met.append(tensor)
-                dtype = tensor.dtype
-                name = _NAMES.get(dtype) or _name(dtype)
+                name = _name(tensor.dtype)
                 return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
         return self._reduce(tensor)
 
@@ -164,35 +163,20 @@ def reduce_array(array: Any) -> Any:
     return rebuild, (pickle.PickleBuffer(memory), *how)
 
 
-_NAMES: dict[Any, str] = {}
-
-
+@cache
 def _name(dtype: Any) -> str:
-    return _NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+    return str(dtype).removeprefix("torch.")
 
 
-_NUMPY_HAS = frozenset(
-    [
-        "float64",
-        "float32",
-        "float16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint64",
-        "uint32",
-        "uint16",
-        "uint8",
-        "bool",
-        "complex128",
-        "complex64",
-    ]
-)
+_NUMPY_HAS = {
+    "float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16",
+    "uint8", "bool", "complex128", "complex64",
+}  # fmt: skip
+"""Dtypes of torch that numpy has by the same name."""
 
 
 def _bytes_of(flat: torch.Tensor, dtype: str) -> Any:
-    """The memory of a contiguous tensor, as something that pickles by protocol 5."""
+    """Give the memory of a contiguous tensor as an object that pickles by protocol 5."""
     if flat.numel() == 0:
         return b""
     if dtype not in _NUMPY_HAS:
@@ -203,16 +187,13 @@ def _bytes_of(flat: torch.Tensor, dtype: str) -> Any:
 
 
 class _Base:
-    """A part of one storage that several tensors cover; pickled once, by the pickle's memo."""
+    """Part of one storage that several tensors cover; pickled once, by the pickle's memo."""
 
     def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
         self.start, self.end = start, end
         self._start = start // 16 * 16  # as aligned as any dtype needs
-        self._bytes = (
-            _torch()
-            .empty(0, dtype=_torch().uint8, device="cpu")
-            .set_(storage, self._start, (end - self._start,), (1,))
-        )
+        empty = _torch().empty(0, dtype=_torch().uint8, device="cpu")
+        self._bytes = empty.set_(storage, self._start, (end - self._start,), (1,))
 
     def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         offset = tensor.storage_offset() - self._start // tensor.element_size()
@@ -235,7 +216,7 @@ def _shared_parts(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of its storage that `tensor` covers, and the one after the last."""
+    """First byte of its storage that `tensor` covers, and the one after the last."""
     last: int = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start, size = int(tensor.storage_offset()), tensor.element_size()
     return start * size, (start + last + 1) * size
@@ -249,13 +230,13 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def tensor_over(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A contiguous tensor over the memory of `buffer`; not a view of another tensor."""
+    """Make a contiguous tensor over the memory of `buffer`; it is no view of another tensor."""
     flat: torch.Tensor = _torch().frombuffer(buffer, dtype=dtype)
     return flat if len(shape) == 1 else _over(flat, shape, _steps(shape))
 
 
 def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Strides of a contiguous tensor, in elements."""
     step, steps = 1, []
     for size in reversed(shape):
         steps.append(step)
@@ -271,7 +252,7 @@ def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -
 def rebuild_tensor(
     data: Any, dtype: str, shape: tuple[int, ...], order: tuple[int, ...] | None, grad: bool
 ) -> torch.Tensor:
-    kind = _KINDS.get(dtype) or _kind(dtype)
+    kind = _kind(dtype)
     tensor: torch.Tensor
     if not len(data):
         tensor = _torch().empty(shape, dtype=kind, device="cpu")
@@ -285,11 +266,9 @@ def rebuild_tensor(
     return tensor.requires_grad_() if grad else tensor
 
 
-_KINDS: dict[str, Any] = {}
-
-
+@cache
 def _kind(name: str) -> Any:
-    return _KINDS.setdefault(name, getattr(_torch(), name))
+    return getattr(_torch(), name)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

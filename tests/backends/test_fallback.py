@@ -22,8 +22,8 @@ from hybridloader import (
     Threads,
 )
 from hybridloader._support.caller import warn, warn_once
-from hybridloader.backends import fork
 from hybridloader.backends.fallback import usable
+from hybridloader.backends.process import backend as process_backend
 from hybridloader.backends.shared_memory import AsTorch
 from hybridloader.engine.contract import Backend, Crew
 
@@ -102,9 +102,9 @@ def test_a_backend_that_is_opened_by_hand_still_refuses(backend: Any, daemonic: 
 
 @pytest.fixture
 def fresh_fork_warning() -> Iterator[None]:
-    fork._warned.clear()
+    process_backend._warned.clear()
     yield
-    fork._warned.clear()
+    process_backend._warned.clear()
 
 
 class Running:

@@ -88,7 +88,7 @@ def test_a_slot_is_used_again_after_the_device_has_read_it_and_not_before(
 
 
 def test_pages_are_locked_once_and_counted(memory: Any, device: FakeAccelerator) -> None:
-    locks = memory.slots.locks if isinstance(memory, Private) else memory.reader._locks
+    locks = memory.slots.locks if isinstance(memory, Private) else memory.reader.locks
     assert device.locked == {}
     for k in range(5):
         batch = memory.batch(k)
@@ -333,10 +333,10 @@ class Suspicious(FakeAccelerator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.segments: list[bool] = []
+        self.seen: list[bool] = []
 
     def page_unlock(self, address: int) -> None:
-        self.segments.append(mapped(address))
+        self.seen.append(mapped(address))
         super().page_unlock(address)
 
 

@@ -299,7 +299,7 @@ def test_what_the_consumer_keeps_past_its_limit_is_copied_out_and_the_slot_comes
     assert len(pair.numbers) == 4
     pair.pass_on(bytes(400_000))
     assert len(pair.reader.returned()) == 1
-    assert pair.reader._lent == 0
+    assert pair.reader.lent == 0
 
 
 def test_a_batch_that_has_died_no_longer_counts_as_kept() -> None:
@@ -679,7 +679,7 @@ class Arrays(RuleBasedStateMachine):
             roomy = pool._roomy.get(segment.capacity, {})
             assert (number in roomy) == bool(segment.free)
             assert (number in pool._unused) == segment.unused
-        assert self.pair.reader._lent >= 0
+        assert self.pair.reader.lent >= 0
 
     def teardown(self) -> None:
         try:
@@ -690,7 +690,7 @@ class Arrays(RuleBasedStateMachine):
             pool = self.pair.writer.pool
             pool._collect()
             assert set(pool._unused) == set(pool.segments)  # none is lost
-            assert self.pair.reader._lent == 0
+            assert self.pair.reader.lent == 0
         finally:
             self.pair.writer.close()
             shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH = self._before

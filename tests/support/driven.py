@@ -134,16 +134,13 @@ def one_value(array: np.ndarray) -> tuple[int, int]:
 
 def slots_in_use(crew: Driven) -> int:
     """Slots of A's workers that the parent has not given back, or not told of yet."""
-    channels = crew.raw.channels
-    return sum(len(channel.results.segments) for channel in channels) - sum(
-        len(dict.fromkeys(number for number, _ in channel.results._returned))
-        for channel in channels
-    )
+    results = [channel.results for channel in crew.raw.channels]
+    return sum(len(reader.segments) - len(reader.waiting()) for reader in results)
 
 
 def given_back(crew: Driven, worker: int = 0) -> list[int]:
     """The slots of a worker that the parent is about to give back."""
-    return sorted(number for number, _ in crew.raw.channels[worker].results._returned)
+    return sorted(crew.raw.channels[worker].results.waiting())
 
 
 def through(

@@ -1,0 +1,120 @@
+"""Base of the backends whose workers are processes, and what is checked before one starts.
+
+A backend of this kind adds only its name, its options and the method that starts its processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from hybridloader._support.caller import warn
+from hybridloader._support.devices_in_use import device_in_use
+from hybridloader._support.errors import BackendUnavailable
+from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process.crew import ProcessCrew, slot_kind
+from hybridloader.engine.contract import Backend, Crew
+
+_OURS = "hybridloader"
+"""Prefix of the names of this package's threads; a pipeline forks before it starts them."""
+
+_REMADE = "QueueFeederThread"
+"""Threads of multiprocessing's queues, such as torch's loader has: a fork makes their locks anew."""
+
+_warned = threading.Event()
+
+
+class ProcessBackend(Backend):
+    """Base of a backend whose workers are processes."""
+
+    children: ClassVar[bool] = True
+    forwards: ClassVar[bool] = True
+
+    @abstractmethod
+    def _method(self) -> str:
+        """Give the method that starts the processes: one of multiprocessing's, or ``"loky"``."""
+
+    @property
+    def fresh(self) -> bool:
+        return self._method() != "fork"
+
+    def started_by(self, method: str) -> Backend | None:
+        return self if method == self.name else None
+
+    def check(self) -> None:
+        method = self._method()
+        if method == "fork":
+            check_fork(
+                self.name if self.name == method else f"{self.name} (start_method={method!r})"
+            )
+        elif method != "loky" and method not in multiprocessing.get_all_start_methods():
+            raise BackendUnavailable(f"this platform has no start method {method!r}; use 'loky'")
+        check_children_allowed(self.name)
+        slot_kind(self.memory, sockets=socket_transport.available())
+        if method == "fork":
+            check_threads(self.name)
+
+    def open(self) -> Crew:
+        method = self._method()
+        context: Any
+        if method == "loky":  # its processes do not import the main module
+            from loky.backend import get_context
+
+            context = get_context("loky")
+        else:
+            context = multiprocessing.get_context(method)
+        return ProcessCrew(context, self.memory, sockets=socket_transport.available())
+
+
+def check_children_allowed(name: str) -> None:
+    """Refuse in a daemonic process, which may not have children (multiprocessing forbids it)."""
+    if multiprocessing.current_process().daemon:
+        raise BackendUnavailable(
+            f"backend {name!r} can't serve inside a daemonic process, such as another loader's "
+            "worker: it may not have children. Use backend='threads' or num_workers=0 there."
+        )
+
+
+def check_fork(name: str) -> None:
+    """Refuse where there is no fork, and where a device, which survives no fork, was initialised."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise BackendUnavailable(
+            f"backend {name!r} needs fork, which this platform does not have. "
+            "Use backend='spawn', 'shared-memory' or 'threads'."
+        )
+    device = device_in_use()
+    if device is not None:
+        raise BackendUnavailable(
+            f"backend {name!r} would fork this process after {device} was initialised, and {device} "
+            "does not survive a fork. Use backend='threads', 'spawn' or "
+            "SharedMemory(start_method='spawn'), or make the iterator before the first use of "
+            f"{device}."
+        )
+
+
+def check_threads(name: str) -> None:
+    """Warn, once per process, when other threads run that a fork could copy a locked lock from.
+
+    Threads of ours do not count, nor, on one of ours, the main thread that waits for it. Python 3.12 and
+    later warn of any thread at every fork, by a DeprecationWarning that is hidden unless asked for.
+    """
+    current = threading.current_thread()
+    others = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not current and not thread.name.startswith((_OURS, _REMADE))
+    ]
+    if current.name.startswith(_OURS):
+        others = [name for name in others if name != threading.main_thread().name]
+    if not others or _warned.is_set():
+        return
+    _warned.set()
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    warn(
+        f"backend {name!r} forks this process while other threads run in it ({', '.join(others[:4])}"
+        f"{more}). A lock that one of them holds at that moment stays locked in the worker for ever. If "
+        "workers hang, use backend='spawn' or SharedMemory(start_method='loky'), or make the iterator "
+        "before these threads start (and keep its workers: persistent_workers=True)",
+    )
