@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 _OURS = (threading.__file__, os.path.dirname(os.path.abspath(fetcher.__file__)), __file__)
-"""Files whose frames are left out of a stack, when they come first: they say nothing about the worker."""
+"""Files whose frames are left out at the beginning of a stack: they say nothing about the worker."""
 
 
 @dataclass(frozen=True)

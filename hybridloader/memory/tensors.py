@@ -107,7 +107,7 @@ class Tensors:
         # In the order of its strides a dense tensor is contiguous memory: no copy, and the other
         # side gets the same strides back (channels_last stays channels_last).
         flat = plain.contiguous() if order is None else plain.permute(order).contiguous()
-        name = _NAMES.get(plain.dtype) or _name(plain.dtype)
+        name = _name(plain.dtype)
         return rebuild_tensor, (_bytes_of(flat, name), name, tuple(flat.shape), order, grad)
 
     def _base_of(self, tensor: torch.Tensor) -> _Base | None:
