@@ -1,4 +1,4 @@
-"""Every crew that runs, and who ends it: whoever holds it, its finalizer, or the end of the process."""
+"""Crews that run, each ended by its holder, the holder's finalizer, or the end of the process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ assert multiprocessing.util is not None
 T = TypeVar("T")
 
 _crews: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
-"""Every crew and the process that owns it."""
+"""Crews, each with the process that owns it."""
 
 
 def ended_with(holder: Any, crew: Crew) -> weakref.finalize[[Crew, int], Any]:
-    """Have `crew` closed when `holder` is let go, at exit, or by calling the result."""
+    """Close `crew` when `holder` is collected, at exit, or when the result is called."""
     for chore in _chores:
         chore()
     owner = os.getpid()
@@ -36,21 +36,21 @@ _chores: list[Callable[[], None]] = []
 
 
 def before_each(chore: Callable[[], None]) -> Callable[[], None]:
-    """Decorator: call `chore` whenever a crew is made, for work that was put off before."""
+    """Decorate a function to be called whenever a crew is made, for work that was put off."""
     _chores.append(chore)
     return chore
 
 
 _runners: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Machines: what has threads that use crews."""
+"""Objects whose threads use crews."""
 
 exiting = False
 
 
 def closed_with(holder: Any, runner: Any) -> weakref.finalize[[], Any]:
-    """Have `runner` closed when `holder` is let go, by calling the result, or at exit.
+    """Close `runner` when `holder` is collected, when the result is called, or at exit.
 
-    At exit before any crew, because its threads use crews.
+    At exit it is closed before any crew, because its threads use crews.
     """
     _runners.add(runner)
     finalizer = weakref.finalize(holder, runner.close)
@@ -59,17 +59,17 @@ def closed_with(holder: Any, runner: Any) -> weakref.finalize[[], Any]:
 
 
 def park_at_exit() -> None:
-    """Keep a daemon thread from a process that is ending: there is nobody left to tell anything."""
+    """Stop a daemon thread for good in a process that is ending."""
     if exiting and threading.current_thread() is not threading.main_thread():
         threading.Event().wait()
 
 
 def _close_all() -> None:
-    """Close all that there is, whichever of them raises; all that was raised is told at the end."""
+    """Close all runners, then all crews, whichever of them raises; the errors are raised at the end."""
     global exiting
     exiting = True
     with contextlib.ExitStack() as rest:
-        rest.callback(_close_crews)  # called last: crews that runners have made meanwhile, too
+        rest.callback(_close_crews)  # called last, for crews that runners make meanwhile, too
         for runner in _all_of(_runners.copy):
             rest.callback(runner.close)
 
@@ -81,7 +81,7 @@ def _close_crews() -> None:
 
 
 def _all_of(look: Callable[[], Iterable[T]]) -> list[T]:
-    """All that is in a weak collection, to which other threads may add while this one looks."""
+    """Return the content of a weak collection, to which other threads may add meanwhile."""
     while True:
         try:
             return list(look())

@@ -1,10 +1,9 @@
-"""The state of a dataset on its way: with results to the parent, and to the workers that go on from it.
+"""State of a dataset: it goes with results to the parent, and to the workers that resume from it.
 
 A dataset, or the iterator over it, that has `state_dict` and `load_state_dict` is asked for its
 state after a result, because only then does it belong to that result. Its `Cadence` says how often.
-The state is frozen at once, so that nothing that the worker does later can change it. A state that
-can't be had raises nothing here: a loader that nobody asks for its state must not fail because of
-one.
+The state is pickled at once, so that nothing that the worker does later can change it. A failure to
+take it raises nothing here: a loader that nobody asks for its state must not fail because of one.
 """
 
 from __future__ import annotations
@@ -17,34 +16,22 @@ from hybridloader._support.state_copies import Frozen, Given, is_stateful, kept,
 
 
 class ShardStart(NamedTuple):
-    """Where one worker goes on, or where it is: what it tells beside a result has no place yet.
-
-    Attributes
-    ----------
-    position
-        Samples of its shard that `dataset` and `iterator` are behind.
-    skip
-        Samples of its shard that it is to be behind; what lies between is read and dropped.
-    dataset, iterator
-        States; None where there is none.
-    ended
-        Whether the shard has ended.
-    again
-        For a dataset that is asked by index: tasks done since `dataset`, which are done once more.
-    since
-        Results since `dataset` and `iterator`; for a dataset that is asked by index, see `again`.
-    behind
-        Whether the states are of the end of a pass, and the worker is to begin the next pass.
-    """
+    """Place and state from which one worker resumes; beside a result, the state without a place."""
 
     position: int = 0
+    """Number of samples of the shard before the states `dataset` and `iterator`."""
     skip: int = 0
+    """Number of samples of the shard to be behind; those after `position` are read and dropped."""
     dataset: Given | None = None
     iterator: Given | None = None
     ended: bool = False
+    """True if the shard has ended."""
     again: Any = ()
+    """Tasks done since `dataset`, to be repeated; for a dataset that is asked by index."""
     behind: bool = False
+    """True if the states are of the end of a pass, and the worker is to begin the next pass."""
     since: int = 0
+    """Number of results since the states; for a dataset that is asked by index, see `again`."""
 
     @property
     def stateful(self) -> bool:
@@ -60,7 +47,7 @@ class ShardStart(NamedTuple):
 def states_of(dataset: Any, samples: Any = None, *, every: int = 0) -> DatasetStates | None:
     """Return access to the state of `dataset` and of its iterator `samples`; None if neither has one.
 
-    States are told as often as is cheap, but at least `every` results from one to the next.
+    States are taken as often as is cheap, but at least `every` results apart.
     """
     itself = samples is dataset  # torchdata saves it once then, as the iterator's
     stateful = is_stateful(dataset) and not itself
@@ -71,15 +58,7 @@ def states_of(dataset: Any, samples: Any = None, *, every: int = 0) -> DatasetSt
 
 
 class DatasetStates:
-    """Access to the state of what one fetcher reads: of its first result, its last, and when one is due.
-
-    Parameters
-    ----------
-    dataset, samples
-        The dataset, if it has a state, and the iterator over it, which may have one.
-    cadence
-        When a state is due.
-    """
+    """Access to the state of the dataset of one fetcher, and of the iterator over it."""
 
     def __init__(self, dataset: Any, samples: Any, cadence: Cadence) -> None:
         self._dataset = dataset

@@ -1,8 +1,8 @@
-"""What a stage of a pipeline is fed with, and who may hold it back.
+"""Input of a pipeline's stage: its feed, batched into tasks, and the control of its flow.
 
 A feed gives several items at a time where each takes so little work that handing it to a worker
-alone would cost more than the work. How many, it learns from how long the tasks before took. It never
-waits for items, so a slow source is never waited for to fill a task up.
+alone would cost more than the work. It learns their number from the seconds of the tasks before. It
+never waits for items, so no slow source holds up a task.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hybridloader.engine.messages import Result
 from hybridloader.engine.payload import Payload
 
 TASK_SECONDS = 1e-3
-"""What a task of several items is meant to take. Handing one to a process and back costs some 0.1 ms
+"""Seconds that a task of several items should take. Handing one to a process and back costs some 0.1 ms
 here, to a thread some 0.03 ms: a tenth of it at most."""
 
 MOST = 64
 """Items in one task at most."""
 
 _MEMORY = 0.9
-"""What a task counts for what the next portion is, against the one after it."""
+"""Decay of the running mean of task sizes and seconds, per task."""
 
 _GATHERING = 1e-3
 """Seconds that gathering the items of one task may take, where they are made on the way."""
@@ -36,13 +36,13 @@ class Feed(Protocol):
     """A source of indices that is never waited for, and that goes on behind an error."""
 
     def draw(self, most: int | None) -> Any:
-        """The next index, worth at most `most` items. Raises `NotReady` if there is none yet."""
+        """Return the next index, of at most `most` items. Raises `NotReady` if there is none yet."""
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         """Call `wake` once, from any thread, as soon as `draw` may have something."""
 
     def take_apart(self, index: Any) -> bool:
-        """`index` could not be sent: give what it holds again, each alone. False if it is one."""
+        """Give each item of `index`, which could not be sent, again alone. False if it is only one."""
 
     @property
     def final(self) -> tuple[type[Exception], ...]:
@@ -50,65 +50,54 @@ class Feed(Protocol):
 
 
 class FlowControl(Protocol):
-    """Somebody who watches a stage, and may hold it back."""
+    """Observer of a stage that may hold tasks back."""
 
     def room(self) -> int | None:
-        """How many items more may be under way; None: any number."""
+        """Return how many more items may be under way; None: any number."""
 
     def sent(self, seq: int, index: Any) -> None:
-        """Task `seq` was sent."""
+        """Note that task `seq` was sent."""
 
     def came(self, event: Result) -> None:
-        """A task was done, or has failed."""
+        """Note that a task was done, or has failed."""
 
     def left(self, seq: int) -> None:
-        """The result of task `seq` was handed out, or will never be."""
+        """Note that the result of task `seq` was handed out, or will never be."""
 
     def listening(self, seconds: float) -> None:
-        """Whoever pulls the stage waited so long for an event."""
+        """Note that the thread that pulls the stage waited so long for an event."""
 
     def idle(self, workers: int, *, starved: bool) -> None:
-        """From now on `workers` have nothing to do, because nothing came in or nothing went out."""
+        """Note that `workers` are idle from now on: nothing came in (`starved`), or nothing went out."""
 
 
 def is_forwarded(item: Any) -> bool:
-    """True if `item` is several items that come unopened from another process."""
+    """True if `item` is an unopened payload of several items from another process."""
     return isinstance(item, Payload) and item.forwardable
 
 
 def items_in(index: Any) -> int:
-    """How many items a task with this index holds."""
+    """Return the number of items in a task with this index."""
     if type(index) is int:  # a reader is asked for so many
         return index
     return len(index) if type(index) is list else (index.count or 1)
 
 
 class TaskBatching:
-    """Several items at a time from an iterator, as lists; forwarded ones as they come.
+    """Feed of lists of several items from an iterator; forwarded payloads as they come.
 
-    Parameters
-    ----------
-    items
-        If it has `next_nowait` and `when_ready`, as a relay has, it is not waited for. Else pulling
-        it must be quick.
-    forwarded
-        Whether some of `items` are several that come unopened from another process.
-    least
-        Items that a task should have if they are there, for workers that do several at once.
-    most
-        Items that a task may have; None: `MOST`.
-    final
-        Errors of `items` after which nothing more will come.
+    If `items` has `next_nowait` and `when_ready`, as a relay has, it is not waited for. Else pulling it
+    must be quick.
     """
 
     def __init__(
         self,
         items: Iterator[Any],
         *,
-        forwarded: bool = False,
-        least: int = 1,
-        most: int | None = None,
-        final: tuple[type[Exception], ...] = (),
+        forwarded: bool = False,  # some of `items` are payloads of several items
+        least: int = 1,  # items of a task if they are there, for workers that do several at once
+        most: int | None = None,  # items of a task; None: `MOST`
+        final: tuple[type[Exception], ...] = (),  # errors after which nothing more will come
     ) -> None:
         self._next: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
         self._when_ready = attribute(items, "when_ready")
@@ -119,11 +108,11 @@ class TaskBatching:
         # All the mutable state:
         self.size = min(least, self._most)
         self._items = self._seconds = 0.0  # of the tasks before, the older the less
-        self._put_back: deque[Any] = deque()  # what is to be drawn before anything else
+        self._put_back: deque[Any] = deque()  # to be drawn before anything else
         self._error: Exception | None = None  # that came behind items
 
     def learn(self, items: int, seconds: float) -> None:
-        """A task of so many items took so long."""
+        """Learn from a task of `items` items that took `seconds`."""
         # A mean over many tasks: one may have waited for the GIL, or found its file in the cache.
         self._items = _MEMORY * self._items + items
         self._seconds = _MEMORY * self._seconds + seconds
@@ -131,7 +120,7 @@ class TaskBatching:
         self.size = min(self._most, max(self._least, min(fitting, 2 * self.size)))
 
     def no_larger_than(self, other: TaskBatching) -> None:
-        """From now on, give no more at a time than `other` would."""
+        """Give no more at a time than `other` would, from now on."""
         self._others.append(other)
 
     def draw(self, most: int | None) -> Any:

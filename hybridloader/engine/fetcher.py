@@ -1,4 +1,4 @@
-"""The contract between a worker and the work of a stage.
+"""Contract between a worker and the work of a stage.
 
 A `Fetch` describes the work, and can be sent to a worker. The `Fetcher` that it opens there does the
 work of one epoch, a task at a time. Both share a `TaskContext` with the worker that drives them.
@@ -22,7 +22,7 @@ class EndOfShard(Exception):
 
 
 class Abandoned(BaseException):
-    """The iterator was closed; nobody waits for this batch. Past every ``except Exception``."""
+    """The iterator was closed; nobody waits for this batch. No ``except Exception`` catches it."""
 
 
 class TaskContext:
@@ -31,20 +31,20 @@ class TaskContext:
     Parameters
     ----------
     tracked
-        Whether fetchers note which sample of a task they are at, should the worker die.
+        True if fetchers note which sample of a task they are at, should the worker die.
 
     Attributes
     ----------
     cancelled
-        True once nobody waits any more; fetchers look at it after every sample. Set from any thread,
-        even from a finalizer: a plain attribute, no lock.
+        True once nobody waits any more; fetchers check it after every sample. Set from any thread,
+        even by a finalizer: a plain attribute, without a lock.
     at
         Number of the sample in the task, from 0, set before each sample if `tracked`; -1: none, or not
         known.
     task
         Number of the task, for a worker that is a thread; -1: none.
     rng
-        Seeds each sample, under ``seeding="sample"``; looked at when a fetcher is opened.
+        Sample RNG under ``seeding="sample"``, else None; read when a fetcher is opened.
     extras
         Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker.
     """
@@ -59,14 +59,14 @@ class TaskContext:
         self.at = self.task = -1
 
     def add(self, name: str, value: Any) -> None:
-        """Put `value` beside the value of the task in hand."""
+        """Add metadata to the value of the task in hand."""
         if self.extras is None:
             self.extras = {name: value}
         else:
             self.extras[name] = value
 
     def take_extras(self) -> dict[str, Any] | None:
-        """Return what was put beside the value, and begin with nothing."""
+        """Return the metadata, and begin with none."""
         extras, self.extras = self.extras, None
         return extras
 
@@ -74,14 +74,7 @@ class TaskContext:
 class FollowingContext(TaskContext):
     """Context of work within a task: cancelled with another, and with extras of its own.
 
-    It is not tracked: the number of a sample is that of the task outside.
-
-    Parameters
-    ----------
-    other
-        The context of the task.
-    rng
-        Seeds the work within; None: nothing does.
+    It is not tracked: the number of a sample is that of the task outside (`other`).
     """
 
     __slots__ = ("_other",)
@@ -102,14 +95,9 @@ class FollowingContext(TaskContext):
 
 
 class GivenUp:
-    """In the place of an index or an item at which worker after worker has died.
+    """Mark in the place of an `index`, or item, at which workers have died again and again.
 
-    Attributes
-    ----------
-    index
-        What was there.
-    text
-        What is to be said of it.
+    `text` is the message of its error.
     """
 
     __slots__ = ("index", "text")
@@ -125,7 +113,7 @@ class GivenUp:
 
 
 class Spared(list[Any]):
-    """The indices of a task of which some are `GivenUp`: told from others by its type."""
+    """Indices of a task of which some are `GivenUp`; the type tells them from others."""
 
 
 class Fetcher(ABC):
@@ -134,7 +122,7 @@ class Fetcher(ABC):
     Attributes
     ----------
     position
-        Samples of the worker's shard that were read; 0 where tasks do not follow from those before.
+        Number of samples of the worker's shard that were read; 0 if it has no shard.
     ended
         True once the shard has ended.
     states
@@ -158,22 +146,19 @@ class Fetcher(ABC):
         """
 
     def key(self, index: Any) -> bytes:
-        """Return what the collation of the task is seeded by, under ``seeding="sample"``."""
+        """Return the key that seeds the collation of the task, under ``seeding="sample"``."""
         return b""
 
     def skip(self, count: int) -> None:  # noqa: B027  # without a shard there is nothing to do
-        """Go on behind `count` samples of the shard, which another worker has delivered."""
+        """Skip `count` samples of the shard, which another worker has delivered."""
 
     def resume(self, start: ShardStart) -> None:  # noqa: B027  # as above
-        """Go on where another run had come to."""
+        """Go on at the place of an earlier run."""
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Return what can be sent of a value that can't, because of `error`; or raise why none can.
+        """Return a part of `value` that can be sent, as all of it can't because of `error`; or raise.
 
-        Parameters
-        ----------
-        check
-            Raises what is wrong with a value.
+        `check` raises an error for a value that can't be sent.
         """
         try:
             raise error
@@ -181,17 +166,11 @@ class Fetcher(ABC):
             del error  # a traceback whose frame holds its own exception is a cycle
 
     def close(self) -> None:  # noqa: B027  # most have nothing open
-        """End what is read."""
+        """Close the iterators that are read."""
 
 
 class FunctionFetcher(Fetcher):
-    """Fetcher that calls a function with each index: for work without a shard.
-
-    Parameters
-    ----------
-    function
-        Called with one index.
-    """
+    """Fetcher that calls a function with each index: for work without a shard."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -201,18 +180,18 @@ class FunctionFetcher(Fetcher):
 
 
 class Fetch(ABC):
-    """Work of a stage: what a worker does with an index. Can be sent to a worker.
+    """Work of a stage: makes a result of an index. Can be sent to a worker.
 
     Attributes
     ----------
     dataset
         Dataset that ``get_worker_info().dataset`` shows.
     batched
-        The index of a task is a list of samples' indices, or of items.
+        True if the index of a task is a list, of samples' indices or of items.
     in_turn
-        A sample can be had only behind those before it, and not asked for by itself.
+        True if a sample can be read only after those before it.
     threads
-        Threads of a worker, its own among them, that fetch the samples of one task.
+        Number of threads of a worker, its own included, that fetch the samples of one task.
     """
 
     batched: bool = True

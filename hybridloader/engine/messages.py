@@ -1,7 +1,7 @@
-"""What travels between a stage and its workers: messages one way, events the other.
+"""Messages from a stage to its workers, and events from the workers.
 
-Nothing here knows what carries it. Every class is frozen and made of plain values, so that it can
-go by reference to a thread and by pickle to a process. Those of which there is one a batch are named
+They depend on no transport. Every class is frozen and made of plain values, so that it can go by
+reference to a thread and by pickle to a process. Those of which there is one a batch are named
 tuples, which are made in a third of the time that a frozen dataclass takes.
 """
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What every worker of one stage is told when it starts; the same object for all of them.
+    """Specification of the workers of one stage; the same object for all of them.
 
     Attributes
     ----------
     stage
-        The name that errors give to the stage.
+        Name of the stage in errors.
     workers
-        How many workers the stage has. 0 means that the caller does the work itself, in its own
+        Number of workers of the stage. 0 means that the caller does the work itself, in its own
         context: no worker info, no seeding, no `init_fn`, as torch does with ``num_workers=0``.
     fetch
         Makes one result out of one index; opened once per worker and epoch.
@@ -38,17 +38,17 @@ class WorkerSpec:
     init_fn
         Called in each worker, after seeding, with the worker's number.
     shared_seed
-        The seed that all workers of an `IterDataPipe` share in the first epoch.
+        Seed that all workers of an `IterDataPipe` share in the first epoch.
     tracked
-        Whether a worker notes which sample of its task it is at, should it die.
+        True if a worker notes which sample of its task it is at, should it die.
     skip
-        Samples of its shard that the worker before it in this place has delivered in this epoch.
+        Samples of the shard that the worker before it in this place has delivered in this epoch.
     starts
-        Where each worker goes on in its first epoch, if not at the beginning.
+        Place at which each worker begins its first epoch; empty: all begin at the beginning.
     seeding
-        What the seeds of samples follow from, under ``seeding="sample"``.
+        Origin of the seeds of samples, under ``seeding="sample"``.
     tells
-        Whether `Ready` tells the first state of the dataset, or why the worker could not begin.
+        True if `Ready` has the first state of the dataset, or the error that the worker began with.
     """
 
     stage: str
@@ -65,7 +65,7 @@ class WorkerSpec:
 
 
 class Task(NamedTuple):
-    """Fetch `index` and answer with `seq`."""
+    """Order to fetch `index`, and to answer with `seq`."""
 
     seq: int
     index: Any
@@ -73,7 +73,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Begin:
-    """A new epoch: take over `changes` and open a new fetcher, once the tasks before it are done."""
+    """Begin of an epoch: apply `changes` and open a new fetcher, once the tasks before it are done."""
 
     epoch: int
     shared_seed: int | None = None
@@ -81,14 +81,9 @@ class Begin:
 
 
 class First(NamedTuple):
-    """What the next task begins with, under ``seeding="sample"``.
+    """Number of the first item of the next task, under ``seeding="sample"``.
 
-    Attributes
-    ----------
-    item
-        Its first item's number in the stage's input, from 0 in each pass.
-    epoch
-        The number of the pass.
+    Items of the stage's input are numbered from 0 in each pass, of number `epoch`.
     """
 
     item: int
@@ -97,19 +92,16 @@ class First(NamedTuple):
 
 @dataclass(frozen=True)
 class Stop:
-    """No more tasks will come: finish."""
+    """Order to finish: no more tasks will come."""
 
 
 Message = Task | Begin | First | Stop
 
 
 class Ready(NamedTuple):
-    """The worker has started and ran its `init_fn`.
+    """Event: the worker has started and ran its `init_fn`.
 
-    Attributes
-    ----------
-    told
-        The state of the dataset, or the error with which it began, if the worker was to tell.
+    `told` is the state of the dataset, or the error that it began with, if `WorkerSpec.tells`.
     """
 
     worker: int
@@ -117,13 +109,19 @@ class Ready(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Task `seq` has a value; the worker spent `seconds` on it, and is at `position` of its shard.
+    """Event: task `seq` has a value.
 
     Attributes
     ----------
+    payload
+        Value, on its way.
+    seconds
+        Seconds that the worker spent on it.
+    position
+        Number of samples of its shard that the worker has read.
     extras
-        Metadata of the value, by name; None if there is none. ``"outcome"`` is what failed on the way
-        (`faults.tried.Outcome`), ``"state"`` the state of the dataset (`states.carried.Start`).
+        Metadata of the value, by name; None if there is none. ``"outcome"`` has the errors that an
+        error policy has dealt with, ``"state"`` the state of the dataset (`ShardStart`).
     """
 
     worker: int
@@ -135,7 +133,7 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Task `seq` raised; the worker goes on, from `position` of its shard. It has no metadata."""
+    """Event: task `seq` raised; the worker goes on from `position` of its shard."""
 
     worker: int
     seq: int
@@ -158,16 +156,10 @@ class Last:
 
 
 class Exhausted(NamedTuple):
-    """The worker's shard of an iterable dataset ended when it was asked for task `seq`.
+    """Event: the worker's shard of an iterable dataset ended when it was asked for task `seq`.
 
-    It answers no further task of this epoch.
-
-    Attributes
-    ----------
-    position
-        Number of samples that the shard had.
-    told
-        The state of the dataset behind its end, if it has one.
+    It answers no further task of this epoch. The shard had `position` samples; `told` is the state of
+    the dataset at its end, if it has one.
     """
 
     worker: int
@@ -178,21 +170,21 @@ class Exhausted(NamedTuple):
 
 @dataclass(frozen=True)
 class Exited:
-    """The worker is gone.
+    """Event: the worker is gone.
 
     Attributes
     ----------
     cause
-        What happened; None when it was asked to go.
+        Cause of its end, as the predicate of a sentence; None when it was asked to go.
     task, at
-        The task that it was at, and the number of the sample in it, if somebody wanted to know
-        (`TaskContext`). `at` is -1 between two samples, None where it is not known.
+        Task that it was at, and number of the sample in it, if `WorkerSpec.tracked`. `at` is -1 between
+        two samples, None where it is not known.
     evidence
-        The stack that it left.
+        Stack that it left.
     memory
-        What is known of the memory, if that may have been the cause.
+        Report on the memory, if that may have been the cause.
     slots
-        Bytes that its slots took, and that they were allowed.
+        Bytes that its slots took, and limit of these bytes.
     """
 
     worker: int

@@ -20,21 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class ItemCounter:
-    """Pass and item that a stage has come to.
+    """Pass and item that a stage has come to."""
 
-    Attributes
-    ----------
-    items
-        True to count items; False for readers, and for batches of indices.
-    epoch
-        Number of the pass.
-    next
-        Number of the next new item.
-    """
-
-    items: bool = True
-    epoch: int = 0
-    next: int = 0
+    items: bool = True  # count items; False for readers, and for batches of indices
+    epoch: int = 0  # number of the pass
+    next: int = 0  # number of the next new item
 
     def begin(self, epoch: int, first: int = 0) -> None:
         """Begin a pass with item number `first`; called before the stage begins it."""
@@ -42,15 +32,7 @@ class ItemCounter:
 
 
 class NumberedSending:
-    """Starts the workers of a crew and sends them messages, with the numbers that they can't know.
-
-    Parameters
-    ----------
-    crew
-        Crew of the stage.
-    counter
-        Counter of the stage.
-    """
+    """Starts the workers of a crew and sends them messages, with the numbers that they can't know."""
 
     def __init__(self, crew: Crew, counter: ItemCounter) -> None:
         self._crew, self._counter = crew, counter

@@ -1,4 +1,4 @@
-"""Results on their way from a worker: by reference, packed, or in slots; opened once, or discarded."""
+"""Results on their way from a worker: by reference, packed, or in slots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 
 class Payload:
-    """A result on its way. Exactly one of `open` and `discard` is called, once."""
+    """Result on its way. Exactly one of `open` and `discard` is called, once."""
 
     __slots__ = ()
 
@@ -24,15 +24,15 @@ class Payload:
         return 0
 
     def open(self) -> Any:
-        """Give the value. What it raises is reported as the failure of that task alone."""
+        """Return the value. An exception is reported as the failure of that task alone."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Free what the payload holds. Never raises."""
+        """Free the payload. Never raises."""
 
 
 class ByReference(Payload):
-    """The payload of a worker in this very process: the value itself."""
+    """Payload of a worker in this process: the value itself."""
 
     __slots__ = ("_value",)
 
@@ -43,7 +43,7 @@ class ByReference(Payload):
         return self._value
 
     def peek(self) -> Any:
-        """The value, without taking it."""
+        """Return the value, without taking it."""
         return self._value
 
     def discard(self) -> None:

@@ -1,11 +1,11 @@
-"""What changed in the dataset since the last epoch, so that persistent workers see it.
+"""Changes of the dataset since the last epoch, so that persistent workers see them.
 
 A persistent worker that has a copy of its own would go on with the dataset of the first epoch:
 ``dataset.set_epoch(3)`` in the training script would never reach it. So before each new epoch the
 attributes that were *rebound* since are sent along: on any object, those whose new value is plain
 (a number, a string, None, or a tuple of such); on an object that has a `set_epoch` method, every
-one that can be pickled. What was changed in place, and what a worker did to its own copy, is left
-alone. Looked at are the dataset, the datasets that it holds in attributes or lists, and so on.
+one that can be pickled. Changes in place, and those of a worker to its own copy, are left alone.
+The same goes for the datasets that it holds in attributes or lists, and so on.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn
 
-Path = tuple[Any, ...]  # names of attributes and places in lists, from the dataset inwards
+Path = tuple[Any, ...]  # names of attributes and places in lists, from the dataset inward
 Change = tuple[Path, Any]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Watch:
-    """Remembers what the attributes of a dataset were bound to."""
+    """Remembers the values of the attributes of a dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._seen = _bindings(dataset)
+        self._before = _bindings(dataset)
         self._warned: set[Path] = set()
 
     def changes(self) -> tuple[Change, ...]:
-        """What was rebound since the last call."""
-        before, self._seen = self._seen, _bindings(self._dataset)
+        """Return the attributes that were rebound since the last call."""
+        before, self._before = self._before, _bindings(self._dataset)
         found = []
-        for path, (value, by_epoch) in self._seen.items():
+        for path, (value, by_epoch) in self._before.items():
             if path in before and _same(before[path][0], value):
                 continue
             if _plain(value) or (by_epoch and self._picklable(path, value)):
@@ -58,7 +58,7 @@ class Watch:
 
 
 def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
-    """Rebind in `dataset` what `changes` tells."""
+    """Rebind the attributes of `dataset` in `changes`."""
     for path, value in changes:
         target = dataset
         for step in path[:-1]:
@@ -83,7 +83,7 @@ def _plain(value: Any) -> bool:
 
 
 def _bindings(dataset: Any) -> dict[Path, tuple[Any, bool]]:
-    """Every attribute of the dataset and of the datasets within: path -> value, has set_epoch."""
+    """Return the attributes of the dataset and of those within: path -> value, has `set_epoch`."""
     found: dict[Path, tuple[Any, bool]] = {}
     for path, node in _nodes(dataset):
         by_epoch = has(node, "set_epoch")
@@ -95,13 +95,13 @@ def _bindings(dataset: Any) -> dict[Path, tuple[Any, bool]]:
 
 
 def _nodes(dataset: Any) -> Iterator[tuple[Path, Any]]:
-    seen: set[int] = set()
+    visited: set[int] = set()
     todo: list[tuple[Path, Any]] = [((), dataset)]
     while todo:
         path, node = todo.pop()
-        if id(node) in seen or not isinstance(attribute(node, "__dict__"), dict):
+        if id(node) in visited or not isinstance(attribute(node, "__dict__"), dict):
             continue
-        seen.add(id(node))
+        visited.add(id(node))
         yield path, node
         for name, value in vars(node).items():
             here = (*path, name)

@@ -22,7 +22,7 @@ GROUP = "hybridloader.backends"
 
 
 class Entry(NamedTuple):
-    """Where a backend comes from, and how to get it when it is not there."""
+    """Module and attribute of a backend, and the command that installs it."""
 
     target: str
     install: str
@@ -41,7 +41,7 @@ _OURS = {
 
 @lru_cache(maxsize=1)
 def known() -> Mapping[str, Entry]:
-    """All backends by name, as a read-only view; none of them is imported."""
+    """Return all backends by name, as a read-only view; none of them is imported."""
     from importlib.metadata import entry_points
 
     entries = dict(_OURS)
@@ -52,17 +52,17 @@ def known() -> Mapping[str, Entry]:
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names that `backend=` takes."""
+    """Return the names that `backend=` takes."""
     return tuple(known())
 
 
 def normalise(name: str) -> str:
-    """``"Shared_Memory"`` and ``"shared-memory"`` are one name."""
+    """Return the registered form of a name: ``"shared-memory"`` for ``"Shared_Memory"``."""
     return name.strip().lower().replace("_", "-")
 
 
 def get_backend(backend: Any) -> Backend:
-    """Give the backend that a name, a `Backend` instance or a `Backend` class stands for.
+    """Return the backend of a name; a `Backend` instance as it is.
 
     Raises
     ------

@@ -31,30 +31,13 @@ FINAL = (IteratorClosed, WorkerDied)
 
 
 class RelayQueue:
-    """Bounded queue between the thread of a relay and its consumer; the thread never holds the relay.
-
-    Attributes
-    ----------
-    depth
-        Number of items that may wait. May be set at any time.
-    items, weight
-        The items that wait, and their weight if there is a `weigh`.
-    closed
-        True once nobody wants items any more.
-    ended
-        True once the thread gives no more items.
-    full
-        True while the thread sleeps until an item leaves.
-    count
-        Number of items that have come out.
-    blocked, waited
-        Seconds that the thread, and the consumer, slept.
-    """
+    """Bounded queue between the thread of a relay and its consumer; the thread never holds the relay."""
 
     def __init__(
         self, name: str, depth: int, weigh: Callable[[Any], int] | None, limit: int
     ) -> None:
-        self._name, self.depth = name, depth
+        self._name = name
+        self.depth = depth  # items that may wait; may be set at any time
         self._weigh, self._limit = weigh, limit
         self._owner = os.getpid()
         # One lock, which a finalizer on the same thread may take again.
@@ -64,14 +47,15 @@ class RelayQueue:
         # All the mutable state, under that lock:
         self.items: deque[Any] = deque()
         self._weights: deque[int] = deque()  # of the items, if there is a `weigh`
-        self.weight = 0
-        self.closed = self.ended = False
+        self.weight = 0  # of all items
+        self.closed = False  # nobody wants items any more
+        self.ended = False  # the thread gives no more items
         self._failed = False  # it ended with an error, and not because all had come
         self._sleepers = 0  # consumers that sleep until something comes
-        self.full = False
+        self.full = False  # the thread sleeps until an item leaves
         self._wake: Callable[[], None] | None = None  # a consumer that does not sleep here
-        self.count = 0
-        self.blocked = self.waited = 0.0
+        self.count = 0  # items that have come out
+        self.blocked = self.waited = 0.0  # seconds that the thread, and the consumer, slept
 
     # -- for the thread ----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""When a worker that died is replaced, and when a task is given up that kills its workers."""
+"""Limits of replacing workers that died, and of trying a task that kills its workers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from hybridloader._support.arguments import policy, seconds, whole
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Replace workers that die, and send what they had in hand to the new ones.
+    """Policy to replace workers that die, and to send their tasks to the new ones.
 
-    A worker that dies before it has got ready is replaced too. Where none ever gets ready (the dataset's
+    A worker that dies before it has got ready is replaced too. If none ever gets ready (the dataset's
     import ends it, for instance), that goes on until `max_restarts`, and the error says so.
 
     Parameters
     ----------
     max_restarts
-        How many workers of one stage may be replaced within `window_seconds`; the next death raises.
+        Number of workers of one stage that may be replaced within `window_seconds`; the next death
+        raises.
     window_seconds
         Seconds that a restart counts.
     deaths_per_sample
-        After how many deaths of a worker at the same sample this sample is given up: its place is taken
-        by an error, which `on_error` may skip or replace. Where it is not known which sample of its
-        task the worker was at, it is the whole task that is given up.
+        Number of deaths at the same sample after which it is given up: an error takes its place, which
+        `on_error` may skip or replace. If it is not known which sample of its task the worker was at,
+        the whole task is given up.
     """
 
     max_restarts: int = 10
@@ -39,12 +40,9 @@ class RestartPolicy:
 
     @classmethod
     def of(cls, value: Any, name: str = "on_worker_death") -> RestartPolicy | None:
-        """The policy that `on_worker_death` names; None: a death is raised.
+        """Return the policy that `on_worker_death` names; None: a death is raised.
 
-        Raises
-        ------
-        ValueError
-            It names none.
+        Raises `ValueError` if it names none.
         """
         if value is None:
             return None
@@ -55,7 +53,7 @@ class RestartPolicy:
 
 
 class Deaths:
-    """What the workers of one stage have died of until now, for its policy."""
+    """Deaths and restarts of the workers of one stage until now, for its policy."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
@@ -73,10 +71,10 @@ class Deaths:
         return True
 
     def count(self, seq: int, at: int | None) -> int:
-        """Count a death at sample `at` of task `seq`; how many there were of it."""
+        """Count a death at sample `at` of task `seq`; return the number of its deaths."""
         self._at[seq, at] += 1
         return self._at[seq, at]
 
     def forget(self) -> None:
-        """A new epoch: its tasks have other numbers."""
+        """Forget the deaths of an epoch: the tasks of the next have other numbers."""
         self._at.clear()

@@ -1,19 +1,19 @@
-"""The scheduler: what goes to which worker, what comes out next, what an exit means.
+"""Scheduler: decides which task goes to which worker, which result is next, and the outcome of an exit.
 
 A pure state machine. It holds sequence numbers and states; it never holds a thread, a process, a
-clock, a tensor or an index, and it never waits. The pump (`stage.py`) asks it what to do and tells
+clock, a tensor or an index, and it never waits. The stage (`stage.py`) asks it what to do and tells
 it what happened.
 
 Theory of operation
 -------------------
 While `free` is not 0, a task is wanted: `dispatch` chooses a worker for it, if any should have it now,
-and `assign` gives it the next sequence number. A task is in one of
-two dicts: `sent` (seq -> worker) until its result comes, then `done` (seq -> result) until it is
-popped. The two are disjoint, and together hold at most `window` tasks. Numbers are never reused:
-an epoch begins at `first`, whatever is older is stale. Every number that was assigned leaves
-exactly once: popped as a value or an error, or counted in `skipped` (the worker's shard ended
-before it) or in `abandoned` (a new epoch or a close came first). A worker may be replaced in the
-middle: what it had is then sent again to the new one, under the same numbers.
+and `assign` gives it the next sequence number. A task is in one of two dicts: `sent` (seq -> worker)
+until its result comes, then `done` (seq -> result) until it is popped. The two are disjoint, and
+together hold at most `window` tasks. Numbers are never reused: an epoch begins at `first`, and lower
+numbers are stale. Every number that was assigned leaves exactly once: popped as a value or an error,
+or counted in `skipped` (the worker's shard ended before it) or in `abandoned` (a new epoch or a close
+came first). A worker may be replaced in the middle: its tasks are then sent to the new one, under the
+same numbers.
 
 Both machines are the tables below. A pair that is not in its table is illegal: it raises
 `IllegalTransition` and changes nothing.
@@ -107,7 +107,7 @@ _OVER = (RunState.CLOSING, RunState.CLOSED)
 
 
 class Fault(NamedTuple):
-    """A worker that ended unasked: the tasks it had, oldest first, and its last event."""
+    """Worker that ended unasked, with the tasks it had, oldest first, and its last event."""
 
     worker: int
     cause: str
@@ -116,16 +116,13 @@ class Fault(NamedTuple):
 
 
 Dispatch = Callable[["Scheduler"], "int | None"]
-"""Chooses who gets the next task: a worker's number, or None while nobody should. Only reads."""
+"""Function that returns the worker of the next task, or None if no worker should get it yet."""
 
 
 def round_robin(scheduler: Scheduler, last: int | None = None) -> int | None:
-    """The next active worker in the circle: torch's rule, so that worker ``k`` gets batch ``k``.
+    """Return the next active worker after `last`: torch's rule, so that worker ``k`` gets batch ``k``.
 
-    Parameters
-    ----------
-    last
-        Behind whom to begin; None: behind who got the last task.
+    None for `last` is the worker that got the last task.
     """
     states = scheduler.workers
     worker = scheduler.last if last is None else last
@@ -139,7 +136,7 @@ def round_robin(scheduler: Scheduler, last: int | None = None) -> int | None:
 
 
 def round_robin_with_room(scheduler: Scheduler) -> int | None:
-    """The next active worker that holds less than its share: torch's rule for ``in_order=False``."""
+    """Return the next active worker with less than its share: torch's rule for ``in_order=False``."""
     states, last = scheduler.workers, scheduler.last
     count = len(states)
     share = scheduler.window // max(1, sum(state in ACTIVE for state in states))
@@ -156,7 +153,7 @@ wait for the next. More would wait behind a slow one while other workers are idl
 
 
 def least_busy(scheduler: Scheduler) -> int | None:
-    """The active worker with the fewest tasks to do, none if each has its `AT_HAND`."""
+    """Return the active worker with the fewest tasks to do; None if each has its `AT_HAND`."""
     states, busy, last = scheduler.workers, scheduler.busy, scheduler.last
     count = len(states)
     found, least = None, AT_HAND
@@ -170,26 +167,14 @@ def least_busy(scheduler: Scheduler) -> int | None:
 
 
 class Scheduler:
-    """Decides for one stage; see the module for the rules.
-
-    Parameters
-    ----------
-    workers
-        How many workers there are, at least 1.
-    window
-        How many tasks may be under way or waiting to be popped, at least 1.
-    ordered
-        Whether results are popped in the order in which tasks were assigned, or as they come.
-    dispatch
-        Who gets the next task.
-    """
+    """State of one stage's tasks and workers; see the module for the rules."""
 
     def __init__(
         self,
         workers: int,
-        window: int,
+        window: int,  # tasks under way or waiting to be popped, at most
         *,
-        ordered: bool = True,
+        ordered: bool = True,  # results are popped in the order of their tasks, else as they come
         dispatch: Dispatch = round_robin,
     ) -> None:
         if workers < 1 or window < 1:
@@ -220,7 +205,7 @@ class Scheduler:
     # -- moves -----------------------------------------------------------------------------------
 
     def begin(self) -> list[Result]:
-        """Begin an epoch; the results that nobody will pop come back, to be discarded."""
+        """Begin an epoch; return the results that nobody will pop, to be discarded."""
         run = self._after(self.run, "begin")
         workers = [self._worker_after(i, "begin") for i in range(len(self.workers))]
         self.run, self.workers = run, workers
@@ -243,7 +228,7 @@ class Scheduler:
         return seq
 
     def source_ended(self) -> None:
-        """There is nothing more to assign in this epoch."""
+        """Note that there is nothing more to assign in this epoch."""
         self.run = self._after(self.run, "ended")
         self.free = 0
 
@@ -265,7 +250,7 @@ class Scheduler:
         return stale
 
     def handle(self, event: Event) -> bool:
-        """Take in what a worker reported; False if it is stale and its payload to be discarded."""
+        """Take in an event of a worker; False if it is stale and its payload to be discarded."""
         if isinstance(event, (Done, Failed)):
             return not self.take_in((event,))
         if isinstance(event, Exhausted):
@@ -278,7 +263,7 @@ class Scheduler:
         return True
 
     def pop(self) -> Result | None:
-        """The next result in turn, or None if it has not come."""
+        """Return the next result in turn, or None if it has not come."""
         sent, done = self.sent, self.done
         if not done:
             return None
@@ -306,25 +291,25 @@ class Scheduler:
         return self.run is RunState.IDLE
 
     def stop(self, worker: int) -> None:
-        """The worker was told to stop."""
+        """Note that the worker was told to stop."""
         self.workers[worker] = self._worker_after(worker, "stop")
 
     def replace(self, worker: int) -> list[int]:
-        """The worker has died and another takes its place; gives what it must be sent, oldest first.
+        """Note that another worker takes the place of a dead one; return its tasks, oldest first.
 
-        It is wanted now if its state is `WorkerState.STARTING` then; if it is `WorkerState.ABSENT`,
-        when the next epoch begins.
+        It is to start now if its state is then `WorkerState.STARTING`; with the next epoch if it is
+        `WorkerState.ABSENT`.
         """
         self.workers[worker] = self._worker_after(worker, "replaced")
         return self.held(worker)
 
     def held(self, worker: int) -> list[int]:
-        """The tasks that the worker was sent and has not answered, oldest first."""
+        """Return the tasks that the worker was sent and has not answered, oldest first."""
         # A copy first, which is made in one step: a report may be wanted while another thread pulls.
         return sorted(seq for seq, holder in self.sent.copy().items() if holder == worker)
 
     def close(self) -> list[Result]:
-        """The run ends here; the results that nobody will pop come back, to be discarded."""
+        """End the run; return the results that nobody will pop, to be discarded."""
         self.run = self._after(self.run, "close")
         self.workers = [self._worker_after(i, "stop") for i in range(len(self.workers))]
         if self.run is not RunState.CLOSED and self._all_gone():

@@ -1,7 +1,7 @@
-"""Workers on threads of this process, and in processes of their own: all but how messages travel.
+"""Workers on threads of this process, and in processes of their own, without the transport.
 
-A backend makes a worker by `thread_worker` or `process_worker`, and runs its loop by `serve`. Both
-import no torch and no numpy by themselves.
+A backend makes a worker by `thread_worker` or `process_worker`, and runs its loop by `serve`. Neither
+imports torch or numpy by itself.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hybridloader.seeding.worker_seeds import ProcessSeeds, ThreadSeeds
 
 
 def thread_worker(number: int, spec: WorkerSpec, *, copies: bool = False) -> Worker:
-    """Make a worker that a thread of this process will `serve`; on the thread that starts that one.
+    """Make a worker that a thread of this process will `serve`; called by the thread that starts it.
 
     Parameters
     ----------
     copies
-        Whether it reads a copy of a map-style dataset. Of an iterable one, each worker does.
+        True to read a copy of a map-style dataset. Of an iterable one, each worker does.
 
     Raises
     ------
@@ -58,7 +58,7 @@ class PackedSpec:
     Raises
     ------
     ShippingError
-        Something in it can't be sent; names the attribute that is to blame.
+        Something in it can't be sent; the message names the attribute.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -67,14 +67,14 @@ class PackedSpec:
         self._inherited = shipment.inherited
 
     def open(self) -> WorkerSpec:
-        """Load it, in the worker."""
+        """Return the specification, in the worker."""
         return received([memoryview(part) for part in self._parts], [], self._inherited)
 
 
 def received(
     parts: list[memoryview], fds: list[int], inherited: Inherited | None = None
 ) -> WorkerSpec:
-    """Load a spec that was shipped. If it can't be loaded here, that is the answer to every task."""
+    """Load a specification that was sent. If that fails, the error answers every task."""
     try:
         spec: WorkerSpec = receive(parts, fds, inherited)
     except ShippingError as error:
@@ -83,7 +83,7 @@ def received(
 
 
 class _Unloadable(Fetch):
-    """The work of a worker that could not load its work."""
+    """Work of a worker that could not load its specification."""
 
     dataset = None
 
@@ -98,7 +98,7 @@ class _Unloadable(Fetch):
 
 
 def process_worker(number: int, work: PackedSpec) -> Worker:
-    """Make the worker that this process is; the process will `serve` it."""
+    """Make the worker of this process, which will `serve` it."""
     one_thread_in_this_process("torch" not in sys.modules)
     spec = work.open()
     worker = Worker(number, spec, ProcessSeeds(), Pickled, TaskContext(tracked=spec.tracked))
@@ -107,12 +107,9 @@ def process_worker(number: int, work: PackedSpec) -> Worker:
 
 
 class Pickled(Payload):
-    """A result that is pickled where it was made, so that it can travel, and loaded where it is opened.
+    """Result that is pickled when it is made, and loaded when it is opened.
 
-    Raises
-    ------
-    ResultNotSendable
-        It can't be pickled.
+    Making one raises `ResultNotSendable` if the result can't be pickled.
     """
 
     __slots__ = ("_buffers", "_header")
@@ -135,10 +132,12 @@ class Pickled(Payload):
 def dumps(thing: Message | Event) -> bytes:
     """Pickle a message to a worker in another process, or an event from it.
 
+    An event whose metadata can't be pickled becomes a `Failed`.
+
     Raises
     ------
     ResultNotSendable
-        The index of a task can't be pickled. An event whose metadata can't be becomes a `Failed`.
+        The index of a task can't be pickled.
     """
     try:
         return pack_in_band(thing, "what a task holds")
@@ -159,33 +158,39 @@ def serve(
     *,
     prepare: Callable[[], None] | None = None,
 ) -> int:
-    """Be a worker on this thread: answer messages until it is told to stop, or nobody waits any more.
+    """Run a worker on this thread until it is told to stop, or nobody waits any more.
 
     Parameters
     ----------
     get
-        Gives the next message, and waits for it. `EOFError`: there will be none.
+        Waits for the next message and returns it, or raises `EOFError` if there will be none.
     report
         Takes events. The last one is an `Exited`, unless nobody is there to take it (`OSError`).
     prepare
-        Called first, on this thread. What it raises ends the worker.
+        Called first, on this thread. An exception in it ends the worker.
 
     Returns
     -------
     int
-        The exit code: 0, or 1 if an exception has ended the worker.
+        Exit code: 0, or 1 if an exception has ended the worker.
     """
     context, cause, evidence = worker.context, None, ""
-    if context.tracked:
-        get = _noting(get, context)
+
+    def tracked() -> Message:
+        context.task = -1
+        message = get()
+        if isinstance(message, Task):
+            context.at, context.task = -1, message.seq
+        return message
+
     try:
         if prepare is not None:
             prepare()
         if worker.info.worker_method == "thread":
             set_worker_info(worker.info)
             one_thread_on_this_thread()
-        run(worker, get, report)
-    except BaseException as error:  # whatever ends a worker, its crew must hear of it
+        run(worker, tracked if context.tracked else get, report)
+    except BaseException as error:  # the crew must be told of any end
         if not context.cancelled:
             evidence = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             cause = f"was ended by {type(error).__name__}: {error}"
@@ -195,16 +200,3 @@ def serve(
     with suppress(OSError):  # of a pipe, for instance, whose other end is gone
         report(Exited(worker.worker, cause, task, at, evidence))
     return int(cause is not None)
-
-
-def _noting(get: Callable[[], Message], context: TaskContext) -> Callable[[], Message]:
-    """`get`, of which `context` notes which task it gave last."""
-
-    def noted() -> Message:
-        context.task = -1
-        message = get()
-        if isinstance(message, Task):
-            context.at, context.task = -1, message.seq
-        return message
-
-    return noted

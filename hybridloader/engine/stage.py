@@ -51,61 +51,27 @@ if TYPE_CHECKING:
 class Stage(Lifecycle, Iterator[Any]):
     """Running stage: an iterator over its results.
 
-    Parameters
-    ----------
-    backend
-        Kind of the workers.
-    spec
-        Specification for all workers. ``spec.workers == 0`` means one worker in the caller's context.
-    lookahead
-        Number of tasks that may be under way or waiting. 0: one, and only while it is asked for.
-    ordered
-        True to give results in the order of their indices.
-    timeout
-        Seconds to wait for one result; 0 waits for ever.
-    persistent
-        True if another epoch may come. Else a worker is told to stop as soon as its shard has ended,
-        and all are ended with the epoch.
-    dispatch
-        Chooses the worker of the next task.
-    flow_control
-        Observer that may hold tasks back; None: there is none.
-    forwards
-        True to give results that can be sent on to another process unopened, as payloads.
-    on_worker_death
-        Limits of replacing workers that died; None: a death is raised.
-    task_timeout
-        Seconds that a worker may take for one task; 0: any time.
-    locks
-        Locks the pages of results that a device is going to read; None: pages are not locked.
-    counter
-        Numbers the items of tasks under ``seeding="sample"``; None: they are not numbered.
-    clock
-        Returns monotonic seconds.
-
-    Raises
-    ------
-    BackendUnavailable, ShippingError
-        Before any worker has started.
+    Making one raises `BackendUnavailable` or `ShippingError`, before any worker has started.
     """
 
     def __init__(
         self,
         backend: Backend,
-        spec: WorkerSpec,
+        spec: WorkerSpec,  # ``workers == 0`` means one worker in the caller's context
         *,
-        lookahead: int,
-        ordered: bool = True,
-        timeout: float = 0,
+        lookahead: int,  # tasks under way or waiting, at most; 0: one, only while it is asked for
+        ordered: bool = True,  # give results in the order of their indices
+        timeout: float = 0,  # seconds to wait for one result; 0: for ever
+        # False: no epoch follows, so workers end with their shards, and all of them with the epoch.
         persistent: bool = False,
-        dispatch: Dispatch = round_robin,
-        flow_control: FlowControl | None = None,
-        forwards: bool = False,
-        on_worker_death: RestartPolicy | None = None,
-        task_timeout: float = 0,
-        locks: PageLocks | None = None,
-        counter: ItemCounter | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        dispatch: Dispatch = round_robin,  # chooses the worker of the next task
+        flow_control: FlowControl | None = None,  # is told of tasks, and may hold them back
+        forwards: bool = False,  # give results that another process can open as payloads
+        on_worker_death: RestartPolicy | None = None,  # None: a death is raised
+        task_timeout: float = 0,  # seconds that a worker may take for one task; 0: any time
+        locks: PageLocks | None = None,  # to lock the pages of results that a device will read
+        counter: ItemCounter | None = None,  # to number items, under ``seeding="sample"``
+        clock: Callable[[], float] = time.monotonic,  # seconds
     ) -> None:
         self._timeout, self._eager = timeout, lookahead > 0
         self._flow, self._forwards = flow_control, forwards

@@ -35,31 +35,18 @@ class Supervisor:
     A task's time counts from when its worker can have begun with it: when it was sent, or when the task
     before it was answered, as far as the stage has heard. So nobody is blamed for a consumer that was
     away for long. A worker that does not get ready runs over, too, after `START` seconds more.
-
-    Parameters
-    ----------
-    policy
-        Limits of replacing workers and of trying a sample; None: no worker is replaced.
-    task_timeout
-        Seconds that a worker may take for one task; 0: any time.
-    threads
-        True if the workers are threads, which can't be killed.
-    table
-        Table of the stage's workers; a sample that is given up is replaced in its indices.
-    sender
-        Starts workers and sends them messages: the crew, or a `NumberedSending` around it.
     """
 
     def __init__(
         self,
-        policy: RestartPolicy | None,
-        task_timeout: float,
+        policy: RestartPolicy | None,  # None: no worker is replaced
+        task_timeout: float,  # seconds that a worker may take for one task; 0: any time
         *,
-        threads: bool,
-        table: WorkerTable,
+        threads: bool,  # the workers are threads, which can't be killed
+        table: WorkerTable,  # a sample that is given up is replaced in its indices
         scheduler: Scheduler,
         crew: Crew,
-        sender: Crew | NumberedSending,
+        sender: Crew | NumberedSending,  # starts workers and sends them messages
     ) -> None:
         self._deaths = None if policy is None else Deaths(policy)
         self._timeout, self._threads = task_timeout, threads

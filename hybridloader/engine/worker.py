@@ -1,4 +1,4 @@
-"""The one worker: what every worker of every backend does, step by step.
+"""Worker: the steps of every worker of every backend.
 
 A backend gives it messages and takes its events. It seeds itself, runs the user's `init_fn`, opens
 a fetcher for each epoch and answers tasks. It does not know whether it lives in a thread, in a
@@ -48,23 +48,23 @@ from hybridloader.seeding.worker_seeds import (
 class Worker:
     """One worker, driven from outside by `step`.
 
-    Whatever the user's code raises as an `Exception` becomes the answer to a task: an error in a
-    sample answers that task, an error in `init_fn` or in opening the dataset answers every task of
-    the epoch. If the worker reads its own shard, the error answers the first task, and then the
-    shard has ended. Anything else (`SystemExit`, `KeyboardInterrupt`) ends the worker.
+    An `Exception` of the user's code becomes the answer to a task: an error in a sample answers that
+    task, an error in `init_fn` or in opening the dataset answers every task of the epoch. If the worker
+    reads its own shard, the error answers the first task, and then the shard has ended. Anything else
+    (`SystemExit`, `KeyboardInterrupt`) ends the worker.
 
     Parameters
     ----------
     worker
-        Its number, from 0.
+        Number of the worker, from 0.
     spec
-        What all workers of the stage are told; its dataset is the copy that this worker reads.
+        Specification for all workers of the stage; its dataset is the copy that this worker reads.
     seeds
-        How it comes to its random numbers.
+        Seeds this kind of worker.
     wrap
         Makes the payload of a result.
     context
-        Of its tasks; cancelled once the iterator was closed, so that the rest of a batch is left out.
+        Context of its tasks; once it is cancelled, the rest of a batch is left out.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Worker:
         self._fetcher: Fetcher | None = None
         self._initialised = False
         self._broken: Exception | None = None
-        self._told = False  # in this epoch, why it is broken
+        self._told = False  # the error that it is broken by was told in this epoch
         self._exhausted = False
 
     def open(self) -> Ready:
@@ -137,7 +137,7 @@ class Worker:
             self._rng.release()
 
     def step(self, message: Task | Begin | First) -> Event | None:
-        """Do what `message` says; give what there is to report, or None."""
+        """Do what `message` says; return the event to report, or None."""
         working = self._seeds.working
         if isinstance(message, Task):
             if working is None:
@@ -153,7 +153,7 @@ class Worker:
 
     def _begin(self, message: Begin) -> None:
         self._exhausted = self._told = False
-        before = self._fetcher  # kept until there is another, which takes over its threads
+        before = self._fetcher  # kept until the next one has taken over its threads
         self._let_go()
         if self._rng is not None and self._spec.seeding is not None:
             self._rng.begin(replace(self._spec.seeding, epoch=message.epoch))
@@ -175,7 +175,7 @@ class Worker:
             return
         try:
             fetcher.close()
-        except Exception:  # of a generator's `finally`: as Python, which ignores and shows it
+        except Exception:  # in a generator's `finally`: ignored and shown, as Python does
             traceback.print_exc()
 
     def _answer(self, task: Task) -> Event | None:
@@ -222,11 +222,11 @@ class Worker:
 
     @property
     def _position(self) -> int:
-        """Number of samples of its shard that it is behind."""
+        """Number of samples of the shard that were read."""
         return 0 if self._fetcher is None else self._fetcher.position
 
     def _describe(self) -> Any:
-        """This worker's `WorkerInfo`; None when the caller does the work itself."""
+        """Return this worker's `WorkerInfo`; None when the caller does the work itself."""
         spec = self._spec
         if spec.workers == 0:
             return None
@@ -244,7 +244,7 @@ class Worker:
 
 
 def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleRng | None:
-    """What seeds the samples of this worker, if each is to be seeded."""
+    """Return the sample RNG of a worker; None if samples are not seeded."""
     origin = spec.seeding
     if origin is None:
         return None
@@ -259,7 +259,7 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
 
 
 def run(worker: Worker, get: Callable[[], Message], report: Callable[[Event], None]) -> None:
-    """Answer messages until `Stop`, or until nobody waits: the loop of a worker with its own thread."""
+    """Answer messages until `Stop`, or until nobody waits: the worker loop of threads and processes."""
     try:
         report(worker.open())
         while True:
@@ -276,7 +276,7 @@ def run(worker: Worker, get: Callable[[], Message], report: Callable[[Event], No
 
 
 def _resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
-    """The fetcher of a worker that goes on. The dataset gets its state first, as in torchdata."""
+    """Return the fetcher of a worker that resumes. The dataset gets its state first, as in torchdata."""
     if start.dataset is not None:
         load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
     fetcher = fetch.open(None, context)
@@ -291,7 +291,7 @@ def _resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
 
 
 def _do_again(fetcher: Fetcher, tasks: Sequence[Any], context: TaskContext) -> None:
-    """Do again what was done since the state was taken, to bring the dataset to the same place."""
+    """Repeat the tasks since the state was taken, to bring the dataset to the same place."""
     for task in tasks:
         if context.cancelled:
             return

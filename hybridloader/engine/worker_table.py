@@ -29,25 +29,7 @@ needs two, and ten times that on an overloaded machine."""
 
 
 class WorkerTable:
-    """Workers of one stage, by number, with their tasks.
-
-    Attributes
-    ----------
-    indices
-        Indices of the tasks that are not yet handed out, by the tasks' numbers.
-    since
-        Times, by `clock`, at which each worker began with its oldest task, or last had none.
-    answered
-        Numbers of tasks answered from each place, by all workers that had it.
-    position
-        Samples of its shard of this epoch that each worker has delivered.
-    restarts
-        Numbers of times that each place was given to another worker.
-    proven
-        True once any worker has got ready.
-    failed
-        Index of the last task that was handed out as an error; None if the error was of no task.
-    """
+    """Workers of one stage, by number, with their tasks."""
 
     def __init__(
         self, spec: WorkerSpec, scheduler: Scheduler, crew: Crew, clock: Callable[[], float]
@@ -55,13 +37,13 @@ class WorkerTable:
         workers = len(scheduler.workers)
         self.spec, self.scheduler, self.crew, self.clock = spec, scheduler, crew, clock
         # All the mutable state:
-        self.indices: dict[int, Any] = {}
-        self.since = [clock()] * workers
-        self.answered = [0] * workers
-        self.position = [0] * workers
-        self.restarts = [0] * workers
-        self.proven = False
-        self.failed: Any = None
+        self.indices: dict[int, Any] = {}  # by number: of the tasks that are not yet handed out
+        self.since = [clock()] * workers  # when each began with its oldest task, or last had none
+        self.answered = [0] * workers  # tasks answered from each place, by all workers that had it
+        self.position = [0] * workers  # samples of its shard of this epoch that each has delivered
+        self.restarts = [0] * workers  # times that each place was given to another worker
+        self.proven = False  # any worker has ever got ready
+        self.failed: Any = None  # index of the task that was last handed out as an error, if any
 
     def begin(self) -> None:
         """Note that an epoch begins: all shards are read from their beginning."""
