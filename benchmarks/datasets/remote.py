@@ -18,6 +18,7 @@ import sys
 import threading
 from typing import Any
 
+from benchmarks.datasets.pictures import as_jpeg, waves
 from benchmarks.datasets.plain import spin
 
 SIDE = 160
@@ -118,20 +119,8 @@ class _ThreadConnection(threading.local):
 
 
 def files(width: int, count: int = POOL) -> list[bytes]:
-    """JPEG files of that width, three quarters as high, made of waves: always the same ones."""
-    import numpy
-    from PIL import Image
-
-    made = []
-    y, x = numpy.mgrid[0 : width * 3 // 4, 0:width]
-    for number in range(count):
-        periods = ((7 + number, 31), (19, 11 + number), (53, 5 + number))
-        waves = [numpy.sin(x / a) * numpy.cos(y / b) for a, b in periods]
-        pixels = (numpy.stack(waves, -1) * 127 + 128).astype(numpy.uint8)
-        out = io.BytesIO()
-        Image.fromarray(pixels).save(out, "JPEG", quality=90)
-        made.append(out.getvalue())
-    return made
+    """JPEG files of that width, made of waves: the same ones every time."""
+    return [as_jpeg(waves(width, number)) for number in range(count)]
 
 
 class Server:
@@ -219,7 +208,7 @@ async def _serve(width: int, owner: int) -> None:
     print(server.sockets[0].getsockname()[1], flush=True)
     os.dup2(2, 1)  # the process that started it may close the pipe now
     while _lives(owner):
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.25)
 
 
 def _lives(pid: int) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import torch
 import torch.utils.data
 
+from benchmarks.datasets.pictures import as_jpeg, photographs
 from benchmarks.datasets.plain import ENDLESS
 
 POOL = 64
@@ -67,34 +67,17 @@ class Jpegs(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def jpeg_files(count: int = 40) -> list[bytes]:
-    """Crops of the demo's photographs, or, where those are missing, of a picture made of waves."""
+    """Crops of photographs, of 500x375 pixels."""
     from PIL import Image
 
-    sources = _photographs()
+    sources = photographs()
     files = []
     for index in range(count):
         source = sources[index % len(sources)]
         left = 7 * index % max(1, source.width // 4)
         box = (left, 0, source.width, source.height)
-        out = io.BytesIO()
-        source.resize((500, 375), Image.Resampling.BICUBIC, box=box).save(out, "JPEG", quality=90)
-        files.append(out.getvalue())
+        files.append(as_jpeg(source.resize((500, 375), Image.Resampling.BICUBIC, box=box)))
     return files
-
-
-def _photographs() -> list[Any]:
-    try:
-        from hybridloader.demo.photographs import PHOTOGRAPHS, photograph
-
-        return [photograph(name) for name in PHOTOGRAPHS]
-    except Exception:  # of whatever kind: no skimage, another layout of its files
-        import numpy
-        from PIL import Image
-
-        y, x = numpy.mgrid[0:480, 0:640]
-        waves = [numpy.sin(x / a) * numpy.cos(y / b) for a, b in ((7, 31), (19, 11), (53, 5))]
-        pixels = (numpy.stack(waves, -1) * 127 + 128).astype(numpy.uint8)
-        return [Image.fromarray(pixels)]
 
 
 def table(rows: int = 20_000, columns: int = 20) -> torch.utils.data.TensorDataset:

@@ -29,7 +29,7 @@ from benchmarks import harness, measurements, registry, report, timing
 from benchmarks.case import CannotDo, Case, Measure, Options, Variant
 from benchmarks.cases import hybrid, resuming, stage_metrics, stages, training_loop
 from benchmarks.datasets.catalogue import remote as remote_dataset
-from benchmarks.datasets.remote import POOL, SIDE, Remote, Server, close_servers, files, server_of
+from benchmarks.datasets.remote import POOL, SIDE, Remote, close_servers, files, server_of
 from benchmarks.names import HYBRIDS, STAGES_ALONE
 from benchmarks.results import Measurement, Results, relate
 from benchmarks.runner import Runner
@@ -55,9 +55,10 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(scope="module", autouse=True)
 def _one_server() -> Iterator[None]:
     """A server that all tests use, and that ends with them."""
-    server_of(WIDTH)
+    process = psutil.Process(server_of(WIDTH)._pid)
     yield
     close_servers()
+    process.wait(10)
 
 
 @pytest.fixture
@@ -115,12 +116,9 @@ def test_a_connection_of_before_a_fork_is_not_used_after_it(
     assert served._connections.connection(served.port) is not mine
 
 
-def test_the_server_is_no_child_and_ends_with_close() -> None:
-    server = Server(WIDTH)
-    process = psutil.Process(server._pid)
+def test_the_server_is_no_child_of_whoever_started_it() -> None:
+    process = psutil.Process(server_of(WIDTH)._pid)
     assert process not in psutil.Process().children(recursive=True)
-    server.close()
-    process.wait(10)
 
 
 def test_the_server_ends_soon_after_who_started_it() -> None:
