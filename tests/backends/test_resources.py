@@ -244,7 +244,13 @@ NOT_WRITABLE = "mount -t tmpfs -o ro,size=4k tmpfs /dev/shm"
 
 @linux
 @needs_fork
-@pytest.mark.parametrize("mount", [FULL, NOT_WRITABLE], ids=["full", "not writable"])
+@pytest.mark.parametrize(
+    "mount",
+    [
+        pytest.param(FULL, id="full"),
+        pytest.param(NOT_WRITABLE, id="not writable", marks=pytest.mark.full),
+    ],
+)
 def test_without_room_in_dev_shm_batches_come_all_the_same(mount: str) -> None:
     """What needs names there is told of, once; by default nothing does."""
     assert run_script(SHORT_OF_SHARED_MEMORY, prefix=in_a_namespace(mount)) == [

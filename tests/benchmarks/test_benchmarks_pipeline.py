@@ -363,7 +363,7 @@ def test_a_state_leads_to_the_middle_of_the_samples(loader: str) -> None:
     assert resuming.go_on_in_the_middle(loader, {"length": 10_000})["value"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_hybrid_runs_in_runners() -> None:
     variant = Variant("1 process", SMALL, ("torch", "pipeline"))
     case = Case("P4", "small", "ms / item", measurements.sustained, (variant,), scale=1e3)

@@ -128,7 +128,7 @@ print(type(loader).__module__, type(loader) is torch.utils.data.DataLoader)
 @pytest.mark.parametrize(
     ("options", "where"),
     [
-        (["--backend", "threads"], ("thread", True)),
+        pytest.param(["--backend", "threads"], ("thread", True), marks=pytest.mark.full),
         (["--backend=spawn"], ("multiprocessing", False)),
     ],
     ids=["threads", "spawn"],

@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any, get_type_hints
 
 import pytest
+from support.stages import augment, decode, read
 
 import hybridloader
 from hybridloader import Operator, Pipeline
@@ -33,18 +34,6 @@ def blocks(page: Path) -> list[tuple[str, str, int]]:
     """The kind, the text and the line of every block of code."""
     text = page.read_text()
     return [(m[1], m[2], text.count("\n", 0, m.start()) + 1) for m in BLOCK.finditer(text)]
-
-
-def read(path: str) -> str:
-    return path
-
-
-def decode(path: str) -> list[float]:
-    return [float(len(path))]
-
-
-def augment(pixels: list[float]) -> tuple[list[float], int]:
-    return pixels, 0
 
 
 @pytest.fixture

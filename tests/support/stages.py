@@ -1,0 +1,15 @@
+"""Functions that stand for a user's own on the pages. Importing them imports nothing else."""
+
+from __future__ import annotations
+
+
+def read(path: str) -> str:
+    return path
+
+
+def decode(path: str) -> list[float]:
+    return [float(len(path))]
+
+
+def augment(pixels: list[float]) -> tuple[list[float], int]:
+    return pixels, 0
