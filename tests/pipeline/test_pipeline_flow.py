@@ -156,7 +156,7 @@ def test_prefetch_bounds_what_is_read_of_quick_work_too() -> None:
             source.taken += 1
             if item % 100 == 50:  # let the threads run ahead
                 until(lambda: all(relay.queue.full or relay.queue.ended for relay in relays))
-    # In the stage, handed out, and twice a portion and one more in each of two relays.
+    # In the stage, handed out, and twice a task and one more in each of two relays.
     assert source.furthest <= 2 + 2 + 5 + 5 + 1
 
 
@@ -176,29 +176,29 @@ def test_buffer_bytes_is_never_passed_by_more_than_the_first_results(
 ) -> None:
     sizes.insert(0, max(sizes))  # so that what is under way is never underestimated
     limit = data.draw(st.integers(1, 6000))
-    books = StageMetrics(workers, buffer_bytes=limit)
+    metrics = StageMetrics(workers, buffer_bytes=limit)
     todo, under_way, waiting = list(enumerate(sizes)), list[int](), list[int]()
     while todo or under_way or waiting:
         moves = []
-        if todo and books.room() != 0:
+        if todo and metrics.room() != 0:
             moves.append("send")
         moves += ["come"] * bool(under_way) + ["leave"] * bool(waiting)
         assert moves, "one task is always let in"
         move = data.draw(st.sampled_from(moves))
         if move == "send":
             seq, _ = todo.pop(0)
-            books.sent(seq, ["item"])
+            metrics.sent(seq, ["item"])
             under_way.append(seq)
         elif move == "come":
             seq = data.draw(st.sampled_from(under_way)) if 0 not in under_way else 0
             under_way.remove(seq)
-            books.came(Done(0, seq, ByReference(Sized(sizes[seq]))))
+            metrics.came(Done(0, seq, ByReference(Sized(sizes[seq]))))
             waiting.append(seq)
         else:
             seq = waiting.pop(0)
-            books.left(seq)
-        assert books.held == len(under_way) + len(waiting)
-        assert books.held_bytes == sum(sizes[seq] for seq in waiting)
+            metrics.left(seq)
+        assert metrics.queued == len(under_way) + len(waiting)
+        assert metrics.queued_bytes == sum(sizes[seq] for seq in waiting)
         least = max(workers * sizes[0] if len(sizes) else 0, sizes[0])
         assert sum(sizes[seq] for seq in (*under_way, *waiting)) <= max(limit, least)
 
@@ -209,11 +209,11 @@ class Sized:
 
 
 def test_a_large_item_among_small_ones_counts_as_large() -> None:
-    books = StageMetrics(1, buffer_bytes=4000)
-    books.sent(0, ["item"] * 4)
-    books.came(Done(0, 0, ByReference([Sized(1000), Sized(0), Sized(0), Sized(0)])))
-    books.left(0)
-    room = books.room()
+    metrics = StageMetrics(1, buffer_bytes=4000)
+    metrics.sent(0, ["item"] * 4)
+    metrics.came(Done(0, 0, ByReference([Sized(1000), Sized(0), Sized(0), Sized(0)])))
+    metrics.left(0)
+    room = metrics.room()
     assert room is not None
     assert room * 1000 <= 4000
 

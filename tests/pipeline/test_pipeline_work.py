@@ -1,4 +1,4 @@
-"""How work is handed to workers and comes back: portions, readers, threads in workers, the books."""
+"""How work is handed to workers and comes back: task_sizes, readers, threads in workers, the metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridloader.engine.worker.perf_counter", lambda: 0.0)
 
 
-# -- portions --------------------------------------------------------------------------------------
+# -- task_sizes --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def test_slow_work_is_handed_out_one_by_one_or_one_for_each_thread(threads: int)
 
 
 @pytest.mark.usefixtures("quick")
-def test_portions_of_quick_work_grow_by_two_at_most_to_a_limit() -> None:
+def test_task_sizes_of_quick_work_grow_by_two_at_most_to_a_limit() -> None:
     sizes = sizes_of(2000, num_workers=1)
     assert sizes[0] == 1
     assert max(sizes) == MOST
@@ -86,30 +86,30 @@ def test_portions_of_quick_work_grow_by_two_at_most_to_a_limit() -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("prefetch", [1, 5])
-def test_portions_are_no_larger_than_prefetch(prefetch: int) -> None:
+def test_task_sizes_are_no_larger_than_prefetch(prefetch: int) -> None:
     assert max(sizes_of(300, num_workers=1, prefetch=prefetch)) <= prefetch
 
 
 @given(
     st.lists(st.tuples(st.integers(1, MOST), st.integers(0, 10**7)), max_size=50), st.integers(1, 8)
 )
-def test_portions_follow_what_tasks_take(tasks: list[tuple[int, int]], least: int) -> None:
-    portions = TaskBatching(iter(()), least=least)
-    assert portions.size == least
+def test_task_sizes_follow_what_tasks_take(tasks: list[tuple[int, int]], least: int) -> None:
+    task_sizes = TaskBatching(iter(()), least=least)
+    assert task_sizes.size == least
     for items, nanoseconds in tasks:
-        before = portions.size
-        portions.learn(items, nanoseconds / 1e9)
-        assert least <= portions.size <= min(max(MOST, least), 2 * before)
+        before = task_sizes.size
+        task_sizes.learn(items, nanoseconds / 1e9)
+        assert least <= task_sizes.size <= min(max(MOST, least), 2 * before)
     for _ in range(200):
-        portions.learn(1, 2 * TASK_SECONDS)
-    assert portions.size == least
+        task_sizes.learn(1, 2 * TASK_SECONDS)
+    assert task_sizes.size == least
     for _ in range(200):
-        portions.learn(10, TASK_SECONDS / 2)
-    assert portions.size == pytest.approx(max(least, 20), abs=1)
+        task_sizes.learn(10, TASK_SECONDS / 2)
+    assert task_sizes.size == pytest.approx(max(least, 20), abs=1)
 
 
 @pytest.mark.usefixtures("quick")
-def test_portions_of_one_stage_do_not_decide_those_of_the_next() -> None:
+def test_task_sizes_of_one_stage_do_not_decide_those_of_the_next() -> None:
     def peers(item: int) -> int:
         return len(sys._getframe(1).f_locals["items"])  # of the task
 
@@ -202,7 +202,8 @@ def test_readers_are_read_in_turn_whatever_comes_at_once(
     with pytest.MonkeyPatch.context() as patch:
         sizes = itertools.cycle(chunks)
         patch.setattr(
-            "hybridloader.pipeline.running.flow._Turns.draw", lambda self, most: next(sizes)
+            "hybridloader.pipeline.running.flow.ReaderTaskSizes.draw",
+            lambda self, most: next(sizes),
         )
         if isinstance(patience, float):
             patch.setattr("hybridloader.fetching.source_reader._READING", patience)
@@ -224,7 +225,9 @@ def test_readers_are_read_again_in_every_epoch() -> None:
 def test_what_readers_had_at_hand_does_not_show_in_the_next_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridloader.pipeline.running.flow._Turns.draw", lambda self, most: 5)
+    monkeypatch.setattr(
+        "hybridloader.pipeline.running.flow.ReaderTaskSizes.draw", lambda self, most: 5
+    )
     monkeypatch.setattr("hybridloader.fetching.source_reader._READING", 1e9)
     pipe = Pipeline.from_iterable(range(100), backend="threads", num_workers=1)
     with pipe.epochs(2) as epochs:
@@ -293,7 +296,7 @@ def test_threads_of_a_worker_work_at_the_same_time(backend: str) -> None:
     assert len({thread for _, _, thread in found}) == 3
 
 
-# -- the books -------------------------------------------------------------------------------------
+# -- the metrics -------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 3), st.booleans()), max_size=20))
@@ -301,62 +304,62 @@ def test_seconds_without_work_are_starved_or_blocked(
     moves: list[tuple[float, int, bool]],
 ) -> None:
     clock = FakeClock(100.0)
-    books = StageMetrics(3, clock=clock)
+    metrics = StageMetrics(3, clock=clock)
     busy = starved = elapsed = 0.0
     idle, starving = 3, True
-    books.idle(3, starved=True)
+    metrics.idle(3, starved=True)
     for seq, (seconds, next_idle, next_starving) in enumerate(moves):
         clock.now += seconds
         elapsed += seconds
         starved += idle * seconds if starving else 0.0
-        books.sent(seq, ["item"])
-        books.came(Done(0, seq, ByReference([]), (3 - idle) * seconds))
+        metrics.sent(seq, ["item"])
+        metrics.came(Done(0, seq, ByReference([]), (3 - idle) * seconds))
         busy += (3 - idle) * seconds
         idle, starving = next_idle, next_starving
-        books.idle(idle, starved=starving)
-    assert books.busy == pytest.approx(busy)
-    assert books.starved == pytest.approx(starved)
-    assert books.elapsed == pytest.approx(elapsed)
-    assert books.blocked == pytest.approx(3 * elapsed - busy - starved, abs=1e-6)
-    books.close()
+        metrics.idle(idle, starved=starving)
+    assert metrics.busy == pytest.approx(busy)
+    assert metrics.starved == pytest.approx(starved)
+    assert metrics.elapsed == pytest.approx(elapsed)
+    assert metrics.blocked == pytest.approx(3 * elapsed - busy - starved, abs=1e-6)
+    metrics.close()
     clock.now += 50
-    books.close()
-    assert books.elapsed == pytest.approx(elapsed)
+    metrics.close()
+    assert metrics.elapsed == pytest.approx(elapsed)
 
 
 def test_room_of_a_prefetch_alone() -> None:
-    books = StageMetrics(4, prefetch=3)
-    assert books.room() == 3
-    books.sent(0, ["a", "b"])
-    assert books.room() == 1
-    books.sent(1, ["c"])
-    assert books.room() == 0
-    books.came(Done(0, 0, ByReference(["a", "b"])))
-    assert books.room() == 0
-    books.left(0)
-    assert books.room() == 2
+    metrics = StageMetrics(4, prefetch=3)
+    assert metrics.room() == 3
+    metrics.sent(0, ["a", "b"])
+    assert metrics.room() == 1
+    metrics.sent(1, ["c"])
+    assert metrics.room() == 0
+    metrics.came(Done(0, 0, ByReference(["a", "b"])))
+    assert metrics.room() == 0
+    metrics.left(0)
+    assert metrics.room() == 2
 
 
 def test_room_counts_items_and_bytes_and_what_failed() -> None:
-    books = StageMetrics(2, prefetch=10, buffer_bytes=1000)
-    assert books.room() == 2  # for each worker one, until a size is known
-    books.sent(0, ["a"])
-    assert books.room() == 1
-    books.sent(1, ["b"])
-    assert books.room() == 0
-    books.came(Failed(0, 0, Failure(ValueError())))
-    assert books.room() == 0  # it has not been handed out
-    books.left(0)
-    assert books.room() == 1
-    books.came(Done(1, 1, ByReference(Hundred())))
-    assert books.room() == 9
-    books.sent(2, ["c", "d"])
-    assert books.room() == 7
-    books.left(1)
-    assert books.room() == 8
-    books.left(2)
-    books.left(2)
-    assert (books.held, books.held_bytes, books.room()) == (0, 0, 10)
+    metrics = StageMetrics(2, prefetch=10, buffer_bytes=1000)
+    assert metrics.room() == 2  # for each worker one, until a size is known
+    metrics.sent(0, ["a"])
+    assert metrics.room() == 1
+    metrics.sent(1, ["b"])
+    assert metrics.room() == 0
+    metrics.came(Failed(0, 0, Failure(ValueError())))
+    assert metrics.room() == 0  # it has not been handed out
+    metrics.left(0)
+    assert metrics.room() == 1
+    metrics.came(Done(1, 1, ByReference(Hundred())))
+    assert metrics.room() == 9
+    metrics.sent(2, ["c", "d"])
+    assert metrics.room() == 7
+    metrics.left(1)
+    assert metrics.room() == 8
+    metrics.left(2)
+    metrics.left(2)
+    assert (metrics.queued, metrics.queued_bytes, metrics.room()) == (0, 0, 10)
 
 
 class Hundred:

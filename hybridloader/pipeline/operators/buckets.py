@@ -17,7 +17,7 @@ from hybridloader._support.text import short
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.pipeline.operators.base import INFINITE, Context, Length, Operator
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
-from hybridloader.pipeline.operators.iterators import Over
+from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 
 
@@ -85,7 +85,7 @@ class BucketBy(Operator):
         return arguments.whole(f"{self.name}: batch_size({key!r})", size, 1, instead=SIZE)
 
 
-class BucketByIterator(Over):
+class BucketByIterator(OperatorIterator):
     """The running form of `BucketBy`."""
 
     def __init__(

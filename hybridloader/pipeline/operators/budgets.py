@@ -20,7 +20,7 @@ from hybridloader._support.text import short
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.pipeline.operators.base import INFINITE, Context, Length, Operator
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
-from hybridloader.pipeline.operators.iterators import Over
+from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 
 
@@ -82,7 +82,7 @@ class BatchBy(Operator):
         return upstream if upstream in (0, INFINITE) else None
 
 
-class BatchByIterator(Over):
+class BatchByIterator(OperatorIterator):
     """The running form of `BatchBy`.
 
     Attributes

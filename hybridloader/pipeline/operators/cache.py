@@ -16,7 +16,7 @@ from hybridloader._support.errors import ResultNotSendable, StateError
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.base import Context, Length, Mark, Operator, Part, Upstream
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
-from hybridloader.pipeline.operators.iterators import Over
+from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.pipeline.operators.parameters import settle
 
 _Kept = tuple[list[Any], list[int]]
@@ -161,7 +161,7 @@ class _Shelf:
             self._kept.append((self._items, self._origin))
 
 
-class KeptIterator(Over):
+class KeptIterator(OperatorIterator):
     """A pass over what is kept. A damaged record raises; the one behind it comes next."""
 
     def __init__(self, items: Iterator[Any], let_go: Callable[[], object] = bool) -> None:
@@ -181,7 +181,7 @@ class KeptIterator(Over):
         self._let_go()
 
 
-class KeepingIterator(Over):
+class KeepingIterator(OperatorIterator):
     """A pass that is kept, in memory or in the file `path`, if it comes to its end."""
 
     def __init__(

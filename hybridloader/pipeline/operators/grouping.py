@@ -26,7 +26,7 @@ from hybridloader.pipeline.operators.collating import (
     check_memory,
 )
 from hybridloader.pipeline.operators.fields import samples_of
-from hybridloader.pipeline.operators.iterators import Over
+from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.pipeline.operators.padding import Pad
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 
@@ -119,7 +119,7 @@ class PaddedBatch(_OfSize):
         return BatchIterator(items, self.batch_size, self.drop_last, collate)
 
 
-class BatchIterator(Over):
+class BatchIterator(OperatorIterator):
     """The running form of `Batch` and `PaddedBatch`."""
 
     def __init__(
@@ -192,7 +192,7 @@ class Unbatch(Operator):
         return 0 if upstream == 0 else None
 
 
-class UnbatchIterator(Over):
+class UnbatchIterator(OperatorIterator):
     """The running form of `Unbatch`."""
 
     def __init__(

@@ -34,7 +34,7 @@ def nothing() -> NoReturn:
     raise StopIteration
 
 
-class Over(Iterator[Any]):
+class OperatorIterator(Iterator[Any]):
     """A running form over one iterator.
 
     Parameters
@@ -76,7 +76,7 @@ class Over(Iterator[Any]):
             shut()
 
 
-def opened(pipelines: tuple[Chain, ...], context: Context) -> list[Iterator[Any]]:
+def open_all(pipelines: tuple[Chain, ...], context: Context) -> list[Iterator[Any]]:
     """Open all of `pipelines`; if one can't be opened, close the others."""
     found: list[Iterator[Any]] = []
     try:
@@ -88,7 +88,7 @@ def opened(pipelines: tuple[Chain, ...], context: Context) -> list[Iterator[Any]
     return found
 
 
-class Among(Iterator[Any]):
+class JoinIterator(Iterator[Any]):
     """A running form over several iterators."""
 
     def __init__(self, branches: list[Iterator[Any]]) -> None:

@@ -29,7 +29,7 @@ from hybridloader.pipeline.operators.base import (
     Part,
     Source,
 )
-from hybridloader.pipeline.operators.iterators import Among, nothing, opened
+from hybridloader.pipeline.operators.iterators import JoinIterator, nothing, open_all
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, several, sum_of
 from hybridloader.pipeline.operators.rows import Zip
 from hybridloader.pipeline.operators.split import Branch, Fork, reaches_out
@@ -172,7 +172,7 @@ class Mix(Source):
     def start(self, context: Context) -> Iterator[Any]:
         weights = self.weights or (1.0,) * len(self.pipelines)
         generator = context.random(self.seed)
-        branches = opened(self.pipelines, context)
+        branches = open_all(self.pipelines, context)
         return MixIterator(branches, weights, generator, self.stop == "first")
 
     def length(self, upstream: Length) -> Length:
@@ -182,7 +182,7 @@ class Mix(Source):
         return INFINITE if set(lengths) == {INFINITE} else None
 
 
-class MixIterator(Among):
+class MixIterator(JoinIterator):
     """The running form of `Mix`."""
 
     def __init__(
@@ -257,13 +257,13 @@ class Interleave(Source):
         return self.pipelines
 
     def start(self, context: Context) -> Iterator[Any]:
-        return InterleaveIterator(opened(self.pipelines, context), self.block)
+        return InterleaveIterator(open_all(self.pipelines, context), self.block)
 
     def length(self, upstream: Length) -> Length:
         return sum_of(pipeline.length for pipeline in self.pipelines)
 
 
-class InterleaveIterator(Among):
+class InterleaveIterator(JoinIterator):
     """The running form of `Interleave`."""
 
     def __init__(self, branches: list[Iterator[Any]], block: int) -> None:

@@ -21,7 +21,7 @@ from hybridloader.pipeline.operators.base import (
     Part,
     Upstream,
 )
-from hybridloader.pipeline.operators.iterators import Over, nothing
+from hybridloader.pipeline.operators.iterators import OperatorIterator, nothing
 from hybridloader.pipeline.operators.parameters import SEED, settle_whole
 
 
@@ -58,7 +58,7 @@ class Shuffle(Operator):
         return upstream
 
 
-class ShuffleIterator(Over):
+class ShuffleIterator(OperatorIterator):
     """The running form of `Shuffle`."""
 
     def __init__(self, items: Iterator[Any], size: int, generator: random.Random) -> None:
@@ -118,7 +118,7 @@ class Take(Operator):
         return min(self.count, upstream)
 
 
-class TakeIterator(Over):
+class TakeIterator(OperatorIterator):
     """The running form of `Take`."""
 
     def __init__(self, items: Iterator[Any], count: int) -> None:
@@ -167,7 +167,7 @@ class Skip(Operator):
         return _from(upstream, self.count, 1)
 
 
-class EveryIterator(Over):
+class EveryIterator(OperatorIterator):
     """Skips some items, gives one, skips some, gives one, ...
 
     Parameters
@@ -228,7 +228,7 @@ class Enumerate(OneForOne):
         return EnumerateIterator(items, self.start + context.start)
 
 
-class EnumerateIterator(Over):
+class EnumerateIterator(OperatorIterator):
     """The running form of `Enumerate`."""
 
     def __init__(self, items: Iterator[Any], start: int) -> None:

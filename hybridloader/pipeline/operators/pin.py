@@ -23,7 +23,7 @@ from hybridloader.devices.pinning import (
 )
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.pipeline.operators.base import Context, OneForOne
-from hybridloader.pipeline.operators.iterators import Over
+from hybridloader.pipeline.operators.iterators import OperatorIterator
 
 
 class Ahead(TypedDict, total=False):
@@ -112,7 +112,7 @@ class ToDevice(PinMemory):
         return pinner_for(transfer, pin_memory=False)
 
 
-class Sending(Over):
+class Sending(OperatorIterator):
     """What the thread runs: items, handled one after the other."""
 
     def __init__(self, items: Iterator[Any], pinner: Pinner, name: str) -> None:

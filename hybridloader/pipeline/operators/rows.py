@@ -15,7 +15,7 @@ from hybridloader._support.errors import IteratorClosed, Raised, add_note
 from hybridloader.fetching.on_error.places import LeftOut, goes_astray, takes_a_place
 from hybridloader.pipeline.operators.base import Chain, Context, Length, Mark, Part, Source
 from hybridloader.pipeline.operators.counting import check, leaves_out, loses_count
-from hybridloader.pipeline.operators.iterators import Among, Over, opened
+from hybridloader.pipeline.operators.iterators import JoinIterator, OperatorIterator, open_all
 from hybridloader.pipeline.operators.parameters import check_flags, settle, several
 from hybridloader.pipeline.operators.split import may_begin_at
 
@@ -59,7 +59,7 @@ class Zip(Source):
     def start(self, context: Context) -> Iterator[Any]:
         several = len(self.pipelines) > 1
         lost = [loses_count(pipeline) if several else None for pipeline in self.pipelines]
-        return ZipIterator(opened(self.pipelines, context), self.strict, context.start, lost)
+        return ZipIterator(open_all(self.pipelines, context), self.strict, context.start, lost)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
         if n and (leaves_out(self.pipelines) or not may_begin_at(self.pipelines, n)):
@@ -76,7 +76,7 @@ class Zip(Source):
         return None if len(known) < len(lengths) else min(known)
 
 
-class ZipIterator(Among):
+class ZipIterator(JoinIterator):
     """The running form of `Zip`.
 
     Parameters
@@ -208,7 +208,7 @@ class ZipIterator(Among):
         super().close()
 
 
-class GapsClosed(Over):
+class GapsClosed(OperatorIterator):
     """Items without the places of left-out ones, for steps that join no rows."""
 
     def __next__(self) -> Any:

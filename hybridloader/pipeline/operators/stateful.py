@@ -20,7 +20,7 @@ from hybridloader._support.errors import ShardLost, StateError
 from hybridloader._support.state_copies import copied, is_stateful
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.pipeline.operators.base import Context, Mark
-from hybridloader.pipeline.operators.iterators import Over
+from hybridloader.pipeline.operators.iterators import OperatorIterator
 
 INDICES = 1024
 """From one mark of a sampler to the next: an index is drawn in 0.1 us, a state taken in 10."""
@@ -135,7 +135,7 @@ def with_drawn_seed(order: Any, context: Context) -> Any:
     return order
 
 
-class ReadIterator(Over):
+class ReadIterator(OperatorIterator):
     """The running form of sources that are one iterator.
 
     Parameters

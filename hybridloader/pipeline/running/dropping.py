@@ -1,7 +1,7 @@
-"""Items that come a second time when a run is resumed: they are pulled, by whoever pulls, and dropped.
+"""Dropping of items that come a second time when a run is resumed; whoever pulls drops them.
 
-What raised counts as an item, since it came out in the place of one. Nothing is dropped without being
-counted: if there is less to drop than was said, that is an error.
+An error counts as an item, since it was raised in the place of one. Less to drop than was said is an
+error.
 """
 
 from __future__ import annotations
@@ -14,31 +14,28 @@ from hybridloader._support.errors import IteratorClosed, NotReady, StateError, W
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import FINAL
+from hybridloader.pipeline.operators.iterators import OperatorIterator
 
 NO_ITEM = (NotReady, WorkerTimeout)
-"""What an iterator raises that is not in the place of an item."""
+"""Errors of an iterator that are not raised in the place of an item."""
 
 
-class Dropping(Iterator[Any]):
+class Dropping(OperatorIterator):
     """An iterator without its first items.
 
     Parameters
     ----------
-    items
-        What to pull. It is closed with this.
     count
         Items to drop.
     slack
-        How many of these need not be there: of a batch that was the last, none knows its size.
+        Number of these that need not be there: of a batch that was the last, none knows its size.
     left
-        Up when nobody wants items any more.
+        Cancelled when nobody wants items any more.
     name
-        What errors call the iterator.
+        Name of the iterator in errors.
 
     Attributes
     ----------
-    items
-        The same.
     done
         Items dropped.
     """
@@ -46,29 +43,29 @@ class Dropping(Iterator[Any]):
     def __init__(
         self, items: Iterator[Any], count: int, slack: int, left: TaskContext, name: str
     ) -> None:
+        super().__init__(items)
         self.items, self.count, self._slack = items, count, slack
         self._left, self._name = left, name
-        self._pull: Callable[[], Any] = items.__next__
         self._pull_now: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
         # All the mutable state:
         self.done = 0
         self._opened: Iterator[Any] = iter(())  # what is left of several that came unopened
-        self._whole = True  # whether `_opened` is used up
+        self._used_up = True  # whether `_opened` is
 
     def __next__(self) -> Any:
         return self._next(self._pull)
 
     def next_nowait(self) -> Any:
-        """The next item if it is there. Raises `NotReady` if it is not."""
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
         return self._next(self._pull_now)
 
     def _next(self, pull: Callable[[], Any]) -> Any:
         if self.done < self.count:
             self._drop(pull)
-        if not self._whole:
+        if not self._used_up:
             for item in self._opened:
                 return item
-            self._whole = True
+            self._used_up = True
         return pull()
 
     def _drop(self, pull: Callable[[], Any]) -> None:
@@ -91,20 +88,19 @@ class Dropping(Iterator[Any]):
                 self.done += 1
                 continue
             if is_forwarded(item):
-                self._drop_of(item)
+                self._drop_unopened(item)
             else:
                 self.done += 1
 
-    def _drop_of(self, several: Any) -> None:
+    def _drop_unopened(self, several: Any) -> None:
         left = self.count - self.done
         if several.count <= left:
             self.done += several.count
             several.discard()
             return
-        self._opened, self._whole = iter(several.open()[left:]), False
+        self._opened, self._used_up = iter(several.open()[left:]), False
         self.done = self.count
 
     def close(self) -> None:
-        """Close what it pulls."""
         self._opened = iter(())
         close(self.items)

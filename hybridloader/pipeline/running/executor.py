@@ -25,7 +25,7 @@ from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.join import Branch, Zip
 from hybridloader.pipeline.operators.sources import Indices
-from hybridloader.pipeline.running.flow import Depth, StageItems
+from hybridloader.pipeline.running.flow import RelayDepth, StageItems
 from hybridloader.pipeline.running.plan import (
     Node,
     OperatorNode,
@@ -33,9 +33,9 @@ from hybridloader.pipeline.running.plan import (
     WorkerNode,
     passes_on,
 )
-from hybridloader.pipeline.running.relay_metrics import RelayMetrics
 from hybridloader.pipeline.running.run_position import Layout, Path
 from hybridloader.pipeline.running.running_stages import RunningStages
+from hybridloader.pipeline.running.stage_metrics import RelayMetrics
 from hybridloader.pipeline.running.state import Position, descriptions
 from hybridloader.pipeline.running.validation import check, forks_in_rows
 
@@ -98,7 +98,7 @@ class Executor:
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, Relay] = {}
         self.relay_metrics: dict[Path, RelayMetrics] = {}
-        self.depths: dict[Path, Depth] = {}  # of relays
+        self.depths: dict[Path, RelayDepth] = {}  # of relays
         self.stage_before: dict[Path, StageItems] = {}  # right before a relay
         self._ending = threading.RLock()
         if resumed is None:

@@ -1,16 +1,16 @@
-"""The running forms of a pipeline's nodes: iterators over items, each pulled by one thread."""
+"""Iterators over what the nodes of a pipeline give, each pulled by one thread."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed, NotReady, WorkerTimeout
 from hybridloader.engine.diagnosis import name_of
-from hybridloader.engine.feed import TaskBatching, is_forwarded
+from hybridloader.engine.feed import Feed, TaskBatching, is_forwarded
 from hybridloader.engine.fetcher import TaskContext
-from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.engine.scheduler import ACTIVE, Scheduler
@@ -19,46 +19,92 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
+from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
 
 _NO_RESULT = (*FINAL, NotReady, WorkerTimeout)
 """Errors of a stage that are not raised in the place of a result."""
 
 
-class Depth:
-    """Keeps a relay as deep as the batching of the stages around it are large: no deeper, because
-    what waits takes memory; no flatter, because every portion would wake a thread for each item."""
+class RelayDepth:
+    """Depth of a relay, twice the task size of the stages beside it.
+
+    A deeper relay would keep more items in memory; a flatter one would wake a thread for each item.
+    """
 
     def __init__(self, relay: Relay, least: int) -> None:
         self._relay, self._least = relay, least
-        self._around: list[TaskBatching] = []
+        self._beside: list[TaskBatching] = []
 
-    def follow(self, batching: TaskBatching) -> None:
-        """From now on, `batching` matter too."""
-        self._around.append(batching)
+    def couple(self, stage: StageItems) -> None:
+        """Follow the task size of one more stage."""
+        self._beside.append(stage.batching)
+        stage.depths.append(self)
         self.adjust()
 
     def adjust(self) -> None:
-        """Some of the batching have another size."""
-        size = min(batching.size for batching in self._around)
+        """Take the task sizes as they are now."""
+        size = min(batching.size for batching in self._beside)
         self._relay.queue.depth = max(self._least, 2 * size)
 
 
-class StageItems(Iterator[Any]):
-    """The results of a stage, one by one.
+class StageIterator(Iterator[Any]):
+    """Base of the iterators over the results of one stage in one pass.
 
     Parameters
     ----------
-    stage
-        Gives the results of a task at a time.
-    metrics
-        Of that stage.
-    items
-        What the stage is fed from; closed when this is.
-    batching
-        What it is fed with.
     budget
-        Of this pass, if there is a policy.
+        Error budget of this pass, if there is a policy.
+    """
+
+    def __init__(self, stage: Stage, metrics: StageMetrics, budget: ErrorBudget | None) -> None:
+        self._stage, self.metrics, self._budget = stage, metrics, budget
+        self._epoch = 0
+
+    def begin(self, feed: Feed, changes: tuple[Change, ...]) -> None:
+        """Begin a pass of the stage."""
+        self._stage.begin(feed, None, changes)
+        self._epoch = self._stage.epoch
+
+    def __next__(self) -> Any:
+        return self._next(wait=True)
+
+    def next_nowait(self) -> Any:
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
+        return self._next(wait=False)
+
+    @abstractmethod
+    def _next(self, wait: bool) -> Any: ...
+
+    def _pull(self, wait: bool) -> Any:
+        """Return the results of a task."""
+        self.metrics.pulled()
+        try:
+            return self._stage.pull(self._epoch, wait=wait)
+        finally:
+            self.metrics.turned_away()
+
+    def _notes(self) -> Sequence[Note] | None:
+        """Return the notes on the last results, None if there are none. They are kept nowhere else."""
+        extras, self._stage.last.extras = self._stage.last.extras, None
+        return None if extras is None else extras.get("notes")
+
+    def close(self) -> None:
+        """Leave the pass; the workers stay for the next."""
+        self._stage.interrupt(self._epoch)
+
+
+class StageItems(StageIterator):
+    """Results of a stage, one by one.
+
+    Parameters
+    ----------
+    items
+        Iterator that feeds the stage; closed when this is.
+    batching
+        Cuts `items` into tasks.
+    forwarded
+        True if results may go on to the next stage unopened.
     """
 
     def __init__(
@@ -68,21 +114,16 @@ class StageItems(Iterator[Any]):
         items: Iterator[Any],
         batching: TaskBatching,
         budget: ErrorBudget | None = None,
+        *,
+        forwarded: bool = False,
     ) -> None:
-        self._stage, self.metrics, self._items, self._budget = stage, metrics, items, budget
-        self.batching = batching
-        self.forwarded = False  # whether results may come unopened
-        self.depths: list[Depth] = []  # of the relays before and behind
+        super().__init__(stage, metrics, budget)
+        self._items, self.batching, self.forwarded = items, batching, forwarded
+        self.depths: list[RelayDepth] = []  # of the relays before and behind
         metrics.learn = self._learn
         # All the mutable state:
-        self._epoch = 0
         self._results: Iterator[Any] = iter(())
         self._queue = ResultQueue(budget, _places_of(stage, "working on"))
-
-    def begin(self, changes: tuple[Change, ...]) -> None:
-        """Begin a pass of the stage."""
-        self._stage.begin(self.batching, None, changes)
-        self._epoch = self._stage.epoch
 
     def _learn(self, items: int, seconds: float) -> None:
         before = self.batching.size
@@ -91,75 +132,48 @@ class StageItems(Iterator[Any]):
             for depth in self.depths:
                 depth.adjust()
 
-    def __next__(self) -> Any:
-        return self._next(wait=True)
-
-    def next_nowait(self) -> Any:
-        """The next result if it is there. Raises `NotReady` if it is not."""
-        return self._next(wait=False)
-
     def _next(self, wait: bool) -> Any:
         while True:
             for result in self._results:
                 return result
-            self.metrics.pulled()
             try:
-                results = self._stage.pull(self._epoch, wait=wait)
+                results = self._pull(wait)
             except (StopIteration, *_NO_RESULT):
                 raise
             except Exception as error:  # of every item of the task, each in its place
-                more = self._stage.items_failed - 1
-                for _ in range(more):
+                for _ in range(self._stage.items_failed - 1):
                     self._queue.fail(alike(error))
                 self._results = self._queue
                 raise
-            finally:
-                self.metrics.turned_away()
-            if self.forwarded and is_forwarded(results):
-                self.metrics.items_out += results.count
-                if self._budget is not None:
-                    self._budget.count(results.count, (), None)
-                if results.count:
-                    return results
-                _discard(results)
-                continue
-            notes = _notes_of(self._stage)
+            forwarded = self.forwarded and is_forwarded(results)
+            notes = None if forwarded else self._notes()
             if notes is not None:
                 worker = self._stage.last.worker
                 self.metrics.items_out += self._queue.add(results, notes, worker)
                 self._results = self._queue
                 continue
-            self.metrics.items_out += len(results)
+            count = results.count if forwarded else len(results)
+            self.metrics.items_out += count
             if self._budget is not None:
-                self._budget.count(len(results), (), None)
-            self._results = iter(results)
+                self._budget.count(count, (), None)
+            if not forwarded:
+                self._results = iter(results)
+            elif count:
+                return results
+            else:
+                results.discard()
 
     def close(self) -> None:
-        """No more results are wanted in this pass; the workers stay for the next."""
-        self._stage.interrupt(self._epoch)
+        super().close()
         close(self._items)
 
 
-def couple(items: StageItems, depth: Depth) -> None:
-    """A relay beside a stage follows the size of its batching."""
-    depth.follow(items.batching)
-    items.depths.append(depth)
+class ReaderItems(StageIterator):
+    """Items of several readers in turn, one of each, whichever has something first.
 
-
-class ReaderItems(Iterator[Any]):
-    """The items of several readers in turn, one of each, however they come.
-
-    Whose turn it is depends on nothing but how many items each reader has, so the order is the same
-    for any timing and for any number of items in a task. Reader ``k`` is worker ``k``.
-
-    Parameters
-    ----------
-    stage
-        Unordered; the `fewest_at_hand` of this object is its dispatch.
-    metrics
-        Of that stage.
-    budget
-        Of this pass, if there is a policy.
+    The turn depends on nothing but how many items each reader has, so the order does not depend on
+    timing or on the number of items in a task. Reader ``k`` is worker ``k``. The stage is unordered, and
+    `fewest_at_hand` of this object is its dispatch.
     """
 
     AT_HAND = 2
@@ -168,34 +182,21 @@ class ReaderItems(Iterator[Any]):
     def __init__(
         self, stage: Stage, metrics: StageMetrics, budget: ErrorBudget | None = None
     ) -> None:
-        self._stage, self.metrics, self._budget = stage, metrics, budget
+        super().__init__(stage, metrics, budget)
         # All the mutable state:
-        self._epoch = 0
         where = _places_of(stage, "reading")
         self._waiting = [ResultQueue(budget, where) for _ in range(metrics.workers)]
         self._turn = 0
         self._over = False
 
-    def begin(self, changes: tuple[Change, ...]) -> None:
-        """Begin a pass of the stage."""
-        self._stage.begin(_Turns(), None, changes)
-        self._epoch = self._stage.epoch
-
     def fewest_at_hand(self, scheduler: Scheduler) -> int | None:
-        """The reader with the least at hand, none if all have enough."""
+        """Return the reader with the least at hand, None if all have enough."""
         found, least = None, self.AT_HAND
         for worker, state in enumerate(scheduler.workers):
             at_hand = scheduler.load[worker] + bool(self._waiting[worker])
             if state in ACTIVE and at_hand < least:
                 found, least = worker, at_hand
         return found
-
-    def __next__(self) -> Any:
-        return self._next(wait=True)
-
-    def next_nowait(self) -> Any:
-        """The next item if it is there. Raises `NotReady` if it is not."""
-        return self._next(wait=False)
 
     def _next(self, wait: bool) -> Any:
         while True:
@@ -221,9 +222,8 @@ class ReaderItems(Iterator[Any]):
                 self._take(wait)
 
     def _take(self, wait: bool) -> None:
-        self.metrics.pulled()
         try:
-            results = self._stage.pull(self._epoch, wait=wait)
+            results = self._pull(wait)
         except StopIteration:
             self._over = True
             return
@@ -233,21 +233,14 @@ class ReaderItems(Iterator[Any]):
             self._waiting[self._stage.last.worker].fail(error)
             self.metrics.items_out += 1
             return
-        finally:
-            self.metrics.turned_away()
         worker = self._stage.last.worker
-        notes = _notes_of(self._stage) or ()
-        self.metrics.items_out += self._waiting[worker].add(results, notes, worker)
-
-    def close(self) -> None:
-        """No more items are wanted in this pass."""
-        self._stage.interrupt(self._epoch)
+        self.metrics.items_out += self._waiting[worker].add(results, self._notes() or (), worker)
 
 
-class _Turns:
-    """How many items a reader is to give at a time: few at first, so that the first come soon.
+class ReaderTaskSizes:
+    """Feed of a stage of readers: how many items a reader is to give, few at first to be quick.
 
-    The feed of a stage of readers. It never ends: the readers do.
+    It never ends: the readers do.
     """
 
     final: tuple[type[Exception], ...] = ()
@@ -267,15 +260,15 @@ class _Turns:
         return False
 
 
-class Guarded(Iterator[Any]):
-    """An iterator that ends when nobody wants its items any more, however long it would go on.
+class SourceItems(OperatorIterator):
+    """Items of a source, until the pass is left.
 
-    A source is guarded, so that steps that give nothing for a long time can be ended by it.
+    So steps that give nothing for a long time end, however long the source would go on.
     """
 
     def __init__(self, items: Iterator[Any], left: TaskContext) -> None:
-        self._items, self._left = items, left
-        self._pull = items.__next__
+        super().__init__(items)
+        self._left = left
 
     def __next__(self) -> Any:
         if self._left.cancelled:
@@ -286,14 +279,15 @@ class Guarded(Iterator[Any]):
         close(self._items)
 
 
-class Fragile(Iterator[Any]):
-    """A generator that a user's operator gave: after an error it is over, and says so.
+class GeneratorItems(OperatorIterator):
+    """Items of a generator that a user's operator returned: after an error it is over, and says so.
 
     Another `StopIteration` would look as if all items had come.
     """
 
     def __init__(self, items: Iterator[Any], name: str) -> None:
-        self._items, self._name = items, name
+        super().__init__(items)
+        self._name = name
         self._broken = False
 
     def __next__(self) -> Any:
@@ -303,7 +297,7 @@ class Fragile(Iterator[Any]):
                 "iterator class with __next__ could go on"
             )
         try:
-            return next(self._items)
+            return self._pull()
         except StopIteration:
             raise
         except BaseException:
@@ -314,22 +308,11 @@ class Fragile(Iterator[Any]):
         close(self._items)
 
 
-def _notes_of(stage: Stage) -> Sequence[Note] | None:
-    """Notes on the last result; None if there are none. They are kept nowhere else."""
-    extras, stage.last.extras = stage.last.extras, None
-    return None if extras is None else extras.get("notes")
-
-
 def _places_of(stage: Stage, doing: str) -> Callable[[str, int | None], str]:
-    """Return what says where an item failed; see `ResultQueue`."""
+    """Return a function that says where an item failed; see `ResultQueue`."""
 
     def where(item: str, worker: int | None) -> str:
         assert worker is not None
         return f"In stage {stage.spec.stage!r}, {name_of(stage.handles, worker)}, {doing} {item}."
 
     return where
-
-
-def _discard(item: Any) -> None:
-    payload: Payload = item
-    payload.discard()

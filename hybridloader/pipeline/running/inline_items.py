@@ -1,4 +1,4 @@
-"""The functions of a pipeline that are called where their results are asked for.
+"""Functions of a pipeline that are called where their results are asked for.
 
 No worker takes part, so what a function raises is raised here and now, or left out and counted.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from hybridloader._support.attributes import attribute
+from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed
 from hybridloader.engine.fetcher import Abandoned, FollowingContext, TaskContext
 from hybridloader.fetching.item_steps import Step
@@ -19,28 +19,27 @@ from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.on_error.task_results import TaskResults
+from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
-class InlineItems(Iterator[Any]):
-    """The results of a function that is called where they are asked for.
+class InlineItems(OperatorIterator):
+    """Results of a function that is called where they are asked for.
 
     Parameters
     ----------
     items
-        What it is called with.
-    step
-        The function, and what is made of what it returns.
+        Arguments of the function.
     stage
-        What errors call it.
+        Name of the function in errors.
     left
-        Up when nobody wants items any more, so that a filter that keeps nothing ends.
+        Cancelled when nobody wants items any more, so that a filter that keeps nothing ends.
     rng
-        What seeds each item, if it is to be seeded.
+        Random numbers of each item, if it is to be seeded.
     policy
-        What to do with items that fail; None: raise.
+        Policy for items that fail; None: raise.
     budget
-        Of this pass, if there is a policy.
+        Error budget of this pass, if there is a policy.
     """
 
     def __init__(
@@ -53,9 +52,9 @@ class InlineItems(Iterator[Any]):
         policy: Policy | None = None,
         budget: ErrorBudget | None = None,
     ) -> None:
-        self._items, self._stage, self._left, self._budget = items, stage, left, budget
-        self._pull = items.__next__
-        self._rng = rng  # held: letting them go ends the seeding
+        super().__init__(items)
+        self._stage, self._left, self._budget = stage, left, budget
+        self._rng = rng  # kept: letting it go ends the seeding
         context = left
         if rng is not None:
             # The item first: where there is none, no number is used up.
@@ -137,6 +136,4 @@ class InlineItems(Iterator[Any]):
         self._told = True
 
     def close(self) -> None:
-        close = attribute(self._items, "close")
-        if close is not None:
-            close()
+        close(self._items)

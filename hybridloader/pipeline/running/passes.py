@@ -25,12 +25,12 @@ from hybridloader.pipeline.operators.rows import GapsClosed
 from hybridloader.pipeline.running.dropping import Dropping
 from hybridloader.pipeline.running.executor import Executor
 from hybridloader.pipeline.running.flow import (
-    Depth,
-    Fragile,
-    Guarded,
+    GeneratorItems,
     ReaderItems,
+    ReaderTaskSizes,
+    RelayDepth,
+    SourceItems,
     StageItems,
-    couple,
 )
 from hybridloader.pipeline.running.inline_items import InlineItems
 from hybridloader.pipeline.running.plan import InlineNode, OperatorNode, RelayNode, WorkerNode
@@ -64,7 +64,7 @@ class Offset(NamedTuple):
     slack: int = 0
 
 
-Opening = Generator[tuple[int, Offset], Iterator[Any], Iterator[Any]]
+NodeOpener = Generator[tuple[int, Offset], Iterator[Any], Iterator[Any]]
 """Opens one node: yields the number and offset of the node it needs, is sent it, returns its own."""
 
 
@@ -131,7 +131,7 @@ class ChainPass:
         Each node asks this loop for the node before it, and does not call it: a long chain would be
         too many nested calls.
         """
-        todo = [self._opening(at, start)]
+        todo = [self._opener(at, start)]
         items: Any = None
         while True:
             try:
@@ -142,10 +142,10 @@ class ChainPass:
                 if not todo:
                     return items  # type: ignore[no-any-return]
             else:
-                todo.append(self._opening(*wanted))
+                todo.append(self._opener(*wanted))
                 items = None
 
-    def _opening(self, at: int, start: Offset) -> Opening:
+    def _opener(self, at: int, start: Offset) -> NodeOpener:
         """Open the node number `at`, as `_open` does."""
         node = self._nodes[at]
         if isinstance(node, OperatorNode):
@@ -156,7 +156,7 @@ class ChainPass:
         items = yield from self._open_node(at, Offset())
         return self.drop(items, start, node.name)
 
-    def _open_node(self, at: int, start: Offset) -> Opening:
+    def _open_node(self, at: int, start: Offset) -> NodeOpener:
         """Open a node that gives one item for each it takes, the nodes before it at `start`, too."""
         node, where = self._nodes[at], (*self.path, at)
         if isinstance(node, WorkerNode) and node.reads:
@@ -169,7 +169,7 @@ class ChainPass:
         assert isinstance(node, RelayNode)
         return self._open_relay(node, where, items)
 
-    def _open_operator(self, node: OperatorNode, at: int, start: Offset) -> Opening:
+    def _open_operator(self, node: OperatorNode, at: int, start: Offset) -> NodeOpener:
         operator, number = node.operator, number_of(self._nodes, at)
         saved = self.position.saved(self.path, number, self.epoch)
         raised = bool(self.position.start.raised)
@@ -188,11 +188,11 @@ class ChainPass:
                 "return iter(...) of it"
             )
         if isinstance(operator, Source):
-            items = Guarded(items, self.left)
+            items = SourceItems(items, self.left)
             if not self.rows and leaves_out(operator.branches()):
                 items = GapsClosed(items)
         elif isinstance(items, GeneratorType):
-            items = Fragile(items, node.name)
+            items = GeneratorItems(items, node.name)
         return self.drop(items, dropped, node.name)
 
     def _upstream(self, operator: Operator, at: int, begins: Offset) -> Upstream:
@@ -264,9 +264,9 @@ class ChainPass:
         if isinstance(stage, (StageItems, ReaderItems)):
             stage.metrics.behind = relay.queue
         if node.depth is None:
-            depth = executor.depths[where] = Depth(relay, node.least)
+            depth = executor.depths[where] = RelayDepth(relay, node.least)
             if isinstance(stage, StageItems):
-                couple(stage, depth)
+                depth.couple(stage)
         executor.add_relay(node, where, relay)
         self._started.append(relay)
         return relay if pinner is None else Taking(relay, pinner)
@@ -286,10 +286,10 @@ class ChainPass:
         stage, changes, budget = self._stage(node, where)
         stage.counter.begin(self.epoch)
         stage.readers = ReaderItems(stage.stage, stage.metrics, budget)
-        stage.readers.begin(changes)
+        stage.readers.begin(ReaderTaskSizes(), changes)
         return stage.readers
 
-    def _open_stage(self, node: WorkerNode, where: Path, start: Offset) -> Opening:
+    def _open_stage(self, node: WorkerNode, where: Path, start: Offset) -> NodeOpener:
         at, executor, placement = where[-1], self.executor, node.placement
         stage, changes, budget = self._stage(node, where)
         items = yield at - 1, start
@@ -302,16 +302,17 @@ class ChainPass:
             most=1 if placement.buffer_bytes else placement.prefetch,
             final=FINAL,
         )
-        found = StageItems(stage.stage, stage.metrics, items, batching, budget)
-        found.forwarded = node.forwarded
+        found = StageItems(
+            stage.stage, stage.metrics, items, batching, budget, forwarded=node.forwarded
+        )
         relay = (*self.path, at - 1)
         depth, source = executor.depths.get(relay), executor.stage_before.get(relay)
         if depth is not None:
-            couple(found, depth)
+            depth.couple(found)
         if source is not None and source.forwarded:
             source.batching.no_larger_than(batching)  # what it gives can't be divided here
         stage.counter.begin(self.epoch, start.items)
-        found.begin(changes)
+        found.begin(batching, changes)
         return found
 
 

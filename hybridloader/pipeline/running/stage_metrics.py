@@ -1,7 +1,7 @@
-"""The books of one running stage: what is under way, what it weighs, and where the time went.
+"""Metrics of a running stage or relay: items and bytes under way, and where the time went.
 
-They hold the stage back when more is under way than its `prefetch` or `buffer_bytes` allow, and they
-are what `stats()` reads. Written by the thread that pulls the stage, under its lock; read from any.
+Those of a stage hold it back when more is under way than its `prefetch` or `buffer_bytes` allow. The
+thread that pulls the stage writes them, under its lock; `stats()` reads them from any thread.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from hybridloader._support.attributes import attribute, own_attributes
 from hybridloader.engine.feed import items_in
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.payload import ByReference, Payload
-from hybridloader.engine.relay import RelayQueue
+from hybridloader.engine.relay import Relay, RelayQueue
+from hybridloader.pipeline.running.plan import RelayNode
 
 
 class StageMetrics:
-    """The `Ledger` of a pipeline's stage.
+    """Metrics of one stage, and its `FlowControl`.
 
     Parameters
     ----------
-    workers
-        How many workers the stage has.
     prefetch
         Items that may be under way or wait to be handed out; None: no limit but the scheduler's.
     buffer_bytes
-        Bytes that results may take that are under way or wait. What is under way is taken to become as
-        large as the largest result until then, and until there is one, only one item for each worker
-        is let in. One task is always let in.
+        Bytes of results that may be under way or wait. Each item under way counts as much as the
+        largest result until then; until there is one, only one item for each worker is let in. One task
+        is always let in.
     learn
-        Told how many items a task had and how many seconds it took.
+        Called with the number of items of a task and the seconds that it took.
     clock
         Seconds, monotonic.
     """
@@ -62,8 +61,8 @@ class StageMetrics:
         self._away = 0.0  # seconds that nobody pulled the stage
         self._away_since: float | None = None
         self.ended: float | None = None
-        self.held = 0  # items under way, or waiting to be handed out
-        self.held_bytes = 0  # of results that wait
+        self.queued = 0  # items under way, or waiting to be handed out
+        self.queued_bytes = 0  # of results that wait
         self._largest = 0  # bytes of one item, as far as is known
         self._items: dict[int, int] = {}  # of each task under way or waiting
         self._bytes: dict[int, int] = {}  # of each result that waits
@@ -71,22 +70,22 @@ class StageMetrics:
         self._starved = False
         self._since = 0.0
 
-    # -- what the stage tells ----------------------------------------------------------------------
+    # -- flow control, called by the stage -----------------------------------------------------------
 
     def room(self) -> int | None:
-        held = self.held
+        queued = self.queued
         room = None
         if self._prefetch is not None:
             waiting = 0 if self.behind is None else len(self.behind.items)
-            room = max(0 if held else 1, self._prefetch - held - waiting)
+            room = max(0 if queued else 1, self._prefetch - queued - waiting)
         if self._limit is not None and room != 0:
             if not self._largest:
-                free = self.workers - held
+                free = self.workers - queued
             else:
-                coming = held - sum(self._items[seq] for seq in self._bytes)
-                left = self._limit - self.held_bytes - coming * self._largest
+                coming = queued - sum(self._items[seq] for seq in self._bytes)
+                left = self._limit - self.queued_bytes - coming * self._largest
                 free = left // self._largest
-            free = max(free, 0 if held else 1)
+            free = max(free, 0 if queued else 1)
             room = free if room is None else min(room, free)
         return room
 
@@ -95,7 +94,7 @@ class StageMetrics:
             self.began = self._clock()
         count = items_in(index)
         self.items_in += count
-        self.held += count
+        self.queued += count
         self._items[seq] = count
 
     def came(self, event: Result) -> None:
@@ -108,13 +107,13 @@ class StageMetrics:
             self.learn(count, event.seconds)
         if self._limit is not None:
             size, largest = _sizes_of(event.payload, count)
-            self.held_bytes += size
+            self.queued_bytes += size
             self._bytes[event.seq] = size
             self._largest = max(self._largest, largest, 1)
 
     def left(self, seq: int) -> None:
-        self.held -= self._items.pop(seq, 0)
-        self.held_bytes -= self._bytes.pop(seq, 0)
+        self.queued -= self._items.pop(seq, 0)
+        self.queued_bytes -= self._bytes.pop(seq, 0)
 
     def idle(self, workers: int, *, starved: bool) -> None:
         now = self._clock()
@@ -131,19 +130,19 @@ class StageMetrics:
         self.waited += seconds
 
     def pulled(self) -> None:
-        """Somebody asks for results."""
+        """Note that somebody asks for results."""
         if self._away_since is not None:
             self._away += self._clock() - self._away_since
             self._away_since = None
 
     def turned_away(self) -> None:
-        """Whoever asked has what it wanted."""
+        """Note that nobody asks for results any more."""
         self._away_since = self._clock()
 
-    # -- what statistics ask -------------------------------------------------------------------------
+    # -- statistics ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The stage has ended."""
+        """Note that the stage has ended."""
         if self.ended is None:
             self.idle(0, starved=False)
             self.ended = self._clock()
@@ -174,8 +173,54 @@ class StageMetrics:
         return max(0.0, self.workers * self.elapsed - self.busy - self.starved)
 
 
+class RelayMetrics:
+    """Metrics of a relay's place, over all relays that had it."""
+
+    def __init__(self, node: RelayNode) -> None:
+        self.node = node
+        self.began = time.monotonic()
+        self.ended: float | None = None
+        self._relay: Relay | None = None
+        self._blocked = self._waited = 0.0
+        self._items = 0
+
+    def follow(self, before: Relay | None, relay: Relay) -> None:
+        """Note that `relay` takes the place of `before`."""
+        if before is not None:
+            before.shut()
+            self._blocked += before.queue.blocked
+            self._waited += before.queue.waited
+            self._items += before.queue.count
+        self._relay = relay
+
+    @property
+    def blocked(self) -> float:
+        """Seconds that its thread waited for whoever takes."""
+        return self._blocked + (self._relay.queue.blocked if self._relay is not None else 0.0)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that whoever takes waited."""
+        return self._waited + (self._relay.queue.waited if self._relay is not None else 0.0)
+
+    @property
+    def items(self) -> int:
+        """Items that went through."""
+        return self._items + (self._relay.queue.count if self._relay is not None else 0)
+
+    @property
+    def queued(self) -> int:
+        """Items that wait now."""
+        return 0 if self._relay is None else len(self._relay.queue.items)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first relay, until the end."""
+        return (time.monotonic() if self.ended is None else self.ended) - self.began
+
+
 def _sizes_of(payload: Any, count: int) -> tuple[int, int]:
-    """Bytes of a result, and of the largest item in it as far as that can be seen."""
+    """Return the bytes of a result, and of the largest item in it as far as that can be seen."""
     if isinstance(payload, ByReference):
         value = payload.peek()
         whole = size_of(value)
@@ -186,10 +231,10 @@ def _sizes_of(payload: Any, count: int) -> tuple[int, int]:
 
 
 def size_of(value: Any) -> int:
-    """Bytes that `value` takes: its tensors, arrays and strings, through containers.
+    """Return the bytes of the tensors, arrays and strings in `value`, through containers.
 
-    What has an `nbytes` is taken by its word; anything else counts as its object alone, and so does
-    what can't be looked into: it is no item's fault that it is to be weighed.
+    An `nbytes` is believed. Anything else counts as its object alone, and so does an object that can't
+    be looked into: it is no item's fault that it is to be weighed.
     """
     try:
         return _size_of(value)

@@ -157,7 +157,7 @@ def _line(executor: Executor, path: Path) -> Iterator[StageStats]:
                 metrics.starved,
                 metrics.blocked,
                 metrics.other,
-                metrics.held,
+                metrics.queued,
                 executor.stages.failure_log.counts[where],
             )
             continue
