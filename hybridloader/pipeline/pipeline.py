@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hybridloader._support.arguments import whole
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.fetch import MapFetch
-from hybridloader.pipeline.operators.base import INFINITE, Chain, Length, Operator, Source
+from hybridloader.pipeline.operators.base import INFINITE, Length, Operator, Source, steps_in
 from hybridloader.pipeline.operators.order import Repeat
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.split import Branch
@@ -269,7 +269,7 @@ class Pipeline(Steps):
     @property
     def repeats(self) -> bool:
         """True if a part of it is passed over several times in one run."""
-        return _repeats(self)
+        return any(isinstance(operator, Repeat) for operator in steps_in(self))
 
     def __repr__(self) -> str:
         return f"<Pipeline {' -> '.join(operator.describe() for operator in self.operators)}>"
@@ -288,13 +288,6 @@ class Pipeline(Steps):
     def _made(self, operators: Sequence[Operator]) -> Self:
         # No subclass, whose `__init__` may take something else.
         return cast("Self", Pipeline(operators))
-
-
-def _repeats(chain: Chain) -> bool:
-    return any(
-        isinstance(operator, Repeat) or any(map(_repeats, operator.branches()))
-        for operator in chain.operators
-    )
 
 
 _MOST_CALLS = 600

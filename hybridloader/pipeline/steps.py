@@ -15,8 +15,15 @@ from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.fingerprint import fingerprint_of_steps
 from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
-from hybridloader.pipeline.operators.join import Branch, Concat, Fork, Interleave, Mix, Zip
-from hybridloader.pipeline.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.pipeline.operators.join import Branch, Concat, ForkPoint, Interleave, Mix, Zip
+from hybridloader.pipeline.operators.order import (
+    Enumerate,
+    Repeat,
+    ShardByRank,
+    Shuffle,
+    SkipFirst,
+    Take,
+)
 from hybridloader.pipeline.operators.pin import PinMemory, ToDevice
 from hybridloader.pipeline.operators.work import Filter, FlatMap, Map, Prefetch
 
@@ -147,7 +154,7 @@ class Steps(Chain):
 
     def skip(self, count: int) -> Self:
         """All but the first `count` items."""
-        return self._then(Skip(count))
+        return self._then(SkipFirst(count))
 
     def enumerate(self, start: int = 0) -> Self:
         """``(number, item)`` for each item."""
@@ -163,7 +170,7 @@ class Steps(Chain):
         None takes what torch.distributed says. It comes before the `map` stages that it follows, so
         that no work is thrown away.
         """
-        return self._then(Shard(num_replicas, rank))
+        return self._then(ShardByRank(num_replicas, rank))
 
     def cache(self, path: Any = None, *, fingerprint: str | None = None) -> Self:
         """Keep the items of the first whole pass, in memory or in a file; see `Cache`.
@@ -218,7 +225,7 @@ class Steps(Chain):
 
         Join all of them again, as in ``Pipeline.zip(a.map(f), b.map(g))``.
         """
-        fork = Fork(self, count)
+        fork = ForkPoint(self, count)
         return tuple(self._made([Branch(fork, number)]) for number in range(count))
 
     # -- the end -------------------------------------------------------------------------------------

@@ -29,8 +29,15 @@ from hybridloader.memory.limits import Memory
 from hybridloader.pipeline.operators.base import INFINITE, Operator
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
-from hybridloader.pipeline.operators.join import Branch, Concat, Fork, Interleave, Mix, Zip
-from hybridloader.pipeline.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.pipeline.operators.join import Branch, Concat, ForkPoint, Interleave, Mix, Zip
+from hybridloader.pipeline.operators.order import (
+    Enumerate,
+    Repeat,
+    ShardByRank,
+    Shuffle,
+    SkipFirst,
+    Take,
+)
 from hybridloader.pipeline.operators.padding import Pad
 from hybridloader.pipeline.operators.sources import Indices, Items
 
@@ -129,11 +136,11 @@ CASES: dict[str, tuple[Operator, Reference]] = {
         BucketBy(kind, size_of, collate_fn=list),
         by_kind(size_of, False),
     ),
-    "skip": (Skip(4), lambda given: given[4:]),
-    "skip nothing": (Skip(0), lambda given: given),
+    "skip": (SkipFirst(4), lambda given: given[4:]),
+    "skip nothing": (SkipFirst(0), lambda given: given),
     "enumerate": (Enumerate(5), lambda given: list(enumerate(given, 5))),
-    "shard": (Shard(3, 1), lambda given: given[1::3]),
-    "shard of one": (Shard(), lambda given: given),
+    "shard": (ShardByRank(3, 1), lambda given: given[1::3]),
+    "shard of one": (ShardByRank(), lambda given: given),
     "cache": (Cache(), lambda given: given),
     "take more": (Take(99), lambda given: given),
     "repeat once": (Repeat(1), lambda given: given),
@@ -202,7 +209,7 @@ def test_a_length_that_is_told_is_true(name: str, count: int) -> None:
 
 
 CHAINS = (scripted(1, 2, 3), scripted("a", "b", "c"))
-FORK = Fork(CHAINS[0], 2)
+FORK = ForkPoint(CHAINS[0], 2)
 
 DESCRIPTIONS: list[Any] = [
     *(operator for operator, _ in CASES.values()),
@@ -238,7 +245,7 @@ def test_a_fork_stays_one_fork_through_a_pickle() -> None:
     again, another = pickle.loads(pickle.dumps((one, other)))
     assert again.fork is another.fork
     assert (again.number, another.number) == (0, 1)
-    assert Fork(CHAINS[0], 2) != FORK
+    assert ForkPoint(CHAINS[0], 2) != FORK
 
 
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -270,13 +277,13 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Shuffle(4, -1), ValueError, "seed must be at least 0"),
     (lambda: Shuffle(4, "x"), TypeError, "seed must be a whole number"),  # type: ignore[arg-type]
     (lambda: Take(-1), ValueError, "take: count must be at least 0"),
-    (lambda: Skip(None), TypeError, "skip: count must be a whole number"),  # type: ignore[arg-type]
+    (lambda: SkipFirst(None), TypeError, "skip: count must be a whole number"),  # type: ignore[arg-type]
     (lambda: Enumerate(0.5), TypeError, "start must be a whole number"),  # type: ignore[arg-type]
     (lambda: Repeat(-1), ValueError, "times must be at least 0"),
-    (lambda: Shard(0), ValueError, "give both, or neither"),
-    (lambda: Shard(None, 2), ValueError, "give both, or neither"),
-    (lambda: Shard(2, 2), ValueError, "ranks go from 0 to 1"),
-    (lambda: Shard(0, 0), ValueError, "num_replicas must be at least 1"),
+    (lambda: ShardByRank(0), ValueError, "give both, or neither"),
+    (lambda: ShardByRank(None, 2), ValueError, "give both, or neither"),
+    (lambda: ShardByRank(2, 2), ValueError, "ranks go from 0 to 1"),
+    (lambda: ShardByRank(0, 0), ValueError, "num_replicas must be at least 1"),
     (lambda: Zip(()), ValueError, "zip: there are no pipelines"),
     (lambda: Zip(CHAINS[0]), TypeError, "zip: pipelines must be several"),
     (lambda: Zip(([1], [2])), TypeError, r"pipelines\[0\] must be a pipeline, not \[1\]"),  # type: ignore[arg-type]
@@ -288,9 +295,9 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Mix(CHAINS, (1, 0)), ValueError, r"weights\[1\] must be above 0"),
     (lambda: Mix(CHAINS, stop="any"), ValueError, "stop must be 'all' or 'first'"),
     (lambda: Interleave(CHAINS, 0), ValueError, "block must be at least 1"),
-    (lambda: Fork([], 2), TypeError, "fork: pipeline must be a pipeline"),  # type: ignore[arg-type]
-    (lambda: Fork(CHAINS[0], 0), ValueError, "fork: count must be at least 1"),
-    (lambda: Branch(CHAINS[0], 0), TypeError, "fork must be a Fork"),
+    (lambda: ForkPoint([], 2), TypeError, "fork: pipeline must be a pipeline"),  # type: ignore[arg-type]
+    (lambda: ForkPoint(CHAINS[0], 0), ValueError, "fork: count must be at least 1"),
+    (lambda: Branch(CHAINS[0], 0), TypeError, "fork must be a ForkPoint"),
     (lambda: Branch(FORK, 2), ValueError, "there is no branch 2: a fork of 2 has branches 0 to 1"),
     (lambda: Cache(3), TypeError, "cache: path must be that of a file, not 3"),  # type: ignore[arg-type]
     (lambda: Cache("folder/"), ValueError, "names no file"),

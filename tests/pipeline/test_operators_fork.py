@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.operator_context import Oops, Stand, drain, no_deadline, scripted
 
-from hybridloader.pipeline.operators.join import Branch, Fork
+from hybridloader.pipeline.operators.base import Chain
+from hybridloader.pipeline.operators.join import Branch, ForkPoint
 
 PATIENCE = 30.0
 """Seconds after which a test gives up waiting for what should have come at once."""
@@ -22,14 +23,15 @@ scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=10)
 
 
 def branches(source: Any, count: int, stand: Stand | None = None) -> list[Any]:
-    fork, stand = Fork(source, count), stand or Stand()
+    fork, stand = ForkPoint(source, count), stand or Stand()
     return [Branch(fork, number).start(stand) for number in range(count)]
 
 
-class Gated(Iterator[Any]):
+class Gated(Chain, Iterator[Any]):
     """Tells when it is asked for an item, and gives it when it is allowed to."""
 
     length = None
+    operators = ()
 
     def __init__(self, *steps: Any) -> None:
         self._steps = iter(steps)
@@ -116,14 +118,14 @@ def test_all_get_the_same_objects() -> None:
 
 
 def test_a_branch_that_is_opened_late_misses_nothing() -> None:
-    stand, fork = Stand(), Fork(scripted(1, 2, 3), 2)
+    stand, fork = Stand(), ForkPoint(scripted(1, 2, 3), 2)
     assert drain(Branch(fork, 0).start(stand)) == [1, 2, 3]
     assert drain(Branch(fork, 1).start(stand)) == [1, 2, 3]
     assert len(stand.opened) == 1
 
 
 def test_a_branch_is_opened_once_in_a_pass() -> None:
-    stand, branch = Stand(), Branch(Fork(scripted(1), 2), 1)
+    stand, branch = Stand(), Branch(ForkPoint(scripted(1), 2), 1)
     kept = branch.start(stand)
     with pytest.raises(ValueError, match="branch 1 of a fork was opened twice in one pass"):
         branch.start(stand)
@@ -132,8 +134,8 @@ def test_a_branch_is_opened_once_in_a_pass() -> None:
 
 def test_forks_of_one_pipeline_have_passes_of_their_own() -> None:
     stand, source = Stand(), scripted(1, 2)
-    one = Branch(Fork(source, 1), 0).start(stand)
-    other = Branch(Fork(source, 1), 0).start(stand)
+    one = Branch(ForkPoint(source, 1), 0).start(stand)
+    other = Branch(ForkPoint(source, 1), 0).start(stand)
     assert drain(one) == drain(other) == [1, 2]
     assert len(stand.opened) == 2
 
@@ -150,7 +152,7 @@ def test_a_pipeline_that_cannot_be_opened_may_be_tried_again() -> None:
             return iter([5])
 
     broken: Any = Broken()
-    stand, branch = Stand(), Branch(Fork(broken, 1), 0)
+    stand, branch = Stand(), Branch(ForkPoint(broken, 1), 0)
     with pytest.raises(Oops):
         branch.start(stand)
     assert drain(branch.start(stand)) == [5]

@@ -22,9 +22,9 @@ from support.operator_context import (
 )
 
 from hybridloader._support.errors import WorkerTimeout
-from hybridloader.pipeline.operators.base import INFINITE, Operator
+from hybridloader.pipeline.operators.base import INFINITE, Chain, Operator
 from hybridloader.pipeline.operators.join import Concat, Interleave, Mix, Zip
-from hybridloader.pipeline.operators.order import Enumerate, Shard, Skip, Take
+from hybridloader.pipeline.operators.order import Enumerate, ShardByRank, SkipFirst, Take
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(0, 9), st.none(), st.integers(), errors), max_size=8)
@@ -106,7 +106,7 @@ def test_what_is_no_answer_leaves_the_row_as_far_as_it_came() -> None:
         without = [[step for step in script if step is not late] for script in scripts]
         found = outcome(make(lines(scripts)))
         assert [step for step in found if step is not late] == outcome(make(lines(without)))
-    for operator in (Take(2), Skip(1), Enumerate(), Shard(2, 1)):
+    for operator in (Take(2), SkipFirst(1), Enumerate(), ShardByRank(2, 1)):
         found = drain(operator.open(Script(1, late, 2, late, 3), Stand()))
         without_late = drain(operator.open(Script(1, 2, 3), Stand()))
         assert [step for step in found if step is not late] == without_late
@@ -145,14 +145,18 @@ def test_a_concat_is_one_after_the_other(scripts: list[list[Any]]) -> None:
     assert outcome(Concat(lines(scripts))) == list(itertools.chain(*scripts))
 
 
+class Broken(Chain):
+    """A chain that can't be opened."""
+
+    length = None
+    operators = ()
+
+    def __call__(self) -> Any:
+        raise Oops("open")
+
+
 def test_a_pipeline_is_opened_in_its_turn_and_one_that_cannot_be_is_passed_over() -> None:
     stand = Stand()
-
-    class Broken:
-        length = None
-
-        def __call__(self) -> Any:
-            raise Oops("open")
 
     broken: Any = Broken()
     found = begin(Concat((scripted(1, 2), broken, scripted(3))), stand)
@@ -248,12 +252,6 @@ def test_closing_closes_what_was_opened(make: Any) -> None:
 @pytest.mark.parametrize("make", [Zip, Mix, Interleave])
 def test_what_was_opened_is_closed_when_another_cannot_be(make: Any) -> None:
     stand = Stand()
-
-    class Broken:
-        length = None
-
-        def __call__(self) -> Any:
-            raise Oops("open")
 
     with pytest.raises(Oops):
         begin(make((scripted(1), Broken(), scripted(2))), stand)

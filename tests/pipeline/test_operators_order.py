@@ -24,7 +24,7 @@ from support.operator_context import (
 )
 
 from hybridloader.pipeline.operators.base import INFINITE
-from hybridloader.pipeline.operators.order import Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.pipeline.operators.order import Repeat, ShardByRank, Shuffle, SkipFirst, Take
 
 errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=20)
@@ -175,16 +175,16 @@ def test_lengths_of_repeats() -> None:
 @no_deadline
 @given(scripts, st.integers(1, 5))
 def test_shards_make_up_the_whole(script: list[Any], replicas: int) -> None:
-    shards = [outcome(Shard(replicas, rank), *script) for rank in range(replicas)]
+    shards = [outcome(ShardByRank(replicas, rank), *script) for rank in range(replicas)]
     items = items_in(script)
     for rank, shard in enumerate(shards):
         assert items_in(shard) == items_in(script[rank::replicas])
         assert errors_in(shard) == errors_in(script)
-        assert Shard(replicas, rank).length(len(items)) == len(items[rank::replicas])
+        assert ShardByRank(replicas, rank).length(len(items)) == len(items[rank::replicas])
 
 
 def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = Shard()
+    shard = ShardByRank()
     monkeypatch.delitem(sys.modules, "torch")
     assert shard.resolved() == (1, 0)
     state = SimpleNamespace(
@@ -196,7 +196,7 @@ def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(distributed=state))
     assert outcome(shard, *range(7)) == [1, 4]
     assert shard.length(7) == 2
-    assert outcome(Shard(2, 0), *range(4)) == [0, 2]
+    assert outcome(ShardByRank(2, 0), *range(4)) == [0, 2]
     state.is_initialized = lambda: False
     assert outcome(shard, *range(3)) == [0, 1, 2]
     state.is_available = lambda: False
@@ -208,9 +208,9 @@ def test_a_shard_asks_torch_when_the_pass_begins(monkeypatch: pytest.MonkeyPatch
 
 def test_a_skip_asks_for_nothing_before_it_is_asked() -> None:
     source = Script(1, 2, Oops(1), 3, 4)
-    found = Skip(3).open(source, context())
+    found = SkipFirst(3).open(source, context())
     assert source.pulled == 0
     with pytest.raises(Oops):
         next(found)
     assert next(found) == 3
-    assert drain(run(Skip(9), 1, Oops(2), 3)) == [Oops(2)]
+    assert drain(run(SkipFirst(9), 1, Oops(2), 3)) == [Oops(2)]

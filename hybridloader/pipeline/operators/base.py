@@ -248,3 +248,23 @@ class Source(Operator):
 def _words(name: str) -> str:
     """``PaddedBatch`` -> ``padded_batch``."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+def chains_in(chain: Chain) -> Iterator[Chain]:
+    """Yield all chains that items come through, earlier ones first and `chain` last, each once."""
+    met: set[int] = set()
+
+    def walk(chain: Chain) -> Iterator[Chain]:
+        met.add(id(chain))
+        for operator in chain.operators:
+            for branch in operator.branches():
+                if id(branch) not in met:
+                    yield from walk(branch)
+        yield chain
+
+    return walk(chain)
+
+
+def steps_in(chain: Chain) -> Iterator[Operator]:
+    """Yield the operators of all chains that items come through, earlier ones first."""
+    return (operator for inner in chains_in(chain) for operator in inner.operators)

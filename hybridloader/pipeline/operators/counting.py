@@ -6,24 +6,23 @@ several items of one, or one of several, loses count at the first failure: that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from hybridloader.fetching.on_error.policies import Skip as SkipPolicy
-from hybridloader.fetching.on_error.policies import final
-from hybridloader.pipeline.operators.base import Chain, Operator
+from hybridloader.fetching.on_error.policies import Skip, final
+from hybridloader.pipeline.operators.base import Chain, Operator, steps_in
 from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.order import Repeat, Shard, Skip, Take
+from hybridloader.pipeline.operators.order import Repeat, ShardByRank, SkipFirst, Take
 from hybridloader.pipeline.operators.work import Lookup, Map, Readers, Work
 
 
 def loses_count(pipeline: Chain) -> str | None:
     """Name a step after which the number of a failed item is unknown; None if there is none."""
-    return next((operator.name for operator in _steps(pipeline) if not _counts(operator)), None)
+    return next((operator.name for operator in steps_in(pipeline) if not _counts(operator)), None)
 
 
 def leaves_out(pipelines: Sequence[Chain]) -> bool:
     """Tell whether a step in one of `pipelines` leaves out items that fail."""
-    return any(_skips(operator) for pipeline in pipelines for operator in _steps(pipeline))
+    return any(_skips(operator) for pipeline in pipelines for operator in steps_in(pipeline))
 
 
 def check(name: str, number: int, pipeline: Chain) -> None:
@@ -35,7 +34,7 @@ def check(name: str, number: int, pipeline: Chain) -> None:
         After such an item, rows could not be matched with those of other pipelines.
     """
     skipping: str | None = None
-    for operator in _steps(pipeline):
+    for operator in steps_in(pipeline):
         culprit = None
         if _skips(operator):
             skipping = operator.name
@@ -51,25 +50,10 @@ def check(name: str, number: int, pipeline: Chain) -> None:
             )
 
 
-def _steps(pipeline: Chain) -> Iterator[Operator]:
-    """Yield all steps that items of `pipeline` may come through, earlier steps first."""
-    seen: set[int] = set()
-
-    def walk(line: Chain) -> Iterator[Operator]:
-        for operator in getattr(line, "operators", ()):
-            for inner in operator.branches():
-                if id(inner) not in seen:
-                    seen.add(id(inner))
-                    yield from walk(inner)
-            yield operator
-
-    return walk(pipeline)
-
-
 def _skips(operator: Operator) -> bool:
     if not isinstance(operator, (Work, Readers)):
         return False
-    return isinstance(final(operator.placement.on_error), SkipPolicy)
+    return isinstance(final(operator.placement.on_error), Skip)
 
 
 def _leaves_a_gap(operator: Operator) -> bool:
@@ -80,7 +64,7 @@ def _leaves_a_gap(operator: Operator) -> bool:
 
 def _counts(operator: Operator) -> bool:
     """Tell whether it gives one item or error for each it takes, or knows how many it omits."""
-    if isinstance(operator, (Map, Readers, Take, Skip, Shard, Repeat, Cache)):
+    if isinstance(operator, (Map, Readers, Take, SkipFirst, ShardByRank, Repeat, Cache)):
         return True
     if operator.branches():  # they are looked at themselves
         return True

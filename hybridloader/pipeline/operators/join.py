@@ -11,7 +11,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -27,27 +27,18 @@ from hybridloader.pipeline.operators.base import (
     Length,
     Mark,
     Part,
-    Source,
 )
 from hybridloader.pipeline.operators.iterators import JoinIterator, nothing, open_all
-from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, several, sum_of
-from hybridloader.pipeline.operators.rows import Zip
-from hybridloader.pipeline.operators.split import Branch, Fork, reaches_out
+from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
+from hybridloader.pipeline.operators.rows import Join, Zip
+from hybridloader.pipeline.operators.split import Branch, ForkPoint, reaches_out
 
-__all__ = ["Branch", "Concat", "Fork", "Interleave", "Mix", "Zip"]
+__all__ = ["Branch", "Concat", "ForkPoint", "Interleave", "Mix", "Zip"]
 
 
 @dataclass(frozen=True)
-class Concat(Source):
+class Concat(Join):
     """All items of the first pipeline, then all of the second, and so on; each begins in its turn."""
-
-    pipelines: tuple[Chain, ...] = field(repr=False)
-
-    def __post_init__(self) -> None:
-        settle(self, pipelines=several(self, self.pipelines))
-
-    def branches(self) -> tuple[Chain, ...]:
-        return self.pipelines
 
     def start(self, context: Context) -> Iterator[Any]:
         return ConcatIterator(self.pipelines, context)
@@ -61,7 +52,7 @@ class Concat(Source):
         return [Part(mark.value, n - mark.at, epoch)]
 
     def length(self, upstream: Length) -> Length:
-        return sum_of(pipeline.length for pipeline in self.pipelines)
+        return sum_of(self.lengths)
 
 
 class ConcatIterator(Iterator[Any]):
@@ -114,7 +105,7 @@ class ConcatIterator(Iterator[Any]):
 
 
 @dataclass(frozen=True)
-class Mix(Source):
+class Mix(Join):
     """Items of several pipelines, each drawn at random from one of them, errors in their places.
 
     The order is a function of the seed, the pass and the lengths of the pipelines.
@@ -132,13 +123,12 @@ class Mix(Source):
         ends when one that was drawn has ended.
     """
 
-    pipelines: tuple[Chain, ...] = field(repr=False)
     weights: tuple[float, ...] | None = None
     seed: int | None = None
     stop: str = "all"
 
     def __post_init__(self) -> None:
-        settle(self, pipelines=several(self, self.pipelines))
+        super().__post_init__()
         settle_whole(self, "seed", 0, SEED, optional=True)
         one_of(f"{self.name}: stop", self.stop, ("all", "first"))
         if self.weights is not None:
@@ -166,9 +156,6 @@ class Mix(Source):
                 )
         return tuple(map(float, found))
 
-    def branches(self) -> tuple[Chain, ...]:
-        return self.pipelines
-
     def start(self, context: Context) -> Iterator[Any]:
         weights = self.weights or (1.0,) * len(self.pipelines)
         generator = context.random(self.seed)
@@ -176,7 +163,7 @@ class Mix(Source):
         return MixIterator(branches, weights, generator, self.stop == "first")
 
     def length(self, upstream: Length) -> Length:
-        lengths = [pipeline.length for pipeline in self.pipelines]
+        lengths = self.lengths
         if self.stop == "all" or len(lengths) == 1:
             return sum_of(lengths)
         return INFINITE if set(lengths) == {INFINITE} else None
@@ -234,7 +221,7 @@ class MixIterator(JoinIterator):
 
 
 @dataclass(frozen=True)
-class Interleave(Source):
+class Interleave(Join):
     """`block` items of each pipeline in turn, until all have ended.
 
     Parameters
@@ -245,22 +232,18 @@ class Interleave(Source):
         Items in a row from one of them.
     """
 
-    pipelines: tuple[Chain, ...] = field(repr=False)
     block: int = 1
 
     def __post_init__(self) -> None:
         instead = "give how many items in a row come from one pipeline"
         settle_whole(self, "block", 1, instead)
-        settle(self, pipelines=several(self, self.pipelines))
-
-    def branches(self) -> tuple[Chain, ...]:
-        return self.pipelines
+        super().__post_init__()
 
     def start(self, context: Context) -> Iterator[Any]:
         return InterleaveIterator(open_all(self.pipelines, context), self.block)
 
     def length(self, upstream: Length) -> Length:
-        return sum_of(pipeline.length for pipeline in self.pipelines)
+        return sum_of(self.lengths)
 
 
 class InterleaveIterator(JoinIterator):

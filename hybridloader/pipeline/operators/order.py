@@ -149,10 +149,14 @@ class TakeIterator(OperatorIterator):
 
 
 @dataclass(frozen=True)
-class Skip(Operator):
+class SkipFirst(Operator):
     """All but the first `count` items. Errors of skipped items are raised all the same."""
 
     count: int
+
+    @property
+    def name(self) -> str:
+        return "skip"
 
     def __post_init__(self) -> None:
         settle_whole(self, "count", 0, "give a number of items")
@@ -341,7 +345,7 @@ class RepeatIterator(Iterator[Any]):
 
 
 @dataclass(frozen=True)
-class Shard(Operator):
+class ShardByRank(Operator):
     """The items of one of several processes: every `num_replicas`-th, from number `rank` on.
 
     When the number of items is no multiple of `num_replicas`, the first shards have one more than the
@@ -356,6 +360,10 @@ class Shard(Operator):
 
     num_replicas: int | None = None
     rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "shard"
 
     def __post_init__(self) -> None:
         if self.num_replicas is None and self.rank is None:

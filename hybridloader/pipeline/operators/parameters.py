@@ -77,8 +77,8 @@ def several(described: Named, pipelines: Any) -> tuple[Chain, ...]:
 
 
 def one(described: Named, parameter: str, pipeline: Any) -> None:
-    """`pipeline` is one, as far as can be told without importing the class."""
-    if not hasattr(type(pipeline), "length"):
+    """Raise `TypeError` unless `pipeline` is one."""
+    if not isinstance(pipeline, Chain):
         raise TypeError(
             f"{described.name}: {parameter} must be a pipeline, not {short(pipeline)}; make one of "
             "an iterable or a dataset first"

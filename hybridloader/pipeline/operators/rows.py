@@ -21,7 +21,24 @@ from hybridloader.pipeline.operators.split import may_begin_at
 
 
 @dataclass(frozen=True)
-class Zip(Source):
+class Join(Source):
+    """Several pipelines as one; the kinds differ in whose item comes next."""
+
+    pipelines: tuple[Chain, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        settle(self, pipelines=several(self, self.pipelines))
+
+    def branches(self) -> tuple[Chain, ...]:
+        return self.pipelines
+
+    @property
+    def lengths(self) -> list[Length]:
+        return [pipeline.length for pipeline in self.pipelines]
+
+
+@dataclass(frozen=True)
+class Zip(Join):
     """Tuples of one item from each pipeline.
 
     Items belong together by their numbers. One that raises, or is left out by `on_error`, drops its
@@ -36,25 +53,20 @@ class Zip(Source):
         when the first of them has ended. If not, it ends with the shortest.
     """
 
-    pipelines: tuple[Chain, ...] = field(repr=False)
     strict: bool = True
 
     def __post_init__(self) -> None:
-        pipelines = several(self, self.pipelines)
-        settle(self, pipelines=pipelines)
+        super().__post_init__()
         check_flags(self, "strict")
-        if len(pipelines) > 1:
-            for number, pipeline in enumerate(pipelines):
+        if len(self.pipelines) > 1:
+            for number, pipeline in enumerate(self.pipelines):
                 check(self.name, number, pipeline)
-        lengths = [pipeline.length for pipeline in pipelines]
+        lengths = self.lengths
         if self.strict and len({length for length in lengths if length is not None}) > 1:
             raise ValueError(
                 f"{self.name}: the pipelines are of different lengths: {lengths}; shorten them by "
                 "take(), or give strict=False to end with the shortest"
             )
-
-    def branches(self) -> tuple[Chain, ...]:
-        return self.pipelines
 
     def start(self, context: Context) -> Iterator[Any]:
         several = len(self.pipelines) > 1
@@ -67,13 +79,12 @@ class Zip(Source):
         return [Part(number, n, epoch) for number in range(len(self.pipelines))]
 
     def length(self, upstream: Length) -> Length:
-        lengths = [pipeline.length for pipeline in self.pipelines]
-        known = [length for length in lengths if length is not None]
+        known = [length for length in self.lengths if length is not None]
         if self.strict and known:
             return known[0]
         if 0 in known:
             return 0
-        return None if len(known) < len(lengths) else min(known)
+        return None if len(known) < len(self.pipelines) else min(known)
 
 
 class ZipIterator(JoinIterator):

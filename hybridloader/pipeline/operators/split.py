@@ -16,13 +16,21 @@ from typing import Any
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import Raised, twin
 from hybridloader._support.text import short
-from hybridloader.pipeline.operators.base import Chain, Context, Length, Mark, Part, Source
+from hybridloader.pipeline.operators.base import (
+    Chain,
+    Context,
+    Length,
+    Mark,
+    Part,
+    Source,
+    steps_in,
+)
 from hybridloader.pipeline.operators.counting import leaves_out
 from hybridloader.pipeline.operators.parameters import one, settle_whole
 
 
 @dataclass(frozen=True, eq=False)
-class Fork:
+class ForkPoint:
     """A place where a pipeline goes on in several ways. Every fork is another, even with the same parts.
 
     Parameters
@@ -58,12 +66,12 @@ class Branch(Source):
         Which of its branches it is, from 0.
     """
 
-    fork: Fork = field(repr=False)
+    fork: ForkPoint = field(repr=False)
     number: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fork, Fork):
-            raise TypeError(f"{self.name}: fork must be a Fork, not {short(self.fork)}")
+        if not isinstance(self.fork, ForkPoint):
+            raise TypeError(f"{self.name}: fork must be a ForkPoint, not {short(self.fork)}")
         instead = f"a fork of {self.fork.count} has branches 0 to {self.fork.count - 1}"
         settle_whole(self, "number", 0, instead)
         if self.number >= self.fork.count:
@@ -185,29 +193,29 @@ class BranchIterator(Iterator[Any]):
 
 
 def may_begin_at(pipelines: Sequence[Chain], n: int) -> bool:
-    """True if pipelines that are pulled in step can each begin behind `n` items.
+    """Tell whether pipelines that are pulled in step can each begin behind `n` items.
 
     Branches of a fork can if all of them are here and want the same items next: else one of them
     would have to be given items that the others are not to see again.
     """
-    wanted: dict[int, tuple[Fork, dict[int, int | None]]] = {}
+    wanted: dict[ForkPoint, dict[int, int | None]] = {}
     for pipeline in pipelines:
         source = pipeline.operators[0]
         if isinstance(source, Branch):
-            found = wanted.setdefault(id(source.fork), (source.fork, {}))
-            found[1][source.number] = _begins_at(pipeline, n)
+            wanted.setdefault(source.fork, {})[source.number] = _begins_at(pipeline, n)
         elif reaches_out(pipeline):
             return False
-    for fork, places in wanted.values():
-        if len(places) < fork.count or len({*places.values()}) > 1 or None in places.values():
-            return False
-        if reaches_out(fork.pipeline):
-            return False
-    return True
+    return not any(
+        len(places) < fork.count
+        or len({*places.values()}) > 1
+        or None in places.values()
+        or reaches_out(fork.pipeline)
+        for fork, places in wanted.items()
+    )
 
 
 def _begins_at(pipeline: Chain, n: int) -> int | None:
-    """How many items of its source make its first `n`, if every step can say."""
+    """Return how many items of its source make its first `n`, None if a step can't say."""
     for operator in reversed(pipeline.operators[1:]):
         found = operator.seek(n)
         if found is None:
@@ -217,18 +225,9 @@ def _begins_at(pipeline: Chain, n: int) -> int | None:
 
 
 def reaches_out(pipeline: Chain) -> bool:
-    """True if it holds some branches of a fork, and not all of them."""
-    met: dict[int, tuple[Fork, set[int]]] = {}
-
-    def look(line: Chain) -> None:
-        source = line.operators[0]
-        if isinstance(source, Branch):
-            known = id(source.fork) in met
-            met.setdefault(id(source.fork), (source.fork, set()))[1].add(source.number)
-            if known:
-                return
-        for inner in source.branches():
-            look(inner)
-
-    look(pipeline)
-    return any(len(numbers) < fork.count for fork, numbers in met.values())
+    """Tell whether it holds some branches of a fork, and not all of them."""
+    met: dict[ForkPoint, set[int]] = {}
+    for operator in steps_in(pipeline):
+        if isinstance(operator, Branch):
+            met.setdefault(operator.fork, set()).add(operator.number)
+    return any(len(numbers) < fork.count for fork, numbers in met.items())

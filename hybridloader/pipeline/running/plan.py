@@ -18,7 +18,14 @@ from hybridloader.backends.fallback import usable
 from hybridloader.engine.scheduler import AT_HAND
 from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.order import Enumerate, Repeat, Shard, Shuffle, Skip, Take
+from hybridloader.pipeline.operators.order import (
+    Enumerate,
+    Repeat,
+    ShardByRank,
+    Shuffle,
+    SkipFirst,
+    Take,
+)
 from hybridloader.pipeline.operators.pin import PinMemory
 from hybridloader.pipeline.operators.sources import Indices
 from hybridloader.pipeline.operators.work import Lookup, Map, Placement, Prefetch, Readers, Work
@@ -118,7 +125,7 @@ class RelayNode:
 Node = OperatorNode | InlineNode | WorkerNode | RelayNode
 
 
-_CHEAP = (Indices, Shard, Take, Skip, Enumerate, Shuffle, Repeat, Cache)
+_CHEAP = (Indices, ShardByRank, Take, SkipFirst, Enumerate, Shuffle, Repeat, Cache)
 _PLAIN = (list, tuple, range, str, bytes)
 
 
@@ -214,7 +221,7 @@ def _with_shards_first(operators: tuple[Operator, ...]) -> list[Operator]:
     ordered: list[Operator] = []
     for operator in operators:
         at = len(ordered)
-        if isinstance(operator, Shard):
+        if isinstance(operator, ShardByRank):
             while isinstance(ordered[at - 1], (Map, Prefetch, PinMemory)):
                 at -= 1
         ordered.insert(at, operator)

@@ -23,7 +23,7 @@ from hybridloader._support.state_schema import (
     list_of,
 )
 from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark, Operator
-from hybridloader.pipeline.operators.order import Shard
+from hybridloader.pipeline.operators.order import ShardByRank
 from hybridloader.pipeline.operators.pin import PinMemory
 from hybridloader.pipeline.operators.sources import Indices
 from hybridloader.pipeline.operators.work import Prefetch, Readers, Work
@@ -133,7 +133,7 @@ def _described(pipeline: Chain, indent: str, forks: dict[int, int]) -> Iterator[
 
 
 def _description(operator: Operator) -> str:
-    if isinstance(operator, Shard):
+    if isinstance(operator, ShardByRank):
         num_replicas, rank = operator.resolved()
         return f"shard(num_replicas={num_replicas}, rank={rank})"
     told = operator.describe()
