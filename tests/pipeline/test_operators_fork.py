@@ -141,8 +141,9 @@ def test_forks_of_one_pipeline_have_passes_of_their_own() -> None:
 
 
 def test_a_pipeline_that_cannot_be_opened_may_be_tried_again() -> None:
-    class Broken:
+    class Broken(Chain):
         length = 1
+        operators = ()
         tries = 0
 
         def __call__(self) -> Iterator[Any]:
