@@ -88,7 +88,7 @@ def _machine(results: Results) -> str:
     text = machine.sentence(results.about) + "."
     if results.about.get("quick"):
         kind = "A `--quick` run (two rounds, fewer variants)"
-        text = f"**{kind}: for the sizes of things, not their last digits.** {text}"
+        text = f"**{kind}: good for orders of magnitude, not for digits.** {text}"
     return text
 
 

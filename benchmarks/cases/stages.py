@@ -73,7 +73,8 @@ def _spdl(form: str, stages: int, workers: int) -> Iterator[Any]:
     from spdl.pipeline import PipelineBuilder
 
     pool = ProcessPoolExecutor(workers) if form == "processes" else None
-    builder = PipelineBuilder().add_source(range(ENDLESS))
+    builder: Any = PipelineBuilder()
+    builder.add_source(range(ENDLESS))
     concurrency = 2 * workers if pool else workers
     for _ in range(stages):
         builder.pipe(identity, executor=pool, concurrency=concurrency, output_order="input")

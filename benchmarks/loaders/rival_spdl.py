@@ -34,11 +34,9 @@ _TASKS_PER_PROCESS = 2
 def _batches(work: Work) -> Any:
     from spdl.pipeline import PipelineBuilder
 
-    return (
-        PipelineBuilder()
-        .add_source(work.batch_sampler())
-        .pipe(Fetch(work.dataset), concurrency=work.workers, output_order="input")
-    )
+    builder: Any = PipelineBuilder()
+    builder.add_source(work.batch_sampler())
+    return builder.pipe(Fetch(work.dataset), concurrency=work.workers, output_order="input")
 
 
 def _items(builder: Any, threads: int) -> Generator[Any]:
@@ -113,7 +111,8 @@ def _stages(work: Work, pool: Executor | None) -> Any:
     from spdl.pipeline import PipelineBuilder
 
     dataset = work.dataset
-    builder = PipelineBuilder().add_source(work.sampler())
+    builder: Any = PipelineBuilder()
+    builder.add_source(work.sampler())
     if pool is None:
         builder.pipe(dataset.__getitem__, concurrency=READERS, output_order="input")
     else:
