@@ -8,66 +8,19 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from support.forked import in_a_fork
-from support.page_locks import LARGE, Private, address
+from support.page_locks import LARGE, Private, Shared, address
 
 from hybridloader.memory import page_locks, segments, slots
 from hybridloader.memory.page_locks import PageLocks
-from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
-from hybridloader.memory.tensors import tensor_over
 from hybridloader.testing import FakeAccelerator
-
-
-class Shared:
-    """Slots of one worker process, and its parent, in one process."""
-
-    def __init__(self, locks: PageLocks, limit: int = LARGE) -> None:
-        self.writer, self.reader = SlotWriter(limit), SlotReader(limit, locks=locks)
-        self.lower = self.writer.lower
-
-    def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:
-        self.writer.release(self.reader.returned())
-        slot_map, fds = self.writer.write([memoryview(bytes([value]) * size)])
-        self.reader.learn(slot_map, fds)
-        if slot_map.spans == (None,):
-            return None
-        [buffer] = self.reader.buffers(slot_map, [])
-        return tensor_over(buffer, torch.uint8, (size,))
-
-    def close(self) -> None:
-        self.writer.close()
-        self.reader.close()
-
-
-@pytest.fixture
-def device() -> FakeAccelerator:
-    return FakeAccelerator()
-
-
-@pytest.fixture
-def locks(device: FakeAccelerator) -> Iterator[PageLocks]:
-    yield PageLocks(device)
-    device.run()
-    PageLocks(device).collect()
-    assert not page_locks._waiting
-    page_locks._inherited.clear()
-
-
-@pytest.fixture(params=[Private, Shared])
-def memory(request: pytest.FixtureRequest, locks: PageLocks) -> Any:
-    return request.param(locks)
-
 
 # -- the device comes first --------------------------------------------------------------------------
 
@@ -469,99 +422,3 @@ def test_a_fork_does_not_move_the_parent_to_other_pages_than_the_device_reads(
 
     assert in_a_fork(child) == 0
     assert (batch == 77).all()
-
-
-# -- any order of all that ---------------------------------------------------------------------------
-
-
-class Slots(RuleBasedStateMachine):
-    """Copies that the device makes late show whether a slot was written to, or unlocked, too early."""
-
-    kind: Any = Private
-    batches = Bundle("batches")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = FakeAccelerator()
-        self.side = self.device.side_stream()
-        self.locks = PageLocks(self.device)
-        self.locks.wait_for(self.side)
-        self.memory = self.kind(self.locks, 5 * OWN)
-        self.value = 0
-        self.copies: list[tuple[torch.Tensor, int]] = []
-        self.held: list[list[tuple[torch.Tensor, int]]] = []
-        self.closed = False
-        self._before = slots.GROWTH
-        slots.GROWTH = 2
-
-    @rule(target=batches, size=st.sampled_from([OWN, OWN + 4096, 2 * OWN]))
-    def take(self, size: int) -> list[tuple[torch.Tensor, int]]:
-        self.value = self.value % 250 + 1
-        batch = None if self.closed else self.memory.batch(self.value, size)
-        self.held.append([] if batch is None else [(batch, self.value)])
-        return self.held[-1]
-
-    @rule(batch=batches, side=st.booleans())
-    def copy(self, batch: list[tuple[torch.Tensor, int]], side: bool) -> None:
-        if batch:
-            tensor, value = batch[0]
-            with self.device.on(self.side if side else self.device.default):
-                self.copies.append((self.device.move(tensor), value))
-
-    @rule(batch=consumes(batches), thread=st.booleans())
-    def drop(self, batch: list[tuple[torch.Tensor, int]], thread: bool) -> None:
-        if thread:
-            other = threading.Thread(target=batch.clear)
-            other.start()
-            other.join()
-        else:
-            batch.clear()
-
-    @rule(which=st.sampled_from(["default", "side", "both"]))
-    def run(self, which: str) -> None:
-        both = {"default": self.device.default, "side": self.side}
-        self.device.run(*([both[which]] if which in both else both.values()))
-
-    @rule()
-    def allow_fewer_locks(self) -> None:
-        self.device.lockable = 3 * OWN
-
-    @rule()
-    def lower(self) -> None:
-        self.memory.lower(3 * OWN)
-
-    @rule()
-    def collect(self) -> None:
-        self.locks.collect()
-
-    @rule()
-    def close(self) -> None:
-        if not self.closed and self.value > 8:
-            self.closed = True
-            self.memory.close()
-
-    @invariant()
-    def what_is_locked_is_counted(self) -> None:
-        assert self.locks.size == sum(self.device.locked.values())
-
-    def teardown(self) -> None:
-        slots.GROWTH = self._before
-        self.memory.close()
-        for batch in self.held:
-            batch.clear()
-        self.device.run()
-        self.locks.collect()
-        for copy, value in self.copies:
-            assert (copy == value).all()
-        assert self.device.locked == {}
-        assert self.locks.size == 0
-
-
-class SharedSlots(Slots):
-    kind = Shared
-
-
-TestPrivateSlots = Slots.TestCase
-TestSharedSlots = SharedSlots.TestCase
-_SETTINGS = settings(max_examples=30, stateful_step_count=40, deadline=None)
-TestPrivateSlots.settings = TestSharedSlots.settings = _SETTINGS

@@ -1,10 +1,11 @@
-"""Slots of the consumer, for the tests of page locks."""
+"""Slots whose pages are locked: of the consumer, and of a worker with its parent."""
 
 from __future__ import annotations
 
 import torch
 
 from hybridloader.memory.page_locks import PageLocks
+from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN, PrivateSlots
 from hybridloader.memory.tensors import tensor_over
 
@@ -23,6 +24,27 @@ class Private:
         """A new batch that is full of `value`; None if there is no slot for it."""
         buffer = self.slots.empty(size)
         return None if buffer is None else tensor_over(buffer, torch.uint8, (size,)).fill_(value)
+
+
+class Shared:
+    """Slots of one worker process, and its parent, in one process."""
+
+    def __init__(self, locks: PageLocks, limit: int = LARGE) -> None:
+        self.writer, self.reader = SlotWriter(limit), SlotReader(limit, locks=locks)
+        self.lower = self.writer.lower
+
+    def batch(self, value: int, size: int = OWN) -> torch.Tensor | None:
+        self.writer.release(self.reader.returned())
+        slot_map, fds = self.writer.write([memoryview(bytes([value]) * size)])
+        self.reader.learn(slot_map, fds)
+        if slot_map.spans == (None,):
+            return None
+        [buffer] = self.reader.buffers(slot_map, [])
+        return tensor_over(buffer, torch.uint8, (size,))
+
+    def close(self) -> None:
+        self.writer.close()
+        self.reader.close()
 
 
 def address(batch: torch.Tensor | None) -> int:

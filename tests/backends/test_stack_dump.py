@@ -1,0 +1,142 @@
+"""Stack dumps as text: the user's frames first, and cut to size."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridloader.backends.process import postmortem, stack_dump
+from hybridloader.backends.process.postmortem import PostmortemRecord
+from hybridloader.engine.fetcher import TaskContext
+
+# -- the text ----------------------------------------------------------------------------------------
+
+
+def _frame(path: str, function: str, line: int = 1) -> str:
+    return f'  File "{path}", line {line} in {function}'
+
+
+CHILD = str(Path(postmortem.__file__).with_name("child.py"))
+
+
+def test_the_loop_and_what_is_around_it_are_left_out() -> None:
+    worker = str(Path(TaskContext.__init__.__code__.co_filename).with_name("worker.py"))
+    text = "\n".join(
+        [
+            "Thread 0x00ff (most recent call first):",
+            _frame("/their/dataset.py", "__getitem__"),
+            _frame(worker, "run"),
+            _frame(CHILD, "main"),
+            _frame("/their/train.py", "<module>"),
+        ]
+    )
+    assert stack_dump.of_dump(text, 255).splitlines()[1:] == [
+        _frame("/their/dataset.py", "__getitem__")
+    ]
+
+
+def test_a_worker_that_only_waits_for_a_task_shows_that() -> None:
+    text = "\n".join(
+        [
+            "Current thread 0x00ff (most recent call first):",
+            _frame(CHILD, "get"),
+            _frame(CHILD, "main"),
+        ]
+    )
+    assert stack_dump.of_dump(text, 255).splitlines()[1:] == [_frame(CHILD, "get")]
+
+
+def test_a_deep_stack_keeps_both_ends() -> None:
+    frames = [_frame(f"/a/long/path/to/some/module_{i}.py", f"function_{i}") for i in range(100)]
+    text = stack_dump.of_dump("\n".join(["Thread 0x1 (most recent call first):", *frames]), 1)
+    assert len(text) <= stack_dump.MOST
+    assert "function_0" in text
+    assert "function_99" in text
+    assert "frames left out" in text
+
+
+def test_a_thread_without_python_frames_is_left_out() -> None:
+    lines = ["Thread 0x2 (most recent call first):", "  <no Python frame>"]
+    lines += ["Thread 0x1 (most recent call first):", _frame("/mine.py", "mine")]
+    assert stack_dump.of_dump("\n".join(lines), 1).splitlines()[1:] == [_frame("/mine.py", "mine")]
+
+
+@pytest.mark.parametrize("noise", ["y" * 10_000, "line\n" * 2_000])
+def test_what_is_no_stack_is_cut_to_size(noise: str) -> None:
+    text = f"Fatal Python error: {noise}\nCurrent thread 0x1 (most recent call first):\n  frame"
+    told = stack_dump.of_crash(text)
+    assert len(told) <= 1_100
+    assert told.endswith("  frame")
+
+
+def test_a_crash_is_found_behind_many_stacks(record: PostmortemRecord) -> None:
+    for _ in range(40):
+        os.write(record.fd, b"Thread 0x1 (most recent call first):\n" + b"  x\n" * 2_500)
+    os.write(record.fd, b"Fatal Python error: Aborted\n")
+    assert record.crash() == "Fatal Python error: Aborted"
+
+
+def test_many_threads_do_not_push_out_the_one_that_matters() -> None:
+    blocks = []
+    for ident in range(2, 100):
+        blocks += [f"Thread 0x{ident:x} (most recent call first):", _frame("/x" * 40, f"f{ident}")]
+    blocks += ["Thread 0x1 (most recent call first):", _frame("/mine.py", "mine")]
+    text = stack_dump.of_dump("\n".join(blocks), 1)
+    assert text.splitlines()[1] == _frame("/mine.py", "mine")
+    assert len(text) <= stack_dump.MOST
+    assert "more threads left out" in text
+
+
+_LINE = st.one_of(
+    st.text(max_size=30),
+    st.sampled_from(
+        [
+            "Fatal Python error: Segmentation fault",
+            "Thread 0x0001 (most recent call first):",
+            "Current thread 0x0002 [name] (most recent call first):",
+            "Current thread's C stack trace (most recent call first):",
+            "  <no Python frame>",
+            "  ...",
+            _frame(CHILD, "main"),
+            _frame(CHILD, "_watch"),
+            _frame("/a/" + "very/" * 60 + "long.py", "f"),
+        ]
+    ),
+)
+
+
+@given(st.lists(_LINE, max_size=120), st.integers(0, 3))
+def test_any_text_is_cut_to_size(lines: list[str], home: int) -> None:
+    text = "\n".join(lines)
+    assert len(stack_dump.of_dump(text, home)) <= stack_dump.MOST
+    crash = stack_dump.of_crash(text)
+    assert len(crash) <= stack_dump.MOST
+    assert bool(crash) == ("Fatal Python error: " in text)
+
+
+def test_what_python_3_14_writes_of_a_crash_is_told_too() -> None:
+    text = "\n".join(
+        [
+            "Fatal Python error: Segmentation fault",
+            "",
+            "Current thread 0x00ff [MainThread] (most recent call first):",
+            _frame("/their/dataset.py", "__getitem__"),
+            _frame(CHILD, "main"),
+            "",
+            "Current thread's C stack trace (most recent call first):",
+            '  Binary file "/lib/libc.so.6", at +0x1234',
+            "",
+            "Extension modules: numpy (total: 1)",
+        ]
+    )
+    assert stack_dump.of_crash(text).splitlines() == [
+        "Fatal Python error: Segmentation fault",
+        "The thread that crashed (most recent call first):",
+        _frame("/their/dataset.py", "__getitem__"),
+        "Current thread's C stack trace (most recent call first):",
+        '  Binary file "/lib/libc.so.6", at +0x1234',
+    ]

@@ -1,0 +1,74 @@
+"""A writer of slots and its reader in one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from hybridloader.memory import slots
+from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
+
+LARGE = 1 << 40
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Pair:
+    """One worker's writer and the parent's reader, without the two processes."""
+
+    def __init__(self, limit: int = LARGE, hold: int = LARGE, names: str | None = None) -> None:
+        self.writer, self.reader = SlotWriter(limit, names), SlotReader(hold, names)
+
+    def send(self, *buffers: Any) -> tuple[SlotMap, list[Any]]:
+        """What the worker writes, and the parent has read but not yet opened."""
+        self.writer.release(self.reader.returned())
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        slot_map, fds = self.writer.write(views)
+        self.reader.learn(slot_map, fds)
+        streamed = zip(views, slot_map.spans, strict=True)
+        return slot_map, [memoryview(bytearray(v)) for v, span in streamed if span is None]
+
+    def open(self, sent: tuple[SlotMap, list[Any]]) -> list[memoryview]:
+        return self.reader.buffers(*sent)
+
+    def pass_on(self, *buffers: Any) -> tuple[SlotMap, list[memoryview]]:
+        sent = self.send(*buffers)
+        return sent[0], self.open(sent)
+
+    def empty(self, size: int) -> Any:
+        """What the worker collates into."""
+        self.writer.release(self.reader.returned())
+        buffer = self.writer.empty(size)
+        assert buffer is not None
+        return np.frombuffer(buffer, np.uint8)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Slots that the worker has."""
+        return slots_in(self.writer.pool)
+
+    @property
+    def both_know_the_same(self) -> bool:
+        """Whether the parent has mapped all that the worker has, and nothing else."""
+        return set(self.reader.segments) == set(self.writer.pool.segments)
+
+
+def slots_in(pool: slots.Pool, *, free: bool = False) -> set[int]:
+    """The numbers of all slots, or of those that nobody holds."""
+    return {
+        slots.number_of(number, place)
+        for number, segment in pool.segments.items()
+        for place in (segment.free if free else range(len(segment.references)))
+    }
+
+
+FIRST, SECOND = slots.number_of(0, 0), slots.number_of(1, 0)
+"""Numbers of the first slots of a size: each is a segment of its own."""
+
+
+def slots_of(slot_map: SlotMap) -> list[int]:
+    return [-1 if span is None else span.slot for span in slot_map.spans]
