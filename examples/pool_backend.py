@@ -17,7 +17,7 @@ from hybridloader import engine
 
 @dataclass(frozen=True)
 class Pool(engine.Backend):
-    """What the user chooses. Options are its fields."""
+    """Backend that the user chooses; its fields are its options."""
 
     start_method: str | None = None
     name: ClassVar[str] = "pool"

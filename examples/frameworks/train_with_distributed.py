@@ -24,7 +24,7 @@ class Points(torch.utils.data.Dataset):
 
 
 def train():
-    """What each rank does; the group has been made."""
+    """Train on one rank; the group has been made."""
     data = Points()
     # Or torch's DistributedSampler(data). Ours needs no list of indices, and can be resumed.
     sampler = DistributedShuffleSampler(data, seed=0, uneven="drop")

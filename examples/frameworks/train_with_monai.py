@@ -15,7 +15,7 @@ class Loader(monai.data.DataLoader, hybridloader.DataLoader):
 
 
 class BufferedLoader(monai.data.ThreadDataLoader, hybridloader.DataLoader):
-    """The same, with MONAI's buffer thread before the loop."""
+    """MONAI's collate and seeding, and its buffer thread before the loop."""
 
 
 def main():

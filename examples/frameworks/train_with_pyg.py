@@ -10,7 +10,7 @@ import hybridloader
 
 
 class Nodes(NodeLoader, hybridloader.DataLoader):
-    """The same works for NeighborLoader, LinkNeighborLoader and the others."""
+    """Works in the same way for NeighborLoader, LinkNeighborLoader and the others."""
 
 
 class Graphs(DataLoader, hybridloader.DataLoader):

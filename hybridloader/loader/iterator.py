@@ -72,14 +72,8 @@ class LoaderIterator(_BaseDataLoaderIter):
     """Iterator over one pass of a loader of torch's; with persistent workers, over one after another.
 
     A context manager, which closes the iterator when it is left. The workers end when the iterator is
-    closed, let go or (if they are not persistent) exhausted.
-
-    Parameters
-    ----------
-    loader
-        The loader, for torch's base class; all code here asks `plan` instead.
-    plan
-        The loader's plan.
+    closed, let go or (if they are not persistent) exhausted. torch's base class reads `loader`; all
+    code here asks `plan` instead.
     """
 
     def __init__(self, loader: torch.utils.data.DataLoader[Any], plan: LoaderPlan) -> None:

@@ -16,17 +16,7 @@ from hybridloader.seeding.sample_seeds import Origin, parse
 
 
 class PassSeeds:
-    """Seeds of one loader iterator, which may run several passes.
-
-    Parameters
-    ----------
-    seeding
-        The loader's keyword.
-    base_seed
-        Seed of the loader's workers.
-    epoch
-        Number of the first pass.
-    """
+    """Seeds of one loader iterator, whose workers have `base_seed` and whose first pass is `epoch`."""
 
     def __init__(self, seeding: Any, base_seed: int, epoch: int) -> None:
         policy = parse(seeding)

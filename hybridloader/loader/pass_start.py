@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from hybridloader._support.state_copies import copied, load_into
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
 from hybridloader.fetching.samples import Apart
+from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
 from hybridloader.loader.sampler_replay import (
     IndicesAndSeed,
@@ -30,9 +31,6 @@ from hybridloader.loader.sampler_replay import (
 )
 from hybridloader.loader.samplers import DEFAULT
 from hybridloader.loader.state import END, START, WITHIN, ResumePoint, read, written
-
-if TYPE_CHECKING:
-    from hybridloader.loader.plan import LoaderPlan
 
 
 class ResumedDispatch:
@@ -56,33 +54,20 @@ class ResumedDispatch:
 
 
 class PassStart:
-    """Start of one pass.
-
-    Parameters
-    ----------
-    plan
-        The loader's plan.
-    again
-        Whether the workers of the pass before stay.
-
-    Attributes
-    ----------
-    resume
-        Place at which the pass is resumed; None at its beginning.
-    epoch
-        Number of the pass.
-    """
+    """Start of one pass; `again` if the workers of the pass before stay."""
 
     def __init__(self, plan: LoaderPlan, *, again: bool) -> None:
         self._plan, self._again = plan, again
         samplers, state = plan.samplers, plan.record.loaded
         resume = self.resume = None if state is None else read(plan, state)
+        """Place at which the pass is resumed; None at its beginning."""
         if resume is not None and resume.fresh:
             resume.replay = resume.replay.at_later_epoch(samplers)
         if resume is not None and resume.as_they_stand:
             resume.replay = SamplerReplay.of(samplers, resume.replay.steps)
         self.replay = SamplerReplay.of(samplers, steps_of(plan.num_workers, again=again))
         self.epoch = plan.epoch if resume is None else resume.next_epoch
+        """Number of the pass."""
         self._eager = False
 
     @contextmanager

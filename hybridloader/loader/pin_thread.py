@@ -96,10 +96,7 @@ class IndexFeed:
 class _PinningIterator(Iterator[Any]):
     """Iterator that the pinning thread runs: pulls the results of one pass and pins them.
 
-    Parameters
-    ----------
-    first
-        Number of the first batch, for errors.
+    The number of the `first` batch is for errors.
     """
 
     def __init__(self, stage: Stage, pinner: Pinner, first: int) -> None:
@@ -153,12 +150,7 @@ class _PinningIterator(Iterator[Any]):
 class PinnedResults(Iterator[Any]):
     """Results of one pass, for the consumer's thread; used in place of the stage.
 
-    Parameters
-    ----------
-    feed, source
-        Feed of the stage, and the indices to draw for it; None if the stage draws them itself.
-    timeout
-        Seconds to wait for one result; 0 waits for ever.
+    `feed` is the stage's, and `source` gives its indices; None if the stage draws them itself.
     """
 
     def __init__(
@@ -214,14 +206,8 @@ class PinnedResults(Iterator[Any]):
 class PinThread:
     """Pinning thread of one loader iterator: one thread for each pass, never two that pull.
 
-    Holds no sampler, because it lives as long as the iterator's finalizer.
-
-    Parameters
-    ----------
-    pinner
-        Handles the batches.
-    timeout
-        Seconds to wait for one result; 0 waits for ever.
+    Holds no sampler, because the iterator's finalizer holds it. Its consumer waits `timeout` seconds for
+    one result; 0 waits for ever.
     """
 
     def __init__(self, pinner: Pinner, timeout: float) -> None:
@@ -242,16 +228,10 @@ class PinThread:
         window: int,
         first: int,
     ) -> PinnedResults:
-        """Begin a pass; `break_off` must have ended the one before.
+        """Begin a pass, whose batches are numbered from `first`; `break_off` must have ended the last.
 
-        Parameters
-        ----------
-        source
-            Indices.
-        window
-            Number of indices to draw in advance; 0: the stage draws them itself, on the thread.
-        first
-            Number of the first batch.
+        `window` indices of `source` are drawn in advance. If it is 0, the stage draws them itself, on
+        the thread.
         """
         feed, pinner = IndexFeed(), self.pinner
         left: Iterator[Any] | None = source if window else None

@@ -47,9 +47,9 @@ class LoaderPlan:
     worker_init_fn: Any
     multiprocessing_context: Any
     iterable: bool
-    """Whether the dataset is iterable."""
+    """True if the dataset is iterable."""
     batched: bool
-    """Whether indices come from a sampler of batches."""
+    """True if indices come from a sampler of batches."""
     samplers: Samplers
     length_called: int | None
     chosen: str | Backend | None
@@ -85,10 +85,6 @@ class LoaderPlan:
     def readers(self) -> int:
         """Number of workers that read the dataset; 1 if the caller does."""
         return max(1, int(self.num_workers))
-
-    @property
-    def index_sampler_name(self) -> str:
-        return type(self.samplers.outer).__name__
 
     # -- checks --------------------------------------------------------------------------------------
 

@@ -11,20 +11,18 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from hybridloader._support.cadence import Cadence
 from hybridloader._support.errors import WorkerDied
 from hybridloader._support.state_copies import Latest
 from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.engine.messages import Exhausted, Last
 from hybridloader.fetching.outcome import Outcome
 from hybridloader.fetching.samples import Apart
 from hybridloader.loader.refill import WaitingSamples
-
-if TYPE_CHECKING:
-    from hybridloader._support.cadence import Cadence
-    from hybridloader.engine.messages import Exhausted, Last
-    from hybridloader.loader.sampler_replay import SamplerReplay
-    from hybridloader.loader.samplers import SamplerState
+from hybridloader.loader.sampler_replay import SamplerReplay
+from hybridloader.loader.samplers import SamplerState
 
 
 class SamplerCheckpoint(NamedTuple):
@@ -56,18 +54,9 @@ class Results(Protocol):
 
 
 class Progress:
-    """Counts of one pass.
+    """Counts of one pass over a dataset that `readers` read: workers, or the caller alone.
 
-    Parameters
-    ----------
-    replay
-        Description of how the sampler's iterator was made.
-    epoch
-        Number of the pass.
-    readers
-        Number of workers that read the dataset; 1 if the caller does.
-    iterable
-        Whether the dataset is iterable.
+    `replay` describes how the sampler's iterator was made.
     """
 
     def __init__(self, replay: SamplerReplay, epoch: int, readers: int, *, iterable: bool) -> None:
@@ -81,7 +70,7 @@ class Progress:
         """Items of the sampler, from its first, that were handed out or are in `missing`; for an
         iterable dataset, results that were handed out."""
         self.missing: dict[int, DrawnItem] = {}
-        """Those of these items that were not handed out, by number."""
+        """Items among these that were not handed out, by number."""
         self.log: deque[DrawnItem] = deque()
         """Items that were drawn after these, in order; if nothing is counted, the last ones drawn."""
         self.at: DrawnItem | None = None
@@ -96,7 +85,7 @@ class Progress:
         self.last_worker = -1
         """Worker of the result that was handed out last; -1 if there was none."""
         self.finished = False
-        """Whether the caller has met the end of the pass."""
+        """True if the caller has met the end of the pass."""
         self.waiting = WaitingSamples()
         self.first: tuple[int, ...] = ()
         """Workers that are to be asked first and have not answered."""
@@ -126,15 +115,10 @@ class Progress:
         return self._reread_in_all - sum(self._rereading), self._reread_in_all
 
     def begin(self, first: int, ahead: int | None, leads: Sequence[Any] = ()) -> None:
-        """Begin with task `first`.
+        """Begin with task `first`; the items `leads` come again before the sampler goes on.
 
-        Parameters
-        ----------
-        ahead
-            Most items that are drawn ahead of those handed out, if results come in order and with
-            nothing beside them; then nothing needs to be counted. None otherwise.
-        leads
-            Items that come again before the sampler goes on.
+        If results come in order and with nothing beside them, nothing needs to be counted; `ahead` is
+        then the most items that are drawn ahead of those handed out, and None otherwise.
         """
         number = self.count - len(leads)
         self._shift, self._first, self._seq = first - number, first, first - 1

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.attributes import attribute
-
-if TYPE_CHECKING:
-    from hybridloader.fetching.on_error.error_budget import ErrorBudget
-    from hybridloader.loader.progress import Progress
+from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.loader.progress import Progress
 
 
 class LoaderRecord:

@@ -57,7 +57,7 @@ class WaitingSamples:
         self.samples: deque[tuple[int | None, Any]] = deque()
         """Worker and index of each sample that waits, in order."""
         self.whole = False
-        """Whether the last result, a whole batch, waits too, because an error was raised first."""
+        """True if the last result, a whole batch, waits too, because an error was raised first."""
 
     def handed_out(self, count: int) -> None:
         """Forget the first `count` samples: they were handed out, or their error was told."""
@@ -66,25 +66,11 @@ class WaitingSamples:
 
 
 class FullBatches(Iterator[Any]):
-    """Batches of one pass of a loader under an error policy.
+    """Batches of one pass of a loader whose `results` may be short.
 
-    Parameters
-    ----------
-    results
-        Values, one after the other.
-    last
-        Returns the worker of the last value and the outcome of its samples; None for a batch without
-        one.
-    budget
-        Counts failures; None without a policy, where there are none.
-    collate_fn
-        Makes a batch of samples, on the thread that asks for it.
-    drop_last
-        Whether a last batch that is not full is dropped.
-    copies
-        Whether waiting samples are copied, because they lie in memory that workers use again.
-    waiting
-        Record of the samples that wait.
+    `last` returns the worker of the last result and the outcome of its samples, if it has one. `budget`
+    counts failures; it is None without an error policy. `copies` says that waiting samples are copied,
+    because they lie in memory that workers use again. `waiting` names them for a state.
     """
 
     def __init__(

@@ -81,12 +81,8 @@ class SamplerReplay(NamedTuple):
     ) -> IndicesAndSeed:
         """Make the sampler's iterator as it was made, and skip its first `count` items.
 
-        Parameters
-        ----------
-        check
-            `check_of` the last of these items; None if it is not known.
-        eager
-            Whether what the sampler draws for its first item is drawn now.
+        `check` is `check_of` the last of these, if it is known. If `eager`, the sampler's draws for its
+        first item are made now.
         """
         sampler = samplers.outer
         self.restore(samplers)
@@ -134,12 +130,7 @@ def load_sampler(
 ) -> IndicesAndSeed:
     """Load a sampler's own state and skip `since` items more; the cost is the same at any place.
 
-    Parameters
-    ----------
-    steps
-        Steps in which the iterator was made.
-    begins
-        Whether nothing was drawn from the iterator.
+    The iterator was made in `steps`; it `begins` if nothing was drawn from it.
     """
     stateful = samplers.stateful
     try:

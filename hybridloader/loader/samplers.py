@@ -145,12 +145,9 @@ class Samplers(NamedTuple):
     def state_access(
         self, indices: Iterator[Any]
     ) -> tuple[Callable[[], SamplerState], Cadence | None] | None:
-        """Return access to the state after the last item of `indices`; None if there is no state.
+        """Return a function that takes the state after the last item of `indices`, and its cadence.
 
-        Returns
-        -------
-        tuple
-            A function that takes the state, and when to take it; None means after every item.
+        None if there is no state. A cadence of None takes it after every item.
         """
         stateful = self.stateful
         iterator: Any = indices if is_stateful(indices) else None

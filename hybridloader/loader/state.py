@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import (
@@ -24,12 +24,10 @@ from hybridloader._support.state_copies import (
 )
 from hybridloader._support.state_schema import ANY, COUNT, DICT, LIST, TRUTH, Schema, among, list_of
 from hybridloader.engine.dataset_state import ShardStart
+from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress
 from hybridloader.loader.sampler_replay import SamplerReplay, check_of
 from hybridloader.loader.samplers import SamplerState
-
-if TYPE_CHECKING:
-    from hybridloader.loader.plan import LoaderPlan
 
 VERSION = 1
 """Version of the fields under `OWN`; it changes with the meaning of a field."""
@@ -45,11 +43,11 @@ class ResumePoint:
     """Description of how the sampler's iterator was made."""
     epoch: int
     fresh: bool = False
-    """Whether the pass begins at its beginning, because the one before was over, or none had begun."""
+    """True if the pass begins at its beginning, because the one before was over, or none had begun."""
     empty: bool = False
-    """Whether nothing is left of the pass."""
+    """True if nothing is left of the pass."""
     over: bool = False
-    """Whether somebody has declared the pass over, so that the next one begins."""
+    """True if somebody has declared the pass over, so that the next one begins."""
     count: int = 0
     """Items of the sampler that were handed out; `discard` is not among them."""
     yielded: int = 0
@@ -76,7 +74,7 @@ class ResumePoint:
     discard: int = 0
     """Batches to be made and dropped, if there is no other way to get to the place."""
     as_they_stand: bool = False
-    """Whether the state has no generators, so that the loader's are drawn from as they are."""
+    """True if the state has no generators, so that the loader's are drawn from as they are."""
 
     @property
     def next_epoch(self) -> int:
@@ -290,9 +288,10 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
     replayed = own["kind"] == "map" and resume.sampler is None
     length = length_of(plan.samplers.outer) if replayed else None
     if length is not None and count > length:
+        name = type(plan.samplers.outer).__name__
         raise StateError(
-            f"_sampler_iter_yielded is {count} in the state, and {plan.index_sampler_name} has only "
-            f"{length} items: it has shrunk, or the state is of another one"
+            f"_sampler_iter_yielded is {count} in the state, and {name} has only {length} items: it has "
+            "shrunk, or the state is of another one"
         )
     return resume
 

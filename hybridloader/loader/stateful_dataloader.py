@@ -82,7 +82,7 @@ device
     """
 
     _begun = False
-    """Whether `_iterator` was made to take a state, and ``iter`` has not used it yet."""
+    """True if `_iterator` was made to take a state, and ``iter`` has not used it yet."""
 
     @property
     def _told_every(self) -> int:  # type: ignore[override]

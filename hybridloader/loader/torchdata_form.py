@@ -1,9 +1,8 @@
-"""The state of a loader in torchdata's form: our own dict in other shapes, and back.
+"""State of a loader in torchdata's form: our own dict in other shapes, and back.
 
-torchdata has two shapes, one without workers and one with workers. Values that have no place in
-them are under one key of ours, as plain values; torchdata ignores it. A state without that key was
-saved by torchdata. It has no state of torch's generators, so they are drawn from as they are, as
-torchdata does.
+torchdata has two shapes, one without workers and one with workers. Values that have no place in them
+are under one key of ours, as plain values; torchdata ignores it. A state without that key was saved by
+torchdata. It has no state of torch's generators, so they are drawn from as they are, as torchdata does.
 """
 
 from __future__ import annotations
@@ -12,10 +11,13 @@ import base64
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import copied, is_stateful
+from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.sampler_replay import steps_of
 from hybridloader.loader.state import (
     OWN,
@@ -27,21 +29,20 @@ from hybridloader.loader.state import (
     snapshots_of,
 )
 
-if TYPE_CHECKING:
-    from hybridloader.loader.plan import LoaderPlan
-
 _SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed")
 """Keys that both of torchdata's shapes have, and that our own dict has under the same names."""
 
+_NO_FETCHER = {"dataset_iter_state": None, "fetcher_ended": False}
+
 
 class WorkersDiffer(StateError, AssertionError):
-    """A state is of another number of workers, each of which has a part. torchdata asserts this."""
+    """The state is of another number of workers, each of which has a part. torchdata asserts this."""
 
 
 def load(
     plan: LoaderPlan, state: Mapping[str, Any], load_own: Callable[[Mapping[str, Any]], None]
 ) -> None:
-    """Have `load_own` load `state`, in the form that it knows."""
+    """Have `load_own` load `state` in our own form."""
     record = plan.record
     record.given = None
     if isinstance(state, Mapping) and not state:
@@ -50,7 +51,7 @@ def load(
     try:
         load_own(read(plan, state))
         record.given = copied(dict(state))
-    except WorkersDiffer as error:  # told by `iter`
+    except WorkersDiffer as error:  # raised by `iter`
         load_own({})
         record.given = error
 
@@ -69,43 +70,51 @@ def state_of(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
-    """A state of ours, in torchdata's form."""
+    """Return a state of ours in torchdata's form."""
+    finished, yielded, progress = (
+        own["_iterator_finished"],
+        own["_num_yielded"],
+        plan.record.progress,
+    )
     main = {name: own[name] for name in _SHARED}
     main["_index_sampler_state"], main["_sampler_iter_state"] = _sampler_states(plan, own)
-    more = dict(own[OWN])
+    more, places = dict(own[OWN]), own["_worker_snapshots"] or {}
     more["generators"] = {name: _text(state) for name, state in more["generators"].items()}
-    workers, places = plan.readers, own["_worker_snapshots"] or {}
-    shown = _ends(plan, own) or places
-    snapshots = {name: _worker(plan, number, shown.get(name)) for number, name in _names(workers)}
     more["places"] = [
         [place[name] for name in ("position", "skip", "again", "since")]
         for place in places.values()
     ]
-    if more["since"]:  # torchdata has no place for what is to be drawn again
+    if more["since"]:  # torchdata has no place for items to be drawn again
         within = own["_index_sampler_state"] or {}
         more["base"] = [within.get("sampler_state"), own["_sampler_iter_state"]]
-    finished, yielded = own["_iterator_finished"], own["_num_yielded"]
+    if (
+        finished and progress is not None
+    ):  # torchdata writes states of the end even if no worker stays
+        places = snapshots_of([end._replace(ended=True) for end in progress.ends()])
+    snapshots = {
+        name: _worker(plan, number, places.get(name)) for number, name in _names(plan.readers)
+    }
     if not plan.num_workers:
         only = snapshots["worker_0"]
-        told, fetcher = only["dataset_state"], only["fetcher_state"]
-        itself = told is None and fetcher is not None and fetcher["dataset_iter_state"] is not None
+        state, fetcher = only["dataset_state"], only["fetcher_state"]
+        itself = state is None and fetcher is not None and fetcher["dataset_iter_state"] is not None
         within = plan.iterable and not finished
         return {
             **main,
             "_num_yielded": yielded,
             "fetcher_state": fetcher,
-            "dataset_state": told if within or itself else own["dataset_state"],
+            "dataset_state": state if within or itself else own["dataset_state"],
             "_iterator_finished": finished,
             OWN: more,
         }
-    last, progress = own["_last_yielded_worker_id"], plan.record.progress
+    last = own["_last_yielded_worker_id"]
     last_shown = progress.last_worker if finished and progress is not None else last
     return {
         "_snapshot": {
             "_snapshot_step": yielded,
-            "_last_yielded_worker_id": last_shown if last_shown >= 0 else workers - 1,
+            "_last_yielded_worker_id": last_shown if last_shown >= 0 else plan.readers - 1,
             "_main_snapshot": {
-                "_num_workers": workers,
+                "_num_workers": plan.readers,
                 **main,
                 "_base_seed": own["_base_seed"],
             },
@@ -122,32 +131,30 @@ def _names(workers: int) -> list[tuple[int, str]]:
 
 
 def _worker(plan: LoaderPlan, number: int, place: Mapping[str, Any] | None) -> dict[str, Any]:
-    fetcher = None
-    if plan.iterable:
-        fetcher = {"dataset_iter_state": None, "fetcher_ended": False}
-        if place is not None:
-            fetcher = dict(place["fetcher_state"])
+    fetcher = _NO_FETCHER if place is None else place["fetcher_state"]
     return {
         "worker_id": number,
         "dataset_state": None if place is None else place["dataset_state"],
-        "fetcher_state": fetcher,
+        "fetcher_state": dict(fetcher) if plan.iterable else None,
     }
-
-
-def _is_of_batches(plan: LoaderPlan) -> bool:
-    """Tell whether indices come from the loader's batch sampler, whose iterator torchdata asks."""
-    return plan.batch_size is not None
 
 
 def _sampler_states(plan: LoaderPlan, own: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the states of the sampler that is drawn from, and of its iterator."""
-    within = own["_index_sampler_state"] or {}
+    within, progress = own["_index_sampler_state"] or {}, plan.record.progress
     sampler, iterator = within.get("sampler_state"), own["_sampler_iter_state"]
     if own["_iterator_finished"] or own[OWN]["since"]:
-        sampler, iterator = _told_last(plan)
+        # torchdata writes those after the last item that was handed out; our own dict has earlier ones,
+        # or those of the next pass.
+        at = None if progress is None else progress.at
+        checkpoint = None if at is None else at[2]
+        sampler = None if checkpoint is None else given(checkpoint.state.sampler)
+        iterator = None if checkpoint is None else given(checkpoint.state.iterator)
     elif sampler is None and not own["_sampler_iter_yielded"]:
         sampler = copied(own[OWN]["start"])
-    if not _is_of_batches(plan):
+    if (
+        plan.batch_size is None
+    ):  # torchdata asks the iterator of the loader's own batch sampler only
         return sampler, iterator
     samples = own["_sampler_iter_yielded"] * plan.batch_size
     if not plan.iterable:
@@ -158,35 +165,12 @@ def _sampler_states(plan: LoaderPlan, own: Mapping[str, Any]) -> tuple[Any, Any]
     return None, found
 
 
-def _ends(plan: LoaderPlan, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states that workers told at the end of a pass; empty if the pass is not over.
-
-    torchdata writes them. We have no use for them where no worker stays.
-    """
-    progress = plan.record.progress
-    if progress is None or not own["_iterator_finished"]:
-        return {}
-    return snapshots_of([end._replace(ended=True) for end in progress.ends()])
-
-
-def _told_last(plan: LoaderPlan) -> tuple[Any, Any]:
-    """Return the states of sampler and iterator behind the last item that was handed out.
-
-    torchdata writes these. Our own dict has an earlier state, or that of the next pass's beginning.
-    """
-    progress = plan.record.progress
-    checkpoint = None if progress is None or progress.at is None else progress.at[2]
-    if checkpoint is None:
-        return None, None
-    return given(checkpoint.state.sampler), given(checkpoint.state.iterator)
-
-
 def _text(state: Any) -> str:
-    """The state of a generator, some 5 kB, in as many characters."""
+    """Return the state of a generator, some 5 kB, as a text of that size."""
     return _packed(state.numpy().tobytes())
 
 
-@functools.lru_cache(maxsize=8)  # the same all through a pass, and 60 us to make
+@functools.lru_cache(maxsize=8)  # it stays the same throughout a pass, and takes 60 us
 def _packed(state: bytes) -> str:
     return base64.b64encode(zlib.compress(state, 1)).decode()
 
@@ -226,10 +210,8 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any]) -> dict[str, Any]:
         taken = state["_snapshot"]
         main, snapshots = taken["_main_snapshot"], dict(taken["_worker_snapshots"])
         workers, again = main["_num_workers"], state["_steps_since_snapshot"]
-        own["_num_yielded"], own["_last_yielded_worker_id"] = (
-            taken["_snapshot_step"],
-            taken["_last_yielded_worker_id"],
-        )
+        own["_num_yielded"] = taken["_snapshot_step"]
+        own["_last_yielded_worker_id"] = taken["_last_yielded_worker_id"]
         own["dataset_state"] = None if more is None else more["dataset_state"]
     else:
         main, workers, again = state, 0, 0
@@ -262,7 +244,7 @@ def _check_workers(plan: LoaderPlan, workers: int, snapshots: Mapping[str, Any])
 
 def _own_sampler_states(plan: LoaderPlan, main: Mapping[str, Any]) -> tuple[Any, Any]:
     index, iterator = main["_index_sampler_state"], main["_sampler_iter_state"]
-    if not _is_of_batches(plan):
+    if plan.batch_size is None:
         return (None if index is None else {"sampler_state": index}), iterator
     if iterator is None:
         return {"sampler_state": None}, None
@@ -272,14 +254,10 @@ def _own_sampler_states(plan: LoaderPlan, main: Mapping[str, Any]) -> tuple[Any,
 
 
 def _read_ours(own: dict[str, Any], more: Mapping[str, Any], snapshots: Mapping[str, Any]) -> None:
-    import torch
-
     places = more["places"]
-    own["_worker_snapshots"] = None
-    if places:
-        own["_worker_snapshots"] = {
-            name: _place(snapshots[name], *places[number]) for number, name in _names(len(places))
-        }
+    own["_worker_snapshots"] = {
+        name: _place(snapshots[name], *places[number]) for number, name in _names(len(places))
+    } or None
     if more.get("base") is not None:
         sampler, own["_sampler_iter_state"] = more["base"]
         own["_index_sampler_state"] = {"sampler_state": sampler}
@@ -288,16 +266,15 @@ def _read_ours(own: dict[str, Any], more: Mapping[str, Any], snapshots: Mapping[
             (own["_worker_snapshots"]["worker_0"] if ended else own)["dataset_state"] = None
     own["_last_yielded_worker_id"] = more.get("last", own["_last_yielded_worker_id"])
     if not own["_sampler_iter_yielded"] and own["_index_sampler_state"] is not None:
-        own["_index_sampler_state"]["sampler_state"] = None  # that of its beginning is with ours
+        own["_index_sampler_state"]["sampler_state"] = None  # our key has that of its beginning
     own[OWN] = {
         **more,
-        "generators": {
-            name: torch.frombuffer(
-                bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8
-            )
-            for name, text in more["generators"].items()
-        },
+        "generators": {name: _generator_state(text) for name, text in more["generators"].items()},
     }
+
+
+def _generator_state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
 
 
 def _place(
@@ -307,35 +284,34 @@ def _place(
     again: Sequence[Any] = (),
     since: int = 0,
 ) -> dict[str, Any]:
-    fetcher = snapshot["fetcher_state"] or {"dataset_iter_state": None, "fetcher_ended": False}
     return {
         "position": position,
         "skip": skip,
         "again": list(again),
         "since": since,
         "dataset_state": snapshot["dataset_state"],
-        "fetcher_state": fetcher,
+        "fetcher_state": snapshot["fetcher_state"] or dict(_NO_FETCHER),
     }
 
 
 def _read_theirs(
     plan: LoaderPlan, own: dict[str, Any], snapshots: Mapping[str, Any], again: int
 ) -> None:
-    """Add what our own form needs besides to a state that torchdata saved."""
+    """Add the fields that only our own form has, for a state that torchdata saved."""
     finished, iterable = own["_iterator_finished"], plan.iterable
     places = {name: _place(place) for name, place in snapshots.items()}
-    told = any(
+    has_states = any(
         place["dataset_state"] is not None
         or place["fetcher_state"]["dataset_iter_state"] is not None
         for place in places.values()
     )
     if not plan.num_workers and not iterable:
         places = {}  # `dataset_state` is the caller's own
-    elif iterable and not plan.num_workers and told:
+    elif iterable and not plan.num_workers and has_states:
         own["dataset_state"] = None
     stays = bool(finished and (plan.persistent_workers or not plan.num_workers))
-    own["_worker_snapshots"] = places if told and places and (stays or not finished) else None
-    if iterable and not told:  # as torchdata: by all that was read
+    own["_worker_snapshots"] = places if has_states and places and (stays or not finished) else None
+    if iterable and not has_states:  # as torchdata, reads again all that was read
         again, own["_last_yielded_worker_id"] = again + own["_num_yielded"], -1
         own["_num_yielded"] = own["_sampler_iter_yielded"] = 0
     if finished and not plan.persistent_workers:

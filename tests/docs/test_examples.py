@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "pipelines.md"
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 CROPS = 4
-"""Of each photograph: 40 images, which make two batches."""
+"""Images of each photograph; all 40 make two batches."""
 
 
 def blocks(page: Path) -> list[tuple[str, str, int]]:
@@ -211,7 +211,7 @@ def test_the_example_operator_refuses_windows_of_nothing(windows: Any) -> None:
 
 
 def run_example(name: str, *arguments: str) -> str:
-    """What an example prints. A warning, or anything else on standard error, fails."""
+    """Return the output of an example. A warning, or anything else on standard error, fails."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments],
         capture_output=True,

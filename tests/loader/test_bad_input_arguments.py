@@ -1,4 +1,4 @@
-"""What torch lets through and can't be meant is refused by name: by the constructor, or by `iter`."""
+"""Arguments that torch lets through and nobody can mean are refused, by the constructor or by `iter`."""
 
 from __future__ import annotations
 
@@ -106,9 +106,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create inf")  # torch's, which comes first
 def _named(value: Any) -> str:
-    """The same in every process that collects the tests."""
+    """Return a name of `value` that is the same in every process that collects the tests."""
     return re.sub(" at 0x[0-9a-fA-F]+", "", repr(value))[:60]
 
 

@@ -1,4 +1,4 @@
-"""What can't be sent to a fresh process is named, by the path to it, before any worker starts."""
+"""Objects that can't be sent to a fresh process are named, by their path, before any worker starts."""
 
 from __future__ import annotations
 

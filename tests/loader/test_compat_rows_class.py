@@ -1,4 +1,4 @@
-"""What frameworks lean on, R1 to R11: the class, its constructor, its attributes.
+"""Behaviour that frameworks rely on, R1 to R11: the class, its constructor, its attributes.
 
 No framework is imported. A test does with our loader what the framework does with any loader.
 """
@@ -141,7 +141,7 @@ def test_r04_and_r05_the_device_is_stored_as_passed_and_nothing_else_is(device: 
 
 
 def lightning_arguments(loader: Any, sampler: Any) -> dict[str, Any]:
-    """How Lightning finds the arguments to re-create a loader with another sampler."""
+    """Arguments with which Lightning re-creates a loader with another sampler."""
     attributes = public(loader)
     attributes["multiprocessing_context"] = loader.multiprocessing_context
     signature = inspect.signature(loader.__init__).parameters

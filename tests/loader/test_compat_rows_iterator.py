@@ -1,4 +1,4 @@
-"""What frameworks lean on, R13 to R24: the iterator, and how long it lives.
+"""Behaviour that frameworks rely on, R13 to R24: the iterator, and how long it lives.
 
 No framework is imported. A test does with our loader what the framework does with any loader.
 """

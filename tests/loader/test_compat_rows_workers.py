@@ -1,4 +1,4 @@
-"""What frameworks lean on, R25 to R34: what code finds inside workers.
+"""Behaviour that frameworks rely on, R25 to R34: what code finds inside workers.
 
 No framework is imported. A test does with our loader what the framework does with any loader.
 """
@@ -222,7 +222,7 @@ def test_r27_workers_of_this_process_do_not_reseed_the_devices(
 
 
 class Seeded(Dataset[Any]):
-    """How much a traceback would show in the worker, and how it was seeded."""
+    """Depth of tracebacks in the worker, and its seed."""
 
     def __len__(self) -> int:
         return 1

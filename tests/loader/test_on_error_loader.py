@@ -208,16 +208,16 @@ def test_what_passes_is_not_seen_if_it_is_tried_again(backend: str, workers: int
 
 
 def test_closing_ends_a_wait_in_a_worker() -> None:
-    tried = threading.Event()
+    attempted = threading.Event()
 
     class Never(Samples):
         def __getitem__(self, index: int) -> Any:
-            tried.set()
+            attempted.set()
             raise OSError
 
     made = loader(Never(), 4, backend="threads", num_workers=1, on_error=Retry(9, 60))
     with iter(made):
-        tried.wait()
+        attempted.wait()
     # That no thread is left is looked at after every test.
 
 

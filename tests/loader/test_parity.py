@@ -50,7 +50,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Cell:
-    """What both loaders are given.
+    """Dataset and options of both loaders.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class Cell:
 
 @cache
 def oracle(cell: Cell) -> Log:
-    """What torch does."""
+    """Run torch's loader."""
     return cell.run(torch.utils.data.DataLoader)
 
 

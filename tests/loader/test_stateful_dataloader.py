@@ -47,7 +47,7 @@ class Counted(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """What a worker reads, with the number of the epoch, which it counts itself."""
+    """Samples of one worker, with the number of the epoch, which it counts itself."""
 
     at = epoch = begin = 0
 
