@@ -7,7 +7,7 @@ import pytest
 _WAITS = (
     "hybridloader.engine.contract.PATIENCE",
     "hybridloader.engine.lifecycle._PATIENCE",
-    "hybridloader.pipeline.running.machine._PATIENCE",
+    "hybridloader.pipeline.running.executor._PATIENCE",
     "hybridloader.backends.process.crew.GRACE",
 )
 

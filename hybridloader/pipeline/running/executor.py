@@ -13,8 +13,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import IteratorClosed, StateError
@@ -33,7 +33,7 @@ from hybridloader.pipeline.running.plan import (
     WorkerNode,
     passes_on,
 )
-from hybridloader.pipeline.running.run_position import Layout, Path
+from hybridloader.pipeline.running.run_position import Counts, Layout, Path, Saved
 from hybridloader.pipeline.running.running_stages import RunningStages
 from hybridloader.pipeline.running.stage_metrics import RelayMetrics
 from hybridloader.pipeline.running.state import Position, descriptions
@@ -194,9 +194,13 @@ class Executor:
             self._drawn[place] = random.Random(f"{self.seed}/drawn/{place}").getrandbits(62)
         return (self._drawn[place] + epoch) % (1 << 63)
 
-    def position(self, epoch: int) -> Position:
-        """Return the position at the beginning of an epoch."""
-        return Position(self.seed, self.seeded, epoch, draws=dict(self._drawn))
+    def state(
+        self, epoch: int, counts: Counts, saved: Mapping[str, Saved], *, finished: bool
+    ) -> dict[str, Any]:
+        """Return the state of a run in an epoch."""
+        drawn = dict(self._drawn)
+        position = Position(self.seed, self.seeded, epoch, counts, finished, drawn, saved)
+        return position.as_dict(self.descriptions)
 
     @functools.cached_property
     def descriptions(self) -> list[str]:

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from hybridloader._support.errors import IteratorClosed, StateError
@@ -237,10 +236,7 @@ def _state(executor: Executor, position: RunPosition) -> dict[str, Any]:
     counts, saved = (position.counts, {}) if finished else position.position()
     if counts.given and not finished:
         executor.refuse_disorder()
-    state = replace(
-        executor.position(position.epoch), counts=counts, finished=finished, saved=saved
-    )
-    return state.as_dict(executor.descriptions)
+    return executor.state(position.epoch, counts, saved, finished=finished)
 
 
 class Epochs(Iterator[Run]):
@@ -307,7 +303,7 @@ class Epochs(Iterator[Run]):
             return _state(executor, self._position)
         if self._resumed is not None:
             return self._resumed.as_dict(executor.descriptions)
-        return executor.position(self._next).as_dict(executor.descriptions)
+        return executor.state(self._next, Counts(), {}, finished=False)
 
     def close(self) -> None:
         """End all workers and threads."""
