@@ -1,10 +1,10 @@
-"""For authors of backends and for our own tests: a contract suite, and tools that replace waiting.
+"""Contract suite for authors of backends, and tools for tests that replace waiting.
 
 `BackendContract` is the executable form of `hybridloader.engine.contract`: subclass it in a test
-module, set `backend`, and pytest runs the suite. `Gate` lets a test decide when a worker goes
-on, wherever that worker lives; `FakeClock` and `ScriptedBackend` let it decide what happens and when,
-with no worker at all; `FakeAccelerator` is a device without a GPU. Nothing here is imported by the
-rest of the package.
+module, set `backend`, and pytest runs the suite. With a `Gate` a test decides when a worker goes on,
+whichever kind of worker it is; with `FakeClock` and `ScriptedBackend` it decides what happens and when,
+without any worker; `FakeAccelerator` is a device without a GPU. Nothing here is imported by the rest of
+the package.
 """
 
 from hybridloader.testing.fake_accelerator import FakeAccelerator

@@ -1,19 +1,19 @@
-"""A crew driven by hand, with no stage."""
+"""Crew without a stage, driven by a test."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hybridloader.engine.contract import Crew
-from hybridloader.engine.messages import Done, Event, Failed, Message, WorkerSpec
+from hybridloader.engine.messages import Done, Event, Failed, Message, Task, WorkerSpec
 from hybridloader.testing.tools import DEADLINE
 
 
 class Running:
-    """A started crew with its hands held: collects events until what was asked for is there."""
+    """Started crew whose events are collected until those that were asked for are there."""
 
     def __init__(self, crew: Crew, spec: WorkerSpec) -> None:
         self.raw, self._spec = crew, spec
@@ -36,15 +36,22 @@ class Running:
     def send(self, worker: int, message: Message) -> None:
         self.raw.send(worker, message)
 
+    def ask(self, indices: Iterable[Any], workers: int = 1) -> list[Done | Failed]:
+        """Send a task for each index to `workers` in turn, and return their results as they come."""
+        seq = -1
+        for seq, index in enumerate(indices):
+            self.raw.send(seq % workers, Task(seq, index))
+        return self.collect(seq + 1)
+
     def collect(self, count: int) -> list[Done | Failed]:
-        """The next `count` results."""
+        """Wait for the next `count` results."""
         deadline = time.monotonic() + DEADLINE
         while len(self._unread) < count:
             self._take(deadline)
         return [self._unread.popleft() for _ in range(count)]
 
     def collect_until(self, wanted: Callable[[Event], bool]) -> Any:
-        """The first event, from now on, for which `wanted` holds."""
+        """Wait for the first event, from now on, for which `wanted` returns True."""
         deadline = time.monotonic() + DEADLINE
         while True:
             for event in self._take(deadline):

@@ -1,11 +1,11 @@
-"""A device that a test moves on: no GPU needed to test what waits for one.
+"""Device in this process's memory that a test moves on, to test without a GPU.
 
-What is queued on its streams happens when the test says so, and a copy reads its source only then.
-Memory of the device is used again as a caching allocator does it: at once for what is queued on the
-stream that it was made for, with other streams heeded only if `keep_for` was told of them. So memory
-that was used again too early, on either side, shows as a wrong batch, as on a real device.
+Work queued on its streams is done when the test calls `run`, and a copy reads its source only then.
+Memory of the device is used again as a caching allocator does it: at once on the stream that it was
+made for, with other streams heeded only if `keep_for` was told of them. So memory that is used again
+too early, on either side, shows as a wrong batch, as on a real device.
 
-It refuses what torch or a driver would refuse: streams of another device, `keep_for` of a tensor on
+It refuses the same things as torch or a driver: streams of another device, `keep_for` of a tensor on
 the host, pages that are locked already, any use in a fork of a process that has used it.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FakeMark:
-    """A point in a `FakeStream`."""
+    """Point in a `FakeStream`."""
 
     def __init__(self) -> None:
         self.reached = False
@@ -35,18 +35,20 @@ class FakeMark:
 
 
 class FakeStream:
-    """What is queued on it happens in order, as far as marks of other streams let it."""
+    """Stream that does its work in order, as far as marks of other streams let it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.queue: deque[Callable[[], object]] = deque()  # what gives False could not happen yet
+        self.queue: deque[Callable[[], object]] = (
+            deque()
+        )  # one that returns False could not happen yet
 
     def __repr__(self) -> str:
         return f"FakeStream({self.name!r}, {len(self.queue)} queued)"
 
 
 class _Block:
-    """Memory of the device, and what must have happened before it is used again."""
+    """Memory of the device, and the marks that must be reached before it is used again."""
 
     __slots__ = ("keepers", "marks", "memory", "stream")
 
@@ -57,31 +59,31 @@ class _Block:
 
 
 class FakeAccelerator:
-    """An accelerator in this process's memory; its tensors are ordinary ones.
+    """Accelerator whose tensors are ordinary ones.
 
     Parameters
     ----------
     name
-        Of the device.
+        Name of the device.
     lockable
-        Bytes that may be page-locked at once by `page_lock`; None: any number.
+        Bytes that `page_lock` may have locked at once; None: any number.
     pinnable
-        Bytes that `pin` may have made and that are alive at once; None: any number.
+        Bytes in living tensors that `pin` may have made; None: any number.
     manual
-        Whether the streams stand still until `run` is called; else all happens at once.
+        Whether the streams stand still until `run` is called; else all work is done at once.
 
     Attributes
     ----------
     locked
         Bytes that are page-locked now, by address.
     pinned
-        Addresses of what `pin` has made and that is alive.
+        Bytes of living memory that `pin` has made, by address.
     entered
         Identities of the threads that chose the device.
     kept
-        What `keep_for` was told: streams, by the address of the tensor's memory.
+        Calls of `keep_for`: the address of the tensor's memory, and the stream.
     refused
-        Descriptions of all refusals, also of those not raised: `page_unlock` never raises.
+        Texts of all refusals, also of those not raised: `page_unlock` never raises.
     """
 
     pins = True
@@ -105,7 +107,7 @@ class FakeAccelerator:
         # All the other mutable state:
         self.streams = [self.default]
         self.locked: dict[int, int] = {}
-        self.pinned: dict[int, int] = {}  # bytes, by address
+        self.pinned: dict[int, int] = {}
         self.entered: list[int] = []
         self.kept: list[tuple[int, FakeStream]] = []
         self.refused: list[str] = []
@@ -141,7 +143,7 @@ class FakeAccelerator:
         return copy
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """True if it was made by `pin`, or lies in pages that are locked."""
+        """Return True if `tensor` was made by `pin`, or lies in pages that are locked."""
         address = tensor.untyped_storage().data_ptr()
         with self._lock:
             return address in self.pinned or self._is_locked(address)
@@ -230,7 +232,7 @@ class FakeAccelerator:
     # -- memory of the device --------------------------------------------------------------------------
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if it was made by `move`."""
+        """Return True if `tensor` was made by `move`."""
         import torch
 
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -253,11 +255,14 @@ class FakeAccelerator:
         return copy
 
     def _source(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """What a copy reads once it happens: in pages that somebody else locked, whatever is there."""
+        """Return the function that reads the source once the copy is made.
+
+        In pages that were locked by others, it reads whatever is there by then.
+        """
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         if address in self.pinned:
-            return lambda: tensor  # torch's allocator keeps what it has pinned until it was read
+            return lambda: tensor  # torch's allocator keeps memory that it has pinned until then
         if not self.is_pinned(tensor):
             staged = tensor.clone()  # the driver does so before it returns
             return lambda: staged
@@ -289,13 +294,13 @@ class FakeAccelerator:
             self._blocks[address].keepers.append(stream)
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        """Have `kernel` called when this thread's stream comes to it."""
+        """Queue `kernel` on this thread's stream."""
         self._queue(self.current_stream(), lambda: [kernel()])
 
-    # -- what the test does ----------------------------------------------------------------------------
+    # -- for the test -----------------------------------------------------------------------------------
 
     def run(self, *streams: FakeStream) -> None:
-        """Move on `streams` (all, if none is given) as far as they come."""
+        """Do the work of `streams` (all, if none is given) as far as possible."""
         with self._lock:
             moved = True
             while moved:
@@ -307,7 +312,7 @@ class FakeAccelerator:
 
     @property
     def queued(self) -> int:
-        """How much is queued on all streams."""
+        """Number of entries queued on all streams."""
         with self._lock:
             return sum(len(stream.queue) for stream in self.streams)
 
@@ -341,7 +346,7 @@ class FakeAccelerator:
 
 
 def _size_of(tensor: torch.Tensor) -> int:
-    """Number of bytes to allocate: at least one element, so that an empty tensor has an address."""
+    """Return the bytes to allocate: at least one element, so that an empty tensor has an address."""
     return max(tensor.nbytes, tensor.element_size())
 
 

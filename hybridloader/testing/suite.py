@@ -1,4 +1,4 @@
-"""The contract of a backend as a test suite."""
+"""Contract of a backend as a test suite."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from hybridloader.testing.work import (
 
 
 class BackendContract:
-    """The suite that every backend must pass; subclass it and set `backend`.
+    """Suite that every backend must pass; subclass it and set `backend`.
 
     Examples
     --------
@@ -57,7 +57,7 @@ class BackendContract:
     # -- tools -----------------------------------------------------------------------------------
 
     def crew(self, spec: WorkerSpec, locks: PageLocks | None = None) -> Running:
-        """A crew of ``spec.workers`` started workers; a context manager that closes it."""
+        """Return a crew of ``spec.workers`` workers: a context manager that starts and closes it."""
         self.backend.check()
         crew = self.backend.open()
         if locks is not None:
@@ -72,9 +72,7 @@ class BackendContract:
 
     def test_every_worker_reports_that_it_is_ready_before_anything_else(self) -> None:
         with self.crew(self.spec(echo, workers=3)) as crew:
-            for worker in range(3):
-                crew.send(worker, Task(worker, "x"))
-            crew.collect(3)
+            crew.ask("xxx", workers=3)
             for worker in range(3):
                 mine = [event for event in crew.events if event.worker == worker]
                 assert isinstance(mine[0], Ready)
@@ -82,9 +80,7 @@ class BackendContract:
 
     def test_each_task_is_answered_once_and_in_order_per_worker(self) -> None:
         with self.crew(self.spec(echo, workers=2)) as crew:
-            for seq in range(40):
-                crew.send(seq % 2, Task(seq, seq))
-            results = crew.collect(40)
+            results = crew.ask(range(40), workers=2)
             assert sorted(result.seq for result in results) == list(range(40))
             for worker in range(2):
                 mine = [result.seq for result in results if result.worker == worker]
@@ -105,9 +101,7 @@ class BackendContract:
             np.array(3.0),
         ]
         with self.crew(self.spec(echo)) as crew:
-            for seq, value in enumerate(sent):
-                crew.send(0, Task(seq, value))
-            got = [crew.open(result) for result in crew.collect(len(sent))]
+            got = [crew.open(result) for result in crew.ask(sent)]
         for before, after in zip(sent, got, strict=True):
             assert type(before) is type(after)
             if isinstance(before, np.ndarray):
@@ -119,18 +113,15 @@ class BackendContract:
 
     def test_large_results_do_not_mix_up(self) -> None:
         with self.crew(self.spec(filled, workers=2)) as crew:
-            for seq in range(12):
-                crew.send(seq % 2, Task(seq, seq))
-            kept = [(result.seq, crew.open(result)) for result in crew.collect(12)]
+            kept = [(done.seq, crew.open(done)) for done in crew.ask(range(12), workers=2)]
             for seq, array in kept:
                 assert array.shape == (1 << 20,)
                 assert array.min() == array.max() == seq
 
     def test_results_that_nobody_wants_can_be_discarded(self) -> None:
         with self.crew(self.spec(filled)) as crew:
-            for seq in range(8):
-                crew.send(0, Task(seq, seq))
-                (result,) = crew.collect(1)
+            for index in range(8):
+                (result,) = crew.ask([index])
                 assert isinstance(result, Done)
                 result.payload.discard()
 
@@ -145,8 +136,7 @@ class BackendContract:
     def test_functions_made_on_the_spot_arrive(self) -> None:
         offset = 41
         with self.crew(self.spec(lambda x: x + offset)) as crew:
-            crew.send(0, Task(0, 1))
-            assert crew.open(crew.collect(1)[0]) == 42
+            assert crew.open(crew.ask([1])[0]) == 42
 
     # -- results that a device reads ---------------------------------------------------------------
 
@@ -178,10 +168,8 @@ class BackendContract:
         with self.crew(self.spec(collated), PageLocks(device)) as crew:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                for seq in range(4):
-                    crew.send(0, Task(seq, seq))
-                    [result] = crew.collect(1)
-                    assert int(crew.open(result)[0][-1]) == seq
+                for index in range(4):
+                    assert int(crew.open(crew.ask([index])[0])[0][-1]) == index
             assert len([w for w in caught if "not page-locked" in str(w.message)]) <= 1
         assert device.locked == {}
 
@@ -189,9 +177,7 @@ class BackendContract:
 
     def test_an_error_answers_its_own_task_alone(self) -> None:
         with self.crew(self.spec(fail_on_odd)) as crew:
-            for seq in range(4):
-                crew.send(0, Task(seq, seq))
-            results = crew.collect(4)
+            results = crew.ask(range(4))
             assert [type(result) for result in results] == [Done, Failed, Done, Failed]
             failed = results[1]
             assert isinstance(failed, Failed)
@@ -201,17 +187,13 @@ class BackendContract:
 
     def test_an_error_in_init_fn_answers_every_task(self) -> None:
         with self.crew(self.spec(echo, init_fn=broken_init)) as crew:
-            for seq in range(3):
-                crew.send(0, Task(seq, seq))
-            for result in crew.collect(3):
+            for result in crew.ask(range(3)):
                 assert isinstance(result, Failed)
                 assert isinstance(result.failure.to_exception("a note"), LookupError)
 
     def test_a_result_is_delivered_or_its_task_fails(self) -> None:
         with self.crew(self.spec(unpicklable)) as crew:
-            crew.send(0, Task(0, 0))
-            crew.send(0, Task(1, 1))
-            results = crew.collect(2)
+            results = crew.ask([0, 1])
             assert isinstance(results[0], Done if self.backend.in_process else Failed)
             assert crew.open(results[1]) == "fine"
 
@@ -247,9 +229,8 @@ class BackendContract:
 
     def test_worker_info_tells_who_it_is_inside_and_nothing_outside(self) -> None:
         with self.crew(self.spec(who, workers=2, base_seed=1000)) as crew:
-            for worker in range(2):
-                crew.send(worker, Task(worker, None))
-            answers = {result.worker: crew.open(result) for result in crew.collect(2)}
+            results = crew.ask([None, None], workers=2)
+            answers = {result.worker: crew.open(result) for result in results}
             assert answers == {0: (0, 2, 1000), 1: (1, 2, 1001)}
             assert get_worker_info() is None
 
@@ -259,9 +240,7 @@ class BackendContract:
         before = torch.get_rng_state()
         init = init_into(tmp_path)
         with self.crew(self.spec(echo, workers=2, base_seed=77, init_fn=init)) as crew:
-            for worker in range(2):
-                crew.send(worker, Task(worker, None))
-            crew.collect(2)
+            crew.ask([None, None], workers=2)
         told = sorted(path.read_text() for path in tmp_path.glob("init-*"))
         assert told == ["0 77", "1 78"]
         assert torch.equal(before, torch.get_rng_state())
@@ -270,8 +249,7 @@ class BackendContract:
 
     def test_a_worker_that_is_told_to_stop_exits_cleanly(self) -> None:
         with self.crew(self.spec(echo, workers=2)) as crew:
-            crew.send(0, Task(0, "a"))
-            crew.collect(1)
+            crew.ask("a")
             crew.send(0, Stop())
             exited = crew.collect_until(lambda event: isinstance(event, Exited))
             assert exited == Exited(0, None)
@@ -281,11 +259,10 @@ class BackendContract:
 
     def test_a_worker_that_is_killed_is_reported_with_a_cause(self) -> None:
         with self.crew(self.spec(echo)) as crew:
-            crew.send(0, Task(0, "a"))
-            crew.collect(1)
+            crew.ask("a")
             crew.raw.kill(0)
             crew.collect_until(lambda event: isinstance(event, Exited))
-            crew.raw.kill(0)  # of one that is gone: nothing happens
+            crew.raw.kill(0)  # a dead worker: nothing happens
 
     def test_a_worker_that_its_work_ends_is_reported_with_a_cause(self) -> None:
         if self.backend.in_caller:
@@ -297,12 +274,10 @@ class BackendContract:
             assert exited.cause
 
     def test_a_new_worker_takes_the_place_of_one_that_was_killed(self) -> None:
-        """With all that belongs to it: what the dead one was sent and had not answered is forgotten."""
+        """Tasks that the dead worker had not answered are forgotten."""
         spec = self.spec(filled, workers=2)
         with self.crew(spec) as crew:
-            crew.send(0, Task(0, 100))
-            crew.send(1, Task(1, 101))
-            before = {result.seq: result for result in crew.collect(2)}
+            before = {result.seq: result for result in crew.ask([100, 101], workers=2)}
             for seq in (10, 11, 12):
                 crew.raw.kill(1)
                 crew.send(1, Task(2, 7))
@@ -315,7 +290,7 @@ class BackendContract:
                 assert crew.open(result)[-1] == seq
             assert len(crew.raw.handles()) == 2
             assert all(handle.is_alive() for handle in crew.raw.handles())
-            # Results of those that are gone can be opened still.
+            # Results of dead workers can still be opened.
             assert [int(crew.open(before[seq])[0]) for seq in (0, 1)] == [100, 101]
 
     def test_wake_ends_a_wait(self) -> None:
@@ -330,8 +305,7 @@ class BackendContract:
             assert list(crew.raw.wait(0)) == []
 
     def test_close_ends_busy_and_idle_workers_and_can_be_repeated(self) -> None:
-        running = self.crew(self.spec(filled, workers=2))
-        with running as crew:
+        with self.crew(self.spec(filled, workers=2)) as crew:
             for seq in range(20):
                 crew.send(0, Task(seq, seq))
             handles = list(crew.raw.handles())

@@ -20,7 +20,7 @@ DEADLINE = 60.0
 
 
 class FakeClock:
-    """A clock that a test sets: ``clock()`` gives `now`, in seconds."""
+    """Clock that a test sets: ``clock()`` returns `now`, in seconds."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -30,15 +30,15 @@ class FakeClock:
 
 
 class Gate:
-    """Workers wait at it until the test opens it; the test waits until workers have arrived.
+    """Barrier: workers wait until the test opens it, and the test waits until workers have arrived.
 
     It is a folder, so it works across threads, processes and start methods, and it can be pickled.
 
     Parameters
     ----------
     folder
-        An empty folder. None makes a temporary one, which is removed with this object; then all
-        that still wait may pass.
+        An empty folder. None makes a temporary one, which is removed with this object; workers that
+        still wait then pass.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -50,7 +50,7 @@ class Gate:
         (self.folder / "open").touch()
 
     def arrive(self) -> None:
-        """In the worker: tell that it is here, and wait until the gate is open."""
+        """Report, from a worker, that it is here, and wait until the gate is open."""
         descriptor, _ = tempfile.mkstemp(prefix="arrived-", dir=self.folder)
         os.close(descriptor)
         opened = self.folder / "open"
@@ -59,7 +59,7 @@ class Gate:
         )
 
     def await_arrivals(self, count: int = 1) -> None:
-        """In the test: wait until `count` workers have come."""
+        """Wait, in the test, until `count` workers have arrived."""
         self._until(
             lambda: len(list(self.folder.glob("arrived-*"))) >= count, "no worker came to the gate"
         )
@@ -80,13 +80,13 @@ def _remove(folder: Path, owner: int) -> None:
 
 @dataclass
 class ScriptedBackend(Backend):
-    """A backend whose workers do what a script says.
+    """Backend whose workers follow a script.
 
     Parameters
     ----------
     script
-        What successive calls of `wait` give. An item may be a function of the crew; it may look
-        at `crew.sent`, and move a `FakeClock`.
+        Events that successive calls of `wait` return. An item may be a function of the crew, which may
+        look at `crew.sent`, and move a `FakeClock`.
     """
 
     script: Iterable[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]] = ()
@@ -101,7 +101,7 @@ class ScriptedBackend(Backend):
 
 
 class ScriptedCrew(Crew):
-    """Records what it was asked in `started`, `sent`, `killed`, `woken` and `closed`."""
+    """Crew that records its calls in `started`, `sent`, `killed`, `woken` and `closed`."""
 
     def __init__(
         self, script: Iterator[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]]
@@ -119,13 +119,9 @@ class ScriptedCrew(Crew):
         self.sent.append((worker, message))
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
-        try:
-            step = next(self._script)
-        except StopIteration:
-            raise AssertionError(
-                f"the script has ended, but was asked again; sent: {self.sent}"
-            ) from None
-        return step(self) if callable(step) else step
+        for step in self._script:
+            return step(self) if callable(step) else step
+        raise AssertionError(f"the script has ended, but wait was called again; sent: {self.sent}")
 
     def wake(self) -> None:
         self.woken += 1

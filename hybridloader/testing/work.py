@@ -1,4 +1,4 @@
-"""Work for the workers of a test: one function, or one shard; and the functions of the contract suite.
+"""Work for the workers of a test: a function, or a shard; and the functions of the contract suite.
 
 They are sent to workers of every kind, and import torch and numpy where they run.
 """
@@ -66,11 +66,10 @@ def filled(index: int) -> Any:
 
 
 def collated(index: int) -> Any:
-    """A batch made as the default collation makes it; a worker without torch needs none for it."""
+    """Return a batch from the default collation that works without torch."""
     import numpy as np
 
-    sample = np.full(1 << 19, index, dtype=np.uint8)
-    return WithoutTorch("default_collate")([sample])
+    return WithoutTorch("default_collate")([np.full(1 << 19, index, dtype=np.uint8)])
 
 
 def fail_on_odd(index: int) -> int:
