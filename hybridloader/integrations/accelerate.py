@@ -1,10 +1,10 @@
-"""Has accelerate, and so the Trainer of transformers, keep our loaders as they are.
+"""Adapter that has accelerate, and so the Trainer of transformers, keep our loaders as they are.
 
-accelerate rebuilds every loader that it prepares: it reads torch's parameters off it by name, and calls
-torch's `DataLoader` with them. What is ours (`backend`, `on_error`, ...) is lost without a word. Between
-`keep_loaders` and its undoing, a loader of ours is rebuilt as one of ours; torch's are rebuilt as ever.
-It changes five things of accelerate, all of them or none, and only if that is built as expected. It
-never changes anything when it is imported, and never touches torch.
+accelerate rebuilds every loader that it prepares: it reads torch's parameters from it by name, and calls
+torch's `DataLoader` with them. Our options (`backend`, `on_error`, ...) are lost without a warning. With
+`keep_loaders`, and until it is undone, a loader of ours is rebuilt as one of ours; torch's as before.
+It changes five things of accelerate, all of them or none, and only if accelerate is built as expected.
+It never changes anything when it is imported, and never touches torch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn
 
 TESTED = ("1.15", "1.15")
-"""The first and the last release of accelerate with which all tests pass. The older ones, from 1.0 on,
-have the same shape, but lose their count of epochs in `skip_first_batches`."""
+"""First and last release of accelerate with which all tests pass. Older ones, from 1.0 on, have the same
+shape, but lose their count of epochs in `skip_first_batches`."""
 
 KEY = "_hybridloader_source"
-"""Under this name accelerate reads from a loader of ours the loader itself, and passes it on."""
+"""Name under which accelerate reads the loader itself from a loader of ours, and passes it on."""
 
 _INSTALL = 'accelerate is not installed. Install it with: pip install "accelerate>=1.15"'
 
@@ -32,27 +32,27 @@ _MISSING = object()
 
 
 class KeptLoaders:
-    """What `keep_loaders` gives: undoes it, when asked to or at the end of a ``with`` block."""
+    """Result of `keep_loaders`, to undo it: by `undo`, or at the end of a ``with`` block."""
 
     def __init__(self) -> None:
         self._active = True
 
     def undo(self) -> None:
-        """Have accelerate as it was, if nobody else has called `keep_loaders`. Any number of times.
+        """Undo the changes to accelerate, unless another call of `keep_loaders` needs them.
 
-        Loaders that were prepared in the meantime stay ours.
+        May be called any number of times. Loaders that were prepared in the meantime stay ours.
 
         Raises
         ------
         RuntimeError
-            Somebody has changed the same things in accelerate since; nothing was done.
+            Other code has changed the same things in accelerate since; nothing was done.
         """
         if not self._active:
             return
-        if len(_holders) == 1:
+        if len(_kept) == 1:
             _undo(_changes)
             _changes.clear()
-        _holders.remove(self)
+        _kept.remove(self)
         self._active = False
 
     def __enter__(self) -> KeptLoaders:
@@ -62,15 +62,15 @@ class KeptLoaders:
         self.undo()
 
 
-_holders: list[KeptLoaders] = []
-"""Who wants it; the last one to go undoes it."""
+_kept: list[KeptLoaders] = []
+"""Results of `keep_loaders` that were not undone; the last one undoes the changes."""
 
 _changes: list[_Change] = []
-"""What was changed in accelerate, in this order. Empty without holders."""
+"""Changes made to accelerate, in order. Empty when all were undone."""
 
 
 def keep_loaders() -> KeptLoaders:
-    """Have accelerate keep hybridloader's loaders, with all that they were given.
+    """Have accelerate keep hybridloader's loaders, with all their options.
 
     Call it once, at the beginning of the script, in each process that trains (`accelerate launch` runs
     the script in each). From then on, a `hybridloader.DataLoader` is still one behind
@@ -84,20 +84,20 @@ def keep_loaders() -> KeptLoaders:
     Returns
     -------
     KeptLoaders
-        To undo it: by its `undo`, or as a context manager. Calling this twice is harmless; it ends with
-        the last one that is undone.
+        Undo it with its `undo`, or use it as a context manager. Calling this twice is harmless; the
+        changes end when the last one is undone.
 
     Raises
     ------
     ImportError
         accelerate is not installed.
     RuntimeError
-        accelerate is not built as expected; the message says in what, and nothing was changed.
+        accelerate is not built as expected. The message says where, and nothing was changed.
 
     Warns
     -----
     UserWarning
-        Once: this release of accelerate is not one of those that were tested.
+        Once, if this release of accelerate was not tested.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def keep_loaders() -> KeptLoaders:
     >>> loader = DataLoader(data, num_workers=4, backend="threads")  # doctest: +SKIP
     >>> loader = Accelerator().prepare(loader)  # doctest: +SKIP
     """
-    if not _holders:
+    if not _kept:
         try:
             accelerate = import_module("accelerate")
             data_loader = import_module("accelerate.data_loader")
@@ -126,53 +126,41 @@ def keep_loaders() -> KeptLoaders:
             )
         _warn_if_untested(release)
     kept = KeptLoaders()
-    _holders.append(kept)
+    _kept.append(kept)
     return kept
 
 
-# -- what is changed ---------------------------------------------------------------------------------
+# -- changes to accelerate ----------------------------------------------------------------------------
 
 
-class _Change:
-    """One name in one object, or key in a dict: what was there, and what is there now."""
+class _Change(NamedTuple):
+    """Attribute of a class or module that is set, and the value before: `_MISSING` if it had none."""
 
-    def __init__(self, home: Any, name: str, value: Any) -> None:
-        self._home, self._name, self._value = home, name, value
-        self._before = self._now()
+    home: Any
+    name: str
+    value: Any
+    before: Any
 
-    def _now(self) -> Any:
-        items = self._home if isinstance(self._home, dict) else vars(self._home)
-        return items.get(self._name, _MISSING)
+    @classmethod
+    def of(cls, home: Any, name: str, value: Any) -> _Change:
+        return cls(home, name, value, vars(home).get(name, _MISSING))
 
     @property
     def stands(self) -> bool:
-        return self._now() is self._value
+        return vars(self.home).get(self.name, _MISSING) is self.value
 
     def make(self) -> None:
-        self._set(self._value)
+        setattr(self.home, self.name, self.value)
 
     def undo(self) -> None:
-        self._set(self._before)
-
-    def _set(self, value: Any) -> None:
-        if isinstance(self._home, dict):
-            if value is _MISSING:
-                del self._home[self._name]
-            else:
-                self._home[self._name] = value
-        elif value is _MISSING:
-            delattr(self._home, self._name)
+        if self.before is _MISSING:
+            delattr(self.home, self.name)
         else:
-            setattr(self._home, self._name, value)
-
-    def __str__(self) -> str:
-        home = self._home
-        name = "_PYTORCH_DATALOADER_KWARGS" if isinstance(home, dict) else home.__name__
-        return f"{name}.{self._name}"
+            setattr(self.home, self.name, self.before)
 
 
 def _undo(changes: list[_Change]) -> None:
-    lost = [str(change) for change in changes if not change.stands]
+    lost = [f"{change.home.__name__}.{change.name}" for change in changes if not change.stands]
     if lost:
         raise RuntimeError(
             f"{', '.join(lost)} was changed by somebody else after keep_loaders(); undo that first. "
@@ -182,23 +170,24 @@ def _undo(changes: list[_Change]) -> None:
         change.undo()
 
 
-def _change(accelerates: Any) -> list[str]:
-    """Change all; if it has no effect, change it back and say why."""
+def _change(module: Any) -> list[str]:
+    """Make all changes; if they have no effect, undo them and return the reasons."""
     from hybridloader.loader.dataloader import DataLoader
 
-    adapter = accelerates.DataLoaderAdapter
-    shard, dispatcher = accelerates.DataLoaderShard, accelerates.DataLoaderDispatcher
+    adapter = module.DataLoaderAdapter
+    shard, dispatcher = module.DataLoaderShard, module.DataLoaderDispatcher
+    parameters = {**module._PYTORCH_DATALOADER_KWARGS, KEY: None}
     changes = [
-        _Change(DataLoader, KEY, property(lambda loader: loader)),
-        _Change(accelerates._PYTORCH_DATALOADER_KWARGS, KEY, None),
-        _Change(accelerates, "DataLoader", _rebuilt),
-        _Change(adapter, "__init__", _adapting(adapter.__init__)),
-        _Change(shard, "set_epoch", _telling(shard.set_epoch)),
-        _Change(dispatcher, "set_epoch", _telling(dispatcher.set_epoch)),
+        _Change.of(DataLoader, KEY, property(lambda loader: loader)),
+        _Change.of(module, "_PYTORCH_DATALOADER_KWARGS", parameters),
+        _Change.of(module, "DataLoader", _rebuilt),
+        _Change.of(adapter, "__init__", _adapting(adapter.__init__)),
+        _Change.of(shard, "set_epoch", _telling(shard.set_epoch)),
+        _Change.of(dispatcher, "set_epoch", _telling(dispatcher.set_epoch)),
     ]
     for change in changes:
         change.make()
-    problems = list(_ineffective(accelerates))
+    problems = list(_ineffective(module))
     if problems:
         _undo(changes)
     else:
@@ -207,7 +196,7 @@ def _change(accelerates: Any) -> list[str]:
 
 
 def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any:
-    """What accelerate calls for `DataLoader`: a loader of the kind that it was read from."""
+    """Make a loader of the kind that accelerate has read; it calls this in place of `DataLoader`."""
     source = _hybridloader_source
     if source is None:
         import torch.utils.data
@@ -233,7 +222,7 @@ def _own_parameters() -> tuple[str, ...]:
 
 
 def _adapting(init: Callable[..., None]) -> Callable[..., None]:
-    """`DataLoaderAdapter.__init__`, but that nothing of ours comes to torchdata's loader."""
+    """Wrap `DataLoaderAdapter.__init__` so that torchdata's loader gets nothing of ours."""
 
     @functools.wraps(init)
     def adapting(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -251,7 +240,7 @@ def _adapting(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _telling(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
-    """`set_epoch` of what accelerate prepares, which tells samplers and dataset, but not the loader."""
+    """Wrap a `set_epoch` of accelerate, which tells samplers and dataset, to tell the loader too."""
 
     @functools.wraps(set_epoch)
     def telling(self: Any, epoch: int) -> None:
@@ -266,11 +255,11 @@ def _telling(set_epoch: Callable[[Any, int], None]) -> Callable[[Any, int], None
     return telling
 
 
-# -- whether it is as expected -----------------------------------------------------------------------
+# -- checks of accelerate ----------------------------------------------------------------------------
 
 
 def _unexpected(module: types.ModuleType) -> Iterator[str]:
-    """What in accelerate's module is not as the changes need it; in words."""
+    """Yield a text for each part of accelerate's module that is not as the changes need it."""
     import torch.utils.data
 
     if getattr(module, "DataLoader", None) is not torch.utils.data.DataLoader:
@@ -306,16 +295,13 @@ def _unexpected(module: types.ModuleType) -> Iterator[str]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names that a function uses, also in what is written within it."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _names(constant)
-    return found
+    """Return the names that a function and the functions within it use."""
+    inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _ineffective(module: types.ModuleType) -> Iterator[str]:
-    """What does not work although it looked right; tried on two loaders that read nothing."""
+    """Yield the failure, if there is one, of the changes on two loaders that read nothing."""
     import torch.utils.data
 
     from hybridloader.loader.dataloader import DataLoader
@@ -339,10 +325,9 @@ def _ineffective(module: types.ModuleType) -> Iterator[str]:
 def _warn_if_untested(release: str) -> None:
     from packaging.version import InvalidVersion, Version
 
+    first, last = (Version(tested).release for tested in TESTED)
     try:
-        within = (
-            Version(TESTED[0]).release <= Version(release).release[:2] <= Version(TESTED[1]).release
-        )
+        within = first <= Version(release).release[:2] <= last
     except InvalidVersion:
         within = False
     if not within:
@@ -350,5 +335,5 @@ def _warn_if_untested(release: str) -> None:
 
         warn(
             f"hybridloader {__version__} was tested with accelerate {'-'.join(TESTED)}, and "
-            f"this is accelerate {release}. It is built as expected, so loaders are kept",
+            f"this is accelerate {release}. It is built as expected, so loaders are kept"
         )

@@ -516,7 +516,7 @@ def test_another_shape_is_refused_and_nothing_is_changed(
         keep_loaders()
     assert everything() == before
     assert KEY not in vars(DataLoader)
-    assert not integration._holders
+    assert not integration._kept
     assert not integration._changes
 
 
@@ -566,7 +566,7 @@ def test_without_accelerate_the_error_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     with pytest.raises(ImportError, match=r'pip install "accelerate>='):
         keep_loaders()
-    assert not integration._holders
+    assert not integration._kept
 
 
 @pytest.mark.usefixtures("kept")
