@@ -1,4 +1,4 @@
-"""The command line: ``hybridloader demo``, ``hybridloader run``, ``hybridloader --version``.
+"""Command line: ``hybridloader demo``, ``hybridloader run``, ``hybridloader --version``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that complains in one line."""
+    """Parser that prints an error as one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code: 0, 2 for bad input, 130 after Ctrl-C. What ends a script that was run is raised,
-        for Python to end the process by.
+        The exit code: 0, 2 for bad input, 130 after Ctrl-C. The last exception of a script that was run
+        is raised, for Python to end the process by it.
     """
     arguments, unknown = _parser().parse_known_args(argv)
     if unknown:  # parse_args would complain of them in the name of the whole, not of the subcommand
@@ -68,25 +68,16 @@ def _parser() -> argparse.ArgumentParser:
         "how many images per second each backend loads.",
     )
     demo.set_defaults(run=_demo, parser=demo)
-    demo.add_argument(
-        "--data", type=Path, metavar="DIR", help="a folder with one folder of images per class"
-    )
-    demo.add_argument(
-        "--cache", type=Path, metavar="DIR", help="where to cut the photographs into, and find them"
-    )
-    demo.add_argument(
-        "--backend", metavar="NAME", help="for the training; torch's choice if absent"
-    )
-    demo.add_argument(
-        "--workers", type=_at_least(0), metavar="N", help="default: one per core, at most 4"
-    )
-    demo.add_argument(
-        "--batch-size", type=_at_least(1), default=64, metavar="N", help="default: 64"
-    )
-    demo.add_argument("--epochs", type=_at_least(1), default=4, metavar="N", help="default: 4")
-    demo.add_argument(
-        "--limit", type=_at_least(1), metavar="N", help="train on so many images only"
-    )
+    for option, kind, metavar, default, text in (
+        ("--data", Path, "DIR", None, "a folder with one folder of images per class"),
+        ("--cache", Path, "DIR", None, "where to cut the photographs into, and find them"),
+        ("--backend", str, "NAME", None, "for the training; torch's choice if absent"),
+        ("--workers", _at_least(0), "N", None, "default: one per core, at most 4"),
+        ("--batch-size", _at_least(1), "N", 64, "default: 64"),
+        ("--epochs", _at_least(1), "N", 4, "default: 4"),
+        ("--limit", _at_least(1), "N", None, "train on so many images only"),
+    ):
+        demo.add_argument(option, type=kind, metavar=metavar, default=default, help=text)
     demo.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
@@ -140,7 +131,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _run(arguments: argparse.Namespace) -> str | None:
-    """Run a script; what is wrong with the input, in one line, or None."""
+    """Run a script; return the error in the input as one line, or None."""
     from hybridloader.compat import script
     from hybridloader.compat.install import install
     from hybridloader.loader.options import OptionWords
@@ -164,7 +155,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
 
 
 def _demo(arguments: argparse.Namespace) -> str | None:
-    """Run the demo; what is wrong with the input, in one line, or None."""
+    """Run the demo; return the error in the input as one line, or None."""
     needed = {"PIL": "pillow", "rich": "rich"}
     if arguments.data is None:
         needed |= {"skimage": "scikit-image", "sklearn": "scikit-learn"}
@@ -180,6 +171,6 @@ def _demo(arguments: argparse.Namespace) -> str | None:
     try:
         run(**options)
     except (DemoError, BackendUnavailable) as error:
-        # torch's own loader puts the worker's traceback into the message; the last line tells.
+        # torch's own loader puts the worker's traceback into the message; the last line is the error.
         return str(error).strip().rpartition("\n")[2]
     return None

@@ -1,4 +1,4 @@
-"""A loader of ours out of one of torch's, with everything that it has; or the reason why that can't be.
+"""Conversion of a loader of torch's to one of ours, or the reason why it can't be converted.
 
 The given loader is not changed, and both draw from the same samplers and generators. Nothing is read,
 drawn or started.
@@ -20,26 +20,15 @@ if TYPE_CHECKING:
     from hybridloader.engine.contract import Backend
     from hybridloader.loader.options import OptionWords
 
-_OF_NO_CONSEQUENCE = {
-    "__abstractmethods__",
-    "__annotate__",
-    "__annotate_func__",
-    "__annotations__",
-    "__annotations_cache__",
-    "__dict__",
-    "__doc__",
-    "__firstlineno__",
-    "__init__",
-    "__module__",
-    "__orig_bases__",
-    "__parameters__",
-    "__qualname__",
-    "__static_attributes__",
-    "__type_params__",
-    "__weakref__",
-    "_abc_impl",
+# fmt: off
+_NOT_LOST = {
+    "__abstractmethods__", "__annotate__", "__annotate_func__", "__annotations__",
+    "__annotations_cache__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",
+    "__orig_bases__", "__parameters__", "__qualname__", "__static_attributes__", "__type_params__",
+    "__weakref__", "_abc_impl",
 }
-"""What a subclass may define and none of its loaders lacks: the constructor has run."""
+# fmt: on
+"""Names that a subclass may define without effect on a loader whose constructor has run."""
 
 
 def from_torch(
@@ -47,15 +36,15 @@ def from_torch(
     backend: str | Backend | None = None,
     **options: Unpack[OptionWords],
 ) -> DataLoader:
-    """Make a `hybridloader.DataLoader` that is what `loader` is, on a backend of your choice.
+    """Make a `hybridloader.DataLoader` that equals `loader`, on a backend of your choice.
 
-    Dataset, samplers, generator and functions are the same objects, and what was set on the loader since
-    it was made comes along. Iterators and persistent workers of `loader` stay with it.
+    Dataset, samplers, generator and functions are the same objects, and attributes that were set on the
+    loader since it was made are kept. Iterators and persistent workers of `loader` stay with it.
 
     Parameters
     ----------
     loader
-        One of torch's loaders. One of a subclass will do if all that the subclass adds is a constructor.
+        A loader of torch's `DataLoader`, or of a subclass that adds nothing but a constructor.
     backend
         As in `hybridloader.DataLoader`.
     **options
@@ -64,8 +53,8 @@ def from_torch(
     Raises
     ------
     TypeError
-        It is none, or one of ours, or of a subclass that does things ours would not do; the message
-        says what to do instead.
+        It is no loader, or one of ours, or of a subclass with methods that ours would not have; the
+        message says what to do instead.
     BackendUnavailable, ValueError
         There is no such backend, or the loader can't have that option.
 
@@ -82,15 +71,15 @@ def from_torch(
         get_backend(backend)
     said = Options.said("from_torch()", options)
     made = DataLoader.__new__(DataLoader)
-    # Not by the constructor: it would wrap a data pipe again, and takes no sampler of batches together
-    # with the batch size that it has.
+    # Not by the constructor: it would wrap a data pipe again, and takes no batch sampler together with
+    # that sampler's batch size.
     vars(made).update(vars(loader), **said._asdict(), backend=backend, _iterator=None)
     made._plan().check()
     return made
 
 
 def _refuse(loader: Any) -> None:
-    """Raise `TypeError` for what can't be had as one of ours."""
+    """Raise `TypeError` for an object that can't be converted."""
     import torch.utils.data
 
     kind = type(loader)
@@ -110,8 +99,9 @@ def _refuse(loader: Any) -> None:
         raise TypeError(f"from_torch takes a torch.utils.data.DataLoader, {_instead(loader)}")
     lost = sorted(_lost(kind))
     if lost:
+        shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         raise TypeError(
-            f"{kind.__name__} is a subclass of torch's DataLoader with {_listed(lost)}, which a plain "
+            f"{kind.__name__} is a subclass of torch's DataLoader with {shown} of its own, which a plain "
             f"hybridloader.DataLoader would not have; {_way(kind, lost)}"
         )
 
@@ -143,17 +133,12 @@ def _instead(given: Any) -> str:
 
 
 def _lost(kind: type) -> set[str]:
-    """What a class defines beyond torch's `DataLoader` and constructors."""
+    """Return the names that a class defines beyond torch's `DataLoader` and constructors."""
     import torch.utils.data
 
     known = torch.utils.data.DataLoader.__mro__
     own = {name for k in kind.__mro__ if k not in known for name in vars(k)}
-    return own - _OF_NO_CONSEQUENCE
-
-
-def _listed(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more} of its own"
+    return own - _NOT_LOST
 
 
 def _way(kind: type, lost: list[str]) -> str:

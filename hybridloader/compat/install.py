@@ -1,10 +1,10 @@
-"""torch's own loaders on our engine, for code that can't be edited: put in place, and taken out again.
+"""Installation of our engine under torch's own loaders, for code that can't be edited.
 
 One method of torch's `DataLoader` is replaced, `_get_iterator`, which makes the iterator of a pass.
-The class stays what it is, so every ``isinstance``, subclass and constructor does too; a subclass with
-a `_get_iterator` of its own (PyG's, ultralytics', torchdata's) is asked first, as ever. Loaders that
-are ours already are never touched, nor is anything that a batch passes through. A loader that ours
-would refuse is left to torch's own method, so that code which ran before still runs.
+The class stays the same, and so does every ``isinstance``, subclass and constructor; a subclass with a
+`_get_iterator` of its own (PyG's, ultralytics', torchdata's) is asked first, as before. Loaders of ours
+are never touched, nor is anything that a batch passes through. A loader that ours would refuse is left
+to torch's own method, so that code which ran before still runs.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 
 class _Place:
-    """Where it is put: one for the process.
+    """State of the process: the replaced method of torch's class.
 
     Attributes
     ----------
     lock
         Held while any of the others changes.
     installed
-        What iterators are asked of, if anything is installed. Read without the lock.
+        The installation that makes iterators, if there is one. Read without the lock.
     torchs
-        torch's own method, once ours has been put in its place.
+        torch's own method, once ours has replaced it.
     covered
-        Whether ours was left in place because somebody had put another one over it.
+        Whether ours was left in place because other code had put another one over it.
     awaits
-        Whether ours is put in place as soon as torch is imported.
+        Whether ours replaces it as soon as torch is imported.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Place:
         self.awaits = False
 
     def forked(self) -> None:
-        """In the child of a fork: another thread of the parent may have held the lock."""
+        """Make a new lock in the child of a fork: a thread of the parent may have held the old one."""
         self.lock = threading.Lock()
 
 
@@ -71,16 +71,16 @@ if hasattr(os, "register_at_fork"):
 
 
 class Installation:
-    """What `install` has put in place, until it is undone; a context manager.
+    """Result of `install`, to undo it: by `uninstall`, or at the end of a ``with`` block.
 
     Attributes
     ----------
     backend
-        As it was given.
+        Backend as it was given.
     options
-        The keywords beside it.
+        The other keywords of the call.
     where
-        The file and line that called `install`.
+        File and line that called `install`.
     """
 
     def __init__(self, backend: str | Backend | None, options: Options, where: str) -> None:
@@ -90,13 +90,13 @@ class Installation:
 
     @property
     def active(self) -> bool:
-        """True if torch's loaders are run by this one now."""
+        """True if torch's loaders are run by this installation now."""
         return _place.installed is self
 
     def uninstall(self) -> None:
-        """Have torch's loaders run by torch again, from the next ``iter``. Any number of times.
+        """Have torch's loaders run by torch again, from the next ``iter``.
 
-        Iterators that exist go on as they are.
+        May be called any number of times. Existing iterators go on as they are.
         """
         with _place.lock:
             if not self.active:
@@ -106,11 +106,11 @@ class Installation:
         if over is not None:
             warn(
                 f"torch's DataLoader._get_iterator was replaced by {over} after install(). That is left "
-                "as it is; where it asks for what it replaced, torch's own loader answers again",
+                "as it is; where it calls the method that it replaced, torch's own loader answers again"
             )
 
     def iterator(self, loader: Any) -> _BaseDataLoaderIter:
-        """A pass over one of torch's loaders: torch's own where ours refuses it."""
+        """Return an iterator over one of torch's loaders: torch's own where ours refuses it."""
         from hybridloader.loader.iterator import LoaderIterator
         from hybridloader.loader.plan import LoaderPlan
 
@@ -124,13 +124,13 @@ class Installation:
         if self.backend is None or not get_backend(self.backend).in_process:
             loader.check_worker_number_rationality()  # as torch's own method does
         try:
-            with _draws_taken_back(loader):
+            with _generator_restored(loader):
                 return LoaderIterator(loader, plan)
         except (BackendUnavailable, ShippingError) as error:
             return _torchs_own(loader, error)
 
     def _check_context(self, plan: LoaderPlan) -> None:
-        """Raise `BackendUnavailable` if the loader's `multiprocessing_context` can't be heeded."""
+        """Raise `BackendUnavailable` if the loader's `multiprocessing_context` can't be used."""
         in_process = plan.asked is not None and plan.asked.in_process
         if plan.num_workers and not in_process:
             if plan.context_is_foreign:
@@ -169,10 +169,10 @@ class Installation:
 def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]) -> Installation:
     """Run every `torch.utils.data.DataLoader` of this process on our engine, from now on.
 
-    For code that can't be edited: loaders made inside a framework or a library, or a script (then see
-    ``hybridloader run``). What counts is when ``iter(loader)`` is called, not when the loader was made.
-    Iterators that exist go on as they are, also those of persistent workers: such a loader changes over
-    when it makes its next iterator. Holds for this process and what it forks, not for fresh processes.
+    It is meant for code that can't be edited: loaders made inside a framework or a library, or a script
+    (then see ``hybridloader run``). It takes effect when ``iter(loader)`` is called, whenever the loader
+    was made. Existing iterators go on as they are, also those of persistent workers: such a loader
+    changes over with its next iterator. It holds for this process and its forks, not for new processes.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]
     Raises
     ------
     RuntimeError
-        It is installed already, or somebody else has replaced the method of torch's that this replaces.
+        It is installed already, or other code has replaced the method of torch's that this replaces.
     BackendUnavailable, TypeError, ValueError
         There is no such backend, or an option has a wrong value. Then nothing has changed.
 
@@ -250,7 +250,7 @@ def _torch_is_here() -> None:
 
 
 def _put_in() -> None:
-    """Under the lock. Raises `RuntimeError` where somebody else was before."""
+    """Replace torch's method, under the lock; raise `RuntimeError` if other code has replaced it."""
     from torch.utils.data import DataLoader
 
     there: Any = vars(DataLoader)["_get_iterator"]
@@ -268,7 +268,7 @@ def _put_in() -> None:
 
 
 def _take_out() -> str | None:
-    """Under the lock. The name of what was put over ours, if there is such a thing."""
+    """Restore torch's method, under the lock; return the name of a function that covers ours, if any."""
     if _place.torchs is None:
         return None
     from torch.utils.data import DataLoader
@@ -281,7 +281,7 @@ def _take_out() -> str | None:
 
 
 def _get_iterator(self: Any) -> Any:
-    """torch's method of this name, while something is installed."""
+    """Replace torch's method of this name, while something is installed."""
     from hybridloader.loader.dataloader import DataLoader
 
     installed = _place.installed
@@ -291,7 +291,7 @@ def _get_iterator(self: Any) -> Any:
 
 
 def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
-    """Make a pass by torch's method over a loader that ours has refused; warn once per reason."""
+    """Return torch's own iterator over a loader that ours has refused; warn once per reason."""
     warn_once(
         f"install() leaves a {type(loader).__name__} to torch's own loader, with torch's workers and "
         f"without the options of install(), because: {refusal}"
@@ -301,10 +301,10 @@ def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
 
 
 @contextlib.contextmanager
-def _draws_taken_back(loader: Any) -> Iterator[None]:
+def _generator_restored(loader: Any) -> Iterator[None]:
     """Restore the loader's generator if the loader is refused within: torch draws the same again.
 
-    By then no worker has started, and the sampler was only asked for its iterator.
+    No worker has started by then, and only the sampler's iterator was made.
     """
     import torch
 

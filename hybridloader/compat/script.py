@@ -1,9 +1,9 @@
-"""A script or a module run as `python script.py` or `python -m module` would run it, in this process.
+"""Running of a script or a module in this process, as `python script.py` or `python -m module` would.
 
-It becomes ``__main__``, with its own arguments and import path; it sees nothing of us but what was set
-up before. Its tracebacks begin at its own first line, and how it ends is left to Python: exit codes,
-Ctrl-C, exit handlers. `runpy` finds modules, and does not run them: it takes ``__main__`` away again
-before exit handlers and the last threads have run.
+It becomes ``__main__``, with its own arguments and import path, and sees nothing of this package but
+the installed engine. Its tracebacks begin at its own first line, and its end is left to Python: exit
+codes, Ctrl-C, exit handlers. `runpy` finds modules, and does not run them: it takes ``__main__`` away
+again before exit handlers and the last threads have run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class NotThere(Exception):
 
 
 class Program(NamedTuple):
-    """What is to run.
+    """Code to run.
 
     Attributes
     ----------
     name, file
-        What ``sys.argv[0]`` and ``__file__`` are.
+        Its ``sys.argv[0]`` and ``__file__``.
     spec
-        Of a module; None for a script.
+        Spec of a module; None for a script.
     folder
-        The first place that it imports from.
+        First entry of its import path.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Program(NamedTuple):
 
 @contextlib.contextmanager
 def _beginning_with_its_own() -> Iterator[None]:
-    """Have the hook that tells of an error, which may be the script's, begin at the script's line."""
+    """Have `sys.excepthook` print the traceback of an error from the script's own first line on."""
     try:
         yield
     except BaseException as error:
@@ -70,7 +70,7 @@ def _beginning_with_its_own() -> Iterator[None]:
 
 @_beginning_with_its_own()
 def script(path: str) -> Program:
-    """The file at `path`, or what is in the folder or archive there.
+    """Return the file at `path`, or the ``__main__.py`` of the folder or archive there.
 
     Raises
     ------
@@ -95,16 +95,16 @@ def script(path: str) -> Program:
 
 @_beginning_with_its_own()
 def module(name: str) -> Program:
-    """The module called `name`, or the ``__main__`` of a package of that name.
+    """Return the module called `name`, or the ``__main__`` of a package of that name.
 
     Raises
     ------
     NotThere
-        There is none.
+        There is no such module.
     """
     folder = os.getcwd()
     _import_from(folder)
-    # Private, and what pdb and trace of the standard library call for the same (Python 3.10 to 3.14).
+    # A private function, which pdb and trace of the standard library call too (Python 3.10 to 3.14).
     find: Any = runpy._get_module_details  # type: ignore[attr-defined]
     _, spec, code = find(name, NotThere)
     return Program(spec.origin, spec.origin, code, spec, folder)
@@ -112,7 +112,7 @@ def module(name: str) -> Program:
 
 @_beginning_with_its_own()
 def run(program: Program, arguments: Sequence[str]) -> None:
-    """Run it. Whatever ends it comes out of here, and then out of whoever called."""
+    """Run `program`. Its last exception, `SystemExit` included, is raised here."""
     _import_from(program.folder)
     sys.argv[:] = [program.name, *arguments]
     main = ModuleType("__main__")
@@ -133,7 +133,6 @@ def run(program: Program, arguments: Sequence[str]) -> None:
 
 
 def _import_from(folder: str) -> None:
-    """As Python sets it up: first is where the script is, unless it was told not to (``-P``, ``-I``)."""
-    safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
-    if not safe:
+    """Put `folder` first on the import path, as Python does, but not with ``-P`` or ``-I``."""
+    if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
         sys.path[0] = folder
