@@ -101,8 +101,8 @@ def _refuse(loader: Any) -> None:
     if lost:
         shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         raise TypeError(
-            f"{kind.__name__} is a subclass of torch's DataLoader with {shown} of its own, which a plain "
-            f"hybridloader.DataLoader would not have; {_way(kind, lost)}"
+            f"{kind.__name__} is a subclass of torch's DataLoader with {shown} of its own, which "
+            f"a plain hybridloader.DataLoader would not have; {_way(kind, lost)}"
         )
 
 
