@@ -1,1 +1,1 @@
-"""Helpers that know nothing of loading."""
+"""Support that knows nothing of loading."""

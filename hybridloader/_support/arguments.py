@@ -1,7 +1,6 @@
-"""Checks of arguments: numbers, truths and functions, refused by name and with what to give instead.
+"""Checks of arguments, where they are given: the error names the argument and says what to give.
 
-Everything wrong is found where it is given, not where it would fail. Nothing is rounded, clipped or
-guessed, and nothing is imported to look at a value.
+Nothing is rounded, clipped or guessed, and nothing is imported to check a value.
 """
 
 from __future__ import annotations
@@ -20,21 +19,8 @@ def whole(
 ) -> int:
     """Return `value` as an int; numpy's integers are welcome, True and False are not.
 
-    Parameters
-    ----------
-    name
-        What errors call it.
-    least, most
-        Limits; None: there is none.
-    instead
-        What to give, for errors.
-
-    Raises
-    ------
-    TypeError
-        It is no whole number.
-    ValueError
-        It is beyond a limit.
+    Raises `TypeError` for all else, and `ValueError` beyond the limits `least` and `most`. Errors name
+    the argument `name`, and end with what to give `instead`.
     """
     hint = f"; {instead}" if instead else ""
     try:
@@ -51,7 +37,7 @@ def whole(
 
 
 def is_number(value: Any) -> bool:
-    """True if it is a real number, which True and False are not meant as."""
+    """True if `value` is a real number, which True and False are not meant as."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -72,7 +58,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def function(name: str, value: Any, what: str) -> None:
-    """Check that `value` can be called; `what` tells with what. Raises `TypeError`."""
+    """Check that `value`, described by `what`, can be called. Raises `TypeError`."""
     if not callable(value):
         raise TypeError(f"{name} must be {what}, got {short(value)}")
 
@@ -100,9 +86,9 @@ def policy(
     told: str,
     hint: str = "",
 ) -> Any:
-    """Return the policy that `value` is (of one of `kinds`) or names (what one of `words` makes).
+    """Return `value` if it is a policy of one of `kinds`, or the policy that `words` makes of its name.
 
-    Raises `ValueError`, which says what `told` does, for all else.
+    Raises `ValueError`, with the choices that `told` describes, for all else.
     """
     if isinstance(value, kinds):
         return value

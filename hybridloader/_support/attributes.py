@@ -28,7 +28,7 @@ def attribute(thing: Any, name: str, default: Any = None) -> Any:
 
 
 def has(thing: Any, name: str) -> bool:
-    """``hasattr(thing, name)``, in the same way."""
+    """Return ``hasattr(thing, name)``, whatever its ``__getattr__`` raises; see `attribute`."""
     return attribute(thing, name, _MISSING) is not _MISSING
 
 

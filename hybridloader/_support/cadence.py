@@ -1,9 +1,8 @@
 """Times at which a state is taken: every step if that is cheap, else a small share of the time.
 
-Nobody knows beforehand whether a state will be wanted. When it is, a sampler or a worker is already
-ahead of what was handed out. So states are taken on the way. A resumed pass goes on from the last
-one and does the few steps after it again. These took at most `SHARE` times as long as taking the
-state.
+A state is asked for when a sampler or a worker is already ahead of the result handed out last, so
+states are taken on the way. A resumed pass starts from the last one and repeats the few steps after
+it, which took at most `SHARE` times as long as taking the state.
 """
 
 from __future__ import annotations
@@ -25,19 +24,11 @@ _COLD = 1e-3
 
 
 class Cadence:
-    """Decides when the state of one thing is taken.
+    """Decides when the state of one object is taken: with the first step, then `every` steps at most.
 
-    One slow call does not count much: the estimated cost of a state at most doubles. So a pause of
-    the process does not make a small state seem expensive.
-
-    Parameters
-    ----------
-    clock
-        Gives seconds.
-    every
-        Least number of steps from one state to the next; the first is taken with the first step.
-    free
-        Seconds; a state that takes no longer is taken whenever `every` allows it.
+    A state that takes no more than `free` seconds is taken whenever `every` allows it. One slow call
+    at most doubles the estimated cost of a state, so a pause of the process does not make a small
+    state seem expensive.
     """
 
     __slots__ = ("_began", "_clock", "_cost", "_every", "_free", "_left", "_next")

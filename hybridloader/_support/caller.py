@@ -1,7 +1,4 @@
-"""Warnings about the user's line: the first one up the stack that is neither ours nor torch's loader's.
-
-They come from under `iter(loader)` and from under `pipe.run()`, at different depths.
-"""
+"""Warnings at the user's line: the first up the stack that is neither ours nor torch's loader's."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ _TORCHS = os.path.join("torch", "utils", "data") + os.sep
 
 
 def warn(message: str) -> None:
-    """Warn of the line that called this package."""
+    """Warn at the line that called this package."""
     warnings.warn(message, stacklevel=_stacklevel())
 
 
 @functools.lru_cache(maxsize=256)
 def warn_once(message: str) -> None:
-    """Warn so, once in a process for each message."""
+    """Warn at that line, once in a process for each message."""
     warnings.warn(message, stacklevel=_stacklevel())
 
 

@@ -1,4 +1,4 @@
-"""torch's data pipes: their graph allows one thread at a time. Imports no torch by itself."""
+"""Data pipes of torch: their graph allows one thread at a time. Imports no torch by itself."""
 
 from __future__ import annotations
 

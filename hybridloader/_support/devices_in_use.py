@@ -31,7 +31,7 @@ def initialised(module: Any) -> bool | None:
 
 
 def device_in_use() -> str | None:
-    """The kind of device that this process has a context of, for messages; None if none is known."""
+    """Return the kind of device that this process has a context of, for messages; None if none."""
     for kind, module in modules().items():
         if initialised(module):
             return _SPELT.get(kind, kind)

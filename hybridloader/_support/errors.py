@@ -1,8 +1,8 @@
-"""Every exception that hybridloader itself raises, and the way a worker's exception gets home.
+"""Exceptions that hybridloader raises, and the transport of a worker's exception to the consumer.
 
-A user's exception keeps its type and its arguments. Where it happened is told in a note (Python
-3.11 and later show notes below the message) and, when it crossed a process border, by its
-``__cause__``, which holds the worker's traceback as text.
+A user's exception keeps its type and its arguments. A note says where it happened (Python 3.11 and
+later show notes below the message). If it comes from another process, its ``__cause__`` holds the
+worker's traceback as text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StateError(HybridLoaderError, ValueError):
 
 
 class DamagedMessage(HybridLoaderError, ValueError):
-    """What came from the other process is not what it can have written; nothing of it was used."""
+    """A message from another process can't have been written by it; nothing of it was used."""
 
 
 class ResultNotSendable(HybridLoaderError, TypeError):
@@ -68,7 +68,7 @@ class TooManyErrors(HybridLoaderError, RuntimeError):
 
 
 class ShardLost(HybridLoaderError, RuntimeError):
-    """What reads an iterable source ended with an error: the rest of its shard can't be read."""
+    """The iterator over an iterable source ended with an error: the rest of its shard is lost."""
 
 
 class IteratorClosed(HybridLoaderError, RuntimeError):
@@ -76,28 +76,28 @@ class IteratorClosed(HybridLoaderError, RuntimeError):
 
 
 class NotReady(HybridLoaderError):
-    """Asked not to wait: there is no item yet. Ask again."""
+    """There is no item yet, and the call was not to wait. Ask again."""
 
 
 class IllegalTransition(HybridLoaderError, RuntimeError):
-    """A state machine was asked for a move that its table does not hold. Nothing was changed."""
+    """A state machine was asked for a transition that its table does not hold. Nothing was changed."""
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a worker in another process, as text: the ``__cause__`` of its exception."""
+    """Traceback of a worker in another process, as text: the ``__cause__`` of its exception."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
 
 
 class Failure:
-    """An exception on its way from a worker to the consumer.
+    """Exception on its way from a worker to the consumer.
 
     Within a process it carries the exception itself. When pickled it carries the exception's type,
     arguments and attributes, and its traceback as text. An exception whose own pickling is broken
     (a constructor with several arguments is the common case) is rebuilt without calling the
-    constructor, so it arrives with the same type and ``args``. The same holds for each exception
-    within it, such as the members of a group.
+    constructor, so it arrives with the same type and ``args``; so is each exception within it, such
+    as the members of a group.
     """
 
     def __init__(self, exception: BaseException) -> None:
@@ -105,10 +105,10 @@ class Failure:
         self.traceback: str | None = None
 
     def to_exception(self, note: str) -> BaseException:
-        """Give back the exception, with `note` added to say where it happened.
+        """Return the exception, once, with `note` added to say where it happened.
 
-        Only once: the failure lets go of it. It is in a frame of the traceback that the exception
-        gets when it is raised, and together they would keep the whole iterator alive.
+        The failure drops it: it is in a frame of the traceback that the exception gets when it is
+        raised, and together they would keep the whole iterator alive.
         """
         exception = self.exception
         del self.exception
@@ -128,7 +128,7 @@ class Failure:
 
 
 def add_note(exception: BaseException, note: str) -> None:
-    """``exception.add_note(note)``, also on Python 3.10, and only once for the same note."""
+    """Call ``exception.add_note(note)``, also on Python 3.10, and only once for the same note."""
     notes = attribute(exception, "__notes__")
     if notes is None:
         try:
@@ -140,7 +140,7 @@ def add_note(exception: BaseException, note: str) -> None:
 
 
 class Raised:
-    """An error that waits for its turn, as in a queue in the place of an item."""
+    """Error in a queue, in the place of an item."""
 
     __slots__ = ("error",)
 
@@ -148,7 +148,7 @@ class Raised:
         self.error = error
 
     def throw(self) -> NoReturn:
-        """Raise it, once, and let go of it: in a frame of its own traceback it would make a cycle."""
+        """Raise the error, once, and drop it: in a frame of its own traceback it would make a cycle."""
         error = self.error
         del self.error
         try:
@@ -158,10 +158,7 @@ class Raised:
 
 
 def no_stop(error: Exception, what: str = "the dataset, or a function,") -> Exception:
-    """Return `error`, or in the place of a `StopIteration` the error that `what` raised one.
-
-    As in PEP 479: it would end the user's loop without a word.
-    """
+    """Return `error`; a `RuntimeError` for a `StopIteration`, which would end a loop (PEP 479)."""
     if not isinstance(error, StopIteration):
         return error
     leak = RuntimeError(f"{what} raised StopIteration")
@@ -170,10 +167,10 @@ def no_stop(error: Exception, what: str = "the dataset, or a function,") -> Exce
 
 
 def twin(exception: Exception) -> Exception:
-    """Another exception of the same type, arguments, attributes, cause and traceback.
+    """Return another exception of the same type, arguments, attributes, cause and traceback.
 
-    For a worker that answers many tasks with one error: what the consumer raises collects the
-    consumer's frames in its traceback, and a worker thread must not hold on to these.
+    For a worker that answers many tasks with one error: an exception that the consumer raises collects
+    the consumer's frames in its traceback, and a worker thread must not keep these.
     """
     kind, args = type(exception), exception.args
     try:  # OSError and its like keep more than their arguments
@@ -193,10 +190,10 @@ def twin(exception: Exception) -> Exception:
 
 
 class _Freezer:
-    """Pickles exceptions, with those within them, so that they are certain to load again.
+    """Pickles exceptions so that they are certain to load again.
 
-    Each exception within (a member of a group, a cause kept in an attribute) is pickled by itself.
-    So one that is broken costs none of the others its type.
+    Each exception within another (a member of a group, a cause kept in an attribute) is pickled by
+    itself, so that one that is broken costs none of the others its type.
     """
 
     def __init__(self) -> None:
@@ -218,16 +215,15 @@ class _Freezer:
             thawed = pickle.loads(whole)
             if type(thawed).__qualname__ == kind.__qualname__ and _alike(thawed, exception):
                 return whole
-        except Exception:  # what a broken __reduce__, __new__ or __init__ raises can be anything
+        except Exception:  # a broken __reduce__, __new__ or __init__ may raise anything
             pass
         args = tuple(map(self._sendable, exception.args))
         state = {name: self._sendable(value) for name, value in vars(exception).items()}
         try:
-            parts = self._dumps(_Parts(kind, args, state))
+            return self._dumps(_Parts(kind, args, state))
         except Exception:  # the class itself can't be pickled: tell its name
             message = f"{kind.__module__}.{kind.__qualname__}: {exception}"
-            parts = self._dumps(_Parts(RuntimeError, (message,), {}))
-        return parts
+            return self._dumps(_Parts(RuntimeError, (message,), {}))
 
     def _sendable(self, value: Any) -> Any:
         try:
@@ -272,7 +268,7 @@ def _alike(found: BaseException, sent: BaseException) -> bool:
 
 
 class _Parts:
-    """What an exception is made of, for those that can't be pickled whole."""
+    """Parts of an exception that can't be pickled whole."""
 
     def __init__(
         self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
@@ -293,10 +289,10 @@ class _Parts:
 
 
 def _original(received: type[BaseException], address: int) -> type[BaseException]:
-    """The class that `received` was copied from, if this process has it.
+    """Return the class that `received` is a copy of, if this process has it.
 
-    A class made in a function is sent by value. A forked worker's is the one that lies at the same
-    address here, and that is what an ``except`` here means.
+    A class made in a function is sent by value. That of a forked worker is the class at the same
+    address here, which an ``except`` here names.
     """
     todo: list[type[BaseException]] = [BaseException]
     while todo:

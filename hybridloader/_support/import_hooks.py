@@ -1,8 +1,7 @@
-"""Code that runs as soon as a module is there: now, or right after its first import.
+"""Hooks that run as soon as a module is imported: now, or right after its first import.
 
-A worker process that needs no torch imports none. Should the user's code import it after all, half
-a second in, it must be seeded and told its number of threads just as if it had been there from the
-start, before that code sees it.
+A worker process that needs no torch imports none. If the user's code imports it later, it must be
+seeded and told its number of threads before that code uses it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from types import ModuleType
 
 
 def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Call `act` once the module `name` has been imported.
+    """Call `act` once the module `name` has been imported; the import raises its errors.
 
-    `act` may import `name`. What it raises, the import raises.
+    `act` may import `name`.
     """
     if name in sys.modules:
         act()
@@ -53,7 +52,7 @@ class _Finder(MetaPathFinder):
 
 
 class _ThenAct(Loader):
-    """The module's own loader, and then the act."""
+    """Loader that runs the module's own loader, and then `act`."""
 
     def __init__(self, loader: Loader, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

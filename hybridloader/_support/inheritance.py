@@ -1,8 +1,8 @@
-"""Objects that processes share by nature: multiprocessing's locks, values, queues, connections, proxies.
+"""Objects that processes share: multiprocessing's locks, values, queues, connections and proxies.
 
 Python pickles them only while it starts a process, because a handle of the operating system has to
 go along with each start: a descriptor, or on Windows a handle made for that one process. The work of a
-stage is pickled once for all workers. So whatever holds a handle is left out of that pickle and put into
+stage is pickled once for all workers. So objects with a handle are left out of that pickle and put into
 a table, `Inherited`, which is pickled with the arguments of every process that is started.
 
 Within a process nothing is sent, and such objects are not copied: `Shared` recognises them.
@@ -25,7 +25,7 @@ _SHARED = frozenset(
     + [f"multiprocessing.{name}" for name in ("shared_memory", "sharedctypes", "synchronize")]
     + [f"loky.backend.{name}" for name in ("queues", "synchronize")]
 )
-"""Modules whose classes, and classes derived from these, are shared by nature."""
+"""Modules whose classes, and classes derived from these, are of shared objects."""
 
 _HOLDERS = (
     ("multiprocessing.synchronize", "SemLock"),
@@ -35,7 +35,7 @@ _HOLDERS = (
     ("multiprocessing.managers", "BaseProxy"),  # holds the key that its manager asks for
     ("socket", "socket"),
 )
-"""Classes of the objects that hold a handle themselves. The others are made of these."""
+"""Classes of objects that hold a handle themselves. The others are made of these."""
 
 Reducer = Callable[[Any], Any]
 
@@ -49,38 +49,24 @@ _PLAIN = (
 
 
 class Inherited:
-    """A table of objects that go along with the start of each process.
-
-    Parameters
-    ----------
-    blame
-        Makes the error that names the object which raised an exception; None raises the exception.
-    at_once
-        Whether each object is pickled as it is taken, to find the one that raises.
-
-    Attributes
-    ----------
-    objects
-        The objects that were taken; in the process that was started, their counterparts there.
-    error
-        Why the objects could not be made in the process that was started; None if they were.
-    """
+    """Table of objects that go along with the start of each process."""
 
     def __init__(
-        self, blame: Callable[[Exception], Exception] | None = None, *, at_once: bool = False
+        self,
+        blame: Callable[[Exception], Exception]
+        | None = None,  # makes an error that names the object
+        *,
+        at_once: bool = False,  # pickle each object as it is taken, to find the one that raises
     ) -> None:
         self.objects: list[Any] = []
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # the objects could not be made in this process
         self._blame, self._at_once = blame, at_once
         self._holders = (_Descriptor, *_known(_HOLDERS))
 
     def take(self, thing: Any) -> int | None:
-        """Put `thing` into the table and give its number, if it holds a handle.
+        """Put `thing` into the table and return its number, if it holds a handle.
 
-        Raises
-        ------
-        pickle.PicklingError
-            No process but a forked one can have that handle.
+        Raises `pickle.PicklingError` if no process but a forked one can have that handle.
         """
         if not isinstance(thing, self._holders):
             return None
@@ -99,7 +85,7 @@ class Inherited:
     def __reduce__(self) -> Any:
         try:
             return _arrive, (_dumps(self.objects),)
-        except Exception as error:  # what a foreign __reduce__ raises can be anything
+        except Exception as error:  # a foreign __reduce__ may raise anything
             if self._blame is None:
                 raise
             raise self._blame(error) from error
@@ -109,7 +95,7 @@ def _arrive(data: bytes) -> Inherited:
     table = Inherited()
     try:
         table.objects = pickle.loads(data)
-    except Exception as error:  # the worker, which is only about to begin, will tell it
+    except Exception as error:  # the worker raises it once it has begun
         table.error = error
     return table
 
@@ -201,7 +187,7 @@ def as_if_starting() -> Iterator[None]:
 
 
 class _Handle(int):
-    """A handle that must not be pickled as the number that it is in this process."""
+    """Handle that must not be pickled as the number that it is in this process."""
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
@@ -211,7 +197,7 @@ class _Handle(int):
 
 
 class _Descriptor:
-    """A descriptor that goes along with the start of each process: `multiprocessing.reduction.DupFd`."""
+    """Descriptor that goes along with the start of each process: `multiprocessing.reduction.DupFd`."""
 
     def __init__(self, handle: int) -> None:
         self._number = int(handle)
@@ -227,7 +213,7 @@ def _taken(duplicate: Any) -> Any:
 
 
 class _Start:
-    """Stands for the process that is being started."""
+    """Substitute for the process that is being started."""
 
     duplicate_for_child = _Handle
     DupFd = _Descriptor

@@ -13,11 +13,8 @@ def lazily(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make the ``__getattr__``, the ``__dir__`` and the ``__all__`` of a package.
 
-    Parameters
-    ----------
-    homes
-        By module, named from the package on (one more dot is the package around it): the names that it
-        has, in one text.
+    `homes` has the names of each module, in one text. A module is named from the package on; one more
+    dot in front is the package around it.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 

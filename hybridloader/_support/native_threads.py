@@ -1,9 +1,8 @@
-"""How many threads native code may use in a worker: one, because the workers are the parallelism.
+"""Limit of one thread for native code in a worker, because the workers are the parallelism.
 
-torch sets this in its worker processes. In a thread it can't be set by `torch.set_num_threads`, which
-changes the whole process, so it is asked of the OpenMP runtime itself, whose answer is kept per
-thread (OpenMP 5.2, 2.4: nthreads-var is an ICV of the task). Nothing in the training code's threads
-changes.
+torch sets this in its worker processes. On a thread `torch.set_num_threads` would change the whole
+process, so the OpenMP runtime is set, which keeps the number per thread (OpenMP 5.2, 2.4:
+nthreads-var is an ICV of the task). The threads of the training code keep theirs.
 """
 
 from __future__ import annotations
@@ -20,14 +19,10 @@ from hybridloader._support.import_hooks import when_imported
 
 
 def one_thread_in_this_process(fresh: bool) -> None:
-    """For a worker process: one thread for torch, OpenMP, BLAS and OpenCV.
+    """Set one thread for torch, OpenMP, BLAS and OpenCV in a worker process.
 
-    What is set in the environment stays, and a `worker_init_fn` may set what it likes.
-
-    Parameters
-    ----------
-    fresh
-        Whether the libraries have yet to be loaded, and so will read the environment.
+    Variables of the environment stay, and a `worker_init_fn` may set other numbers. `fresh` is True if
+    the libraries are not loaded yet, and so will read the environment.
     """
     if fresh:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -38,7 +33,7 @@ def one_thread_in_this_process(fresh: bool) -> None:
 
 
 def one_thread_on_this_thread() -> None:
-    """For a worker thread: torch's operators run on it alone. Where it can't be had, nothing."""
+    """Run torch's operators on this worker thread alone, if its OpenMP runtime is found."""
     torch = sys.modules.get("torch")
     runtime = _openmp()
     if torch is not None and runtime is not None:
@@ -48,7 +43,7 @@ def one_thread_on_this_thread() -> None:
 
 @lru_cache(maxsize=1)
 def _openmp() -> Any:
-    """The OpenMP runtime that torch uses, or None. Never loads one that is not loaded."""
+    """Return the OpenMP runtime that torch uses, or None. Never loads one that is not loaded."""
     if not hasattr(os, "RTLD_NOLOAD"):
         return None
     for path in _candidates():

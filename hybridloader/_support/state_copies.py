@@ -31,8 +31,8 @@ def copied(state: Any) -> Any:
     as `copy.deepcopy`. If something can't be pickled, it is made by `copy.deepcopy`.
     """
     try:
-        return _Print(state).copy()
-    except Exception:  # what a foreign __reduce__ raises can be anything
+        return _Fingerprint(state).copy()
+    except Exception:  # a foreign __reduce__ may raise anything
         return copy.deepcopy(state)
 
 
@@ -41,28 +41,27 @@ class Latest:
 
     If copying is slow, a state that has not changed is not copied anew. A tensor has changed if its
     version has: every operation of torch that writes to it raises the version. A write through
-    ``.data`` or a numpy array over the same memory does not, and is noticed when the cadence is
-    due.
+    ``.data`` or a numpy array over the same memory does not, and is found when the cadence is due.
     """
 
     def __init__(self) -> None:
         self._cadence = Cadence()
         # All the other mutable state:
-        self._print: _Print | None = None
+        self._fingerprint: _Fingerprint | None = None
         self._copy: Any = None
 
     def copy(self, state: Any) -> Any:
-        """A copy of `state`; raises what pickling raises."""
+        """Return a copy of `state`, or raise the error of pickling it."""
         due = self._cadence.due()
-        found = _Print(state)
-        if due or self._print is None or not found.is_like(self._print):
-            self._print, self._copy = found, found.copy()
+        found = _Fingerprint(state)
+        if due or self._fingerprint is None or not found.is_like(self._fingerprint):
+            self._fingerprint, self._copy = found, found.copy()
             self._cadence.taken()
         return self._copy
 
 
-class _Print:
-    """A state as a pickle. Tensors, and objects shared by nature, are held beside it."""
+class _Fingerprint:
+    """Pickle of a state, with its tensors and its shared objects beside it."""
 
     def __init__(self, state: Any) -> None:
         stream = io.BytesIO()
@@ -75,7 +74,7 @@ class _Print:
     def copy(self) -> Any:
         return _Unpickler(io.BytesIO(self._text), self._tensors, self._shared).load()
 
-    def is_like(self, other: _Print) -> bool:
+    def is_like(self, other: _Fingerprint) -> bool:
         return self._marks == other._marks and self._text == other._text
 
 
@@ -144,27 +143,21 @@ def _refuse(reason: str) -> NoReturn:
 
 
 class Given:
-    """A state that is kept, to be handed out.
-
-    Attributes
-    ----------
-    kept
-        The object that `opened` copies. It is never handed out.
-    """
+    """State that is kept; `kept` itself is never handed out."""
 
     __slots__ = ("_one", "kept")
 
     keep: ClassVar[staticmethod[[Any], Any]]
-    """Function that makes of a state what is kept of it."""
+    """Function that makes `kept` from a state."""
     opened: ClassVar[staticmethod[[Any], Any]]
-    """Function that makes of what is kept the state, for one who asks."""
+    """Function that makes a state from `kept`."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
-        self._one: Any = None  # what was dear to make
+        self._one: Any = None  # a copy that was slow to make
 
     def given(self) -> Any:
-        """Return a copy; the same one each time, if copying is slow."""
+        """Return a copy; if copying is slow, the one that was given before."""
         if self._one is not None:
             return self._one
         began = perf_counter()
@@ -178,28 +171,28 @@ class Given:
 
 
 class Kept(Given):
-    """A copy of a state."""
+    """State kept as a copy."""
 
     __slots__ = ()
     keep = opened = staticmethod(copied)
 
 
 class Frozen(Given):
-    """A state as a pickle, as it travels between processes."""
+    """State kept as a pickle, as it travels between processes."""
 
     __slots__ = ()
     keep, opened = staticmethod(pickle.dumps), staticmethod(pickle.loads)
 
 
 class Missing(Given):
-    """Stands for a state that could not be taken: asking for it raises the reason."""
+    """State that could not be taken: asking for it raises the reason."""
 
     __slots__ = ()
     opened = staticmethod(_refuse)
 
 
 def is_stateful(thing: Any) -> bool:
-    """True if it has both methods, as torchdata's `Stateful`."""
+    """True if `thing` has both methods of torchdata's `Stateful`."""
     return (
         callable(attribute(thing, "state_dict"))
         and callable(attribute(thing, "load_state_dict"))
@@ -226,12 +219,9 @@ def taken(
     copying: Callable[[Any], Any],
     asked: Callable[[], Any] | None = None,
 ) -> Any:
-    """A copy of the state of `thing`, or of what it returns when `asked`; see `made`.
+    """Return a copy of the state of `thing`, or of the result of `asked`.
 
-    Raises
-    ------
-    StateError
-        It raised, or can't be copied; the message names `what`.
+    Raises `StateError`, which names `what`, if that fails.
     """
     name = f"{what} ({type(thing).__name__})"
     try:
@@ -243,10 +233,10 @@ def taken(
 
 
 def made(copying: Callable[[Any], Any], state: Any, what: str) -> Any:
-    """Return what `copying` makes of `state`. Raises `StateError`, which names what can't be pickled."""
+    """Return ``copying(state)``. Raises `StateError`, which names the part that can't be pickled."""
     try:
         return copying(state)
-    except Exception as error:  # what a foreign __reduce__ raises can be anything
+    except Exception as error:  # a foreign __reduce__ may raise anything
         culprit = ""
         if isinstance(state, dict):
             names = [repr(name) for name, value in state.items() if not _picklable(value)]
@@ -266,13 +256,13 @@ def _picklable(value: Any) -> bool:
 
 
 def load_into(thing: Any, state: Any, what: str) -> None:
-    """Have `thing` go on from `state`, which is `what`'s."""
+    """Let `thing`, which errors call `what`, go on from `state`."""
     check_takes(thing, what)
     thing.load_state_dict(state)
 
 
 def check_takes(thing: Any, what: str) -> None:
-    """Refuse a state for what has none. Raises `StateError`."""
+    """Raise `StateError` if `thing` can't load a state."""
     if not is_stateful(thing):
         raise StateError(
             f"the state to go on from holds one of {what}, and {type(thing).__name__} has no "

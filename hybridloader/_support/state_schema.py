@@ -51,29 +51,15 @@ def dict_of(rule: Rule, words: str) -> Rule:
 
 
 class Schema:
-    """The fields of a state.
-
-    Parameters
-    ----------
-    of
-        What errors call the owner of such a state.
-    *table
-        A rule, and the names of the fields that it is for; a state may lack those that end in ``?``.
-    version
-        The one that can be read; None: the state has none.
-    kind
-        The field that tells what the state is of, and what it must tell; None: there is no such field.
-    exact
-        Whether other fields are refused.
-    """
+    """Fields of a state."""
 
     def __init__(
         self,
-        of: str,
-        *table: tuple[Rule, str],
-        version: int | None = None,
-        kind: tuple[str, str] | None = None,
-        exact: bool = False,
+        of: str,  # owner of such a state, for errors
+        *table: tuple[Rule, str],  # a rule and the names of its fields; optional ones end in ``?``
+        version: int | None = None,  # the one that can be read; None: the state has none
+        kind: tuple[str, str] | None = None,  # field that names the owner, and its value
+        exact: bool = False,  # refuse other fields
     ) -> None:
         named = [(name, rule) for rule, names in table for name in names.split()]
         self.of, self.version, self.kind, self.exact = of, version, kind, exact
@@ -84,17 +70,9 @@ class Schema:
             self._told.add(kind[0])
 
     def check(self, state: Any, agreement: Mapping[str, Any] | None = None) -> None:
-        """Refuse what is not such a state.
+        """Raise `StateError` if `state` is no such state, with the first thing that is wrong.
 
-        Parameters
-        ----------
-        agreement
-            Further fields, with the values that they must have.
-
-        Raises
-        ------
-        StateError
-            The first thing that is wrong.
+        `agreement` has further fields, with the values that they must have.
         """
         if not isinstance(state, Mapping):
             raise StateError(f"the state of a {self.of} is a dict, got {type(state).__name__}")

@@ -11,7 +11,7 @@ _short.maxlist = _short.maxtuple = 8
 _short.maxother = _short.maxstring = 120
 
 brief = _short.repr
-"""The repr of a value, cut where it is long."""
+"""Function: the repr of a value, cut where it is long."""
 
 _cell = reprlib.Repr()
 _cell.maxother = _cell.maxstring = 60
@@ -21,7 +21,7 @@ cell = _cell.repr
 
 
 def short(value: Any) -> str:
-    """Return its repr in short, and its type."""
+    """Return the repr of `value`, cut where it is long, and its type."""
     return f"{brief(value)} (a {type(value).__qualname__})"
 
 

@@ -1,8 +1,13 @@
-"""All that an author of a backend needs, in one module that imports neither torch nor numpy.
+"""Everything that an author of a backend needs, in one module that imports neither torch nor numpy.
 
-`Backend`, `Crew` and `WorkerHandle` are the classes to write; `hybridloader.engine.contract` tells
-what each method owes. `thread_worker`, `process_worker` and `serve` are the worker, which is not an
-author's to write: the crew carries its messages and its events.
+Write three classes, with six methods in all:
+
+- `Backend`: `open` makes a crew;
+- `Crew`: `start` starts a worker and `send` sends it a message;
+- `WorkerHandle`: `is_alive`, `terminate` and `join`, as of `multiprocessing.Process`.
+
+`hybridloader.engine.contract` says what each method must do, and which others have a default. The
+worker itself is ready made: make it by `thread_worker` or `process_worker`, and run it by `serve`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""The contract of a backend: what to write so that work can run somewhere new.
+"""Contract of a backend: the classes to write so that workers can run somewhere new.
 
-A *backend* is what a user chooses: a small immutable object with options, safe to share, pickle
-and reuse. Opening it gives a *crew*: the workers of one stage, while that stage runs. The crew
-starts workers, carries messages to them, carries events back, and ends them. It knows nothing of
-order, batches, sampling or pinning. Six methods must be written: `Backend.open`, `Crew.start` and
-`Crew.send`, and `is_alive`, `terminate` and `join` of a `WorkerHandle`. All others have defaults,
-right for a crew that calls `Crew.place` and `Crew.report`. `hybridloader.testing.BackendContract`
-is the executable form of this page; a backend that passes it can serve. Authors import all that
-they need from `hybridloader.engine`.
+A *backend* is the object that a user chooses: small, immutable, with options, safe to share, pickle
+and reuse. Opening it makes a *crew*: the workers of one stage, while that stage runs. The crew starts
+workers, sends them messages, returns their events, and ends them. It knows nothing of order,
+batches, sampling or pinning.
+
+Six methods must be written: `Backend.open`, `Crew.start` and `Crew.send`, and `is_alive`,
+`terminate` and `join` of a `WorkerHandle`. All others have defaults, right for a crew that calls
+`Crew.place` and `Crew.report`. `hybridloader.testing.BackendContract` tests a backend against this
+page. Import everything from `hybridloader.engine`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GRACE = 1.0
 """Seconds that workers get to end by themselves when their crew is closed."""
 
 PATIENCE = 1.9
-"""Seconds after which a crew is closed, whatever its workers do."""
+"""Seconds after which a crew is closed, even if workers still run."""
 
 _SLICE = 0.2 if sys.platform == "win32" else None
 """Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
@@ -42,29 +43,29 @@ _SLICE = 0.2 if sys.platform == "win32" else None
 class WorkerHandle(ABC):
     """Handle of one worker, with the members of `multiprocessing.Process`.
 
-    A backend implements `is_alive`, `terminate` and `join`. All other members have a default, which
-    is right for workers within this process.
+    The defaults of all but `is_alive`, `terminate` and `join` are right for workers within this
+    process.
     """
 
     name: str = "worker"
-    """The kind of worker, for errors."""
+    """Kind of the worker, for errors."""
 
     daemon: bool = True
-    """Workers end with this process."""
+    """True, as workers end with this process."""
 
     @property
     def pid(self) -> int | None:
-        """The process id; this process's own for a worker that is a thread of it."""
+        """Process id; that of this process for a worker that is a thread of it."""
         return os.getpid()
 
     @property
     def ident(self) -> int | None:
-        """The identity of the process or thread; None if there is none yet."""
+        """Identity of the process or thread; None if there is none yet."""
         return self.pid
 
     @property
     def exitcode(self) -> int | None:
-        """None while it runs; then 0, another exit code, or ``-N`` if signal N has ended it."""
+        """Exit code, ``-N`` if signal N has ended the worker; None while it runs."""
         return None if self.is_alive() else 0
 
     @property
@@ -83,7 +84,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def terminate(self) -> None:
-        """End the worker now if that is possible, else as soon as its current sample is done."""
+        """End the worker now if that is possible, else after its current sample."""
 
     def kill(self) -> None:
         """End the worker as `terminate` does, or by stronger means if there are any."""
@@ -99,13 +100,7 @@ class WorkerHandle(ABC):
         )
 
     def close(self) -> None:
-        """Do nothing: what the worker needs is freed by its crew.
-
-        Raises
-        ------
-        ValueError
-            It is still running.
-        """
+        """Do nothing, as the crew frees the worker; raise `ValueError` if it still runs."""
         if self.is_alive():
             raise ValueError(
                 "can't close a worker while it is still running; call terminate() and join() first, or "
@@ -117,19 +112,14 @@ class Crew(ABC):
     """The running workers of one stage.
 
     One thread at a time calls these methods; only `wake` and `report` may be called from any thread.
-
-    Attributes
-    ----------
-    upkeep
-        Called by each `wait`, on the thread of whoever pulls the stage, for instance to warn. None:
-        nothing is.
     """
 
     upkeep: Callable[[], None] | None = None
+    """Called by each `wait`, on the thread that pulls the stage, for instance to warn; None: nothing."""
 
     __handles: list[WorkerHandle]
     __events: SimpleQueue[Event | None]
-    __left: float | None  # when the workers were told to leave
+    __left: float | None  # time at which the workers were told to leave
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         # Not in `__init__`, so that a subclass with one of its own need not call it.
@@ -145,10 +135,8 @@ class Crew(ABC):
     def start(self, worker: int, spec: WorkerSpec) -> None:
         """Start worker number `worker`, without waiting for it; `Ready` or `Exited` follows.
 
-        Of a number that has exited, a new worker takes the place. What was sent to the old one is not
-        known to it.
-
-        What can be known to fail is raised here.
+        A new worker may take the place of one that has exited; it gets no message sent to that one.
+        Errors that are certain at once are raised here.
         """
 
     @abstractmethod
@@ -158,38 +146,37 @@ class Crew(ABC):
     # -- for its use -----------------------------------------------------------------------------
 
     def place(self, worker: int, handle: WorkerHandle) -> None:
-        """Note who is worker number `worker` from now on; called by `start`."""
+        """Set the handle of worker number `worker`; to be called by `start`."""
         self.__handles[worker : worker + 1] = [handle]
 
     def report(self, event: Event) -> None:
-        """Have the next `wait` give `event`. From any thread."""
+        """Add `event` to those that the next `wait` returns. From any thread."""
         self.__events.put(event)
 
     # -- with a default --------------------------------------------------------------------------
 
     def settle(self) -> None:  # noqa: B027  # workers with a process of their own disturb nobody
-        """Wait until the caller may go on; called after a row of calls of `start`.
+        """Wait until the caller may go on; called after all calls of `start` of an epoch.
 
         Workers that share the caller's random generators run `spec.init_fn` while the caller waits, here
-        or in `start`. When all have run it, these generators are put back as they were.
+        or in `start`. Afterwards the states of these generators are restored.
         """
 
     def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # memory of its own need not be
-        """Have the pages locked in which large results lie, as a device is going to read them.
+        """Lock the pages of large results, because a device is going to read them.
 
         Called once, before any worker starts, and only if the consumer of this stage pins. Such
-        memory is filled again when `locks` says that the device is done with it
-        (`PageLocks.after_device`), is unlocked before it is unmapped, and all of it is unlocked by the
-        end of `close`, but for what results lie in that somebody still has. Where a lock is
-        refused, results lie in ordinary memory, and `wait` tells (`PageLocks.warn`). Workers in
-        other processes have no part in this.
+        memory is used again when `locks` says that the device is done with it
+        (`PageLocks.after_device`), and is unlocked before it is unmapped; by the end of `close` all is
+        unlocked but that of results still in use. If a lock is refused, results lie in ordinary
+        memory, and `wait` warns (`PageLocks.warn`). Workers in other processes have no part in this.
         """
 
     def flush(self) -> None:  # noqa: B027  # most crews have nothing to do
-        """Send off what `send` has queued, if it does not do so itself. `wait` does so, too."""
+        """Send the messages that `send` has queued, if it does not do so itself; so does `wait`."""
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
-        """Give the events that have come; wait `timeout` seconds for the first (None: for ever).
+        """Return the events that have come; wait `timeout` seconds for the first (None: for ever).
 
         May return early and empty, and does so after `wake`. By default, events come from `report`.
         """
@@ -208,26 +195,26 @@ class Crew(ABC):
         return found
 
     def wake(self) -> None:
-        """Make a `wait` that is under way, or else the next one, return at once."""
+        """Let a `wait` that is under way, or else the next one, return at once."""
         self.__events.put(None)
 
     def kill(self, worker: int) -> None:
-        """End the worker now; `Exited` follows. For threads: asked to end after this sample.
+        """End the worker now, or a thread after this sample; `Exited` follows.
 
         By default, `WorkerHandle.kill` does it.
         """
         self.handles()[worker].kill()
 
     def stack(self, worker: int) -> str:
-        """Where the worker is now, as a Python traceback in text; or why that can't be told."""
+        """Return the worker's stack as text, like a Python traceback, or why there is none."""
         return ""
 
     def leave(self) -> None:
         """Begin to end all workers, without waiting; `close` follows. Idempotent, never raises.
 
-        The seconds that `close` takes at most count from the first call of this. So several crews
-        that are all told to leave, and then closed, take no longer than the slowest. By default,
-        each worker is sent a `Stop`: it first does what it has been sent, as far as there is time.
+        The time limit of `close` counts from the first call of this, so several crews that are told to
+        leave and then closed take no longer than the slowest. By default, each worker is sent a `Stop`:
+        it first does its tasks, as far as there is time.
         """
         if self.__left is None:
             self.__left = time.monotonic()
@@ -237,17 +224,15 @@ class Crew(ABC):
     def close(self) -> None:
         """End all workers and free everything, within 2 seconds. Idempotent, never raises.
 
-        By default, workers that have not ended a second after `leave` are killed. Results that nobody
-        has asked for are discarded.
+        By default, workers that have not ended a second after `leave` are killed. Results that were not
+        taken are discarded.
         """
         self.leave()
         if self.__left is None:  # `leave` is the subclass's own
             self.__left = time.monotonic()
         for seconds in (GRACE, PATIENCE):
             for handle in self.__handles:
-                with suppress(
-                    RuntimeError
-                ):  # of a thread that is to wait for itself, in a finalizer
+                with suppress(RuntimeError):  # a thread that would wait for itself, in a finalizer
                     handle.join(max(0.0, self.__left + min(seconds, PATIENCE) - time.monotonic()))
             for handle in self.__handles:
                 if handle.is_alive():
@@ -261,15 +246,15 @@ class Crew(ABC):
             pass
 
     def handles(self) -> Sequence[WorkerHandle]:
-        """The workers started so far, in the order of their numbers."""
+        """Return the workers started so far, in the order of their numbers."""
         return self.__handles
 
 
 class Backend(ABC):
-    """A kind of worker, with its options. Immutable and picklable; holds no worker itself."""
+    """Kind of workers, with its options. Immutable and picklable; holds no worker itself."""
 
     name: ClassVar[str]
-    """The registered name, in lower case with dashes."""
+    """Registered name, in lower case with dashes."""
 
     in_process: ClassVar[bool] = False
     """True if workers run in this process, and so share its objects and its random generators."""
@@ -282,7 +267,7 @@ class Backend(ABC):
     loader takes threads instead, with a warning."""
 
     forwards: ClassVar[bool] = False
-    """True if crews give results that are `Payload.forwardable`, and take those of others as tasks."""
+    """True if crews make payloads that are `forwardable`, and take those of others as tasks."""
 
     memory: Memory = DEFAULT_MEMORY
     """Limit and kind of the recycled memory for large tensors, if the backend has any."""
@@ -294,18 +279,18 @@ class Backend(ABC):
 
     @property
     def copies(self) -> bool:
-        """True if each worker reads a copy of its own of a map-style dataset."""
+        """True if each worker reads its own copy of a map-style dataset."""
         return not self.in_process
 
     def started_by(self, method: str) -> Backend | None:
-        """This backend with its processes started by a method of multiprocessing; None: it can't be.
+        """Return this backend with processes started by a method of multiprocessing; None if it can't.
 
-        Called for a loader that is given a `multiprocessing_context`, too.
+        It is also called for a loader with a `multiprocessing_context`.
         """
         return None
 
     def check(self) -> None:
-        """Raise `BackendUnavailable`, saying why and what to use instead, if it can't serve now.
+        """Raise `BackendUnavailable`, with the reason and an alternative, if it can't serve now.
 
         Called before any worker starts. By default every backend can serve.
         """

@@ -82,17 +82,13 @@ def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
 
 
 def death(
-    stage: str, worker: str, fault: Fault, indices: Mapping[int, Any], refusal: str = ""
+    stage: str,
+    worker: str,
+    fault: Fault,
+    indices: Mapping[int, Any],  # of the tasks, by their numbers
+    refusal: str = "",  # reason why it was not replaced
 ) -> str:
-    """Word the error for a worker that ended without being asked to.
-
-    Parameters
-    ----------
-    indices
-        Indices of the tasks, by the tasks' numbers.
-    refusal
-        Reason why it was not replaced.
-    """
+    """Word the error for a worker that ended without being asked to."""
     event = fault.event
     held = [brief(indices.get(seq)) for seq in fault.in_flight]
     tasks = f"It was to fetch {'; '.join(held[:4])}" if held else "It had no task"
@@ -134,23 +130,13 @@ def overrun(
     stage: str,
     worker: str,
     index: Any,
-    seconds: float,
+    seconds: float,  # that the task had taken
     timeout: float,
     *,
-    stack: str = "",
-    thread: bool = False,
+    stack: str = "",  # of the worker, or why there is none; on lines of its own
+    thread: bool = False,  # the worker is a thread of this process
 ) -> str:
-    """Word the error for a task that took longer than `task_timeout`, its worker not replaced.
-
-    Parameters
-    ----------
-    seconds
-        Seconds that it had taken.
-    stack
-        Stack of the worker, or why there is none; on lines of its own.
-    thread
-        True if the worker is a thread of this process.
-    """
+    """Word the error for a task that took longer than `task_timeout`, its worker not replaced."""
     if thread:
         fate = (
             "A thread can't be killed: it goes on until the sample is done, and its result is dropped. "
@@ -172,14 +158,7 @@ def overrun(
 def given_up(stage: str, worker: str, deaths: int, cause: str, *, at: int | None = None) -> str:
     """Word the error in place of a sample, or of a task, that has killed workers again and again.
 
-    Parameters
-    ----------
-    worker, cause
-        Name of the last worker that died, and what it died of.
-    deaths
-        Number of deaths.
-    at
-        Number of the sample in its task; None if it is not known which sample it was.
+    `worker` is the last that died, of `cause`; `at` is None if it is not known at which sample.
     """
     workers = "1 worker" if deaths == 1 else f"{deaths} workers"
     what = "at this sample" if at is not None else "at a task with this sample in it"

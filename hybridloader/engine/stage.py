@@ -66,7 +66,7 @@ class Stage(Lifecycle, Iterator[Any]):
         persistent: bool = False,
         dispatch: Dispatch = round_robin,  # chooses the worker of the next task
         flow_control: FlowControl | None = None,  # is told of tasks, and may hold them back
-        forwards: bool = False,  # give results that another process can open as payloads
+        forwards: bool = False,  # leave results unopened that go on to another process
         on_worker_death: RestartPolicy | None = None,  # None: a death is raised
         task_timeout: float = 0,  # seconds that a worker may take for one task; 0: any time
         locks: PageLocks | None = None,  # to lock the pages of results that a device will read

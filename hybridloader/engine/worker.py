@@ -52,34 +52,18 @@ class Worker:
     task, an error in `init_fn` or in opening the dataset answers every task of the epoch. If the worker
     reads its own shard, the error answers the first task, and then the shard has ended. Anything else
     (`SystemExit`, `KeyboardInterrupt`) ends the worker.
-
-    Parameters
-    ----------
-    worker
-        Number of the worker, from 0.
-    spec
-        Specification for all workers of the stage; its dataset is the copy that this worker reads.
-    seeds
-        Seeds this kind of worker.
-    wrap
-        Makes the payload of a result.
-    context
-        Context of its tasks; once it is cancelled, the rest of a batch is left out.
     """
 
     def __init__(
         self,
-        worker: int,
-        spec: WorkerSpec,
+        worker: int,  # its number, from 0
+        spec: WorkerSpec,  # its dataset is the copy that this worker reads
         seeds: WorkerSeeds,
-        wrap: Callable[[Any], Payload],
+        wrap: Callable[[Any], Payload],  # makes the payload of a result
         context: TaskContext,
     ) -> None:
-        self.worker = worker
-        self._spec = spec
-        self._seeds = seeds
-        self._wrap = wrap
-        self.context = context
+        self.worker, self.context = worker, context
+        self._spec, self._seeds, self._wrap = spec, seeds, wrap
         self._rng = _sample_rng_of(spec, worker, seeds)
         if self._rng is not None and spec.seeding is not None:
             self._seeds = seeds_by_sample(seeds, any_thread=spec.seeding.any_thread)

@@ -1,24 +1,23 @@
-"""Who am I: `get_worker_info` for workers of every kind.
+"""`get_worker_info` for workers of every kind.
 
 torch keeps the answer in one global of the process, which is right for a worker process and wrong
-for a worker thread. Ours is kept per thread. Code all over the field calls torch's function, often
-through a reference that it took at import (``from torch.utils.data import get_worker_info``), so
-replacing the attribute would not reach it. The body of the function is replaced instead: the same
-function object, wherever it is held, looks at the thread first and then does what it always did.
+for a worker thread. Ours is kept per thread. Much code calls torch's function through a reference
+that it took at import (``from torch.utils.data import get_worker_info``), so replacing the attribute
+would not reach it. The code of the function is replaced instead: it asks the thread first.
 
-There is one caller that must not see a worker: torch's `collate_tensor_fn` asks in order to put
-the batch into shared memory of its own. Our batches travel another way, so that would be a copy
-too many (and a thread's batch would come out ``is_shared()``). That one caller is told None.
+One caller must not see a worker: torch's `collate_tensor_fn` asks in order to put the batch into
+shared memory of its own. Our batches travel another way, so that would be a copy too many (and a
+thread's batch would come out ``is_shared()``). That one caller is told None.
 
-Where that ends:
+Limits:
 
-- In a worker that is a thread the answer belongs to that thread and to those of `threads_per_worker`.
-  A thread or an executor that a dataset starts by itself is told None, as in the training script; hand
-  it the `WorkerInfo`. In a worker process every thread has the answer, as with torch.
+- In a worker thread the answer belongs to that thread and to those of `threads_per_worker`. A thread or
+  an executor that a dataset starts by itself is told None, as in the training script; hand it the
+  `WorkerInfo`. In a worker process every thread has the answer, as with torch.
 - Code that reads ``torch.utils.data._utils.worker._worker_info`` finds torch's global, which stays None
   in threads. So does a function that was made out of torch's code before the first worker started.
-- The first worker of a process changes torch's function, and it stays so; without a worker it answers
-  what it always did, a look at a thread-local later.
+- The first worker of a process changes torch's function for good; without a worker its answer is the
+  same as before.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def get_worker_info() -> WorkerInfo | None:
 
 @dataclass(frozen=True)
 class Description:
-    """What a `WorkerInfo` says; stands in for one in a process that has not imported torch."""
+    """Fields of a `WorkerInfo`, in place of one in a process that has not imported torch."""
 
     id: int
     num_workers: int
@@ -75,7 +74,7 @@ class Description:
 
 
 def describe(**facts: Any) -> Any:
-    """A `WorkerInfo`, as long as that needs no import of torch."""
+    """Return a `WorkerInfo`, or a `Description` if torch is not imported."""
     description = Description(**facts)
     return description.in_torchs_words() if "torch" in sys.modules else description
 
@@ -113,7 +112,7 @@ def worker_info_set(info: WorkerInfo | None) -> Iterator[None]:
 
 
 def _teach_torch() -> None:
-    """Give torch's function a body that looks at the thread first. Once per process."""
+    """Give torch's function code that asks the thread first. Once per process."""
     from torch.utils.data._utils import collate, worker
 
     original: Any = worker.get_worker_info

@@ -1,9 +1,9 @@
-"""Loans of the global generators of this process, which are given back as they were.
+"""Loans of the global generators of this process, which are given back with their states restored.
 
 An inline worker borrows them alone and puts its own states in. Threads that run an `init_fn` borrow
-them together: each thread finds generators of its own in their place (see `thread_draws`). Some, such
-as the generators of devices, have none; their states are restored when the last thread is
-through. Nothing here seeds anything.
+them together: each thread finds generators of its own in their place (see `thread_sample_rng`), but
+for some, such as those of devices, whose states are restored after the last thread. Nothing is seeded
+here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from hybridloader.seeding.sample_rng import GLOBALS, now
 
 
 class Globals:
-    """The states of the three global generators: of those whose libraries are imported.
+    """States of the three global generators, as far as their libraries are imported.
 
-    Parameters
-    ----------
-    devices
-        Whether to include the generators of devices in use, which ``torch.manual_seed`` sets too.
+    With `devices`, those of devices in use too, which ``torch.manual_seed`` sets as well.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
@@ -38,7 +35,7 @@ class Globals:
         self._devices = _device_states() if devices else []
 
     def restore(self) -> None:
-        """Put them back. What was imported meanwhile, and perhaps seeded, is as if new."""
+        """Restore the states. A library that was imported meanwhile is seeded afresh."""
         random.setstate(self._python)
         array, tensor = sys.modules.get("numpy"), sys.modules.get("torch")
         if self._array is not None:
@@ -55,7 +52,7 @@ class Globals:
 
 @contextmanager
 def kept(*, devices: bool = False) -> Iterator[None]:
-    """Leave the global generators as they are now, and the sample of `rng`."""
+    """Restore the global generators after the block, and the sample of `rng`."""
     outer = now.digest, now.own
     before = Globals(devices=devices)
     try:
@@ -116,10 +113,7 @@ class _Lent:
     def together(self, starter: int) -> Iterator[None]:
         """Borrow them with other threads. After the last one they are as before the first.
 
-        Parameters
-        ----------
-        starter
-            The thread that started this one and waits for it; it may hold them alone.
+        Thread `starter` started this one and waits for it; it may have borrowed them alone.
         """
         me = threading.get_ident()
         with self._free:

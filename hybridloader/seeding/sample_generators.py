@@ -1,7 +1,7 @@
-"""`rng`: generators for the sample that is being made, the same on every backend.
+"""Generators for the sample that is being made (`rng`), the same on every backend.
 
-They are not the global ones, so no library, no thread and no order of imports gets in between. Outside
-of a sample under ``seeding="sample"`` there are none, and nothing is made up.
+They are not the global ones, so no library, thread or order of imports interferes. Outside of a sample
+under ``seeding="sample"`` there are none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SampleGenerators:
-    """The generators of one sample, each made when it is first asked for.
+    """Generators of one sample, each made when it is first asked for.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class SampleGenerators:
 
 
 def rng() -> SampleGenerators:
-    """Generators of the sample that is being made here; the same ones until the next sample.
+    """Return the generators of the sample that is being made; the same ones until the next sample.
 
     Returns
     -------

@@ -31,16 +31,10 @@ OPEN = b"open/"
 
 
 class Generators:
-    """Generators that code draws from: those of the libraries that are imported.
-
-    Attributes
-    ----------
-    python
-        Generator of `random`; for the global one, the module.
-    """
+    """Generators that code draws from: those of the libraries that are imported."""
 
     def __init__(self, python: Any = random) -> None:
-        self.python = python
+        self.python = python  # for the global generator, the module
 
     def seed(self, python: int, array: int | list[int], tensor: int) -> None:
         """Seed them all. A library that is imported later is seeded then: see `SampleRng.prepare`."""
@@ -67,24 +61,12 @@ GLOBALS = Generators()
 
 
 class Now(threading.local):
-    """State of the sample that this thread makes.
+    """State of the sample that this thread makes."""
 
-    Attributes
-    ----------
-    digest
-        Hash of the sample's key; None outside of any sample.
-    own
-        Generators that the sample has asked for: see `rng`.
-    item
-        Number of the item that a stage works on, in bytes.
-    generators
-        Generators that code on this thread draws from: `GLOBALS`, or the thread's own in their place.
-    """
-
-    digest: bytes | None = None
-    own: Any = None
-    item: bytes = b""
-    generators: Any = GLOBALS
+    digest: bytes | None = None  # hash of the sample's key; None outside of any sample
+    own: Any = None  # generators that the sample has asked for: see `rng`
+    item: bytes = b""  # number of the item that a stage works on
+    generators: Any = GLOBALS  # that code on this thread draws from: `GLOBALS`, or its own instead
 
 
 now = Now()
@@ -93,26 +75,15 @@ now = Now()
 class SampleRng:
     """Seeds the global generators before each call; for a worker that has them to itself.
 
-    Parameters
-    ----------
-    origin
-        Seed, epoch and names of the stage.
-    worker
-        Number of the worker, by which samples of a shard are known.
-    number
-        Number of the function in the stage that this seeds.
-
-    Attributes
-    ----------
-    first
-        Key of the first sample of the task in hand, which seeds its collation.
+    The number of the `worker` belongs to the keys of a shard's samples; `number` is that of the seeded
+    function in the stage.
     """
 
     def __init__(self, origin: Origin, worker: int, number: int = 0) -> None:
         self.worker, self._number = worker, number
         # All the mutable state:
-        self._parts: dict[int, SampleRng] = {}
-        self.first: bytes = b""
+        self._parts: dict[int, SampleRng] = {}  # by the number of their function
+        self.first: bytes = b""  # key of the first sample of the task in hand
         self.begin(origin)
 
     def begin(self, origin: Origin) -> None:
@@ -263,15 +234,7 @@ class _SeededDataset:
 
 
 class SeededIterator(Iterator[Any]):
-    """Iterator of which every ``next()`` is seeded by its number.
-
-    Attributes
-    ----------
-    wrapped
-        The user's iterator; None until `make` makes it, at the first ``next()``.
-    number
-        Number of the next sample.
-    """
+    """Iterator of which every ``next()`` is seeded by its number."""
 
     def __init__(
         self,
@@ -282,8 +245,8 @@ class SeededIterator(Iterator[Any]):
     ) -> None:
         self._rng, self._prefix, self._make = rng, prefix, make
         # All the mutable state:
-        self.wrapped: Any = wrapped
-        self.number = 0
+        self.wrapped: Any = wrapped  # the user's iterator; None until `make` makes it
+        self.number = 0  # of the next sample
 
     def __next__(self) -> Any:
         number = self.number

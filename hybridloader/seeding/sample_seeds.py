@@ -1,8 +1,7 @@
-"""Which random numbers a sample draws under ``seeding="sample"``: seeds that follow from what it is.
+"""Seeds of samples under ``seeding="sample"``: hashes of (seed, epoch, stage, sample).
 
-A seed here is a hash of (seed, epoch, stage, sample), so it is the same wherever and whenever the sample
-is made. Nothing is drawn here, no generator is touched, and Python's `hash`, which every process salts
-anew, is never asked.
+A seed is the same wherever and whenever its sample is made. Nothing is drawn here, no generator is
+touched, and Python's `hash`, which every process salts anew, is never used.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ from hybridloader._support.attributes import attribute
 
 @dataclass(frozen=True)
 class SampleSeeding:
-    """What a sample draws depends on this seed, the epoch, the stage and the sample alone.
+    """Policy that the draws of a sample depend on this seed, the epoch, the stage and the sample alone.
 
     Parameters
     ----------
     seed
-        None: drawn where torch draws the seed of its workers, so that ``torch.manual_seed`` decides it.
+        Seed of all samples. None: it is drawn where torch draws the seed of its workers, so that
+        ``torch.manual_seed`` decides it.
 
     Examples
     --------
@@ -43,12 +43,9 @@ class SampleSeeding:
 
 
 def parse(value: Any, name: str = "seeding") -> SampleSeeding | None:
-    """The policy that a value of `seeding` stands for; None is ``"worker"``, which is torch's.
+    """Return the policy that a value of `seeding` names; None for ``"worker"``, which is torch's.
 
-    Raises
-    ------
-    ValueError
-        It stands for none.
+    Raises `ValueError` for other values.
     """
     told = '"worker" (as torch), "sample" or a SampleSeeding'
     hint = f"; for a seed write SampleSeeding(seed={value})" if type(value) is int else ""
@@ -59,34 +56,25 @@ def parse(value: Any, name: str = "seeding") -> SampleSeeding | None:
 
 @dataclass(frozen=True)
 class Origin:
-    """What the seeds of all samples of a running stage follow from; sent to its workers.
-
-    Attributes
-    ----------
-    seed
-        That of the loader or of the run.
-    epoch
-        The number of the pass.
-    stages
-        The names by which the functions of the stage are seeded, one for each.
-    any_thread
-        Whether a worker that is played inline may be played by any thread, so that it must not borrow
-        the global generators.
-    """
+    """Origin of the seeds of all samples of a running stage; sent to its workers."""
 
     seed: int
+    """Seed of the loader or of the run."""
     epoch: int = 0
+    """Number of the pass."""
     stages: tuple[str, ...] = ("",)
+    """Names that seed the functions of the stage, one for each."""
     any_thread: bool = False
+    """True if an inline worker may run on any thread, and so must not borrow the global generators."""
 
 
 class SeedTriple(NamedTuple):
-    """The seeds of one sample."""
+    """Seeds of one sample."""
 
     python: int
     """128 bits, for `random`."""
     numpy: int | list[int]
-    """32 bits: more take numpy 11 us, not 2, most of it for looking at the array."""
+    """32 bits: more take numpy 11 us, not 2, most of it to check the array."""
     torch: int
     """63 bits, of which torch's generator for the CPU uses the lowest 32."""
 
@@ -97,13 +85,13 @@ class SeedTriple(NamedTuple):
 
 
 def root(origin: Origin, stage: str) -> Any:
-    """The hash of everything but the sample."""
+    """Return the hash of everything but the sample."""
     told = _framed((origin.seed, origin.epoch, stage))
     return blake2b(told, digest_size=32, person=b"hybridloader-1")
 
 
 def seeds(digest: bytes) -> SeedTriple:
-    """Of the digest of a sample."""
+    """Return the seeds for the digest of a sample."""
     number = int.from_bytes
     python, numpy = number(digest[:16], "little"), number(digest[16:20], "little")
     # Not Seeds(...), which takes as long as all of this.
@@ -111,19 +99,15 @@ def seeds(digest: bytes) -> SeedTriple:
 
 
 def own_seeds(digest: bytes) -> SeedTriple:
-    """Of the generators that `rng` gives: others than those of the global ones."""
+    """Return the seeds of the generators of `rng`, which differ from those of the global ones."""
     return seeds(blake2b(digest, digest_size=32, person=b"hybridloader-rng").digest())
 
 
 def key_of(index: Any) -> bytes:
-    """`index` in bytes: the same in every process, others for every other index.
+    """Return bytes that are the same for `index` in every process, and differ for other indices.
 
-    Equal ints have equal keys, whoever made them (``np.int64(3)``, ``torch.tensor(3)``).
-
-    Raises
-    ------
-    TypeError
-        Nothing is known of it that will be the same tomorrow.
+    Equal ints have equal keys, of any type (``np.int64(3)``, ``torch.tensor(3)``). Raises `TypeError`
+    for types of which no bytes are the same in every process.
     """
     if type(index) is int:
         return b"i%d" % index

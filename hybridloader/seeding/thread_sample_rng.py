@@ -25,27 +25,15 @@ T = TypeVar("T")
 
 
 class ThreadGenerators(Generators):
-    """Generators of a thread in place of the global ones, for libraries that are imported.
-
-    Attributes
-    ----------
-    python, array, tensor
-        A `random.Random`, a `numpy.random.RandomState`, a `torch.Generator`.
-    mode
-        Context in which torch's functions use `tensor`.
-    watched
-        True while torch's functions are checked for draws from its default generator.
-    past
-        Names of the libraries whose default generator was moved all the same.
-    """
+    """Generators of a thread in place of the global ones, for libraries that are imported."""
 
     def __init__(self) -> None:
         super().__init__(random.Random())
-        self.array: Any = None
-        self.tensor: Any = None
-        self.mode: Any = nullcontext()
-        self.watched = False
-        self.past: set[str] = set()
+        self.array: Any = None  # a `numpy.random.RandomState`
+        self.tensor: Any = None  # a `torch.Generator`
+        self.mode: Any = nullcontext()  # in which torch's functions use `tensor`
+        self.watched = False  # torch's functions are checked for draws from its default generator
+        self.past: set[str] = set()  # libraries whose default generator was moved all the same
 
     def seed_numpy(self, seed: int | list[int]) -> None:
         if self.array is None:
@@ -99,13 +87,7 @@ _INFO = {"random_generator": "python", "torch_generator": "tensor", "numpy_gener
 
 
 class _ThreadInfoRng:
-    """`WorkerInfo.rng` of a worker on threads: the generators of the sample that the thread makes.
-
-    Parameters
-    ----------
-    outside
-        Generators of the worker, for code outside of samples.
-    """
+    """`WorkerInfo.rng` on threads: the generators of the sample; `outside` of any, the worker's."""
 
     def __init__(self, outside: Any) -> None:
         self._outside = outside

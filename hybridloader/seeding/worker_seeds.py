@@ -1,10 +1,10 @@
-"""Seeds exactly as torch's: worker ``i`` gets ``base_seed + i``, whatever kind of worker it is.
+"""Seeds of workers, as torch's: worker ``i`` gets ``base_seed + i``, whatever kind of worker it is.
 
 A process worker owns the global generators of its process and seeds them. A thread shares them with
 the training code, so it gets generators of its own. While its `init_fn` runs, `random`,
 `numpy.random` and torch use these on that thread. An inline worker plays a process: it swaps the
-states of the global generators in before it works and out again afterwards. The fourth kind is no
-worker at all: with ``num_workers=0`` the caller does the work, with its own generators, as torch does.
+states of the global generators in before it works and out again afterwards. With ``num_workers=0``
+the caller does the work, with its own generators, as torch does.
 
 The rules are torch's `_worker_loop` (torch/utils/data/_utils/worker.py, 2.13); numpy's seed there is
 a copy of `numpy.random.SeedSequence`, so numpy's own is used here.
@@ -30,15 +30,12 @@ if TYPE_CHECKING:
 
 
 def numpy_seed(base_seed: int, worker: int) -> list[int]:
-    """The four 32-bit words that torch seeds numpy with in worker number `worker`."""
+    """Return the four 32-bit words that torch seeds numpy with in worker number `worker`."""
     words = [worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0]
-    state: list[int] = _numpy_random().SeedSequence(words).generate_state(4).tolist()
+    # Not `numpy.random`, which numpy does not have yet at the end of that module's import.
+    numpy_random: Any = importlib.import_module("numpy.random")
+    state: list[int] = numpy_random.SeedSequence(words).generate_state(4).tolist()
     return state
-
-
-def _numpy_random() -> Any:
-    """The module; not as an attribute of numpy, which it is not yet while its import is being ended."""
-    return importlib.import_module("numpy.random")
 
 
 def _seeds(base_seed: int, worker: int) -> SeedTriple:
@@ -47,13 +44,13 @@ def _seeds(base_seed: int, worker: int) -> SeedTriple:
 
 
 def _seed_numpy(base_seed: int, worker: int) -> None:
-    _numpy_random().seed(numpy_seed(base_seed, worker))
+    importlib.import_module("numpy.random").seed(numpy_seed(base_seed, worker))
 
 
 def _seed_torch(seed: int) -> None:
-    """In a process of its own: with the generators of all devices, as torch's worker does.
+    """Seed torch in a process of its own, with the generators of all devices, as torch's worker does.
 
-    For each kind of device that is not in use yet, torch keeps the stack of who has seeded it, as text.
+    For each kind of device that is not in use yet, torch keeps the stack of the seeding call, as text.
     In a fork that is the whole program's, and took 6 ms of the 18 that a short-lived worker cost.
     """
     import torch
@@ -70,39 +67,33 @@ def _seed_torch(seed: int) -> None:
 
 
 class WorkerSeeds:
-    """How one worker comes to its random numbers. This one seeds nothing and swaps nothing.
-
-    Attributes
-    ----------
-    method
-        What `WorkerInfo.worker_method` says.
-    working
-        Around everything that the worker does later than `initialising`; None: nothing is to be done.
-    """
+    """Seeding of one worker. This one seeds nothing and swaps nothing."""
 
     method: ClassVar[str] = "caller"
+    """Name of the method in `WorkerInfo.worker_method`."""
     working: Callable[[], AbstractContextManager[None]] | None = None
+    """Context of all that the worker does after `initialising`; None: it needs none."""
 
     def generators(self, base_seed: int, worker: int) -> _RNG | None:
-        """The worker's own generators, for `WorkerInfo.rng`."""
+        """Return the worker's own generators, for `WorkerInfo.rng`."""
         return None
 
     def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
-        """Around `init_fn` and the opening of the first fetcher."""
+        """Return the context of `init_fn` and of the opening of the first fetcher."""
         return nullcontext() if self.working is None else self.working()
 
 
 class CallerSeeds(WorkerSeeds):
-    """For ``num_workers=0``: the caller has its own generators."""
+    """Seeding for ``num_workers=0``: the caller has its own generators."""
 
 
 class ProcessSeeds(WorkerSeeds):
-    """For a worker with a process of its own."""
+    """Seeding of a worker with a process of its own."""
 
     method = "multiprocessing"
 
     def initialising(self, base_seed: int, worker: int) -> AbstractContextManager[None]:
-        # Whoever imports numpy or torch later gets it seeded: a worker need not have either. Since
+        # A worker need not have numpy or torch: they are seeded when they are imported. Since
         # numpy 2, `numpy.random` is imported when it is first asked for, which takes 15 ms.
         random.seed(base_seed + worker)
         when_imported("numpy.random", lambda: _seed_numpy(base_seed, worker))
@@ -111,15 +102,11 @@ class ProcessSeeds(WorkerSeeds):
 
 
 class ThreadSeeds(WorkerSeeds):
-    """For a thread: the global generators belong to the training code and stay as they are.
+    """Seeding of a thread: the global generators belong to the training code and stay as they are.
 
     The object is made on the thread that starts the worker. That thread must wait while `init_fn`
-    runs: changes to other generators than the worker's own are undone afterwards.
-
-    Parameters
-    ----------
-    borrows
-        Whether there is an `init_fn`, which reseeds and draws as if it had a process of its own.
+    runs: changes to other generators than the worker's own are undone afterwards. The worker `borrows`
+    the global ones if it has an `init_fn`, which draws as if it had a process of its own.
     """
 
     method = "thread"
@@ -152,7 +139,7 @@ class ThreadSeeds(WorkerSeeds):
 
 
 class InlineSeeds(WorkerSeeds):
-    """For a worker played by the caller: its states are swapped in while it works."""
+    """Seeding of a worker that the caller plays: its states are swapped in while it works."""
 
     method = "inline"
 
@@ -184,10 +171,10 @@ class InlineSeeds(WorkerSeeds):
 
 
 def seeds_by_sample(seeds: WorkerSeeds, *, any_thread: bool) -> WorkerSeeds:
-    """`seeds` of a worker under ``seeding="sample"``.
+    """Return `seeds` of a worker, adapted to ``seeding="sample"``.
 
     If the caller plays it, also with ``num_workers=0``, it has the global generators while it works, and
-    seeds them for every sample. They are put back behind every task, not every sample: that takes some
+    seeds them for every sample. They are restored after every task, not every sample: that takes some
     0.1 ms, most of it numpy's. If any thread may play it, it borrows them for `init_fn` alone.
     """
     if isinstance(seeds, (CallerSeeds, InlineSeeds)):
