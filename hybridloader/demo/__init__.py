@@ -1,5 +1,4 @@
-"""The demo: real JPEG files, a small network that learns from them, and the backends side by side.
+"""Demo: real JPEG files, a small network that learns from them, and the backends side by side.
 
-It is a program that uses the loader as any user would, by its public names only. Nothing outside
-this folder imports it, except the command line when ``hybridloader demo`` is asked for.
+It uses the loader by its public names only, as any user would.
 """

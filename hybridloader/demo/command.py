@@ -1,8 +1,4 @@
-"""``hybridloader demo`` from its options to its last line: cut, train, tell the accuracy, compare.
-
-It never parses an argument and never ends the process: what can't be done is a `DemoError`, or a
-`BackendUnavailable` of the loader.
-"""
+"""Steps of ``hybridloader demo``: cut the photographs, train, report the accuracy, compare."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ def run(
     compare: bool = True,
     display: Display | None = None,
 ) -> float:
-    """Run the demo. The help texts of `hybridloader.cli` tell what each option is.
+    """Run the demo. The help texts of `hybridloader.cli` describe the options.
 
     Returns
     -------
@@ -81,24 +77,24 @@ def run(
 
 
 def prepared(cache: Path | None, display: Display, crops: int = CROPS) -> Path:
-    """The folder with the photographs; a progress bar if they must be cut first."""
-    if is_complete(cut_folder(cache, crops), crops):
-        return cut_folder(cache, crops)
+    """Return the folder with the photographs; show a progress bar if they must be cut first."""
+    if is_complete(folder := cut_folder(cache, crops), crops):
+        return folder
     with display.task("cutting photographs", crops * len(PHOTOGRAPHS)) as task:
         return prepare(cache, crops=crops, report=task.advance)
 
 
 def _train(loader: Any, epochs: int, images: ClassFolders, display: Display) -> int:
-    """Train, and give how many held-out images are named rightly."""
-    seen = loader(
+    """Train, and return the number of held-out images that are classified correctly."""
+    batches = loader(
         Photographs(images.train, augment=True),
         shuffle=True,
         persistent_workers=loader.keywords["num_workers"] > 0,
     )
-    trainer = Trainer(len(images.classes), epochs * len(seen))
+    trainer = Trainer(len(images.classes), epochs * len(batches))
     for epoch in range(1, epochs + 1):
         with display.task(f"epoch {epoch} of {epochs}", len(images.train)) as task:
-            trainer.train(seen, task.advance)
+            trainer.train(batches, task.advance)
     with display.task("held-out images", len(images.heldout)) as task:
         return trainer.correct(loader(Photographs(images.heldout, augment=False)), task.advance)
 

@@ -1,7 +1,6 @@
-"""The same images through every backend and through torch's own loader: how many per second.
+"""Images per second of every backend and of torch's own loader.
 
-Only loading is measured: batches are dropped as they come. Nothing is trained or printed here, and
-no number is kept from an earlier run.
+Only loading is measured: batches are dropped as they come.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ IMAGES = 960
 
 @dataclass
 class Contender:
-    """One row: how to make its loader, and what was measured."""
+    """Row of the comparison: a loader, and the times measured with it."""
 
     name: str
     workers: int
     make: Callable[[], Iterable[Any]]
     in_process: bool = False
     first_batch: float = 0.0
-    """Seconds from asking for an iterator to its first batch, workers started from nothing."""
+    """Seconds from ``iter`` to the first batch, with the start of the workers."""
     rates: list[float] = field(default_factory=list)
-    """Images per second of whole epochs, with the workers up."""
+    """Images per second of whole epochs, with the workers running."""
     skipped: str = ""
-    """Why it can't serve here; empty if it can."""
+    """Reason why it can't run here; empty if it can."""
 
     @property
     def rate(self) -> float:
-        """The median of `rates`."""
+        """Median of `rates`."""
         return statistics.median(self.rates)
 
 
 def contenders(dataset: Photographs, batch_size: int, workers: int) -> list[Contender]:
-    """torch's own loader and all backends; with no workers, only those that need none."""
+    """Return torch's own loader and all backends; without workers, those that need none."""
     common: dict[str, Any] = {"batch_size": batch_size, "shuffle": False}
     busy = common | {"num_workers": workers, "persistent_workers": True} if workers else common
     torchs = functools.partial(torch.utils.data.DataLoader, dataset, **busy)
@@ -63,24 +62,14 @@ def contenders(dataset: Photographs, batch_size: int, workers: int) -> list[Cont
 def measure(
     rows: list[Contender], images: int, report: Callable[[int], None], rounds: int = ROUNDS
 ) -> None:
-    """Measure all `rows` in turn, and that `rounds` times, so that no row has a quiet hour.
+    """Measure all `rows` in turn, `rounds` times, so that other load on the machine meets them all.
 
-    A first turn starts the workers and is timed only up to its first batch. The workers stay up
-    (idle ones wait and cost nothing), and each later turn is an epoch timed as a whole.
-
-    Parameters
-    ----------
-    rows
-        What to measure; the results are put into them.
-    images
-        How many images an epoch has.
-    report
-        Called after each batch with its number of images.
-    rounds
-        How many epochs to time.
+    A first turn starts the workers and is timed up to its first batch. The workers keep running (idle
+    ones cost nothing), and each later turn is an epoch of `images`, timed as a whole. `report` is
+    called after each batch with its number of images.
     """
     loaders: dict[str, Iterable[Any]] = {}
-    # Threads last: forking a process in which threads run is asking for trouble.
+    # Threads last: forking a process in which threads run is unsafe.
     for row in sorted(rows, key=lambda row: row.in_process):
         try:
             loaders[row.name] = row.make()
@@ -96,7 +85,7 @@ def measure(
 
 
 def _epoch(loader: Iterable[Any], report: Callable[[int], None]) -> tuple[float, float]:
-    """Seconds to the first batch and to the end."""
+    """Return the seconds to the first batch and to the end."""
     start = time.perf_counter()
     first = 0.0
     for _, labels in loader:

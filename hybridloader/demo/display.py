@@ -1,7 +1,6 @@
 """Output of the demo: progress bars and a table; a file or a pipe gets the last state of each bar.
 
-It never starts a thread (the loader may fork at any time) and never measures anything but the rate
-of what it is told of.
+It never starts a thread (the loader may fork at any time).
 """
 
 from __future__ import annotations
@@ -21,51 +20,49 @@ _REDRAW = 0.1
 
 
 class ProgressBar:
-    """Something that takes a while, a known number of images long."""
+    """Bar for work on a known number of images, with their rate and the loss."""
 
     def __init__(self, title: str, total: int, progress: Progress) -> None:
         self._progress, self._bar = progress, progress.add_task(title, total=total, said="")
         # All the mutable state:
-        self._done, self._loss = 0, ""
-        self._smooth: float | None = None  # the loss, over some ten batches
+        self._done = 0
+        self._loss: float | None = None  # running mean over some ten batches
         self._start = self._drawn = time.perf_counter()
 
     def advance(self, images: int, loss: float | None = None) -> None:
-        """Tell that so many images more are done, and what the loss of these was."""
+        """Add `images` that are done, and their loss."""
         self._done += images
         if loss is not None:
-            self._smooth = loss if self._smooth is None else 0.9 * self._smooth + 0.1 * loss
-            self._loss = f", loss {self._smooth:.3f}"
+            self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
         if time.perf_counter() - self._drawn > _REDRAW:
             self.draw()
 
     def draw(self) -> None:
-        """Show how far it is."""
+        """Show the present state."""
         self._drawn = time.perf_counter()
-        rate = self._done / max(1e-9, self._drawn - self._start)
-        said = f"{rate:,.0f} images/s{self._loss}"
+        said = f"{self._done / max(1e-9, self._drawn - self._start):,.0f} images/s"
+        said += "" if self._loss is None else f", loss {self._loss:.3f}"
         self._progress.update(self._bar, completed=self._done, said=said, refresh=True)
 
 
 class Display:
-    """Writes to standard output; `console` is for tests."""
+    """Writes to standard output; tests give another `console`."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
 
     def say(self, text: str) -> None:
-        """One line, however long; nothing in it is taken for markup."""
+        """Print one line, however long, without markup."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def task(self, title: str, total: int) -> Iterator[ProgressBar]:
-        """Show the progress of what is done within the block."""
+        """Show the progress of the work within the block."""
+        columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[said]}")
         # auto_refresh would be a thread; redirected streams would be inherited by forked workers.
         with Progress(
             TextColumn("{task.description}"),
-            BarColumn(20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}"),
+            *columns,
             console=self.console,
             auto_refresh=False,
             redirect_stdout=False,
@@ -76,16 +73,15 @@ class Display:
             task.draw()
 
     def table(self, title: str, rows: Sequence[Contender]) -> None:
-        """Show the comparison; the first row is what the others are measured against."""
-        table = Table(title=title, title_justify="left", title_style="bold")
-        table.add_column("loader")
+        """Show the comparison; rates are relative to the first row."""
+        table = Table("loader", title=title, title_justify="left", title_style="bold")
         for heading in ("workers", "images/s", "relative", "first batch"):
             table.add_column(heading, justify="right")
-        base = rows[0].rate
         for row in rows:
             found = ("-", "-", "-")
             if not row.skipped:
-                found = f"{row.rate:,.0f}", f"{row.rate / base:.2f}", f"{row.first_batch:.2f} s"
+                relative = row.rate / rows[0].rate
+                found = f"{row.rate:,.0f}", f"{relative:.2f}", f"{row.first_batch:.2f} s"
             table.add_row(row.name, str(row.workers), *found)
         self.console.print(table)
         for row in rows:

@@ -1,7 +1,4 @@
-"""A folder of class folders: which images there are, and which of them are held out.
-
-It looks at names only; it never opens an image and never writes anything.
-"""
+"""Folder of class folders: its images, found by their names, and the choice of held-out ones."""
 
 from __future__ import annotations
 
@@ -11,20 +8,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
-"""Files with other endings are passed over: notes, checksums, thumbnails' data bases."""
+"""Endings of image files; other files, such as notes and checksums, are ignored."""
 
 EVERY = 10
-"""Of every so many images of a class, in the order of their names, the last one is held out."""
+"""Size of a group of images of a class, in the order of their names, whose last one is held out."""
 
 HELDOUT = slice(EVERY - 1, None, EVERY)
 
 
 class DemoError(Exception):
-    """What the user gave can't be used. The message is one line and names the file or folder."""
+    """Error in the user's input. The message is one line and names the file or folder."""
 
 
 class Sample(NamedTuple):
-    """One image file and the number of its class."""
+    """Image file and the number of its class."""
 
     path: str
     label: int
@@ -32,14 +29,14 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """What a folder holds: the names of the classes, and the images in two parts."""
+    """Content of a folder: the names of the classes, and the images in two parts."""
 
     classes: tuple[str, ...]
     train: tuple[Sample, ...]
     heldout: tuple[Sample, ...]
 
     def limited(self, count: int | None) -> ClassFolders:
-        """The same with at most `count` training images, always the same ones, in mixed order."""
+        """Return a copy with at most `count` training images, always the same ones, in mixed order."""
         if count is None or count >= len(self.train):
             return self
         chosen = random.Random(0).sample(self.train, count)
@@ -49,20 +46,13 @@ class ClassFolders:
 def read_class_folders(folder: Path) -> ClassFolders:
     """List the images of `folder`, which holds one folder per class.
 
-    Parameters
-    ----------
-    folder
-        Its folders are the classes, in the order of their names. Hidden ones are passed over.
-
-    Returns
-    -------
-    ClassFolders
-        In every class each tenth image is held out, or the last one if there are fewer than ten.
+    The classes are ordered by their names; hidden folders are ignored. In every class each tenth image
+    is held out, or the last one if there are fewer than ten.
 
     Raises
     ------
     DemoError
-        The folder is missing or unreadable, or holds too little to tell anything from anything.
+        The folder is missing or unreadable, or holds fewer than two classes of two images.
     """
     if not folder.exists():
         raise DemoError(f"there is no folder {folder}")

@@ -1,7 +1,6 @@
-"""The demo's dataset: one JPEG file in, one tensor out, augmented on the way.
+"""Dataset of the demo: decodes image files and augments them, in the loader's workers.
 
-All the work of the loader's workers is here. It never touches the network or the screen, and it
-imports little, because each worker process imports it.
+It imports little, because each worker process imports it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,9 @@ SIDE = 96
 
 
 class Photographs(Dataset[tuple[torch.Tensor, int]]):
-    """Images of a folder of class folders, decoded when they are asked for.
+    """Images of class folders, decoded when they are asked for.
 
-    Parameters
-    ----------
-    samples
-        What to read.
-    augment
-        Whether each reading gives another crop, mirror image, brightness and contrast.
+    With `augment`, each reading gives another crop, mirror image, brightness and contrast.
     """
 
     def __init__(self, samples: Sequence[Sample], *, augment: bool) -> None:
@@ -47,21 +41,21 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
 
 
 def decode(path: str) -> Image.Image:
-    """Read the image at `path`; raise a `DemoError` that names it if that can't be done."""
+    """Read the image at `path`; a `DemoError` names it if that fails."""
     try:
         with Image.open(path) as image:
             pixels: Image.Image = image.convert("RGB")
             return pixels
     except UnidentifiedImageError as error:
         raise DemoError(f"{path} is not an image, or not one that Pillow reads") from error
-    # Pillow's decoders raise all of these for files that are cut off or made to harm.
+    # Pillow's decoders raise all of these for files that are truncated or malicious.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DemoError(f"can't read the image {path}: {reason}") from error
 
 
 def augmented(image: Image.Image) -> torch.Tensor:
-    """A random part of `image` (between 60 % and all of each side), mirrored or not, relit."""
+    """Return a random part of `image` (60 % to 100 % of each side), mirrored or not, relit."""
     scale, left, top, mirror, brightness, contrast = _chances(6)
     scale = 0.6 + 0.4 * scale
     width, height = scale * image.width, scale * image.height
@@ -77,18 +71,17 @@ def augmented(image: Image.Image) -> torch.Tensor:
 
 
 def as_tensor(image: Image.Image) -> torch.Tensor:
-    """Channels first, between 0 and 1."""
+    """Return a float tensor of shape ``(3, height, width)`` with values between 0 and 1."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div_(255)
 
 
 def _chances(count: int) -> list[float]:
-    """Numbers between 0 and 1, the same ones in every run with the same seed and workers.
+    """Return random numbers between 0 and 1, equal in every run with the same seed and workers.
 
-    A worker process has the global generator for itself; a worker thread has one of its own, since
-    the global one is also the training's.
+    A worker process has the global generator for itself; a worker thread has its own, because the
+    training uses the global one.
     """
     info = hybridloader.get_worker_info()
-    generators = None if info is None else info.rng
-    generator = None if generators is None else generators.torch_generator
-    drawn: list[float] = torch.rand(count, generator=generator).tolist()
+    own = None if info is None or info.rng is None else info.rng.torch_generator
+    drawn: list[float] = torch.rand(count, generator=own).tolist()
     return drawn

@@ -1,8 +1,8 @@
-"""The demo's data: crops of ten photographs that scikit-image and scikit-learn carry in their wheels.
+"""Data of the demo: crops of ten photographs from the wheels of scikit-image and scikit-learn.
 
 `prepare` cuts them once into a cache folder, one folder per photograph. It never downloads anything,
-never imports the two packages (their folders are enough), and never leaves half a cut under the
-final name: crops are written next to it and renamed when all are there.
+never imports the two packages, and never leaves a partial cut under the final name: crops are written
+next to it and renamed when all are there.
 """
 
 from __future__ import annotations
@@ -39,32 +39,30 @@ PHOTOGRAPHS = {
 
 SIZE = (320, 240)
 CROPS = 450
-"""Per photograph: 4,500 in all, 4,050 to train on and 450 held out (every tenth)."""
+"""Crops per photograph: 4,500 in all, 4,050 to train on and 450 held out (every tenth)."""
 
 QUALITY = 90
-"""Some 11 kB a file, 51 MB in all."""
+"""JPEG quality: some 11 kB a file, 51 MB in all."""
 
 WINDOW = 0.2
 """Width of a held-out window, as a part of the photograph's width."""
 
 SMALLEST = 0.6
-"""Crops are between so much and the whole of a window's width."""
+"""Width of the smallest crop, as a part of a window's width."""
 
 REACH = 3
-"""Pixels that resizing looks at beyond the edge of the box: two for bicubic, times the scale (at most
-1.15, of the retina), rounded up."""
+"""Pixels that resizing reads beyond the edge of the box: two for bicubic, times the scale (at most 1.15,
+for the retina), rounded up."""
 
 Box = tuple[float, float, float, float]
 
 
 def heldout_windows(size: tuple[int, int]) -> list[Box]:
-    """The four parts of a photograph of `size` that no training crop touches.
+    """Return the four parts of a photograph of `size` that no training crop touches.
 
-    Held-out crops come from inside these windows and training crops from outside of them, so no
-    pixel of a held-out crop was ever trained on. It is still the same photograph: the network
-    learns its colours and textures, and is asked to recognise them in places it has not seen. One
-    large window instead of four small ones would ask it for things it has no way to know, such as
-    that the middle of the picture shows a flower.
+    Held-out crops come from inside these windows and training crops from outside of them, so no pixel
+    of a held-out crop is trained on. The network learns colours and textures of the photograph, and has
+    to recognise them in places that it has not seen. One large window would hide whole objects from it.
     """
     width, height = size
     half = WINDOW * width / 2, WINDOW * width * 3 / 8
@@ -73,7 +71,7 @@ def heldout_windows(size: tuple[int, int]) -> list[Box]:
 
 
 def crop_box(name: str, index: int, size: tuple[int, int]) -> Box:
-    """Where crop number `index` of a photograph lies; the same on every machine."""
+    """Return the box of crop number `index` of a photograph, equal on every machine."""
     chance = random.Random(f"{name}/{index}")
     heldout = index % EVERY == HELDOUT.start
     windows = heldout_windows(size)
@@ -88,20 +86,16 @@ def crop_box(name: str, index: int, size: tuple[int, int]) -> Box:
 
 
 def overlap(one: Box, other: Box) -> bool:
-    """True if crops of two boxes look at the same pixel of the photograph."""
+    """Return True if crops of two boxes read the same pixel of the photograph."""
     apart = 2 * REACH
-    return (
-        one[0] < other[2] + apart
-        and other[0] < one[2] + apart
-        and one[1] < other[3] + apart
-        and other[1] < one[3] + apart
-    )
+    ways = (one, other), (other, one)
+    return all(a[0] < b[2] + apart and a[1] < b[3] + apart for a, b in ways)
 
 
 def cut_folder(cache: Path | None = None, crops: int = CROPS) -> Path:
-    """The folder that `prepare` fills; one with fewer crops has another name.
+    """Return the folder that `prepare` fills; one with fewer crops has another name.
 
-    Where none is said, caches go below ``$XDG_CACHE_HOME``, or ``~/.cache``.
+    The default cache is below ``$XDG_CACHE_HOME``, or ``~/.cache``.
     """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     cache = cache or (chosen if chosen.is_absolute() else Path.home() / ".cache") / "hybridloader"
@@ -109,7 +103,7 @@ def cut_folder(cache: Path | None = None, crops: int = CROPS) -> Path:
 
 
 def is_complete(folder: Path, crops: int = CROPS) -> bool:
-    """True if `folder` holds all crops of all photographs."""
+    """Return True if `folder` holds all crops of all photographs."""
     wanted = {f"{index:04d}.jpg" for index in range(crops)}
     try:
         return all(set(os.listdir(folder / name)) == wanted for name in PHOTOGRAPHS)
@@ -123,21 +117,16 @@ def prepare(
     crops: int = CROPS,
     report: Callable[[int], None] | None = None,
 ) -> Path:
-    """Make sure that the crops are there, and say where.
+    """Cut the crops unless they are there, and return the folder that has a folder per photograph.
 
     Parameters
     ----------
     cache
-        The folder to cut into, in a folder of its own.
+        Folder that gets this folder.
     crops
-        How many per photograph.
+        Number of crops per photograph.
     report
-        Called with 1 after each crop that was cut; not at all when they are there already.
-
-    Returns
-    -------
-    Path
-        A folder with one folder per photograph.
+        Called with 1 after each crop that was cut.
 
     Raises
     ------
@@ -166,7 +155,7 @@ def prepare(
 
 
 def photograph(name: str) -> Image.Image:
-    """The photograph of that name, which a wheel carries."""
+    """Return the photograph of that name from its wheel."""
     package, file = PHOTOGRAPHS[name]
     found = importlib.util.find_spec(package)
     places = list(found.submodule_search_locations or ()) if found is not None else []
@@ -174,7 +163,7 @@ def photograph(name: str) -> Image.Image:
 
 
 def _make_way(folder: Path) -> None:
-    """Remove what is left of an earlier cut, and nothing else."""
+    """Remove the rest of an earlier cut, and nothing else."""
     if not folder.exists():
         return
     if not folder.is_dir() or not set(os.listdir(folder)) <= PHOTOGRAPHS.keys():
@@ -187,7 +176,7 @@ def _make_way(folder: Path) -> None:
 def _cut_all(
     sources: dict[str, Image.Image], folder: Path, crops: int, report: Callable[[int], None]
 ) -> None:
-    """Cut everything into `folder`. Pillow lets go of the GIL, so threads use all cores."""
+    """Cut all photographs into `folder`. Pillow releases the GIL, so threads use all cores."""
 
     def cut(job: tuple[str, int]) -> None:
         name, index = job

@@ -1,7 +1,4 @@
-"""The demo's training: a small network, one pass over the data, and the accuracy on held-out images.
-
-It knows tensors only: it never reads a file, chooses a backend or prints.
-"""
+"""Training of the demo: a small network, its optimiser, and the accuracy on held-out images."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ PEAK_RATE = 3e-3
 class Network(nn.Sequential):
     """Four convolutions that halve the image each, and one linear layer: 0.1 million parameters.
 
-    One image takes some 2 ms, forwards and backwards, on one core; to read it takes one.
+    One image takes some 2 ms, forwards and backwards, on one core; reading it takes 1 ms.
     """
 
     def __init__(self, classes: int) -> None:
@@ -40,26 +37,26 @@ class Network(nn.Sequential):
 
 
 class Trainer:
-    """A network and what trains it.
+    """Network with its optimiser.
 
     Parameters
     ----------
     classes
-        How many classes to tell apart.
+        Number of classes.
     steps
-        How many batches it will see in all; the learning rate rises and falls over them.
+        Number of batches in all; the learning rate rises and falls over them.
     """
 
     def __init__(self, classes: int, steps: int) -> None:
         self.network = Network(classes)
         self._optimiser = torch.optim.Adam(self.network.parameters())
-        # With fewer than two steps there is nothing to rise and fall over.
+        # The schedule needs two steps to rise and fall.
         self._schedule = torch.optim.lr_scheduler.OneCycleLR(
             self._optimiser, PEAK_RATE, total_steps=max(2, steps)
         )
 
     def train(self, batches: Iterable[Batch], report: Callable[[int, float], None]) -> None:
-        """Learn from `batches`; after each, `report` gets its number of images and its loss."""
+        """Train on `batches`; after each, `report` gets its number of images and its loss."""
         self.network.train()
         for images, labels in batches:
             loss = nn.functional.cross_entropy(self.network(images), labels)
@@ -71,7 +68,7 @@ class Trainer:
 
     @torch.no_grad()
     def correct(self, batches: Iterable[Batch], report: Callable[[int], None]) -> int:
-        """How many of the images in `batches` the network names rightly."""
+        """Return how many of the images in `batches` the network classifies correctly."""
         self.network.eval()
         right = 0
         for images, labels in batches:
@@ -82,11 +79,11 @@ class Trainer:
 
 @contextmanager
 def cores_left_by(workers: int) -> Iterator[None]:
-    """Let the network compute on the cores that `workers` leave, at least on one.
+    """Have the network compute on the cores that `workers` leave, at least on one.
 
     Computing threads wait for each other at the end of every operation, so one that shares its core
-    with a worker holds up all. On two cores with two workers, 1,920 images took 6 s with one
-    computing thread and 20 s with two.
+    with a worker delays all. On two cores with two workers, 1,920 images took 6 s with one computing
+    thread and 20 s with two.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, (os.cpu_count() or 1) - workers)))
