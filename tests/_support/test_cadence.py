@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.slow_clock import Clock
+from support.manual_clock import Clock
 
 from hybridloader._support.cadence import FREE, SHARE, Cadence
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing import (
+from support.failing_datasets import (
     ALL,
     Samples,
     every_backend,

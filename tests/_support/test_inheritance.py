@@ -12,7 +12,7 @@ from multiprocessing import reduction
 from typing import Any
 
 import pytest
-from support.common_objects import Box, Common, Counting, Sealed, reduce_sealed
+from support.inherited_objects import Box, Common, Counting, Sealed, reduce_sealed
 
 from hybridloader import Backend, DataLoader, Pipeline, SharedMemory, ShippingError, Threads
 from hybridloader.backends.process import socket_transport

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sampled import Every
+from support.sampler_loaders import Every
 
 from hybridloader._support.state_copies import Frozen, Kept, copied
 

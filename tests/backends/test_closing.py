@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support.failing import (
+from support.failing_datasets import (
     ALL,
     PROCESSES,
     WAITING,
@@ -27,8 +27,8 @@ from support.failing import (
     load,
     start,
 )
-from support.forked import in_a_fork
-from support.impatient import be_impatient
+from support.forking import in_a_fork
+from support.short_waits import be_impatient
 
 from hybridloader import IteratorClosed
 from hybridloader.engine import crews

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import bare_platform
-from support.seven_methods import SevenMethods
+from support.backend_without_defaults import SevenMethods
 
 import hybridloader
 from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads

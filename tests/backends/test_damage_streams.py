@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.driven import Driven
+from support.crew_driver import Driven
 
 from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader._support.errors import CacheError, DamagedMessage, ShippingError

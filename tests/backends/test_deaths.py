@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.failing import (
+from support.failing_datasets import (
     WAITING,
     Samples,
     at_gate,

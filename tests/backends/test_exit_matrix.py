@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from support.exit_supervisor import LOADERS, SIGNALS, Trial
 from support.exit_trial import CAUSES, PROCESSES
-from support.once import folder_made_once
+from support.made_once import folder_made_once
 
 import hybridloader
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.alike import same
-from support.driven import (
+from support.comparison import same
+from support.crew_driver import (
     LARGE,
     Driven,
     digest,

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from support.driven import Driven, digest, full, make, one_value, slots_in_use, through
+from support.crew_driver import Driven, digest, full, make, one_value, slots_in_use, through
 
 from hybridloader import Fork
 from hybridloader.backends.process import descriptors

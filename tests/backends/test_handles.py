@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.failing import Samples, load, start
-from support.forked import in_a_fork
+from support.failing_datasets import Samples, load, start
+from support.forking import in_a_fork
 
 from hybridloader import WorkerDied
 from hybridloader.backends.process import handles

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.driven import Driven, echo
+from support.crew_driver import Driven, echo
 
 from hybridloader import Fork, Spawn, Threads
 from hybridloader.backends.process import crew as processes

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.alike import same
-from support.driven import Driven, echo, total
+from support.comparison import same
+from support.crew_driver import Driven, echo, total
 
 from hybridloader import Fork, Memory, SharedMemory, Spawn
 from hybridloader.backends.process import socket_transport

@@ -15,7 +15,7 @@ import torch
 import torch.utils.data
 from hypothesis import given
 from hypothesis import strategies as st
-from support.alike import same
+from support.comparison import same
 from support.plain_datasets import as_is, told
 from torch.utils.data import default_collate, default_convert
 

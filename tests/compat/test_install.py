@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.whereabouts import PROCESS, THREAD, Where, places, where
+from support.sample_origin import PROCESS, THREAD, Where, places, where
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data import dataloader as torchs

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.whereabouts import PROCESS, THREAD, places, where
+from support.sample_origin import PROCESS, THREAD, places, where
 from torch.utils.data import DataLoader as TorchLoader
 
 from hybridloader import BackendUnavailable, Threads, install, uninstall

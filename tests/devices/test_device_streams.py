@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.forked import in_a_fork
-from support.page_locks import Private, address
-from support.pinned import Rows, first_of
+from support.forking import in_a_fork
+from support.locked_slots import Private, address
+from support.pinning_datasets import Rows, first_of
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner

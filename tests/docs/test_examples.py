@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any, get_type_hints
 
 import pytest
-from support.stages import augment, decode, read
+from support.page_functions import augment, decode, read
 
 import hybridloader
 from hybridloader import Operator, Pipeline

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.pinned import Rows
+from support.pinning_datasets import Rows
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader.devices.accelerator import taken_for_current

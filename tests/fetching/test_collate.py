@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from support import alike
-from support.alike import same_tensors
+from support import comparison
+from support.comparison import same_tensors
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import collate as torchs
 
@@ -84,7 +84,7 @@ def same(a: Any, b: Any) -> None:
         same_tensors(a, b)
         assert a.layout is not torch.strided or a.stride() == b.stride()
 
-    alike.same(a, b, tensors)
+    comparison.same(a, b, tensors)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.alike import same
+from support.comparison import same
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 import hybridloader

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.alike import same
+from support.comparison import same
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 from torch.utils.data import get_worker_info as imported_earlier

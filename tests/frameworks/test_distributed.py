@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from one_rank import BACKENDS, EPOCHS, SAMPLERS, SAMPLES
-from support.once import folder_made_once
+from support.made_once import folder_made_once
 
 import hybridloader
 

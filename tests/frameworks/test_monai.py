@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from seeded import LIKE_TORCHS_PROCESSES, WORKERS
-from support.alike import same
+from support.comparison import same
 
 import hybridloader
 from hybridloader._support.errors import BackendUnavailable

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from seeded import LIKE_TORCHS_PROCESSES, WORKERS
-from support.alike import same
+from support.comparison import same
 from torch import Tensor
 
 import hybridloader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.sampled import Every
+from support.sampler_loaders import Every
 
 
 @pytest.fixture

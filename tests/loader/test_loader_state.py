@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampled import (
+from support.sampler_loaders import (
     BATCH,
     LENGTH,
     NUMBERS,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampled import Every, listed
+from support.sampler_loaders import Every, listed
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hybridloader import DataLoader, StatefulDataLoader, Threads

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sampled import (
+from support.sampler_loaders import (
     BATCH,
     BATCHES,
     NUMBERS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sampled import some_counts
+from support.sampler_loaders import some_counts
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 

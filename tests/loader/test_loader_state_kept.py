@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sampled import Every, listed
-from support.slow_clock import Clock
+from support.manual_clock import Clock
+from support.sampler_loaders import Every, listed
 from torch.utils.data import BatchSampler, Sampler
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.alike import same
 from support.bad_samples import OnlyTogether, Samples, Together
+from support.comparison import same
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 
 from hybridloader import DataLoader, Replace, Retry, Skip, TooManyErrors

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.parity_cells import (
+from support.parity_cases import (
     MAP_OPTIONS,
     MAPS,
     PIPES,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing import Samples, at_gate, outcomes
-from support.pinned import (
+from support.failing_datasets import Samples, at_gate, outcomes
+from support.pinning_datasets import (
     NO_ACCELERATOR,
     Counting,
     Rows,

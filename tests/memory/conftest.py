@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.page_locks import Private, Shared
+from support.locked_slots import Private, Shared
 
 from hybridloader.memory import page_locks
 from hybridloader.memory.page_locks import PageLocks

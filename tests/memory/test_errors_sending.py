@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing import (
+from support.failing_datasets import (
     MEGABYTE,
     Samples,
     every_backend,

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from support.alike import same
-from support.packed import (
+from support.comparison import same
+from support.packed_values import (
     NUMPY_DTYPES,
     WAYS,
     Colour,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.packed import (
+from support.line_count import steps
+from support.packed_values import (
     DTYPES,
     WAYS,
     Marked,
@@ -19,7 +20,6 @@ from support.packed import (
     raw,
     streamed,
 )
-from support.steps import steps
 
 from hybridloader._support.errors import ResultNotSendable
 from hybridloader.memory.packing import pack, unpack

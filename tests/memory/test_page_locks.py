@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.forked import in_a_fork
-from support.page_locks import LARGE, Private, Shared, address
+from support.forking import in_a_fork
+from support.locked_slots import LARGE, Private, Shared, address
 
 from hybridloader.memory import page_locks, segments, slots
 from hybridloader.memory.page_locks import PageLocks

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from support.page_locks import Private, Shared
+from support.locked_slots import Private, Shared
 
 from hybridloader.memory import slots
 from hybridloader.memory.page_locks import PageLocks

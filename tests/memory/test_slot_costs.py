@@ -13,8 +13,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from support.line_count import steps
 from support.slot_pairs import FIRST, Pair, descriptors, slots_in, slots_of
-from support.steps import steps
 
 from hybridloader.memory import segments, shared_slots, slots
 from hybridloader.memory.slots import OWN, PrivateSlots

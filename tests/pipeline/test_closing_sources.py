@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.closed_sources import Noting, note
+from support.logging_source import Noting, note
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline
@@ -110,7 +110,7 @@ def test_a_generator_is_closed_when_the_parent_is_killed(tmp_path: Path) -> None
     script = """
         import os, signal, sys
         from pathlib import Path
-        from support.closed_sources import Noting
+        from support.logging_source import Noting
         from hybridloader import Pipeline
 
         pipe = Pipeline.from_iterable(Noting(Path(sys.argv[1])), backend="fork", num_workers=1)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.alike import same
+from support.comparison import same
 from support.operator_context import Oops, Script, context, drain
 
 from hybridloader._support.errors import ResultNotSendable

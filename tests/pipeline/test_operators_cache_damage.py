@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.alike import same
+from support.comparison import same
 from support.operator_context import Script, context, drain, items_in
 
 from hybridloader._support.errors import CacheError, HybridLoaderError

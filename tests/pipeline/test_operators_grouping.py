@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.alike import same
+from support.comparison import same
 from support.operator_context import (
     Oops,
     Script,

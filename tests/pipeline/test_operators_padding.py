@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.alike import same
+from support.comparison import same
 from support.operator_context import no_deadline, outcome
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate

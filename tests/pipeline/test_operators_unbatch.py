@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.alike import same
+from support.comparison import same
 from support.operator_context import Oops, errors_in, items_in, no_deadline, outcome
 from torch.utils.data import default_collate
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing import outcomes
-from support.pinned import Counting, Pinnable, first_of, on_backends
+from support.failing_datasets import outcomes
+from support.pinning_datasets import Counting, Pinnable, first_of, on_backends
 
 from hybridloader import IteratorClosed, NotReady, Pipeline
 from hybridloader.devices.accelerator import taken_for_current

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from support.impatient import be_impatient
+from support.short_waits import be_impatient
 
 from hybridloader import IteratorClosed, Pipeline, Threads
 from hybridloader.engine.contract import Crew

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.forked import in_a_fork
+from support.forking import in_a_fork
 
 import hybridloader
 from hybridloader import IteratorClosed, Pipeline, WorkerDied

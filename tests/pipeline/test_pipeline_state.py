@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.resuming import (
+from support.random_pipelines import (
     STEPS,
     Counting,
     Recipe,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support.resuming import events, saved
+from support.random_pipelines import events, saved
 
 from hybridloader import IteratorClosed, Operator, Pipeline
 from hybridloader._support.errors import HybridLoaderError, StateError

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.resuming import Counting, changed, events, saved
+from support.random_pipelines import Counting, changed, events, saved
 
 from hybridloader import Pipeline, WorkerTimeout
 from hybridloader.testing import Gate

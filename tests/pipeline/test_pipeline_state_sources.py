@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.resuming import events, saved
-from support.sampled import Every
+from support.random_pipelines import events, saved
+from support.sampler_loaders import Every
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from hybridloader import Pipeline

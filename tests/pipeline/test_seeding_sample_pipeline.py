@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.drawing import (
+from support.random_datasets import (
     Drawing,
     Failing,
     add,
@@ -27,7 +27,7 @@ from support.drawing import (
     several,
     states,
 )
-from support.resuming import events, saved
+from support.random_pipelines import events, saved
 
 from hybridloader import Pipeline, Replace, SampleSeeding, Skip, get_worker_info
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.drawing import (
+from support.late_numpy_import import ImportsLate
+from support.random_datasets import (
     Drawing,
     DrawingStream,
     DrawingWhole,
@@ -22,7 +23,6 @@ from support.drawing import (
     replacement,
     states,
 )
-from support.importing_late import ImportsLate
 from torch.utils.data import TensorDataset
 
 import hybridloader

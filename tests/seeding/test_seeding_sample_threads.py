@@ -18,7 +18,7 @@ import torch
 from numpy.random import rand as taken_rand
 from numpy.random import sample as taken_sample
 from numpy.random import seed as taken_seed
-from support.drawing import Drawing, add, collate, states
+from support.random_datasets import Drawing, add, collate, states
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
@@ -148,7 +148,7 @@ def test_functions_imported_on_their_own_are_covered_where_they_are_python(
     threads: ThreadSampleRng,
 ) -> None:
     choice, gauss = random.choice, random.gauss  # as `from random import ...` before anything ran
-    module = importlib.import_module("support.drawing")  # it has some, taken at import
+    module = importlib.import_module("support.random_datasets")  # it has some, taken at import
 
     def draw() -> Any:
         return choice(range(99)), gauss(0, 1), module.choice(range(99)), module.gauss(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from support.forked import in_a_fork
+from support.forking import in_a_fork
 
 from hybridloader.testing import Gate
 
