@@ -17,6 +17,7 @@ from support.pinning_datasets import (
     Stream,
     first_of,
     on_backends,
+    runs,
     start,
 )
 from torch.utils.data import DataLoader as TorchLoader
@@ -378,6 +379,6 @@ def test_a_device_that_is_not_there_is_refused_before_any_worker_starts() -> Non
 
 def test_the_cpu_is_where_batches_are_and_takes_no_thread() -> None:
     iterator = start(DataLoader(Rows(), num_workers=1, backend="threads", device="cpu"))
-    assert iterator._pin_thread is None
+    assert not runs(TO_THREAD)
     assert first_of(next(iterator)) == [0]
     iterator.close()

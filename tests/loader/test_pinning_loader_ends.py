@@ -22,6 +22,7 @@ from support.pinning_datasets import (
     Rows,
     first_of,
     on_backends,
+    runs,
     start,
 )
 
@@ -33,12 +34,7 @@ from hybridloader import (
 )
 from hybridloader.testing import FakeAccelerator, Gate
 
-PIN_THREAD = "hybridloader-pin_memory"
 TO_THREAD = "hybridloader-to"
-
-
-def main() -> str:
-    return threading.current_thread().name
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -185,7 +181,7 @@ def test_an_interrupt_while_the_caller_waits_ends_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     relay.queue._sleep = sleep
-    assert not relay.alive
+    assert not runs(TO_THREAD)
     assert not any(worker.is_alive() for worker in iterator._workers)
     with pytest.raises(IteratorClosed):
         next(iterator)
@@ -206,16 +202,15 @@ def test_an_iterator_that_is_let_go_ends_workers_and_thread(backend: str, persis
     )
     iterator = start(loader)
     next(iterator)
-    workers, relay = list(iterator._workers), iterator._pin_thread._relay  # type: ignore[union-attr]
+    workers = list(iterator._workers)
     known, stage = weakref.ref(iterator), weakref.ref(iterator._stage)
-    assert relay is not None
+    assert runs(TO_THREAD)
     gc.disable()
     try:
         del iterator, loader
         assert known() is None
-        assert not relay.alive
+        assert not runs(TO_THREAD)
         assert not any(worker.is_alive() for worker in workers)
-        del relay
         assert stage() is None
     finally:
         gc.enable()
@@ -229,7 +224,7 @@ def test_a_closed_iterator_is_over_and_has_no_thread(backend: str) -> None:
         iterator.close()
         with pytest.raises(IteratorClosed):
             next(iterator)
-    assert not iterator._pin_thread._relay.alive  # type: ignore[union-attr]
+    assert not runs(TO_THREAD)
 
 
 def test_a_close_from_another_thread_ends_the_wait(tmp_path: Path) -> None:
@@ -286,9 +281,8 @@ def test_a_thread_that_is_stuck_in_foreign_code_holds_up_nobody_for_long() -> No
     )
     iterator = start(loader)
     assert arrived.wait(60)
-    relay: Any = iterator._pin_thread._relay  # type: ignore[union-attr]
     iterator.close()
-    assert relay.alive
+    assert runs(TO_THREAD)
     assert not any(worker.is_alive() for worker in iterator._workers)
     free.set()
 

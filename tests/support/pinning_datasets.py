@@ -94,6 +94,11 @@ class Pinnable:
         return self
 
 
+def runs(name: str) -> bool:
+    """Tell whether a thread of that name runs."""
+    return any(thread.name == name for thread in threading.enumerate())
+
+
 def start(loader: DataLoader) -> LoaderIterator:
     iterator: Any = iter(loader)
     return iterator  # type: ignore[no-any-return]
