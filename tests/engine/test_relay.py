@@ -138,8 +138,8 @@ def test_close_from_another_thread_ends_a_wait() -> None:
 
 
 def test_a_relay_that_is_let_go_ends_its_thread() -> None:
-    relay = Relay(iter(range(100)), "r")
-    thread = relay._thread
+    relay = Relay(iter(range(100)), "let go")
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "let go"]
     del relay
     gc.collect()
     thread.join(30)

@@ -1,86 +1,32 @@
-"""Workers that die or run over, and what a stage does about it: scripted, on a clock that tests set."""
+"""Workers that die, and their replacement: scripted, on a clock that tests set."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.supervised import (
+    answer,
+    dead,
+    passing,
+    ready,
+    stage,
+    tasks,
+    watch_specs,
+)
 
-from hybridloader._support.errors import ShippingError, TaskTimeout, WorkerDied, WorkerTimeout
+from hybridloader._support.errors import ShippingError, WorkerDied
 from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import (
     Begin,
-    Done,
-    Event,
     Exhausted,
-    Exited,
-    Ready,
     Task,
     WorkerSpec,
 )
-from hybridloader.engine.payload import ByReference
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.stage import Stage
-from hybridloader.engine.worker_table import START
-from hybridloader.fetching.fetch import MapFetch
-from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
-
-KILLED = "was killed by signal SIGKILL (9)"
-
-
-class Processes(ScriptedBackend):
-    """Scripted workers that can be killed, as processes can."""
-
-    in_process = False
-
-
-def stage(
-    script: Sequence[Any],
-    *,
-    workers: int = 1,
-    lookahead: int = 4,
-    policy: RestartPolicy | None = RestartPolicy(),  # noqa: B008  # it is frozen
-    batched: bool = True,
-    backend: type[ScriptedBackend] = Processes,
-    in_turn: bool = False,
-    **more: Any,
-) -> tuple[Stage, ScriptedBackend]:
-    chosen = backend(script)
-    fetch: Any = MapFetch([], list, batched)
-    if in_turn:
-        fetch = InTurn([], list, batched)
-    spec = WorkerSpec("scripted", workers, fetch)
-    made = Stage(chosen, spec, lookahead=lookahead, on_worker_death=policy, **more)
-    return made, chosen
-
-
-class InTurn(MapFetch):
-    in_turn = True
-
-
-def dead(worker: int = 0, **known: Any) -> Exited:
-    return Exited(worker, KILLED, **known)
-
-
-def answer(*seqs: int, worker: int = 0, position: int = 0) -> list[Event]:
-    return [Done(worker, seq, ByReference(f"value {seq}"), 0.0, position) for seq in seqs]
-
-
-def ready(*workers: int) -> list[Event]:
-    return [Ready(worker) for worker in workers or (0,)]
-
-
-def tasks(backend: ScriptedBackend) -> list[tuple[int, int]]:
-    crew = backend.crews[0]
-    return [(worker, sent.seq) for worker, sent in crew.sent if isinstance(sent, Task)]
-
-
-def answer_all(crew: ScriptedCrew) -> list[Event]:
-    """Whatever was sent last to each worker under each number, in the order of the numbers."""
-    latest = {sent.seq: worker for worker, sent in crew.sent if isinstance(sent, Task)}
-    return [Done(worker, seq, ByReference(f"value {seq}")) for seq, worker in latest.items()]
+from hybridloader.testing import FakeClock
 
 
 def test_a_new_worker_is_sent_again_just_what_the_dead_one_had() -> None:
@@ -332,175 +278,6 @@ def test_an_interrupted_stage_replaces_nobody() -> None:
     with pytest.raises(Exception, match="closed"):
         next(it)
     assert backend.crews[0].started == [0]
-
-
-# -- tasks that run over ---------------------------------------------------------------------------
-
-
-def passing(clock: FakeClock, seconds: float, *events: Event) -> Callable[[Any], Sequence[Event]]:
-    def step(_: ScriptedCrew) -> Sequence[Event]:
-        clock.now += seconds
-        return events
-
-    return step
-
-
-def test_a_task_that_runs_over_is_raised_with_the_stack_and_closes_the_stage() -> None:
-    clock = FakeClock()
-    script = [ready(), passing(clock, 5.0), passing(clock, 5.0)]
-    it, backend = stage(script, policy=None, task_timeout=10, clock=clock)
-    backend.crews[0].stack = lambda worker: f"where worker {worker} is"  # type: ignore[method-assign]
-    it.begin(iter([["a", "b"]]))
-    with pytest.raises(
-        TaskTimeout, match=r"(?s)worker 0.*\['a', 'b'\].*10.*where worker 0 is"
-    ) as caught:
-        next(it)
-    assert isinstance(caught.value, WorkerTimeout)
-    assert backend.crews[0].closed
-    assert backend.crews[0].killed == []
-
-
-def test_under_restart_a_process_is_killed_and_its_task_done_again() -> None:
-    clock = FakeClock()
-    script = [
-        ready(),
-        passing(clock, 10.0),
-        [dead()],
-        [*ready(), *answer(0)],
-    ]
-    it, backend = stage(script, task_timeout=10, clock=clock)
-    it.begin(iter([["a"]]))
-    assert next(it) == "value 0"
-    assert backend.crews[0].killed == [0]
-    assert backend.crews[0].started == [0, 0]
-
-
-def test_a_sample_that_is_stuck_again_and_again_is_given_up_with_that_reason() -> None:
-    clock = FakeClock()
-    stuck = [ready(), passing(clock, 10.0), [dead(task=0, at=1)]]
-    it, backend = stage([*stuck, *stuck, [*ready(), *answer(0)]], task_timeout=10, clock=clock)
-    it.begin(iter([[7, 8]]))
-    assert next(it) == "value 0"
-    last = [m for _, m in backend.crews[0].sent if isinstance(m, Task)][-1]
-    assert "ran over task_timeout=10 seconds" in last.index[1].text
-
-
-def test_threads_are_not_killed_under_restart_either() -> None:
-    clock = FakeClock()
-    script = [ready(), passing(clock, 10.0)]
-    it, backend = stage(script, backend=ScriptedBackend, task_timeout=10, clock=clock)
-    it.begin(iter([["a"]]))
-    with pytest.raises(TaskTimeout):
-        next(it)
-    assert backend.crews[0].killed == []
-
-
-def test_only_the_time_since_the_task_before_counts() -> None:
-    clock = FakeClock()
-    script = [
-        passing(clock, 100.0, *ready()),  # starting is not working
-        passing(clock, 9.0, *answer(0)),
-        passing(clock, 9.0, *answer(1)),
-        passing(clock, 9.0, *answer(2)),
-    ]
-    it, _ = stage(script, policy=None, task_timeout=10, clock=clock)
-    it.begin(iter([["a"], ["b"], ["c"]]))
-    assert list(it) == ["value 0", "value 1", "value 2"]
-
-
-def test_a_worker_that_does_not_get_ready_runs_over_as_well() -> None:
-    clock = FakeClock()
-    killed_after = []
-
-    def late(crew: ScriptedCrew) -> Sequence[Event]:
-        killed_after.append((clock.now, list(crew.killed)))
-        return [dead()]
-
-    script = [
-        [*ready(), dead()],
-        passing(clock, START + 9.0),
-        lambda crew: killed_after.append((clock.now, list(crew.killed))) or [],
-        passing(clock, 1.0),
-        late,
-        [*ready(), *answer(0)],
-    ]
-    it, backend = stage(script, task_timeout=10, clock=clock)
-    it.begin(iter([["a"]]))
-    assert next(it) == "value 0"
-    assert killed_after == [(START + 9.0, []), (START + 10.0, [0])]
-    assert backend.crews[0].started == [0, 0, 0]
-
-
-def test_what_has_come_while_nobody_asked_is_not_late() -> None:
-    clock = FakeClock()
-    script = [[*ready(), *answer(0)], answer(1)]
-    it, _ = stage(script, policy=None, task_timeout=10, clock=clock)
-    it.begin(iter([["a"], ["b"]]))
-    assert next(it) == "value 0"
-    clock.now += 1000.0  # a long step of the training loop; the worker was done in time
-    assert next(it) == "value 1"
-
-
-def test_a_wait_is_no_longer_than_the_task_may_take() -> None:
-    clock = FakeClock()
-    it, backend = stage([], policy=None, task_timeout=10, clock=clock)
-    waits: list[float | None] = []
-    steps: list[Any] = [ready(), [], answer(0)]
-
-    def wait(timeout: float | None) -> Sequence[Event]:
-        waits.append(timeout)
-        clock.now += 3.0
-        return steps.pop(0)  # type: ignore[no-any-return]
-
-    backend.crews[0].wait = wait  # type: ignore[method-assign]
-    it.begin(iter([["a"]]))
-    assert next(it) == "value 0"
-    assert waits == [START + 10.0, 10.0, 7.0]
-
-
-# -- the report ------------------------------------------------------------------------------------
-
-
-def test_the_report_tells_what_each_worker_is_doing() -> None:
-    clock = FakeClock(100.0)
-    script = [
-        [*ready(0, 1), *answer(0), *answer(1, worker=1), *answer(3, worker=1), dead(0)],
-        ready(0),
-    ]
-    it, _ = stage(script, workers=2, clock=clock)
-    it.begin(iter([["a"], ["b"], ["c"], ["d"]]))
-    assert next(it) == "value 0"
-    clock.now += 2.5
-    first, second = it.report()
-    assert (first.state, first.done, first.restarts) == ("starting", 1, 1)
-    assert (first.index, first.seconds) == (["c"], 2.5)
-    assert (second.state, second.done, second.restarts) == ("idle", 2, 0)
-    assert (second.index, second.seconds) == (None, None)
-
-
-def test_an_error_ends_with_the_table_of_the_workers() -> None:
-    it, _ = stage([[*ready(0, 1), *answer(0)], [dead(1)]], workers=2, policy=None)
-    it.begin(iter([["a"], ["b"], ["c"], ["d"]]))
-    assert next(it) == "value 0"
-    with pytest.raises(WorkerDied) as caught:
-        next(it)
-    heading, _, *rows = str(caught.value).splitlines()[-4:]
-    assert heading.split() == ["worker", "where", "pid", "state", "done", "restarts", "for", "task"]
-    assert [row.split()[0] for row in rows] == ["0", "1"]
-    assert "gone" in rows[1]
-
-
-def watch_specs(backend: ScriptedBackend) -> list[WorkerSpec]:
-    """What the workers are told that are started from now on."""
-    crew, specs = backend.crews[0], []
-    start = crew.start
-
-    def note(worker: int, spec: WorkerSpec) -> None:
-        specs.append(spec)
-        start(worker, spec)
-
-    crew.start = note  # type: ignore[method-assign]
-    return specs
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Stages with scripted workers that die or run over, for the tests of supervision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridloader.engine.messages import (
+    Done,
+    Event,
+    Exited,
+    Ready,
+    Task,
+    WorkerSpec,
+)
+from hybridloader.engine.payload import ByReference
+from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.stage import Stage
+from hybridloader.fetching.fetch import MapFetch
+from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
+
+KILLED = "was killed by signal SIGKILL (9)"
+
+
+class Processes(ScriptedBackend):
+    """Scripted workers that can be killed, as processes can."""
+
+    in_process = False
+
+
+def stage(
+    script: Sequence[Any],
+    *,
+    workers: int = 1,
+    lookahead: int = 4,
+    policy: RestartPolicy | None = RestartPolicy(),  # noqa: B008  # it is frozen
+    batched: bool = True,
+    backend: type[ScriptedBackend] = Processes,
+    in_turn: bool = False,
+    **more: Any,
+) -> tuple[Stage, ScriptedBackend]:
+    chosen = backend(script)
+    fetch: Any = MapFetch([], list, batched)
+    if in_turn:
+        fetch = InTurn([], list, batched)
+    spec = WorkerSpec("scripted", workers, fetch)
+    made = Stage(chosen, spec, lookahead=lookahead, on_worker_death=policy, **more)
+    return made, chosen
+
+
+class InTurn(MapFetch):
+    in_turn = True
+
+
+def dead(worker: int = 0, **known: Any) -> Exited:
+    return Exited(worker, KILLED, **known)
+
+
+def answer(*seqs: int, worker: int = 0, position: int = 0) -> list[Event]:
+    return [Done(worker, seq, ByReference(f"value {seq}"), 0.0, position) for seq in seqs]
+
+
+def ready(*workers: int) -> list[Event]:
+    return [Ready(worker) for worker in workers or (0,)]
+
+
+def tasks(backend: ScriptedBackend) -> list[tuple[int, int]]:
+    crew = backend.crews[0]
+    return [(worker, sent.seq) for worker, sent in crew.sent if isinstance(sent, Task)]
+
+
+def answer_all(crew: ScriptedCrew) -> list[Event]:
+    """Whatever was sent last to each worker under each number, in the order of the numbers."""
+    latest = {sent.seq: worker for worker, sent in crew.sent if isinstance(sent, Task)}
+    return [Done(worker, seq, ByReference(f"value {seq}")) for seq, worker in latest.items()]
+
+
+def watch_specs(backend: ScriptedBackend) -> list[WorkerSpec]:
+    """What the workers are told that are started from now on."""
+    crew, specs = backend.crews[0], []
+    start = crew.start
+
+    def note(worker: int, spec: WorkerSpec) -> None:
+        specs.append(spec)
+        start(worker, spec)
+
+    crew.start = note  # type: ignore[method-assign]
+    return specs
+
+
+def passing(clock: FakeClock, seconds: float, *events: Event) -> Callable[[Any], Sequence[Event]]:
+    def step(_: ScriptedCrew) -> Sequence[Event]:
+        clock.now += seconds
+        return events
+
+    return step
