@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hybridloader._support.errors import BackendUnavailable, DamagedMessage
-from hybridloader.backends.process import descriptors
 from hybridloader.backends.process.child import main
 from hybridloader.backends.process.codec import (
     DONE,
@@ -47,7 +46,7 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.memory import segments
+from hybridloader.memory import descriptors, segments
 from hybridloader.memory.limits import Memory, warn_of_overflow
 from hybridloader.memory.shipping import Shipment, ship
 

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from hybridloader.backends.process.descriptors import ours
 from hybridloader.backends.process.parent_watch import alive
 from hybridloader.engine.contract import WorkerHandle
 from hybridloader.engine.crews import before_each
+from hybridloader.memory.descriptors import ours
 
 GRACE = 1.0
 """Seconds that a worker gets to finish its sample before it is killed."""

@@ -17,8 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hybridloader._support.errors import DamagedMessage
-from hybridloader.backends.process.descriptors import ours
 from hybridloader.backends.process.frames import MOST_BYTES, Buffer, Decoder, Frame, encode
+from hybridloader.memory.descriptors import ours
 
 Arrived = tuple[int, "Frame | None"]
 

@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any
 
 from hybridloader.backends.process import stack_dump
-from hybridloader.backends.process.descriptors import ours
 from hybridloader.engine.fetcher import TaskContext
+from hybridloader.memory.descriptors import ours
 from hybridloader.memory.segments import map_descriptor
 
 _NUMBERS = struct.Struct("=5q")

@@ -33,11 +33,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.backends.process import descriptors
 from hybridloader.backends.process.codec import TASK, encode_fields, encode_message, into_slots
 from hybridloader.backends.process.result import ProcessResult, SlotReference
 from hybridloader.engine.messages import Message, Task
-from hybridloader.memory import shared_slots
+from hybridloader.memory import descriptors, shared_slots
 from hybridloader.memory.mapped_segment import MappedSegment
 from hybridloader.memory.packing import pack, reads_the_same_everywhere
 from hybridloader.memory.segments import Ticket

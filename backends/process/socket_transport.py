@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import Any
 
 from hybridloader._support.errors import DamagedMessage
-from hybridloader.backends.process.descriptors import ours
 from hybridloader.backends.process.frames import MOST_FDS, Buffer, Decoder, Frame, encode
+from hybridloader.memory.descriptors import ours
 
 _READ = 64 * 1024
 _ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0

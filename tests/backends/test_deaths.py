@@ -33,8 +33,9 @@ from hybridloader import (
     WorkerDied,
     WorkerTimeout,
 )
-from hybridloader.backends.process import child, descriptors, handles, socket_transport
+from hybridloader.backends.process import child, handles, socket_transport
 from hybridloader.backends.process.socket_transport import SocketEndpoint
+from hybridloader.memory import descriptors
 from hybridloader.testing import Gate
 
 # -- dead workers --------------------------------------------------------------------------------

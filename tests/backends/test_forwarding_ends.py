@@ -11,9 +11,8 @@ import pytest
 from support.crew_driver import Driven, digest, full, make, one_value, slots_in_use, through
 
 from hybridloader import Fork
-from hybridloader.backends.process import descriptors
 from hybridloader.engine.messages import Task
-from hybridloader.memory import slots
+from hybridloader.memory import descriptors, slots
 from hybridloader.testing.tools import Gate
 
 
