@@ -16,12 +16,7 @@ from hybridloader._support.errors import Failure, ResultNotSendable
 from hybridloader._support.import_hooks import when_imported
 from hybridloader._support.inheritance import Inherited
 from hybridloader._support.native_threads import one_thread_in_this_process
-from hybridloader.backends.process.codec import (
-    Unreadable,
-    decode_message,
-    encode_done,
-    encode_event,
-)
+from hybridloader.backends.process import codec
 from hybridloader.backends.process.parent_watch import ParentWatch, leave_signals
 from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
@@ -152,14 +147,7 @@ class _WorkerConnection:
     endpoint
         Reads and writes frames.
     slots
-        As of `main`.
-
-    Attributes
-    ----------
-    results
-        The worker's own slots, if it has any.
-    postmortem
-        Notes which task the worker is at, if there is a record.
+        Bytes and names of the slots, as for `main`.
     """
 
     def __init__(self, worker: int, endpoint: Any, slots: tuple[int, str | None] | None) -> None:
@@ -183,8 +171,8 @@ class _WorkerConnection:
         while True:
             frame = self._endpoint.get()
             try:
-                message, returned = decode_message(frame.parts, self._tasks, frame.fds)
-            except Unreadable as lost:
+                message, returned = codec.decode_message(frame.parts, self._tasks, frame.fds)
+            except codec.Unreadable as lost:
                 self._release(lost.returned)
                 self.report(Failed(self._worker, lost.seq, Failure(lost.error)))
                 continue
@@ -206,7 +194,7 @@ class _WorkerConnection:
         returned = self._tasks.returned()
         if isinstance(event, Done):
             assert isinstance(event.payload, _Result)
-            parts, fds = encode_done(
+            parts, fds = codec.encode_done(
                 event.seq,
                 event.payload.packed,
                 self.results,
@@ -219,7 +207,7 @@ class _WorkerConnection:
             )
         else:
             assert not isinstance(event, Exited)
-            parts = encode_event(event, returned)
+            parts = codec.encode_event(event, returned)
         self._write(parts, fds)
         if self.postmortem is not None:
             self.postmortem.end()

@@ -71,6 +71,10 @@ def encode_fields(
         Metadata of the result, pickled.
     items
         Number of items in the result; -1 if it is no list.
+    seconds
+        Seconds that the task took.
+    position
+        Position of the worker in its shard.
     """
     meta = b"" if slot_map is None and extras is None else pickle.dumps((slot_map, extras), 5)
     size, back, spent = len(meta), len(returned), int(seconds * 1e9)
@@ -242,16 +246,7 @@ def encode_done(
 ) -> tuple[list[Any], Sequence[int]]:
     """Encode a result, large buffers into slots as far as there are any. Gives parts and descriptors.
 
-    Parameters
-    ----------
-    count
-        Number of items in the result, if it is a list.
-    seconds
-        Seconds that the task took.
-    refusal
-        Text that the parent is to warn of.
-    position
-        Position of the worker in its shard.
+    `count` is the number of items if the result is a list, `refusal` a text for the parent to warn of.
     """
     header, buffers = packed
     slot_map: SlotMap | None = None

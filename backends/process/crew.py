@@ -13,17 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hybridloader._support.errors import BackendUnavailable, DamagedMessage
+from hybridloader.backends.process import codec
 from hybridloader.backends.process.child import main
-from hybridloader.backends.process.codec import (
-    DONE,
-    EXHAUSTED,
-    FAILED,
-    READY,
-    decode_extras,
-    decode_failure,
-    decode_fields,
-    decode_told,
-)
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import GRACE, ProcessHandle, bury, join_all
 from hybridloader.backends.process.memory_report import OomWatch
@@ -110,11 +101,6 @@ class ProcessCrew(Crew):
         Limit and kind of the slots for large buffers.
     sockets
         Whether the POSIX transport is used, or the portable one.
-
-    Attributes
-    ----------
-    transport
-        Carries frames to and from the workers.
     """
 
     def __init__(self, context: Any, memory: Memory, *, sockets: bool) -> None:
@@ -298,13 +284,13 @@ class ProcessCrew(Crew):
         self._handles.clear()
 
     def _decode(self, worker: int, frame: Frame) -> Event:
-        found = decode_fields(frame.parts)
+        found = codec.decode_fields(frame.parts)
         kind, seq, body, returned, slot_map, extras, count, seconds, position = found
         channel = self._workers[worker].channel
         if returned:
             channel.take_back(returned)
-        if kind == DONE:
-            told = None if extras is None else decode_extras(extras)
+        if kind == codec.DONE:
+            told = None if extras is None else codec.decode_extras(extras)
             if channel.forwarded:
                 channel.answered(seq)
             if slot_map is None:
@@ -315,16 +301,16 @@ class ProcessCrew(Crew):
                 self._overflow = self._overflow or slot_map.refusal or slots.overflow
                 result = SlottedResult(body, frame.parts[1:], count, self._forks, slots, slot_map)
             return Done(worker, seq, result, seconds, position, told)
-        if kind == FAILED:
+        if kind == codec.FAILED:
             channel.answered(seq)
-            return Failed(worker, seq, decode_failure(body), position)
-        if kind == EXHAUSTED:
+            return Failed(worker, seq, codec.decode_failure(body), position)
+        if kind == codec.EXHAUSTED:
             channel.all_answered()
-            return Exhausted(worker, seq, position, decode_told(body))
-        if kind != READY:
+            return Exhausted(worker, seq, position, codec.decode_told(body))
+        if kind != codec.READY:
             raise DamagedMessage("a worker sent what is no event")
         self._arrived(worker)
-        return Ready(worker, decode_told(body))
+        return Ready(worker, codec.decode_told(body))
 
     def _shipment(self, spec: WorkerSpec) -> Shipment:
         """Pack what the worker is sent first: once for all that start together."""

@@ -123,13 +123,7 @@ class ProcessHandle(WorkerHandle):
             return not ended
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to this process, and never to another that has got its number.
-
-        Raises
-        ------
-        ProcessLookupError
-            It has ended.
-        """
+        """Send a signal to this process, never to another of its number. Raises `ProcessLookupError`."""
         with reaping:
             if not self.is_alive():
                 raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))

@@ -124,12 +124,14 @@ class PostmortemRecord:
     @property
     def task(self) -> int | None:
         """Number of the task that the worker was at, as `Task.seq`; None: between two, or not known."""
-        return self._number(_TASK)
+        task = self._numbers()[_TASK]
+        return None if task < 0 else task
 
     @property
     def at(self) -> int | None:
         """Number of the sample within that task, from 0; None: not known."""
-        return self._number(_AT)
+        at = self._numbers()[_AT]
+        return None if at < 0 else at
 
     def stack(
         self, pid: int, patience: float = 0.5, *, send: Callable[[int], None] | None = None
@@ -140,14 +142,7 @@ class PostmortemRecord:
         but a `sleep` or `poll` in native code may return early. So it is for workers that are
         overdue, not for those that do well.
 
-        Parameters
-        ----------
-        pid
-            Process number of the worker.
-        patience
-            Seconds to wait for the answer.
-        send
-            Function that sends the worker a signal; None sends it by the process number.
+        `patience` is in seconds; `send` sends the worker a signal, by default by its process number.
 
         Returns
         -------
@@ -210,10 +205,6 @@ class PostmortemRecord:
         if self.fd < 0:
             return (0, 0, 0, -1, -1)
         return _NUMBERS.unpack(os.pread(self.fd, _NUMBERS.size, 0))
-
-    def _number(self, which: int) -> int | None:
-        number = self._numbers()[which]
-        return None if number < 0 else number
 
     def _text(self, start: int) -> str:
         return os.pread(self.fd, _READ, start).decode("utf-8", "backslashreplace")

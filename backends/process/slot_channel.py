@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from hybridloader.backends.process.codec import TASK, encode_fields, encode_message, into_slots
 from hybridloader.backends.process.result import ProcessResult, SlotReference
 from hybridloader.engine.messages import Message, Task
-from hybridloader.memory import descriptors, shared_slots
+from hybridloader.memory import shared_slots
 from hybridloader.memory.mapped_segment import MappedSegment
 from hybridloader.memory.packing import pack, reads_the_same_everywhere
 from hybridloader.memory.segments import Ticket
@@ -69,16 +69,6 @@ class SlotChannel:
     slots
         Bytes that the worker's slots may take, and the prefix of their names if they have any; None
         without slots.
-    results
-        Reader of the worker's own slots.
-    tasks
-        Writer of the parent's slots for the worker; None before the first large task.
-    forwarded
-        Results of other workers, by the task that was made of them and is not answered.
-    known
-        Segments of other workers that the worker knows, by alias.
-    claims
-        Slots of other workers that the worker uses, by their numbers as it knows them.
     refusal
         Why a large task went through the stream, until somebody takes it from here.
     """
@@ -92,14 +82,13 @@ class SlotChannel:
             names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
         self._names = names
         self.slots = None if kind == "stream" else (share, names)
-        keep = descriptors.keep if kind == "nameless" else None
-        self.results = shared_slots.SlotReader(share // 2, names, keep, locks)
+        self.results = shared_slots.SlotReader(share // 2, names, kind == "nameless", locks)
         # All the other mutable state:
         self.refusal: str | None = None
-        self.forwarded: dict[int, ProcessResult] = {}
-        self.tasks: shared_slots.SlotWriter | None = None
-        self.known: dict[int, MappedSegment] = {}
-        self.claims: dict[int, list[SlotReference]] = {}
+        self.forwarded: dict[int, ProcessResult] = {}  # by the task, until that is answered
+        self.tasks: shared_slots.SlotWriter | None = None  # None before the first large task
+        self.known: dict[int, MappedSegment] = {}  # segments of other workers, by alias
+        self.claims: dict[int, list[SlotReference]] = {}  # of the worker, by slot as it knows it
         self._forgotten: deque[int] = deque()  # aliases it has yet to hear of; from any thread
 
     @property

@@ -22,8 +22,7 @@ ours: set[int] = set()
 """All descriptors of backends that are this process's own. In a forked worker they would keep memory
 alive, and other workers from seeing that our end of their connection is closed."""
 
-kept: set[int] = set()
-"""Descriptors of segments; they are among `ours`."""
+kept: set[int] = set()  # descriptors of segments; they are among `ours`
 
 _lock = threading.RLock()  # reentrant, because a collection may end a crew at any point
 
@@ -72,7 +71,7 @@ class KeptDescriptor:
                 os.close(fd)
 
 
-def keep(fd: int) -> KeptDescriptor | None:
+def keep_descriptor(fd: int) -> KeptDescriptor | None:
     """Take over `fd`; None if enough are kept already, and then it stays the caller's."""
     with _lock:
         if len(kept) >= _most():

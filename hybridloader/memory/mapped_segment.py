@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from hybridloader.memory.descriptors import KeptDescriptor
 from hybridloader.memory.segments import Mapping
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
-
-
-class Keeper(Protocol):
-    """Interface of a descriptor that is kept, for processes that may map its segment later."""
-
-    def close(self) -> None: ...
-
-    def duplicate(self) -> int | None:
-        """Return another descriptor of the same segment, for the caller; None if it is closed."""
 
 
 _aliases = itertools.count(-1, -1)
@@ -53,7 +45,9 @@ class MappedSegment:
         "_ended", "_lent", "_lock_asked", "alias", "capacity", "kept", "listeners", "locks", "mapping"
     )  # fmt: skip
 
-    def __init__(self, mapping: Mapping | OSError, kept: Keeper | None, capacity: int) -> None:
+    def __init__(
+        self, mapping: Mapping | OSError, kept: KeptDescriptor | None, capacity: int
+    ) -> None:
         self.mapping, self.kept, self.capacity = mapping, kept, capacity
         self.alias = next(_aliases)
         self.listeners: set[Callable[[int], None]] = set()

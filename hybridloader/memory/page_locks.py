@@ -4,16 +4,9 @@ A batch is collated into such a slot, or mapped as a worker process has filled i
 it right there: the host never copies it again. A consumer that pins gives its `PageLocks` to a crew
 (`Crew.page_lock`). Nothing here waits for the device, and nothing here knows of slots or batches.
 
-Each iterator that pins does this once::
-
-    locks = PageLocks(accelerator)  # only if accelerator.locks_pages
-    stage = Stage(backend, spec, ..., locks=locks)  # before any worker starts
-
-and then, on the thread of whoever uses the batches, each time before it is handed one::
-
-    locks.wait_for(accelerator.current_stream())
-
-A stage that collates in the thread that pulls it does so by `PrivateSlots.page_lock(locks)`.
+Each iterator that pins makes one before any worker starts, if its accelerator `locks_pages`, and calls
+`PageLocks.wait_for` with the current stream, on the thread that uses the batches, before each batch is
+handed out. A stage that collates in the thread that pulls it asks by `PrivateSlots.page_lock`.
 
 When memory is used again
 -------------------------

@@ -242,13 +242,9 @@ def _posix_shm() -> Any:
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
+    number = ctypes.c_int
     libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_ssize_t,
-    ]
+        ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_ssize_t
+    ]  # fmt: skip
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc

@@ -13,12 +13,13 @@ import errno
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader.memory import segments
-from hybridloader.memory.mapped_segment import Keeper, MappedSegment
+from hybridloader.memory.descriptors import KeptDescriptor, keep_descriptor
+from hybridloader.memory.mapped_segment import MappedSegment
 from hybridloader.memory.segments import Mapping, Ticket
 from hybridloader.memory.slots import IDLE, OWN, Made, Pool, place_of
 
@@ -89,11 +90,6 @@ class SlotWriter:
         Bytes of all slots together.
     names
         Prefix of the names of named segments, before their numbers. None: they have no names.
-
-    Attributes
-    ----------
-    pool
-        The slots.
     """
 
     def __init__(self, limit: int, names: str | None = None) -> None:
@@ -212,43 +208,39 @@ class SlotReader:
         the writer's limit, so that the writer always finds a free one.
     names
         Prefix of the names of named segments, as the writer has it.
-    keep
-        Takes over the descriptor of a new segment, or declines it. The descriptor is closed when
-        the first batch over that segment is opened, unless `forwards` was set.
+    keeps
+        Whether the descriptor of a new segment is kept, as far as there is room, until the first batch
+        over that segment is opened; longer if `forwards` was set.
     locks
         Locks the pages of a segment when the first batch over it is opened here; None: nobody does.
 
     Attributes
     ----------
-    segments
-        Segments that are known, by number.
     overflow
         Why the last batch was copied out; None as long as none was.
     forwards
         True if batches are forwarded to other processes, so that these will need descriptors.
     highest
         The highest number of a segment of the writer's; -1 if there was none.
-    lent
-        Bytes of the slots that open batches keep in use.
     """
 
     def __init__(
         self,
         limit: int,
         names: str | None = None,
-        keep: Callable[[int], Keeper | None] | None = None,
+        keeps: bool = False,
         locks: PageLocks | None = None,
     ) -> None:
         self.limit = limit
         self.locks = locks
         self._names = names
-        self._keep = keep
+        self._keeps = keeps
         # All the mutable state:
-        self.segments: dict[int, MappedSegment] = {}
+        self.segments: dict[int, MappedSegment] = {}  # by number
         self.overflow: str | None = None
         self.forwards = False
         self.highest = -1
-        self.lent = 0
+        self.lent = 0  # bytes of the slots that open batches keep in use
         self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
         self._free: list[int] = []  # returned, and not yet told
 
@@ -272,15 +264,17 @@ class SlotReader:
             self.highest = max(self.highest, number)
             self.segments[number] = MappedSegment(*self._map(ticket, fds), capacity)
 
-    def _map(self, ticket: Ticket, fds: list[int]) -> tuple[Mapping | OSError, Keeper | None]:
-        kept: Keeper | None = None
+    def _map(
+        self, ticket: Ticket, fds: list[int]
+    ) -> tuple[Mapping | OSError, KeptDescriptor | None]:
+        kept: KeptDescriptor | None = None
         try:
             if ticket.name is not None:
                 return segments.open_ticket(ticket, None), None
             if not fds:  # the kernel leaves out those for which this process has no room
                 raise OSError(errno.EMFILE, "its descriptor has not arrived (ulimit -n)")
             fd = fds.pop(0)
-            if self._keep is None or (kept := self._keep(fd)) is None:
+            if not self._keeps or (kept := keep_descriptor(fd)) is None:
                 return segments.open_ticket(ticket, fd), None
             return segments.map_descriptor(fd, ticket.size), kept
         except OSError as error:  # told when a batch is opened, and with those over it alone
@@ -378,13 +372,10 @@ class SlotReader:
         self.lent += size
         if self.locks is not None:
             segment.lock(self.locks)
-        # It also keeps the mapping alive for as long as there is a view of it.
         back = partial(_hand_in, self._returned, number, segment, segment.lend())
-        if segment.locks is None:
-            done = weakref.finalize(array, back)
-        else:
-            done = weakref.finalize(array, segment.locks.after_device, back)
-        done.atexit = False
+        # It also keeps the mapping alive for as long as there is a view of it.
+        after = (back,) if segment.locks is None else (segment.locks.after_device, back)
+        weakref.finalize(array, *after).atexit = False
         return memoryview(array).cast("B")
 
 

@@ -43,12 +43,9 @@ IDLE = 64
 """Number of takes after which a segment is given back, if no slot of it was in use meanwhile."""
 
 GROWTH = 512
-"""Divisor of the limit: a segment of several slots takes at most 1/512 of it.
-
-So a full pool has at most 1,024 mappings, besides the first small ones of each size. Linux allows a
-process 65,530 mappings (vm.max_map_count). One mapping for each batch of 36 KB would use these up
-at 2.4 GB.
-"""
+"""Divisor of the limit: a segment of several slots takes at most 1/512 of it. So a full pool has at most
+1,024 mappings, besides the first small ones of each size. Linux allows a process 65,530 mappings
+(vm.max_map_count), which one for each batch of 36 KB would use up at 2.4 GB."""
 
 _PLACE_BITS = 24
 
@@ -127,7 +124,7 @@ class Pool:
     limit
         Bytes of all segments together.
     locks
-        Locks the pages of new segments; None: nobody does.
+        Locks the pages of new segments; None: they are not locked.
 
     Attributes
     ----------
@@ -169,11 +166,8 @@ class Pool:
         segment, buffer = self.segment_of(number), self.view(number, size)
         # It also keeps the mapping alive for as long as there is a view of it.
         gone = partial(_drop, self._dropped, number, segment.mapping)
-        if segment.locks is None:
-            done = weakref.finalize(buffer, gone)
-        else:
-            done = weakref.finalize(buffer, segment.locks.after_device, gone)
-        done.atexit = False
+        after = (gone,) if segment.locks is None else (segment.locks.after_device, gone)
+        weakref.finalize(buffer, *after).atexit = False
         return buffer
 
     def take(self, size: int) -> int | None:
@@ -220,15 +214,14 @@ class Pool:
         self._dropped.append(number)
 
     def segment_of(self, number: int) -> Segment:
-        """Segment that a slot is in."""
         return self.segments[place_of(number)[0]]
 
     def view(self, number: int, size: int | None = None) -> Any:
         """Return the first `size` bytes of a slot, or all. The caller must have a reference to it."""
-        segment, place = place_of(number)
-        found = self.segments[segment]
-        capacity = found.capacity
-        return found.mapping.view(place * capacity, capacity if size is None else size)
+        at, place = place_of(number)
+        segment = self.segments[at]
+        start = place * segment.capacity
+        return segment.mapping.view(start, segment.capacity if size is None else size)
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
         """Find the slot that has all these bytes, and their place in it; None if there is none."""
