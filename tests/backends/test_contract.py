@@ -36,7 +36,7 @@ class TestThreadsWithCopies(BackendContract):
 
 
 class TestSevenMethods(BackendContract):
-    """Of a package that wrote all methods, when none of a crew's had a default."""
+    """Backend of a package that wrote all methods, when none of a crew's had a default."""
 
     backend = SevenMethods()
 

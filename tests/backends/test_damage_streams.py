@@ -37,7 +37,7 @@ def joined(*parts: bytes) -> bytes:
     return b"".join(bytes(piece) for piece in encode(parts))
 
 
-# -- a worker's line -------------------------------------------------------------------------------
+# -- a worker's connection -------------------------------------------------------------------------------
 
 
 class Wire:
@@ -251,7 +251,7 @@ def test_a_shipment_that_is_cut_off_is_refused(data: st.DataObject) -> None:
 
 
 class Unloadable:
-    """What it is made of is not there in the worker."""
+    """Object whose parts are not there in the worker."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

@@ -212,7 +212,7 @@ def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -
 
 
 def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input() -> None:
-    """What is unread when a socket is closed makes the other side's next read an error."""
+    """Unread bytes in a socket that is closed make the other side's next read an error."""
     ours, theirs = multiprocessing.Pipe(duplex=True)
     endpoint = SocketEndpoint(theirs)
     try:

@@ -34,7 +34,7 @@ CODES = {
     "os._exit": 7,
     **{name: -signal.Signals[name] for name in SIGNALS if hasattr(signal, name)},
 }
-"""How programs exit; those that are not named by 0."""
+"""Exit codes of programs; 0 for those that are not named."""
 
 TRACEBACKS = {"raise": "LookupError: the end of the script", "SIGINT": "KeyboardInterrupt"}
 """The last line of what the cause itself prints."""
@@ -113,7 +113,7 @@ def _turn(trial: Trial) -> int:
 
 
 class Outcome(NamedTuple):
-    """What was seen of a trial; see `exit_supervisor.follow`."""
+    """Outcome of a trial; see `exit_supervisor.follow`."""
 
     reached: bool
     code: int | None
@@ -181,7 +181,7 @@ def outcomes(trials: list[Trial], root: Path) -> dict[Trial, Outcome]:
 
 
 def complaints(trial: Trial, outcome: Outcome) -> list[str]:
-    """What is wrong with how a trial ended."""
+    """Faults in the end of a trial."""
     found = []
     if not outcome.reached:
         found.append("it never came to its cause")

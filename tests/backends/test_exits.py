@@ -30,7 +30,7 @@ LIMIT = 2.5
 """Seconds in which everything must be gone."""
 
 SPINNING = 5.0
-"""The same where a thread of the script's process never waits: all else in it gets the GIL 5 ms late,
+"""Seconds where a thread of the script's process never waits: all else in it gets the GIL 5 ms late,
 each time (2.0 to 2.6 s were seen, on two cores)."""
 
 _DEADLINE = 60.0
@@ -54,7 +54,7 @@ class Trial(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What was seen of a trial."""
+    """Outcome of a trial."""
 
     code: int | None
     stdout: str
@@ -310,7 +310,7 @@ def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Trial], Ou
 
 
 def _check(trial: Trial, outcome: Outcome) -> None:
-    """What holds for every end of every script."""
+    """Claims that hold for every end of every script."""
     assert outcome.code == EXPECTED_CODES[trial.ending], outcome.stderr
     traceback = EXPECTED_TRACEBACKS.get(trial.ending)
     if traceback is None:

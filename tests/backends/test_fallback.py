@@ -1,4 +1,4 @@
-"""Where processes can't be had, or only at a risk: daemonic processes, forks beside other threads."""
+"""Fallbacks and warnings where processes are a risk: daemonic processes, forks beside other threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROCESSES = [
 
 
 class Elsewhere(Backend):
-    """Of another package: what it starts is not known."""
+    """Backend of another package, which does not say that it starts children."""
 
     name: ClassVar[str] = "elsewhere"
     in_process: ClassVar[bool] = False

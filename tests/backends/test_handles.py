@@ -94,7 +94,7 @@ def test_multiprocessing_itself_can_end_a_worker_too() -> None:
 
 
 def programs(index: int) -> int:
-    """How a program, and a fork, that the dataset starts take SIGTERM."""
+    """Dataset that starts a program and a fork, and tells how they take SIGTERM."""
     if index != 3:
         return 0
     told = subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode

@@ -1,4 +1,4 @@
-"""What the kernel says about memory, read from trees of files made up for it, and put into words."""
+"""Reports of memory: figures read from trees of files made up for it, and put into words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loaders take and give back: memory, threads, descriptors, segments; and where these are short.
+"""Resources that loaders take and give back: memory, threads, descriptors, segments; and limits.
 
 Nothing may grow with epochs or with loaders. Where a limit is reached, what can be had without it is
 had, and what can't is the error of the one sample that wanted it.
@@ -51,7 +51,7 @@ def rows(length: int) -> Any:
 
 
 class Taken(NamedTuple):
-    """What this process and its workers have now."""
+    """Resources that this process and its workers have now."""
 
     memory: int  # bytes, resident
     threads: int
@@ -169,7 +169,7 @@ COMMON = """
 
 
 def run_script(body: str, *, prefix: tuple[str, ...] = ()) -> list[str]:
-    """What a script of its own printed; it must exit with 0 and complain of nothing else."""
+    """Output of a script of its own, which must exit with 0 and complain of nothing else."""
     code = textwrap.dedent(COMMON) + textwrap.dedent(body)
     command = [*prefix, sys.executable, "-c", code]
     root = str(Path(hybridloader.__file__).parents[1])
@@ -252,7 +252,7 @@ NOT_WRITABLE = "mount -t tmpfs -o ro,size=4k tmpfs /dev/shm"
     ],
 )
 def test_without_room_in_dev_shm_batches_come_all_the_same(mount: str) -> None:
-    """What needs names there is told of, once; by default nothing does."""
+    """A kind that needs names there is warned of, once; by default none does."""
     assert run_script(SHORT_OF_SHARED_MEMORY, prefix=in_a_namespace(mount)) == [
         "threads 0 []",
         "fork 0 []",

@@ -1,4 +1,4 @@
-"""What docs/security.md says, claim by claim."""
+"""Claims of docs/security.md, one by one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Large:
 
 
 def inherited() -> list[str]:
-    """What a program that this process starts gets to see, besides its standard streams."""
+    """Descriptors of a program that this process starts, besides its standard streams."""
     code = (
         "import json, os\n"
         "found = []\n"
@@ -171,7 +171,7 @@ def _any_umask() -> Iterator[None]:
 
 
 def named() -> set[str]:
-    """What this process and its children have mapped that has, or had, a name in /dev/shm."""
+    """Memory that this process and its children have mapped with a name, now or before, in /dev/shm."""
     family = [psutil.Process(), *psutil.Process().children()]
     maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in family)
     return {name for name in re.findall(r"/dev/shm/(\S+)", maps) if not name.startswith("sem.")}

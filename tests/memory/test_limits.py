@@ -1,4 +1,4 @@
-"""How much memory batches may take: what a user may say, what a process has, and what follows."""
+"""Limits of memory for batches: the user's options, the memory of a process, and the effects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybridloader.memory import limits
 from hybridloader.memory.limits import SHARE, process_limit
 
 V1_NO_LIMIT = 9_223_372_036_854_771_712
-"""What cgroup v1 says when there is no limit: the largest multiple of a page."""
+"""Limit of cgroup v1 when there is none: the largest multiple of a page."""
 
 # -- what a user may say ---------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from queue import SimpleQueue
 from typing import Any
@@ -174,6 +175,23 @@ def test_a_batch_that_can_not_be_mapped_still_gives_all_its_slots_back(
         pair.open(sent)
     gc.collect()
     assert sorted(pair.reader.returned()) == sorted({*slots_of(sent[0])})
+
+
+def test_a_segment_that_two_threads_close_closes_its_descriptor_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = segments.make(4096, None)
+    segment, closed, close = slots.Segment(0, 4096, 1, made), list[int](), os.close
+
+    def close_and_close_again(fd: int) -> None:
+        closed.append(fd)
+        segment.close()  # as another thread, while the first is at it
+        close(fd)
+
+    monkeypatch.setattr(os, "close", close_and_close_again)
+    segment.close()
+    assert closed == [made[2]]
+    assert segment.hand_over() == []
 
 
 # -- slots within one process ----------------------------------------------------------------------

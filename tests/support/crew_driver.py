@@ -68,20 +68,20 @@ class Driven:
             self.events += self.raw.wait(deadline - time.monotonic())
 
     def result(self, seq: int) -> Done | Failed:
-        """How task `seq` ended; it is told once."""
+        """Wait for the end of task `seq`, once."""
         found = self.wait_for(lambda e: isinstance(e, (Done, Failed)) and e.seq == seq)
         self.events.remove(found)
         return found  # type: ignore[no-any-return]
 
     def payload(self, seq: int) -> Any:
-        """What came of task `seq`, unopened."""
+        """Wait for the result of task `seq`, unopened."""
         done = self.result(seq)
         if isinstance(done, Failed):
             raise done.failure.to_exception("a task failed")
         return done.payload
 
     def call(self, index: Any, worker: int | None = None) -> Any:
-        """What the worker makes of `index`."""
+        """Send `index`, and give the value of its result."""
         return self.payload(self.send(index, worker)).open()
 
     def all_ready(self) -> None:
@@ -146,7 +146,7 @@ def given_back(crew: Driven, worker: int = 0) -> list[int]:
 def through(
     a: Driven, b: Driven, numbers: range, ahead: int = 4, send: Callable[..., int] | None = None
 ) -> list[Any]:
-    """What B makes of what A makes of `numbers`; `ahead` of each under way."""
+    """Have A make items of `numbers`, and B values of these, with `ahead` tasks of each under way."""
     found: list[Any] = []
     at_a: deque[int] = deque()
     at_b: deque[int] = deque()

@@ -91,7 +91,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it covers its memory without gap or overlap, in whatever order of dimensions."""
+    """True if it covers its memory without gap or overlap, in whatever order of dimensions."""
     covered = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return covered + 1 == tensor.numel() and 0 not in tensor.stride()
 

@@ -142,7 +142,7 @@ def variables(index):
 
 
 def mapping_at(address):
-    """What /proc/self/smaps says of the mapping at `address`: its name, and KB of each kind."""
+    """Entry of /proc/self/smaps for the mapping at `address`: its name, and KB of each kind."""
     found = {}
     with open("/proc/self/smaps") as file:
         for line in file:
@@ -211,7 +211,7 @@ as_is_everywhere: Any = eval("lambda sample: sample", {})  # a function that nam
 
 
 def told(dataset: Any, workers: int = 1, **options: Any) -> list[Any]:
-    """What the dataset says in fresh workers, sample by sample and not collated."""
+    """Samples of the dataset from fresh workers, one by one and not collated."""
     options = {"batch_size": None, "collate_fn": as_is_everywhere, **options}
     loader = DataLoader(dataset, num_workers=workers, backend="spawn", **options)
     with iter(loader) as items:

@@ -21,7 +21,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals
 
 
 class Child:
-    """A forked process with the worker's side of a record, and a line each way."""
+    """A forked process with the worker's side of a record, and a pipe each way."""
 
     def __init__(self, record: PostmortemRecord, body: Callable[[Child], Any]) -> None:
         self.here, there = os.pipe(), os.pipe()

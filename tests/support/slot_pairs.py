@@ -24,7 +24,7 @@ class Pair:
         self.writer, self.reader = SlotWriter(limit, names), SlotReader(hold, names)
 
     def send(self, *buffers: Any) -> tuple[SlotMap, list[Any]]:
-        """What the worker writes, and the parent has read but not yet opened."""
+        """Write buffers as the worker does; the parent has read but not yet opened them."""
         self.writer.release(self.reader.returned())
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         slot_map, fds = self.writer.write(views)
@@ -40,7 +40,7 @@ class Pair:
         return sent[0], self.open(sent)
 
     def empty(self, size: int) -> Any:
-        """What the worker collates into."""
+        """Make an array that the worker collates into."""
         self.writer.release(self.reader.returned())
         buffer = self.writer.empty(size)
         assert buffer is not None
@@ -53,7 +53,7 @@ class Pair:
 
     @property
     def both_know_the_same(self) -> bool:
-        """Whether the parent has mapped all that the worker has, and nothing else."""
+        """True if the parent has mapped all that the worker has, and nothing else."""
         return set(self.reader.segments) == set(self.writer.pool.segments)
 
 
