@@ -37,7 +37,7 @@ def joined(*parts: bytes) -> bytes:
     return b"".join(bytes(piece) for piece in encode(parts))
 
 
-# -- a worker's connection -------------------------------------------------------------------------------
+# -- a worker's connection ------------------------------------------------------------------------
 
 
 class Wire:
