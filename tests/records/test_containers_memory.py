@@ -1,0 +1,158 @@
+"""The memory of SharedList and SharedDict: one copy for all processes, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.containers import (
+    READ,
+    forked,
+    linux,
+    mappings,
+    output,
+    owner,
+    read_pickle,
+    segments,
+)
+
+from hybridloader.records.shared_buffer import BufferGone
+from hybridloader.records.shared_dict import SharedDict
+from hybridloader.records.shared_list import SharedList
+
+
+@linux
+def test_the_memory_goes_with_the_last_view(memory: str) -> None:
+    names, maps, descriptors = segments(), mappings(), len(os.listdir("/proc/self/fd"))
+    shared: Any = SharedList(str(i) for i in range(1000))
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+    assert mappings() == maps + (memory == "nameless")
+    assert len(segments() - names) == (memory == "named")
+    part = shared[10:20][::3]
+    iterator = iter(part)
+    del shared
+    assert list(part) == ["10", "13", "16", "19"]
+    del part
+    assert next(iterator) == "10"
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+    del iterator
+    gc.collect()
+    assert mappings() == maps
+    assert segments() == names
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_the_interpreter_ends_in_silence_and_leaves_nothing(memory: str) -> None:
+    rest = (
+        "kept = [shared, SharedDict({1: shared[0]}), shared[1:]]\n"
+        "cycle = [shared]; cycle.append(cycle)\n"
+        "iterator = iter(shared); next(iterator)\n"
+        "sys.stdin.read()\n"
+    )
+    with owner(memory, rest) as process:
+        assert process.stdout is not None
+        read_pickle(process.stdout)
+        assert bool(segments(process.pid)) == (memory == "named")
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+    assert not segments(process.pid)
+
+
+def test_a_killed_owner_of_a_name_leaves_none() -> None:
+    with owner("named") as process:
+        assert process.stdout is not None
+        pickled = read_pickle(process.stdout)
+        assert len(segments(process.pid)) == 1
+        process.send_signal(signal.SIGKILL)
+        process.communicate()  # also waits for the resource tracker, which has the same stderr
+    assert not segments(process.pid)
+    with pytest.raises(BufferGone, match="has ended"):
+        pickle.loads(pickled)
+
+
+def test_who_attaches_does_not_take_the_name_away() -> None:
+    with owner("named") as process:
+        assert process.stdout is not None
+        pickled = read_pickle(process.stdout)
+        for _ in range(2):  # the first one's end must not concern the second
+            assert output(READ + "print(shared[0])", pickled) == "a"
+        _, errors = process.communicate()
+    assert errors == b""
+
+
+LIMITED = """
+import resource, sys
+from hybridloader.records import shared_buffer
+shared_buffer.nameless_usable = lambda: {nameless}
+from hybridloader import SharedList
+from pathlib import Path
+pages = int(Path('/proc/self/statm').read_text().split()[0])
+most = pages * resource.getpagesize() + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    SharedList(bytes(1 << 20) for _ in range(200))
+except MemoryError as error:
+    print(error)
+"""
+
+
+@linux
+def test_without_address_space_it_is_a_memory_error_that_names_the_size() -> None:
+    text = output(LIMITED.format(nameless=True))
+    found = re.fullmatch(r"a SharedList needs ([\d,]+) bytes of shared memory.*", text)
+    assert found is not None
+    assert 200 << 20 <= int(found[1].replace(",", "")) < 201 << 20
+
+
+@linux
+def test_without_memory_it_is_a_memory_error_and_nothing_is_left(memory: str) -> None:
+    import resource
+
+    before = segments(), len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        for make in (
+            lambda: SharedList(bytes(1000) for _ in range(3000)),
+            lambda: SharedDict((i, bytes(1000)) for i in range(3000)),
+        ):
+            with pytest.raises(MemoryError, match=r"a Shared\w+ needs [\d,]{6,} bytes.*too large"):
+                make()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gc.collect()
+    assert (segments(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def private_bytes() -> int:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * sum(int(n) for n in re.findall(r"Private_\w+:\s+(\d+) kB", text))
+
+
+def grown(sequence: Any) -> int:
+    """In a child: bytes that reading everything made its own."""
+    gc.disable()
+    before = private_bytes()
+    for element in sequence:
+        _ = element
+    for place in range(0, len(sequence), 3):
+        _ = sequence[place]
+    return private_bytes() - before
+
+
+@linux
+def test_children_that_read_all_of_it_copy_nothing(memory: str) -> None:
+    paths = [f"/data/train/class {i % 1000:04}/image {i:07}.jpeg" for i in range(200_000)]
+    shared = SharedList(paths)
+    assert sum(1 for _ in shared) == len(paths)  # a page that only one process maps is its own
+    # The measure itself: a Python list is copied, at least 40 bytes of every 100.
+    assert forked(lambda: grown(paths)) > 0.4 * sum(map(sys.getsizeof, paths))
+    for _ in range(2):
+        assert forked(lambda: grown(shared)) < 0.2 * shared.nbytes
