@@ -1,4 +1,4 @@
-"""A step of your own: windows of items that follow each other, such as the frames of a clip."""
+"""A step of your own: windows of consecutive items, such as the frames of a clip."""
 
 import math
 from collections import deque
@@ -9,7 +9,7 @@ from hybridloader import Operator, Pipeline
 
 @dataclass(frozen=True)
 class Windows(Operator):
-    """`size` items in a row as a tuple, and `step` items later the next one."""
+    """Tuples of `size` items in a row, which begin `step` items apart."""
 
     size: int
     step: int = 1

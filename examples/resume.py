@@ -1,4 +1,4 @@
-"""Kill a training run in the middle of an epoch, and go on elsewhere: python examples/resume.py
+"""Kill a training run in the middle of an epoch, and resume it elsewhere: python examples/resume.py
 
 The run saves every few steps. It is killed by SIGKILL, and another process goes on from the file with
 other workers, on another backend. Its losses are those of a run that nobody has killed, to the last bit.
@@ -17,11 +17,11 @@ from torch import nn
 from hybridloader import DataLoader
 
 EPOCHS, EVERY, BATCH = 3, 5, 32
-"""A checkpoint every so many steps."""
+"""Number of epochs, of steps from one checkpoint to the next, and of samples in a batch."""
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Points of a plane, and noise that depends on the point alone."""
+    """Points of a plane, with noise that depends on the point alone."""
 
     def __len__(self):
         return 640
@@ -72,7 +72,7 @@ def train(folder, workers, backend, kill_at=0):
 
 
 def start(folder, *arguments):
-    """A run in a process of its own."""
+    """Start a run in a process of its own."""
     folder.mkdir(exist_ok=True)
     return subprocess.Popen([sys.executable, __file__, str(folder), *arguments])
 

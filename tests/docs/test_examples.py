@@ -1,4 +1,4 @@
-"""The pages about pipelines and their examples: what they show runs, and what they list is there."""
+"""Pages about pipelines and their examples: all code runs, and all that they list exists."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CROPS = 4
 
 
 def blocks(page: Path) -> list[tuple[str, str, int]]:
-    """The kind, the text and the line of every block of code."""
+    """Return kind, text and line of every block of code."""
     text = page.read_text()
     return [(m[1], m[2], text.count("\n", 0, m.start()) + 1) for m in BLOCK.finditer(text)]
 
 
 @pytest.fixture
 def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
-    """The names that the page uses without saying what they are."""
+    """Names that the page uses without defining them."""
     text = tmp_path / "words.txt"
     text.write_text("one two\nthree\n")
     files = [f"{number}.jpg" for number in range(10)]
@@ -259,7 +259,7 @@ def test_the_table_of_the_page_has_the_stages_of_the_example() -> None:
 
 
 def test_what_the_other_page_says_of_ours_can_be_described(tmp_path: Path) -> None:
-    """Its blocks for us are pipelines that can be made and laid out; nothing is run."""
+    """Check that the page's blocks are pipelines that can be made and laid out; nothing is run."""
     text = (ROOT / "docs" / "coming-from.md").read_text()
     ours = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "    Pipeline." in b]
     assert len(ours) == 6

@@ -1,4 +1,4 @@
-"""The page about faults: what it shows of bad samples runs, and says what it says."""
+"""The page about faults: its examples of bad samples run, with the output that it shows."""
 
 from __future__ import annotations
 

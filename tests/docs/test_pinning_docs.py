@@ -1,4 +1,4 @@
-"""The page about devices: what it shows runs, as far as that needs no GPU."""
+"""The page about devices: its code runs, as far as it needs no GPU."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_a_backend_that_contradicts_the_context_is_refused(
 
 
 class Pretending(multiprocessing.context.BaseContext):
-    """As MONAI's, of which `multiprocessing` knows nothing: its processes are threads."""
+    """Context like MONAI's, whose processes are threads; `multiprocessing` does not know it."""
 
     _name = "processthread"
 

@@ -1,4 +1,4 @@
-"""Bad inputs that only a worker can find, one a row: of its batch alone, and afterwards all goes on."""
+"""Bad inputs that only a worker can find, one a row: they cost their batch, and the loader goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridloader import DataLoader, ResultNotSendable, WorkerDied
 
 @pytest.fixture(autouse=True)
 def _goes_on() -> Iterator[None]:
-    """A good loader works afterwards; conftest.py sees to it that nothing is left behind."""
+    """Check that a good loader works afterwards; conftest.py checks that nothing is left behind."""
     yield
     assert [int(batch) for batch in DataLoader(range(3), num_workers=1, backend="threads")] == [  # type: ignore[arg-type]
         0,
@@ -25,7 +25,7 @@ def _goes_on() -> Iterator[None]:
 
 
 class Bytes(Holder):
-    """`inner` is called with the index."""
+    """Dataset that calls `inner` with the index."""
 
     def __getitem__(self, index: int) -> Any:
         return self.inner(index)

@@ -29,7 +29,7 @@ class Stream(IterableDataset[int]):
 
 
 class Holder(Numbers):
-    """A dataset with something in it."""
+    """Dataset that holds an object."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -125,7 +125,7 @@ def test_an_attribute_in_slots_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Choosy(Box):
-    """Leaves its lock out, and sends something else."""
+    """Object that pickles without its lock, as something else."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -136,7 +136,7 @@ class Choosy(Box):
 
 
 class Listed(list[Any]):
-    """A list with an attribute."""
+    """List with an attribute."""
 
 
 def _listed(handle: Any) -> Listed:
@@ -182,7 +182,7 @@ def test_whatever_goes_along_is_named(
 
 
 def test_a_tensor_that_autograd_knows_more_of_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own pickles take it; what sends it does not."""
+    """Object that torch's own pickles take, and that can't be sent."""
     _no_process_may_start(monkeypatch)
     for tensor in (torch.ones(2), torch.ones(2).share_memory_()):
         inner = {"weights": tensor.requires_grad_() * 2}

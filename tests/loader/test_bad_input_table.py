@@ -1,4 +1,4 @@
-"""Bad inputs that are known at once, one a row: of which type, in which words; and no worker starts."""
+"""Bad inputs that are refused before any worker starts, one a row, with the error's type and words."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ nan, inf = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True)
 def _goes_on() -> Iterator[None]:
-    """A good loader works afterwards; conftest.py sees to it that nothing is left behind."""
+    """Check that a good loader works afterwards; conftest.py checks that nothing is left behind."""
     yield
     assert [int(batch) for batch in DataLoader(range(3), num_workers=1, backend="threads")] == [  # type: ignore[arg-type]
         0,

@@ -356,7 +356,7 @@ def test_r10_after_the_constructor_only_the_iterator_is_set(backend: str | None)
 
 
 class Alike(DataLoader[Any]):
-    """A user's subclass that compares; it can't be hashed, unless it says how."""
+    """User's subclass with an ``__eq__``, and so without a hash unless it has one."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Alike)
@@ -414,7 +414,7 @@ _inherited = False
 
 
 class Inheriting(Numbers):
-    """Tells whether the worker has what this process had in memory when it was started."""
+    """Dataset that shows whether a worker has this process's memory from when it was started."""
 
     def __getitem__(self, index: int) -> bool:
         return _inherited

@@ -1,4 +1,4 @@
-"""Beside the rows: `set_epoch` and persistent workers, batches of threads, what is sent."""
+"""Behaviour beside the rows: `set_epoch` and persistent workers, batches of threads, objects sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridloader import DataLoader, Spawn, Threads
 
 
 class Plain(Numbers):
-    """The epoch is an attribute that is bound anew."""
+    """Dataset whose epoch is an attribute."""
 
     epoch = -1
 
@@ -27,7 +27,7 @@ class Plain(Numbers):
 
 
 class Reordered(Numbers):
-    """The epoch's order is an array that is bound anew; the array before must not be seen."""
+    """Dataset whose order is a new array each epoch; the array before must not be seen."""
 
     def __init__(self, length: int = 8) -> None:
         super().__init__(length)
@@ -43,7 +43,7 @@ class Reordered(Numbers):
 
 
 class Wrapper:
-    """No `Dataset`, and holds one."""
+    """Wrapper of a dataset that is no `Dataset` itself."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -56,7 +56,7 @@ class Wrapper:
 
 
 def stacked() -> tuple[Any, list[Any]]:
-    """A dataset that holds others in all the ways there are, and these; only one is spawned."""
+    """Dataset that holds others in all the ways above; only one of these is spawned."""
     leaves: list[Any] = [Plain(4), Reordered(4), Plain(4), Plain(2), Reordered(2)]
     plain, reordered, in_subset, *in_concat = leaves
     subset = Subset(Subset(in_subset, [3, 2, 1, 0]), [0, 1, 2, 3])
@@ -78,7 +78,7 @@ def test_set_epoch_in_the_parent_is_seen_by_all_persistent_workers(backend: str)
 
 @pytest.mark.parametrize("backend", ["inline", "threads", "fork", Threads(copy_dataset=True)])
 def test_set_epoch_is_seen_when_an_epoch_is_begun_twice(backend: Any) -> None:
-    """As with two loops over the loader, of which the first is given up before its first batch."""
+    """Two loops over the loader, of which the first is left before its first batch."""
     dataset = Plain(4)
     loader = DataLoader(dataset, num_workers=2, backend=backend, persistent_workers=True)
     assert flat(loader) == [-1] * 4
@@ -139,7 +139,7 @@ def test_batches_made_in_this_process_are_not_moved_to_shared_memory(
 
 
 def test_a_random_sampler_is_not_sent_to_workers() -> None:
-    """R19 again, where a copy would be easiest: the sampler holds what can't be pickled."""
+    """R19 with a sampler that can't be pickled, where a copy would be easiest."""
 
     class Unpicklable(RandomSampler):
         lock = threading.Lock()

@@ -181,7 +181,7 @@ def test_r15_workers_stop_when_the_last_reference_goes(backend: str) -> None:
 
 @quick
 def test_r15_a_loader_that_collates_by_its_own_method_can_be_collected(backend: str) -> None:
-    """As PyG's: ``collate_fn=self.sampled`` closes a circle over the persistent iterator."""
+    """Loader like PyG's: ``collate_fn=self.sampled`` makes a cycle through the persistent iterator."""
     loader = Mixed(5, num_workers=1, persistent_workers=True, backend=backend)
     assert len(list(loader)) == 5
     gone = weakref.ref(loader)

@@ -53,7 +53,7 @@ def test_r36_a_state_can_be_had_at_any_time_and_is_a_dict_of_its_own() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_r37_what_accelerate_edits_is_there_and_heeded(workers: int) -> None:
-    """Subtracts the batches that it has fetched ahead, and notes whether the pass is over."""
+    """Subtract the batches that were fetched ahead, and note whether the pass is over."""
     loader = made(workers=workers)
     with iter(loader) as iterator:
         list(itertools.islice(iterator, 3))

@@ -254,7 +254,7 @@ def test_r27_a_process_is_seeded_without_a_trace_of_how(
 
 
 class Shard(IterableDataset[Any]):
-    """Keeps its place on itself, so that two workers must not share it."""
+    """Dataset that keeps its place on itself, so that two workers must not share it."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -328,7 +328,7 @@ def test_r31_threads_share_a_map_style_dataset_unless_told_to_copy_it() -> None:
 
 
 class Batchwise:
-    """No `Dataset` of torch's, and asked for a batch at once: a dataset of Hugging Face."""
+    """Dataset like Hugging Face's: none of torch's, and asked for a batch at once."""
 
     def __len__(self) -> int:
         return 5

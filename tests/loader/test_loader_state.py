@@ -1,4 +1,4 @@
-"""The state of a loader: wherever a pass is left, the rest of it comes, on any backend.
+"""State of a loader: wherever a pass is left, the rest of it comes, on any backend.
 
 The uninterrupted run is the oracle, and torch's loader that of the uninterrupted run.
 """
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def in_turn() -> list[Any]:
-    """Each sampler in every second place, each place with every second sampler; else in a full run."""
+    """Short run: each sampler at every second place, each place with every second sampler."""
     return [
         pytest.param(
             sampler,

@@ -1,4 +1,4 @@
-"""States that are not of this loader, or of none: said before any worker starts, with both values."""
+"""States of another loader, or of none, are refused before any worker starts, with both values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH, BATCH = 20, 4
 
 
 class Silent(Dataset[int]):
-    """Would tell if a worker had started on it."""
+    """Dataset that shows whether a worker has started."""
 
     def __init__(self, length: int = LENGTH) -> None:
         self.length = length
@@ -135,7 +135,7 @@ def test_it_is_refused_when_it_is_loaded_and_what_was_loaded_before_stays(name: 
 
 
 class Shrinking(SequentialSampler):
-    """Has fewer than its length says."""
+    """Sampler that gives fewer items than its length."""
 
     left = LENGTH
 

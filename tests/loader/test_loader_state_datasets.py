@@ -1,4 +1,4 @@
-"""States of datasets that workers read: when they are taken, and that the stream is one."""
+"""States of datasets that workers read: when they are taken, and that the resumed stream is right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = 23
 
 
 class Curriculum(Dataset[int]):
-    """Harder with every sample."""
+    """Dataset whose samples depend on how many it has given."""
 
     def __init__(self) -> None:
         self.level = 0
@@ -45,7 +45,7 @@ class Curriculum(Dataset[int]):
 
 
 class Growing(IterableDataset[int]):
-    """Each sample follows from all before it."""
+    """Dataset whose samples depend on all before them."""
 
     def __init__(self) -> None:
         self.sum, self.at = 0, 0
@@ -67,7 +67,7 @@ class Growing(IterableDataset[int]):
 
 
 def ahead_of(iterator: Any, count: int) -> list[Any]:
-    """Some results, and errors in their places."""
+    """Return `count` results, with errors in their places."""
     found: list[Any] = []
     for _ in range(count):
         try:
@@ -109,7 +109,7 @@ def test_a_dataset_is_where_it_was_also_between_two_of_its_states(
 
 
 class Dying(Curriculum):
-    """Its worker dies, once."""
+    """Dataset whose worker dies once."""
 
     def __init__(self, flag: Path) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_a_dataset_stopped_anywhere_on_any_backend_gives_one_stream(
 
 
 class Module(torch.nn.Module):
-    """A dataset that is a module: what it tells is what it was made with."""
+    """Dataset that is a module: its state is its parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The examples of docs/resuming.md: what is gone on with loses nothing."""
+"""Examples of docs/resuming.md: a resumed run loses nothing."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_a_sampler_that_is_told_epochs_is_told_the_one_that_it_was_in() -> None:
 def test_an_epoch_that_it_is_told_behind_the_end_is_not_taken_back(
     count: int, before: bool
 ) -> None:
-    """As in ``for epoch in range(saved, epochs): loader.set_epoch(epoch)``."""
+    """Resumed loop: ``for epoch in range(saved, epochs): loader.set_epoch(epoch)``."""
 
     def distributed() -> DataLoader:
         return DataLoader(NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, 1, 0))

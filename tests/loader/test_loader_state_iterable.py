@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def place() -> tuple[int, int]:
-    """The worker, and how many samples it has."""
+    """Number of the worker, and of its samples."""
     info = get_worker_info()
     return (0, 9) if info is None else (info.id, SIZES[info.id % 3])
 
@@ -41,7 +41,7 @@ class Plain(IterableDataset[int]):
 
 
 class Stateful(IterableDataset[int]):
-    """Keeps the place itself, and begins again once it is through, as torchdata's examples do."""
+    """Dataset with its place as state, which begins again at its end, as in torchdata's examples."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -145,7 +145,7 @@ GRID = [
 
 
 def places() -> Iterator[Any]:
-    """The grid in the caller and on threads; on forks each third of it, and all in a full run."""
+    """All cells in the caller and on threads; on forks a third of them, and all in a full run."""
     for where in ((0, "inline"), (3, "threads"), (3, "fork")):
         for number, (case, options) in enumerate(GRID):
             rest = where[1] == "fork" and number % 3 != 0
@@ -196,7 +196,7 @@ def test_workers_that_stay_read_all_of_the_next_pass(case: str) -> None:
 
 
 class Waiting(IterableDataset[int]):
-    """Begins when it may."""
+    """Dataset that waits at its beginning until it is allowed."""
 
     free = threading.Event()  # shared by the copies of threads
 
@@ -398,7 +398,7 @@ def test_counts_that_were_edited_are_come_by_by_making_batches() -> None:
 
 
 class Curriculum(Dataset[int]):
-    """Harder with every sample."""
+    """Dataset whose samples depend on how many it has given."""
 
     def __init__(self) -> None:
         self.level = 0
@@ -459,7 +459,7 @@ def test_a_state_that_cannot_be_pickled_fails_who_asks_for_it_alone(where: tuple
 
 
 class LockedInOne(Walks):
-    """Its first worker's state can't be taken."""
+    """Dataset whose state can't be taken in the first worker."""
 
     def state_dict(self) -> dict[str, Any]:
         info = torch.utils.data.get_worker_info()

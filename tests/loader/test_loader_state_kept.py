@@ -1,4 +1,4 @@
-"""When states of samplers and datasets are taken, how they are copied, and that the stream is one.
+"""States of samplers: when they are taken, and that the resumed stream is the uninterrupted one.
 
 How often a state is taken depends on what it costs. Here that is set, to every so many steps, so that
 most places lie between two states; the uninterrupted run is the oracle.
@@ -32,7 +32,7 @@ LENGTH = 23
 
 
 class Ordered(Sampler[int]):
-    """All of its order is in its state, and a pass begins where the last one was left."""
+    """Sampler whose order is in its state; a pass begins where the last one was left."""
 
     def __init__(self) -> None:
         self.order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(5)).tolist()
@@ -55,7 +55,7 @@ class Ordered(Sampler[int]):
 
 
 class Reordering(Ordered):
-    """Changes the list that it told as its state."""
+    """Sampler that changes the list that it returned as its state."""
 
     def __iter__(self) -> Iterator[int]:
         for index in super().__iter__():
@@ -65,7 +65,7 @@ class Reordering(Ordered):
 
 
 class Drawing(Ordered):
-    """Draws from a generator for each index, and tells its state."""
+    """Sampler that draws each index from a generator, which is its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Drawing(Ordered):
 
 
 class Yielded(Ordered):
-    """Counts what it has yielded until its next pass begins, as torchdata's distributed one does."""
+    """Sampler that counts its items until its next pass begins, as torchdata's distributed one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Yielded(Ordered):
 
 
 class Walk:
-    """An iterator over batches, which has the state where its sampler has none."""
+    """Iterator over batches that has a state, while its sampler has none."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -134,7 +134,7 @@ class Walking(Sampler[list[int]]):
 
 
 class OfBatches(BatchSampler):
-    """A sampler of batches with a state, which is that of its sampler."""
+    """Batch sampler whose state is that of its sampler."""
 
     def __init__(self) -> None:
         super().__init__(Ordered(), 4, False)
@@ -218,7 +218,7 @@ def assert_followed_by(
 def test_behind_the_last_batch_an_end_that_is_declared_is_followed_by_the_next_pass(
     kind: str, where: tuple[int, str]
 ) -> None:
-    """As accelerate does it, while the iterator has not told its end."""
+    """End that accelerate declares while the iterator has not reached it."""
     uninterrupted = loader_of(kind, where)
     whole, following = listed(uninterrupted), listed(uninterrupted)
     loader = loader_of(kind, where)
@@ -281,7 +281,7 @@ def test_a_sampler_that_gives_less_than_it_gave_is_found_out(every: Callable[[in
 
 
 class Untold(Ordered):
-    """Has the methods and can't tell its state."""
+    """Sampler with both methods, whose `state_dict` raises."""
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("not on this day")
@@ -307,7 +307,7 @@ def test_a_sampler_that_cannot_tell_its_state_fails_who_asks_for_it_alone(
 
 
 class Asked(Ordered):
-    """Counts how often it is asked for its state, which takes a while by its clock."""
+    """Sampler that counts how often its state is taken, which takes time by its clock."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The state of a loader that leaves samples out, or whose batches come in any order."""
+"""State of a loader that skips samples, or whose batches come in any order."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_collation_of_what_waited_draws_what_it_would_have_drawn(made: Any) -> N
 
 
 class Halves(IterableDataset[int]):
-    """Seven samples of each of two workers: a batch of 4, and 3 that wait for the other's."""
+    """Seven samples for each of two workers: a batch of 4, and 3 that wait for the other's."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -142,7 +142,7 @@ def test_a_batch_that_an_error_came_before_is_not_lost() -> None:
 
 
 class Held(Dataset[int]):
-    """Its first sample comes when it is allowed to."""
+    """Dataset whose first sample comes when it is allowed."""
 
     def __init__(self) -> None:
         self.free = threading.Event()

@@ -1,4 +1,4 @@
-"""`on_error` of a `DataLoader` over a map-style dataset: what fails, what comes, what is told."""
+"""`on_error` of a `DataLoader` over a map-style dataset: failures, batches and records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACES = [
 
 
 def loader(dataset: Any, *args: Any, **more: Any) -> DataLoader:
-    """Without the warning that a backend without workers gives once."""
+    """Make a loader without the warning of a backend without workers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return DataLoader(dataset, *args, **more)
@@ -180,7 +180,7 @@ def negative(index: int, error: Exception) -> torch.Tensor:
 
 
 class Flaky(Samples):
-    """Fails `times` times before each sample comes."""
+    """Dataset that fails `times` times before each sample comes."""
 
     def __init__(self, times: int) -> None:
         super().__init__(8, ())

@@ -1,4 +1,4 @@
-"""torch is the oracle: what its loader yields, ours yields, bit for bit, on every backend.
+"""Parity with torch: our loader yields what torch's yields, bit for bit, on every backend.
 
 A cell of the grid is a dataset, some options and a number of workers. torch's loader and ours run it
 over some epochs, each from the same seeds, and both runs are written down as a list of events: every
@@ -71,7 +71,7 @@ class Cell:
     stop_after: int = 0
 
     def run(self, loader_class: Any, **more: Any) -> Log:
-        """The events of all epochs; persistent workers get three, others two."""
+        """Return the events of all epochs: three for persistent workers, two for others."""
         random.seed(1)
         np.random.seed(2)
         torch.manual_seed(3)

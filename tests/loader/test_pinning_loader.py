@@ -126,7 +126,7 @@ def test_the_stream_of_the_caller_waits_for_each_batch_and_the_caller_for_none(
 
 @on_backends
 def test_slots_that_the_device_has_yet_to_read_are_not_filled_again(backend: str) -> None:
-    """The copies read the slots when they happen, at the very end: anything reused would show."""
+    """Check that no slot is used again: the copies read the slots at the very end."""
     fake = FakeAccelerator()
     size = OWN // 4  # a batch has a slot of its own
     loader = DataLoader(Rows(40, size), 2, num_workers=2, backend=backend, device=fake)
@@ -155,7 +155,7 @@ def test_tensors_in_page_locked_slots_are_not_copied_on_the_host(backend: str) -
 
 
 class Told(Sampler[int]):
-    """Notes who asks it, and how often it was."""
+    """Sampler that notes the threads that ask it."""
 
     def __init__(self) -> None:
         self.given: list[int] = []

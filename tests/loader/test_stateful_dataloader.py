@@ -26,7 +26,7 @@ BACKENDS = pytest.mark.parametrize(
 
 
 class Counted(Dataset[Any]):
-    """By index; its state is how many samples this copy has given. It tells how often it was asked."""
+    """Map-style dataset that counts its samples, which is its state, and calls of `state_dict`."""
 
     def __init__(self) -> None:
         self.given = self.asked = 0
@@ -325,7 +325,7 @@ def test_the_order_is_that_of_a_generator_of_its_own() -> None:
 
 
 def test_what_was_drawn_is_replayed_by_number_after_an_edit() -> None:
-    """accelerate takes off batches that it has read ahead."""
+    """State from which accelerate has subtracted the batches that it has read ahead."""
     loader = loader_of(range(12), 3, shuffle=True)
     iterator = iter(loader)
     batches = [next(iterator) for _ in range(3)]
