@@ -19,13 +19,6 @@ from hybridloader import BackendUnavailable, Threads, install, uninstall
 TORCHS = vars(TorchLoader)["_get_iterator"]
 
 
-@pytest.fixture(autouse=True)
-def _undone() -> Iterator[None]:
-    yield
-    uninstall()
-    assert vars(TorchLoader)["_get_iterator"] is TORCHS
-
-
 # -- in and out ------------------------------------------------------------------------------------
 
 

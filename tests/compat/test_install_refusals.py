@@ -1,0 +1,156 @@
+"""Loaders that `install` leaves to torch, and those with a `multiprocessing_context`."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.sample_origin import PROCESS, THREAD, places, where
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
+
+import hybridloader
+from hybridloader import DataLoader, Threads, install
+from hybridloader._support import caller
+from hybridloader._support.errors import BackendUnavailable, ShippingError
+from hybridloader.loader.iterator import LoaderIterator
+from hybridloader.loader.options import Options
+from hybridloader.loader.plan import LoaderPlan
+
+ROOT = Path(__file__).parents[2]
+
+
+# -- what ours would refuse ------------------------------------------------------------------------
+
+
+class _Process(multiprocessing.context.ForkProcess):
+    """Somebody's own kind of process."""
+
+
+class _ForkContext(multiprocessing.context.ForkContext):
+    Process = _Process
+
+
+class _OddContext(_ForkContext):
+    """As MONAI's, a start method that nobody knows."""
+
+    _name = "odd"
+
+
+class _Unsendable(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.made = (i for i in range(4))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.made
+
+
+class _Unavailable(Threads):
+    def check(self) -> None:
+        raise BackendUnavailable("not on a Sunday")
+
+
+def refused() -> dict[str, tuple[Any, dict[str, Any], Any, str]]:
+    """By name: a dataset, what its loader is given, what is installed, and the reason."""
+    data = range(4)
+    return {
+        "an unknown context": (data, {"multiprocessing_context": _OddContext()}, None, "own kind"),
+        "... overruled": (data, {"multiprocessing_context": _OddContext()}, "fork", "own kind"),
+        "its own processes": (data, {"multiprocessing_context": _ForkContext()}, None, "own kind"),
+        "can't be copied": (_Unsendable(), {}, "threads", r"dataset\.made .* can't be copied"),
+        "can't be sent": (_Unsendable(), {}, "spawn", r"dataset\.made .* can't be pickled"),
+        "no backend here": (data, {"shuffle": True}, _Unavailable(), "not on a Sunday"),
+        "an argument": (data, {"in_order": "yes"}, "threads", "in_order must be True or False"),
+    }
+
+
+@pytest.mark.parametrize("case", refused())
+def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -> None:
+    data, given_, backend, reason = refused()[case]
+
+    def drawn_of(data: Any) -> Any:
+        torch.manual_seed(4)
+        loader: Any = TorchLoader(data, num_workers=1, **given_)
+        iterator = iter(loader)
+        kind = type(iterator)
+        return kind, [batch.tolist() for batch in iterator], torch.rand(1)
+
+    caller.warn_once.cache_clear()
+    wanted = drawn_of(data)
+    with install(backend):
+        with pytest.warns(UserWarning, match=reason) as caught:
+            assert drawn_of(refused()[case][0]) == wanted
+        assert [w.filename for w in caught] == [__file__]
+        assert drawn_of(refused()[case][0]) == wanted
+
+
+def test_what_the_user_s_own_code_raises_is_raised_and_asked_for_once() -> None:
+    asked = []
+
+    class Sampler:
+        def __iter__(self) -> Iterator[int]:
+            asked.append(1)
+            raise TypeError("mine")
+
+    loader: Any = TorchLoader(range(2), None, sampler=Sampler(), num_workers=1)  # type: ignore[arg-type]
+    with install("threads"), pytest.raises(TypeError, match="mine"):
+        iter(loader)
+    assert asked == [1]
+
+
+class _Answers(TorchLoader):  # type: ignore[type-arg]
+    """Knows of no other attribute than torch's, in words of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def test_a_loader_may_answer_for_unknown_attributes_as_it_likes() -> None:
+    loader: Any = _Answers(range(4), 2, num_workers=1)  # type: ignore[arg-type]
+    with install("threads"), iter(loader) as iterator:
+        assert type(iterator) is LoaderIterator
+        assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
+    with pytest.raises(TypeError, match="_Answers is a subclass of torch's DataLoader"):
+        hybridloader.from_torch(loader)
+
+
+def test_what_is_asked_for_by_name_is_refused_as_ever() -> None:
+    ours: Any = DataLoader(range(2), num_workers=1, multiprocessing_context=_OddContext())  # type: ignore[arg-type]
+    with install("threads"):
+        with pytest.raises(BackendUnavailable, match="unknown start method 'odd'"):
+            iter(ours)
+        with pytest.raises(ShippingError):
+            iter(DataLoader(_Unsendable(), num_workers=1, backend="threads"))
+
+
+# -- multiprocessing_context -----------------------------------------------------------------------
+
+
+def test_threads_come_before_a_context_of_the_loader() -> None:
+    with install("threads"):
+        assert places(where(1, multiprocessing_context="fork")) == THREAD
+
+
+def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
+    loader = where(1, multiprocessing_context="fork")
+    for asked in (None, "shared-memory"):
+        backend: Any = LoaderPlan.of(loader, asked, Options()).backend
+        assert backend.start_method == "fork"
+    loky = hybridloader.SharedMemory(start_method="loky")
+    other: Any = LoaderPlan.of(loader, loky, Options()).backend
+    assert other.start_method == "loky"
+
+
+def test_a_context_that_is_overruled_is_told_once() -> None:
+    loader = where(1, multiprocessing_context="spawn")
+    caller.warn_once.cache_clear()
+    with install("fork"):
+        with pytest.warns(UserWarning, match="multiprocessing_context='spawn'") as caught:
+            list(loader)
+        assert places(loader) == PROCESS
+    assert "install('shared-memory')" in str(caught[0].message)
+    assert caught[0].filename == __file__

@@ -1,0 +1,163 @@
+"""Containers of a batch are taken apart and rebuilt as torch's `pin_memory` does it."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.operator_context import no_deadline
+from support.pinning_datasets import Leaf
+from torch.utils.data._utils.pin_memory import pin_memory as torchs_pin_memory
+
+from hybridloader.devices.batch_parts import mapped, pins_itself, tensors_in
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+class Frozen(Mapping[str, Any]):
+    def __init__(self, items: Any) -> None:
+        self.items_ = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+class Stubborn(Frozen):
+    """Can't be made of a dict."""
+
+    def __init__(self, items: Any, more: int) -> None:
+        super().__init__(items)
+
+
+class Seq(Sequence[Any]):
+    def __init__(self, parts: Any) -> None:
+        self.parts = tuple(parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.parts[index]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+class Tagged(dict[str, Any]):
+    """Has more than its items."""
+
+
+def tagged(parts: dict[str, Any]) -> Tagged:
+    made = Tagged(parts)
+    made.tag = "kept"  # type: ignore[attr-defined]
+    return made
+
+
+leaves = st.one_of(
+    st.builds(Leaf, st.integers()),
+    st.integers(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.none(),
+    st.builds(range, st.integers(0, 3)),
+)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    parts, named = (
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    )
+    return st.one_of(
+        parts,
+        parts.map(tuple),
+        parts.map(Seq),
+        parts.map(collections.UserList),
+        parts.map(collections.deque),
+        st.builds(Pair, inner, inner),
+        named,
+        named.map(Frozen),
+        named.map(tagged),
+        named.map(lambda parts: Stubborn(parts, 1)),
+        named.map(types.MappingProxyType),
+        named.map(collections.OrderedDict),
+    )
+
+
+def told(data: Any) -> Any:
+    """What can be compared of it."""
+    if isinstance(data, Leaf):
+        return data
+    extra = getattr(data, "tag", None)
+    if isinstance(data, Mapping):
+        return type(data), extra, {key: told(value) for key, value in data.items()}
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        return type(data), [told(value) for value in data]
+    return type(data), data
+
+
+def ours(data: Any) -> Any:
+    return mapped(data, pins_itself, lambda part: part.pin_memory())
+
+
+@no_deadline
+@given(st.recursive(leaves, containers, max_leaves=8))
+def test_containers_are_taken_apart_and_rebuilt_as_torch_does_it(data: Any) -> None:
+    before = told(data)
+    assert told(ours(data)) == told(torchs_pin_memory(data))
+    assert told(data) == before
+
+
+def test_a_counter_is_not_added_to_itself() -> None:
+    counted = collections.Counter(a=2, b=3)
+    assert ours([counted]) == [counted]
+    assert counted == collections.Counter(a=2, b=3)
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: Any
+    label: int
+    name: str = "n"
+    made: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.made.append(1)
+
+
+def test_dataclasses_are_looked_into_and_not_constructed_again() -> None:
+    sample = Sample([Leaf(1)], 3)
+    pinned = ours(sample)
+    assert type(pinned) is Sample
+    assert pinned.image[0].pinned == 1
+    assert (pinned.label, pinned.name, pinned.made) == (3, "n", [1])
+    assert sample.image[0].pinned == 0
+
+
+def test_a_dataclass_without_anything_to_pin_stays_itself() -> None:
+    @dataclass
+    class Plain:
+        name: str
+        label: int
+
+    plain = Plain("a", 3)
+    assert ours(plain) is plain
+
+
+def test_the_tensors_of_containers_are_found_and_of_other_objects_nothing_is_known() -> None:
+    one, two = torch.zeros(1), torch.ones(1)
+    assert tensors_in({"a": [one, "text"], "b": Sample(two, 1)}) == [one, two]
+    assert tensors_in(object()) is None
+    assert tensors_in(one) == [one]

@@ -1,0 +1,100 @@
+"""Naming a device: which ones are found, and which are refused in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridloader import Transfer
+from hybridloader.devices.accelerator import current, find, taken_for_current
+from hybridloader.devices.pinning import Mover, Pinner, check, pinner_for
+from hybridloader.devices.torch_accelerator import TorchAccelerator
+from hybridloader.testing import FakeAccelerator
+
+
+def test_a_device_that_is_not_there_or_none_is_refused_in_words() -> None:
+    with pytest.raises(
+        ValueError, match=r"device='cuad' names no device: Expected one of cpu, cuda"
+    ):
+        find("cuad")
+    with pytest.raises(TypeError, match="device must be a str such as 'cuda'"):
+        find(3)
+    with pytest.raises(TypeError, match="device must be a str"):
+        find([])
+    if not torch.accelerator.is_available():
+        with pytest.raises(
+            ValueError, match=r"device='cuda' is not there: torch .* no accelerator"
+        ):
+            find("cuda")
+        with pytest.raises(ValueError, match="is not there"):
+            find(torch.device("cuda", 7))
+
+
+class _Module:
+    """Of a kind of device of which there are two."""
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return False
+
+
+def test_one_number_too_many_or_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: _Module)
+    with pytest.raises(ValueError, match=r"'cuda:7' is not there: of 'cuda' devices .* sees 2"):
+        find("cuda:7")
+    with pytest.raises(ValueError, match=r"the accelerator that torch .* is 'cuda'"):
+        find("xpu")
+    with pytest.raises(ValueError, match=r"the accelerator that torch .* is 'cuda'"):
+        find("meta")
+    # Nothing may be initialised by asking: workers may still have to be forked.
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1 / 0)
+    for device, name in (
+        ("cuda:1", "cuda:1"),
+        ("cuda", "cuda:0"),
+        (torch.device("cuda"), "cuda:0"),
+    ):
+        found = find(device)
+        assert isinstance(found, TorchAccelerator)
+        assert found.name == name
+    now = current()
+    assert now is not None
+    assert now.name == "cuda:0"
+    monkeypatch.setattr(_Module, "is_initialized", staticmethod(lambda: True))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    now = current()
+    assert now is not None
+    assert now.name == "cuda:1"
+
+
+def test_the_cpu_is_no_accelerator_and_none_is_none() -> None:
+    assert find("cpu") is find(torch.device("cpu", 0)) is None
+    check(None)
+    assert pinner_for("cpu", pin_memory=False) is None
+    assert pinner_for(None, pin_memory=False) is None
+
+
+def test_an_accelerator_stands_for_itself_and_its_name_for_it_while_it_is_installed() -> None:
+    fake = FakeAccelerator("fake:1")
+    assert find(fake) is fake
+    with taken_for_current(fake):
+        assert find("fake:1") is find("fake") is current() is fake
+        pinner = pinner_for(None, pin_memory=True)
+        assert type(pinner) is Pinner
+    with pytest.raises(ValueError, match="names no device"):
+        find("fake")
+
+
+def test_a_transfer_says_what_may_wait() -> None:
+    fake = FakeAccelerator()
+    pinner = pinner_for(Transfer(fake, prefetch=5, buffer_bytes=7), pin_memory=True)
+    assert type(pinner) is Mover
+    assert (pinner.prefetch, pinner.buffer_bytes) == (5, 7)
+    for options in ({"prefetch": 0}, {"buffer_bytes": 0}):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            Transfer(fake, **options)
+    for wrong in (1.5, "2", True, None):
+        with pytest.raises(TypeError, match="prefetch must be a whole number"):
+            Transfer(fake, prefetch=wrong)  # type: ignore[arg-type]

@@ -1,0 +1,31 @@
+"""Fixtures of the tests of collation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data._utils import collate as torchs
+
+from hybridloader.fetching.collate import set_slots, teach_torch
+from hybridloader.memory.slots import PrivateSlots
+
+
+@pytest.fixture
+def slots() -> Iterator[PrivateSlots]:
+    """Slots for the thread of the test, as for a worker."""
+    teach_torch()
+    mine = PrivateSlots(1 << 30)
+    before = set_slots(mine)
+    yield mine
+    set_slots(before)
+
+
+@pytest.fixture
+def torchs_map() -> Iterator[dict[Any, Any]]:
+    """torch's map, put back as it was afterwards."""
+    before = dict(torchs.default_collate_fn_map)
+    yield torchs.default_collate_fn_map
+    torchs.default_collate_fn_map.clear()
+    torchs.default_collate_fn_map.update(before)
