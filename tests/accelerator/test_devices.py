@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from work import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
+from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
 
 from hybridloader import (
     BackendUnavailable,

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, Regression, losses, torchs
+from support.seeded_training import (
+    LIKE_TORCHS_PROCESSES,
+    WORKERS,
+    Augmented,
+    Regression,
+    losses,
+    torch_loader,
+)
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -220,7 +227,9 @@ def run(kind: Any, data: Any, epochs: int = 2, **options: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def torchs_losses() -> dict[bool, list[float]]:
-    return {seedable: run(torchs, Augmented(), seedable=seedable) for seedable in (False, True)}
+    return {
+        seedable: run(torch_loader, Augmented(), seedable=seedable) for seedable in (False, True)
+    }
 
 
 @pytest.mark.usefixtures("kept")
@@ -236,7 +245,7 @@ def test_losses_equal_those_of_torchs_loader(
 @pytest.mark.usefixtures("kept")
 def test_threads_give_the_same_losses_where_samples_draw_nothing() -> None:
     data = Augmented(noise=0)
-    assert run(DataLoader, data, backend="threads") == run(torchs, data)
+    assert run(DataLoader, data, backend="threads") == run(torch_loader, data)
 
 
 # -- epochs ----------------------------------------------------------------------------------------

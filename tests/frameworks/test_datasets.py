@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Regression, torchs
+from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Regression, torch_loader
 
 from hybridloader import DataLoader
 from hybridloader.backends.threads import Threads
@@ -71,7 +71,7 @@ def trained(loader: Any, dataset: Any, *, tell: bool = False) -> list[float]:
 @functools.cache
 def torchs_on_a_table(workers: int) -> list[float]:
     data = table()
-    return trained(torchs(data, batch_size=4, shuffle=True, num_workers=workers), data)
+    return trained(torch_loader(data, batch_size=4, shuffle=True, num_workers=workers), data)
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def torchs_on_a_stream(workers: int) -> list[float]:
     data = stream()
     found = []
     for stays in (False, True):
-        loader = torchs(data, batch_size=4, num_workers=workers, persistent_workers=stays)
+        loader = torch_loader(data, batch_size=4, num_workers=workers, persistent_workers=stays)
         found.append(trained(loader, data, tell=True))
     assert found[0] == found[1]
     return found[0]
@@ -157,7 +157,7 @@ def test_streams_split_by_node_are_those_of_torchs_loader(backend: Any) -> None:
     for rank in range(2):
         data = split_dataset_by_node(stream(4), rank=rank, world_size=2)
         options = {"batch_size": 4, "num_workers": 2}
-        wanted = [batch["features"].tolist() for batch in torchs(data, **options)]
+        wanted = [batch["features"].tolist() for batch in torch_loader(data, **options)]
         got = [b["features"].tolist() for b in DataLoader(data, backend=backend, **options)]
         assert got == wanted
         seen += [tuple(features) for batch in got for features in batch]

@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
-from one_rank import BACKENDS, EPOCHS, SAMPLERS, SAMPLES
+from support.distributed_rank import BACKENDS, EPOCHS, SAMPLERS, SAMPLES
 from support.made_once import folder_made_once
 
 import hybridloader
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 WORLD = 2
 NAMES = [str(backend) for backend in BACKENDS]
 
@@ -53,14 +53,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def run_ranks(folder: Path) -> None:
     root = Path(hybridloader.__file__).parent.parent
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(root), str(TESTS), os.environ.get("PYTHONPATH", "")])
     environment = {
         **os.environ,
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
     }
-    script = str(HERE / "one_rank.py")
+    script = str(TESTS / "support" / "distributed_rank.py")
     with contextlib.ExitStack() as files:
         running = [
             subprocess.Popen(

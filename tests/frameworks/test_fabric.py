@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, Regression, losses, torchs
+from support.seeded_training import (
+    LIKE_TORCHS_PROCESSES,
+    WORKERS,
+    Augmented,
+    Regression,
+    losses,
+    torch_loader,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader import DataLoader, SampleSeeding, SharedMemory, Skip, Threads
@@ -93,7 +100,7 @@ def run(kind: Any, data: Any, **options: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def torchs_losses() -> list[float]:
-    return run(torchs, Augmented())
+    return run(torch_loader, Augmented())
 
 
 @pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
@@ -105,7 +112,7 @@ def test_losses_equal_those_of_torchs_loader(
 
 def test_threads_give_the_same_losses_where_samples_draw_nothing() -> None:
     data = Augmented(noise=0)
-    assert run(DataLoader, data, backend="threads") == run(torchs, data)
+    assert run(DataLoader, data, backend="threads") == run(torch_loader, data)
 
 
 def test_the_state_is_that_of_the_loader_that_was_given() -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, Regression, torchs
+from support.seeded_training import (
+    LIKE_TORCHS_PROCESSES,
+    WORKERS,
+    Augmented,
+    Regression,
+    torch_loader,
+)
 from torch.utils.data import BatchSampler
 
 from hybridloader import DataLoader, install
@@ -71,7 +77,7 @@ def test_r03_update_dataloader_keeps_class_backend_and_every_option(options: Any
 
 def test_r03_update_dataloader_loses_the_context_as_it_does_with_torchs_loader() -> None:
     """torch keeps it under a private name, which ignite leaves out; `backend` is public."""
-    for make in (torchs, DataLoader):
+    for make in (torch_loader, DataLoader):
         loader = make(Augmented(), 4, num_workers=1, multiprocessing_context="spawn")
         rebuilt = update_dataloader(loader, ReproducibleBatchSampler(loader.batch_sampler))
         assert rebuilt.multiprocessing_context is None
@@ -87,7 +93,7 @@ def test_r03_update_dataloader_gives_the_batches_of_the_sampler() -> None:
 
 @functools.cache
 def torchs_losses(kind: type[Engine], noise: float = 0.1) -> list[float]:
-    return run(kind, torchs(Augmented(noise=noise), 4, shuffle=True, num_workers=WORKERS))
+    return run(kind, torch_loader(Augmented(noise=noise), 4, shuffle=True, num_workers=WORKERS))
 
 
 @pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
@@ -102,7 +108,7 @@ def test_losses_of_fresh_processes_that_stay_are_those_of_torchs_loader() -> Non
     common = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
     told = [
         run(DeterministicEngine, make(Augmented(), 4, **common, **options))
-        for make, options in ((torchs, {}), (DataLoader, {"backend": "spawn"}))
+        for make, options in ((torch_loader, {}), (DataLoader, {"backend": "spawn"}))
     ]
     assert told[0] == told[1]
 
@@ -119,7 +125,7 @@ def test_an_epoch_of_the_engine_may_end_within_one_of_the_loader() -> None:
     """ignite then keeps the loader's iterator for its next epoch, and asks for another at its end."""
     told = [
         run(Engine, make(Augmented(), 4, num_workers=WORKERS, **options), epoch_length=3)
-        for make, options in ((torchs, {}), (DataLoader, {"backend": "fork"}))
+        for make, options in ((torch_loader, {}), (DataLoader, {"backend": "fork"}))
     ]
     assert told[0] == told[1]
     assert len(told[1]) == 3 * EPOCHS
@@ -176,7 +182,7 @@ def test_a_run_that_ends_in_the_middle_leaves_no_persistent_worker_once_it_is_le
 
 def test_the_batch_size_can_be_scheduled() -> None:
     told = []
-    for make, options in ((torchs, {}), (DataLoader, {"backend": "threads"})):
+    for make, options in ((torch_loader, {}), (DataLoader, {"backend": "threads"})):
         loader = make(Augmented(), 4, num_workers=WORKERS, **options)
         sizes: list[int] = []
         engine = Engine(lambda engine, batch, sizes=sizes: sizes.append(len(batch[0])))
@@ -190,7 +196,7 @@ def test_the_batch_size_can_be_scheduled() -> None:
 def test_the_loader_that_ignite_makes_itself_runs_on_ours_within_install() -> None:
     data = Augmented(noise=0)
     options = {"batch_size": 4, "shuffle": True, "num_workers": WORKERS}
-    wanted = run(Engine, torchs(data, **options))
+    wanted = run(Engine, torch_loader(data, **options))
     with install(backend="threads"):
         loader = auto_dataloader(data, **options)
         assert isinstance(iter(loader), LoaderIterator)

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, Regression, torchs
+from support.seeded_training import (
+    LIKE_TORCHS_PROCESSES,
+    WORKERS,
+    Augmented,
+    Regression,
+    torch_loader,
+)
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -200,7 +206,7 @@ def fitted(kind: Any, data: Any, epochs: int = 2, **options: Any) -> list[float]
 
 @pytest.fixture(scope="module")
 def torchs_losses() -> list[float]:
-    return fitted(torchs, Augmented())
+    return fitted(torch_loader, Augmented())
 
 
 @pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
@@ -213,7 +219,7 @@ def test_losses_equal_those_of_torchs_loader(
 
 def test_threads_give_the_same_losses_where_samples_draw_nothing() -> None:
     data = Augmented(noise=0)
-    assert fitted(DataLoader, data, backend="threads") == fitted(torchs, data)
+    assert fitted(DataLoader, data, backend="threads") == fitted(torch_loader, data)
 
 
 def test_r27_seed_everything_seeds_thread_workers_and_leaves_the_main_thread_alone() -> None:
@@ -250,7 +256,7 @@ def test_a_combined_loader_of_ours_gives_what_one_of_torchs_gives(mode: str) -> 
         return [[repr(batch) for batch in loader] for _ in range(2)]
 
     ours = combined(DataLoader, backend="threads")
-    assert batches(ours) == batches(combined(torchs))
+    assert batches(ours) == batches(combined(torch_loader))
     ours.reset()
     gc.collect()
     assert all(loader._iterator is None for loader in ours.flattened)

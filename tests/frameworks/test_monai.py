@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from seeded import LIKE_TORCHS_PROCESSES, WORKERS
 from support.comparison import same
+from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS
 
 import hybridloader
 from hybridloader._support.errors import BackendUnavailable

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import LIKE_TORCHS_PROCESSES, WORKERS
 from support.comparison import same
+from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS
 from torch import Tensor
 
 import hybridloader

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, losses, torchs
+from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, losses, torch_loader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hybridloader import DataLoader
@@ -196,7 +196,7 @@ def test_torchdatas_samplers_go_on(sampler: str, workers: int) -> None:
     def ours() -> DataLoader:
         return DataLoader(data, num_workers=workers, backend=backend, **options())
 
-    whole = values(torchs(data, num_workers=workers, **options()))
+    whole = values(torch_loader(data, num_workers=workers, **options()))
     assert values(ours()) == whole
     for after in (1, 3):
         taken, state = broken_off(ours(), after)
@@ -213,7 +213,7 @@ def sampled() -> dict[str, Any]:
 @functools.cache
 def torchs_losses() -> list[float]:
     torch.manual_seed(3)
-    return losses(torchs(Augmented(), **sampled()))
+    return losses(torch_loader(Augmented(), **sampled()))
 
 
 @pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
@@ -228,7 +228,7 @@ def test_a_sampler_that_draws_in_iter_gives_torchs_order_and_not_that_of_torchda
     """With workers torchdata's loader begins it once more; ours is a drop-in for torch's."""
     dataset = Augmented(noise=0)
     ours = values(DataLoader(dataset, backend="threads", **sampled()))
-    assert ours == values(torchs(dataset, **sampled()))
+    assert ours == values(torch_loader(dataset, **sampled()))
     assert ours != values(StatefulDataLoader(dataset, **sampled()))
 
 

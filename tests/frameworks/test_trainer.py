@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import WORKERS, Regression
+from support.seeded_training import WORKERS, Regression
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 

@@ -81,6 +81,6 @@ def losses(
     return [one_step(batch) for _ in range(epochs) for batch in loader]
 
 
-def torchs(dataset: Any, *args: Any, **options: Any) -> TorchLoader[Any]:
+def torch_loader(dataset: Any, *args: Any, **options: Any) -> TorchLoader[Any]:
     """torch's own loader of these arguments."""
     return TorchLoader(dataset, *args, **options)

@@ -1,4 +1,4 @@
-"""One rank of a group: ``python one_rank.py RANK WORLD FOLDER``, started by test_distributed.
+"""One rank of a group: ``python distributed_rank.py RANK WORLD FOLDER``, started by test_distributed.
 
 It loads the same data by torch's loader and by ours, on every backend, and writes what it saw to
 ``FOLDER/RANK.json``. It judges nothing.
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from seeded import Augmented, Regression, torchs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader import DataLoader
 from hybridloader.sampling import DistributedShuffleSampler
+from support.seeded_training import Augmented, Regression, torch_loader
 
 EPOCHS, WORKERS, BATCH = 2, 2, 3
 SAMPLES = 21
@@ -55,7 +55,7 @@ def epochs_of(loader: Any) -> list[list[int]]:
 
 
 def losses(loader: Any) -> list[float]:
-    """Of a model whose gradients are averaged over the ranks."""
+    """Return the losses of a model whose gradients are averaged over the ranks."""
     torch.manual_seed(1 + dist.get_rank())
     regression = Regression()
     regression.model = DistributedDataParallel(regression.model)
@@ -70,15 +70,15 @@ def made(backend: str | None, dataset: Any, **options: Any) -> Any:
     """torch's loader for "torch"; workers stay, because some are processes."""
     options = {"batch_size": BATCH, "num_workers": WORKERS, "persistent_workers": True, **options}
     if backend == "torch":
-        return torchs(dataset, **options)
+        return torch_loader(dataset, **options)
     return DataLoader(dataset, backend=backend, **options)
 
 
-def seen() -> dict[str, Any]:
-    """By sampler and backend; what torch's loader gives stands under "torch"."""
+def batches_by_loader() -> dict[str, Any]:
+    """Return indices and losses by sampler and backend; those of torch's loader are under "torch"."""
     found: dict[str, Any] = {"indices": {}, "losses": {}, "pipes": {}}
     for name, sampler in SAMPLERS.items():
-        theirs = torchs(range(SAMPLES), BATCH, sampler=sampler())
+        theirs = torch_loader(range(SAMPLES), BATCH, sampler=sampler())
         found["indices"][name] = {"torch": epochs_of(theirs)} | {
             str(backend): epochs_of(made(backend, range(SAMPLES), sampler=sampler()))
             for backend in BACKENDS
@@ -109,7 +109,7 @@ def main() -> None:
         timeout=timedelta(seconds=60),  # torch's 30 minutes would outlive the test
     )
     try:
-        found = seen()
+        found = batches_by_loader()
         dist.barrier()
     finally:
         dist.destroy_process_group()

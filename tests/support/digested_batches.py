@@ -15,7 +15,7 @@ KIND = "meta" if _ACCELERATOR is None else _ACCELERATOR.type
 """What ``device=`` is given; any name where there is none, and all tests are skipped."""
 
 BATCHES = int(os.environ.get("HYBRIDLOADER_BATCHES", "10000"))
-"""Of a test under pressure; a multiple of 100, so that all of them can be divided."""
+"""Batches of a test under pressure; a multiple of 100, so that all of them can be divided."""
 
 SIZE = 64 << 10
 """Bytes of a sample: eight of them are a batch that has a slot of its own."""
