@@ -117,32 +117,20 @@ class Spared(list[Any]):
 
 
 class Fetcher(ABC):
-    """Makes the results of one worker in one epoch, one for each task.
-
-    Attributes
-    ----------
-    position
-        Number of samples of the worker's shard that were read; 0 if it has no shard.
-    ended
-        True once the shard has ended.
-    states
-        Access to the state of the dataset that is read; None if it has none.
-    """
+    """Makes the results of one worker in one epoch, one for each task."""
 
     position: int = 0
+    """Number of samples of the worker's shard that were read; 0 if it has no shard."""
     ended: bool = False
+    """True once the shard has ended."""
     states: DatasetStates | None = None
+    """Access to the state of the dataset that is read; None if it has none."""
 
     @abstractmethod
     def fetch(self, index: Any) -> Any:
         """Return the result of a task.
 
-        Raises
-        ------
-        EndOfShard
-            There is no more; no further task will be asked for.
-        Abandoned
-            The context was cancelled.
+        Raises `EndOfShard` if there is no more, and `Abandoned` if the context was cancelled.
         """
 
     def key(self, index: Any) -> bytes:
@@ -180,28 +168,20 @@ class FunctionFetcher(Fetcher):
 
 
 class Fetch(ABC):
-    """Work of a stage: makes a result of an index. Can be sent to a worker.
-
-    Attributes
-    ----------
-    dataset
-        Dataset that ``get_worker_info().dataset`` shows.
-    batched
-        True if the index of a task is a list, of samples' indices or of items.
-    in_turn
-        True if a sample can be read only after those before it.
-    threads
-        Number of threads of a worker, its own included, that fetch the samples of one task.
-    """
+    """Work of a stage: makes a result of an index. Can be sent to a worker."""
 
     batched: bool = True
+    """True if the index of a task is a list, of samples' indices or of items."""
     in_turn: ClassVar[bool] = False
+    """True if a sample can be read only after those before it."""
     threads: int = 1
+    """Number of threads of a worker, its own included, that fetch the samples of one task."""
 
     if TYPE_CHECKING:  # a field of some, a property of others
 
         @property
-        def dataset(self) -> Any: ...
+        def dataset(self) -> Any:
+            """Dataset that ``get_worker_info().dataset`` shows."""
 
     @property
     def private(self) -> bool:

@@ -19,12 +19,19 @@ from hybridloader._support.errors import IteratorClosed, WorkerDied
 from hybridloader.engine.contract import Backend, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
-from hybridloader.engine.feed import Feed
-from hybridloader.engine.messages import Begin, Done, Exhausted, Ready, Result, WorkerSpec
+from hybridloader.engine.feed import Feed, FlowControl
+from hybridloader.engine.messages import Begin, Done, Exhausted, Last, Ready, Result, WorkerSpec
 from hybridloader.engine.numbering import ItemCounter, NumberedSending
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import ACTIVE, RunState, Scheduler, WorkerState
+from hybridloader.engine.scheduler import (
+    ACTIVE,
+    Dispatch,
+    RunState,
+    Scheduler,
+    WorkerState,
+    round_robin,
+)
 from hybridloader.engine.supervision import Supervisor
 from hybridloader.engine.worker_table import WorkerTable
 
@@ -41,28 +48,44 @@ class Lifecycle(ABC):
     """A scheduler and a crew, from their first epoch to their end.
 
     A call that uses them holds `_pulling` and is counted in `_inside`. It ends all at last if they were
-    closed meanwhile: by the user's code, a signal's handler or a finalizer. The parameters are those
-    of `Stage`.
+    closed meanwhile: by the user's code, a signal's handler or a finalizer.
+
+    Making one raises `BackendUnavailable` or `ShippingError`, before any worker has started.
     """
 
     def __init__(
         self,
         backend: Backend,
-        spec: WorkerSpec,
-        scheduler: Scheduler,
+        spec: WorkerSpec,  # ``workers == 0`` means one worker in the caller's context
         *,
-        persistent: bool,
-        on_worker_death: RestartPolicy | None,
-        task_timeout: float,
-        locks: PageLocks | None,
-        counter: ItemCounter | None,
-        clock: Callable[[], float],
+        lookahead: int,  # tasks under way or waiting, at most; 0: one, only while it is asked for
+        ordered: bool = True,  # give results in the order of their indices
+        timeout: float = 0,  # seconds to wait for one result; 0: for ever
+        # False: no epoch follows, so workers end with their shards, and all of them with the epoch.
+        persistent: bool = False,
+        dispatch: Dispatch = round_robin,  # chooses the worker of the next task
+        flow_control: FlowControl | None = None,  # is told of tasks, and may hold them back
+        forwards: bool = False,  # leave results unopened that go on to another process
+        on_worker_death: RestartPolicy | None = None,  # None: a death is raised
+        task_timeout: float = 0,  # seconds that a worker may take for one task; 0: any time
+        locks: PageLocks | None = None,  # to lock the pages of results that a device will read
+        counter: ItemCounter | None = None,  # to number items, under ``seeding="sample"``
+        clock: Callable[[], float] = time.monotonic,  # seconds
     ) -> None:
         backend.check()
         self.backend = backend
         self.spec = spec if on_worker_death is None else replace(spec, tracked=True)
-        self._scheduler, self._persistent, self._clock = scheduler, persistent, clock
+        self._timeout, self._eager, self._clock = timeout, lookahead > 0, clock
+        self._persistent, self._flow, self._forwards = persistent, flow_control, forwards
+        scheduler = Scheduler(
+            max(1, spec.workers), max(1, lookahead), ordered=ordered, dispatch=dispatch
+        )
+        self._scheduler = scheduler
         # All the mutable state, besides that of the scheduler, the crew and the table:
+        self.last = Last()
+        self._source: Iterator[Any] = iter(())
+        self._feed: Feed | None = None  # instead of a source that is waited for
+        self._hungry = False  # the feed had nothing when it was asked last
         self.epoch = -1  # number of the one that runs
         self._broken_off = -1  # the epoch of which nobody wants more
         self._closing = self._leaving = self._ended = self._gone = False
@@ -167,10 +190,7 @@ class Lifecycle(ABC):
     def leave(self, deadline: float) -> None:
         """Let all workers begin to end, without waiting for them; `close` follows.
 
-        Parameters
-        ----------
-        deadline
-            End of the wait for the thread that pulls, by `time.monotonic`.
+        It waits for the thread that pulls, until `deadline` by `time.monotonic`.
         """
         if os.getpid() != self._owner or self._closing:
             return
@@ -207,12 +227,25 @@ class Lifecycle(ABC):
     # -- the parts -------------------------------------------------------------------------------
 
     @abstractmethod
-    def _draw_from(self, source: Iterator[Any] | Feed) -> None:
-        """Take indices from `source` from now on."""
+    def _fill(self) -> None:
+        """Send tasks while there is room and the source has indices."""
 
-    @abstractmethod
-    def _forget(self) -> None:
-        """Drop the indices of all tasks."""
+    def _draw_from(self, source: Iterator[Any] | Feed) -> None:
+        if isinstance(source, Iterator):
+            self._source, self._feed = source, None
+        else:
+            self._source, self._feed = iter(()), source
+        if self._eager and self._scheduler.free:
+            self._fill()
+
+    def _forget(self, *, skipped: bool = False) -> None:
+        """Drop the indices of all tasks, or of those that an ended shard had nothing for."""
+        scheduler, indices = self._scheduler, self._table.indices
+        for seq in list(indices):
+            if not (skipped and (seq in scheduler.sent or seq in scheduler.done)):
+                del indices[seq]
+                if self._flow is not None:
+                    self._flow.left(seq)
 
     def _check_process(self) -> None:
         if self._elsewhere:  # it would read messages to the other process

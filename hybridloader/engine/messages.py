@@ -22,46 +22,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Specification of the workers of one stage; the same object for all of them.
-
-    Attributes
-    ----------
-    stage
-        Name of the stage in errors.
-    workers
-        Number of workers of the stage. 0 means that the caller does the work itself, in its own
-        context: no worker info, no seeding, no `init_fn`, as torch does with ``num_workers=0``.
-    fetch
-        Makes one result out of one index; opened once per worker and epoch.
-    base_seed
-        Worker ``i`` is seeded with ``base_seed + i``.
-    init_fn
-        Called in each worker, after seeding, with the worker's number.
-    shared_seed
-        Seed that all workers of an `IterDataPipe` share in the first epoch.
-    tracked
-        True if a worker notes which sample of its task it is at, should it die.
-    skip
-        Samples of the shard that the worker before it in this place has delivered in this epoch.
-    starts
-        Place at which each worker begins its first epoch; empty: all begin at the beginning.
-    seeding
-        Origin of the seeds of samples, under ``seeding="sample"``.
-    tells
-        True if `Ready` has the first state of the dataset, or the error that the worker began with.
-    """
+    """Specification of the workers of one stage; the same object for all of them."""
 
     stage: str
+    """Name of the stage in errors."""
     workers: int
+    """Number of workers of the stage. 0 means that the caller does the work itself, in its own context:
+    no worker info, no seeding, no `init_fn`, as torch does with ``num_workers=0``."""
     fetch: Fetch
+    """Work: makes one result out of one index; opened once per worker and epoch."""
     base_seed: int = 0
+    """Seed of worker 0; worker ``i`` is seeded with ``base_seed + i``."""
     init_fn: Callable[[int], None] | None = None
+    """Function called in each worker, after seeding, with the worker's number."""
     shared_seed: int | None = None
+    """Seed that all workers of an `IterDataPipe` share in the first epoch."""
     tracked: bool = False
+    """True if a worker notes which sample of its task it is at, should it die."""
     skip: int = 0
+    """Samples of the shard that the worker before it in this place has delivered in this epoch."""
     starts: tuple[ShardStart, ...] = ()
+    """Place at which each worker begins its first epoch; empty: all begin at the beginning."""
     seeding: Origin | None = None
+    """Origin of the seeds of samples, under ``seeding="sample"``."""
     tells: bool = False
+    """True if `Ready` has the first state of the dataset, or the error that the worker began with."""
 
 
 class Task(NamedTuple):
@@ -109,27 +94,18 @@ class Ready(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Event: task `seq` has a value.
-
-    Attributes
-    ----------
-    payload
-        Value, on its way.
-    seconds
-        Seconds that the worker spent on it.
-    position
-        Number of samples of its shard that the worker has read.
-    extras
-        Metadata of the value, by name; None if there is none. ``"outcome"`` has the errors that an
-        error policy has dealt with, ``"state"`` the state of the dataset (`ShardStart`).
-    """
+    """Event: task `seq` has a value."""
 
     worker: int
     seq: int
     payload: Payload
     seconds: float = 0.0
+    """Seconds that the worker spent on it."""
     position: int = 0
+    """Number of samples of its shard that the worker has read."""
     extras: dict[str, Any] | None = None
+    """Metadata of the value, by name; None if there is none. ``"outcome"`` has the errors that an error
+    policy has dealt with, ``"state"`` the state of the dataset (`ShardStart`)."""
 
 
 class Failed(NamedTuple):
@@ -170,30 +146,21 @@ class Exhausted(NamedTuple):
 
 @dataclass(frozen=True)
 class Exited:
-    """Event: the worker is gone.
-
-    Attributes
-    ----------
-    cause
-        Cause of its end, as the predicate of a sentence; None when it was asked to go.
-    task, at
-        Task that it was at, and number of the sample in it, if `WorkerSpec.tracked`. `at` is -1 between
-        two samples, None where it is not known.
-    evidence
-        Stack that it left.
-    memory
-        Report on the memory, if that may have been the cause.
-    slots
-        Bytes that its slots took, and limit of these bytes.
-    """
+    """Event: the worker is gone."""
 
     worker: int
     cause: str | None = None
+    """Cause of its end, as the predicate of a sentence; None when it was asked to go."""
     task: int | None = None
+    """Task that it was at, if `WorkerSpec.tracked`."""
     at: int | None = None
+    """Number of the sample in that task; -1 between two samples, None where it is not known."""
     evidence: str = ""
+    """Stack that it left."""
     memory: str = ""
+    """Report on the memory, if that may have been the cause."""
     slots: tuple[int, int] | None = None
+    """Bytes that its slots took, and limit of these bytes."""
 
 
 Result = Done | Failed

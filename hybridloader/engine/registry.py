@@ -19,6 +19,7 @@ from hybridloader.engine.contract import Backend
 from hybridloader.memory.limits import Memory
 
 GROUP = "hybridloader.backends"
+"""Entry-point group of backends in other packages."""
 
 
 class Entry(NamedTuple):
@@ -28,14 +29,13 @@ class Entry(NamedTuple):
     install: str
 
 
+_HOME, _INCLUDED = "hybridloader.backends", "comes with hybridloader"
 _OURS = {
-    "inline": Entry("hybridloader.backends.inline:Inline", "comes with hybridloader"),
-    "threads": Entry("hybridloader.backends.threads:Threads", "comes with hybridloader"),
-    "fork": Entry("hybridloader.backends.fork:Fork", "comes with hybridloader"),
-    "spawn": Entry("hybridloader.backends.spawn:Spawn", "pip install loky cloudpickle"),
-    "shared-memory": Entry(
-        "hybridloader.backends.shared_memory:SharedMemory", "comes with hybridloader"
-    ),
+    "inline": Entry(f"{_HOME}.inline:Inline", _INCLUDED),
+    "threads": Entry(f"{_HOME}.threads:Threads", _INCLUDED),
+    "fork": Entry(f"{_HOME}.fork:Fork", _INCLUDED),
+    "spawn": Entry(f"{_HOME}.spawn:Spawn", "pip install loky cloudpickle"),
+    "shared-memory": Entry(f"{_HOME}.shared_memory:SharedMemory", _INCLUDED),
 }
 
 

@@ -193,41 +193,18 @@ def _pull(queue: RelayQueue, source: Iterator[Any], prepare: Callable[[], None] 
 
 
 class Relay(Iterator[Any]):
-    """Iterator over `source`, which is pulled on a named thread.
-
-    Parameters
-    ----------
-    source
-        Iterator to pull; from now on it belongs to the thread, which also closes it if it can be.
-    name
-        Name of the thread.
-    depth
-        Number of items that may wait, at least 1.
-    weigh
-        Returns the weight of an item, such as its bytes.
-    limit
-        Weight of all items that wait, at most; one alone may weigh more.
-    prepare
-        Called first on the thread, for instance to choose a device.
-    start
-        True to start the thread at once; else `start` does it.
-
-    Attributes
-    ----------
-    queue
-        The `RelayQueue` of items that wait.
-    """
+    """Iterator over `source`, which is pulled on a named thread."""
 
     def __init__(
         self,
-        source: Iterator[Any],
-        name: str,
+        source: Iterator[Any],  # from now on it belongs to the thread, which also closes it
+        name: str,  # of the thread
         *,
-        depth: int = 2,
-        weigh: Callable[[Any], int] | None = None,
-        limit: int = 0,
-        prepare: Callable[[], None] | None = None,
-        start: bool = True,
+        depth: int = 2,  # items that may wait, at least 1
+        weigh: Callable[[Any], int] | None = None,  # weight of an item, such as its bytes
+        limit: int = 0,  # weight of all items that wait, at most; one alone may weigh more
+        prepare: Callable[[], None] | None = None,  # called first, for instance to choose a device
+        start: bool = True,  # start the thread at once; else `start` does it
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
@@ -247,18 +224,7 @@ class Relay(Iterator[Any]):
         return self.queue.get(None)
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return the next item, waited for.
-
-        Parameters
-        ----------
-        timeout
-            Seconds to wait at most; None: for ever.
-
-        Raises
-        ------
-        NotReady
-            None came in that time.
-        """
+        """Return the next item, waited for. Raises `NotReady` if none comes within `timeout` seconds."""
         return self.queue.get(timeout)
 
     def next_nowait(self) -> Any:
@@ -277,13 +243,7 @@ class Relay(Iterator[Any]):
         self._finalizer()
 
     def close(self, deadline: float | None = None) -> None:
-        """End the thread; wait for it at most 2 seconds, or until `deadline`. Idempotent.
-
-        Parameters
-        ----------
-        deadline
-            Time by `time.monotonic`, in seconds.
-        """
+        """End the thread; wait for it at most 2 seconds, or until `deadline` (`time.monotonic`)."""
         self.shut()
         if self._thread.ident is None or self.here:
             return

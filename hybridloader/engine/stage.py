@@ -18,13 +18,11 @@ never waits for: while the feed has nothing, it hands out results, and sleeps un
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hybridloader._support.errors import Failure, NotReady, TaskTimeout, WorkerTimeout, add_note
-from hybridloader.engine.contract import Backend
-from hybridloader.engine.feed import Feed, FlowControl, is_forwarded, items_in
+from hybridloader.engine.feed import is_forwarded, items_in
 from hybridloader.engine.lifecycle import Lifecycle, discard
 from hybridloader.engine.messages import (
     Done,
@@ -32,66 +30,17 @@ from hybridloader.engine.messages import (
     Exhausted,
     Exited,
     Failed,
-    Last,
     Ready,
     Result,
     Stop,
     Task,
-    WorkerSpec,
 )
 from hybridloader.engine.payload import ByReference
-from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import Dispatch, Scheduler, WorkerState, round_robin
-
-if TYPE_CHECKING:
-    from hybridloader.engine.numbering import ItemCounter
-    from hybridloader.memory.page_locks import PageLocks
+from hybridloader.engine.scheduler import WorkerState
 
 
 class Stage(Lifecycle, Iterator[Any]):
-    """Running stage: an iterator over its results.
-
-    Making one raises `BackendUnavailable` or `ShippingError`, before any worker has started.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        spec: WorkerSpec,  # ``workers == 0`` means one worker in the caller's context
-        *,
-        lookahead: int,  # tasks under way or waiting, at most; 0: one, only while it is asked for
-        ordered: bool = True,  # give results in the order of their indices
-        timeout: float = 0,  # seconds to wait for one result; 0: for ever
-        # False: no epoch follows, so workers end with their shards, and all of them with the epoch.
-        persistent: bool = False,
-        dispatch: Dispatch = round_robin,  # chooses the worker of the next task
-        flow_control: FlowControl | None = None,  # is told of tasks, and may hold them back
-        forwards: bool = False,  # leave results unopened that go on to another process
-        on_worker_death: RestartPolicy | None = None,  # None: a death is raised
-        task_timeout: float = 0,  # seconds that a worker may take for one task; 0: any time
-        locks: PageLocks | None = None,  # to lock the pages of results that a device will read
-        counter: ItemCounter | None = None,  # to number items, under ``seeding="sample"``
-        clock: Callable[[], float] = time.monotonic,  # seconds
-    ) -> None:
-        self._timeout, self._eager = timeout, lookahead > 0
-        self._flow, self._forwards = flow_control, forwards
-        # All the mutable state, besides that of `Lifecycle`:
-        self._source: Iterator[Any] = iter(())
-        self._feed: Feed | None = None  # instead of a source that is waited for
-        self._hungry = False  # the feed had nothing when it was asked last
-        self.last = Last()
-        window = max(1, lookahead)
-        super().__init__(
-            backend,
-            spec,
-            Scheduler(max(1, spec.workers), window, ordered=ordered, dispatch=dispatch),
-            persistent=persistent,
-            on_worker_death=on_worker_death,
-            task_timeout=task_timeout,
-            locks=locks,
-            counter=counter,
-            clock=clock,
-        )
+    """Running stage: an iterator over its results. See `Lifecycle` for the parameters."""
 
     @property
     def items_failed(self) -> int:
@@ -112,21 +61,10 @@ class Stage(Lifecycle, Iterator[Any]):
         return self._use_crew(wait)
 
     def pull(self, epoch: int | None = None, *, wait: bool = True) -> Any:
-        """Return the next result.
+        """Return the next result of epoch number `epoch`, or of the one that runs.
 
-        Parameters
-        ----------
-        epoch
-            Number of the epoch whose result is wanted; None: the one that runs.
-        wait
-            True to wait for it.
-
-        Raises
-        ------
-        NotReady
-            It has not come, and `wait` is False.
-        IteratorClosed
-            The epoch is over, because it was interrupted or another has begun.
+        Raises `NotReady` if it has not come and `wait` is False, and `IteratorClosed` if the epoch is
+        over, because it was interrupted or another has begun.
         """
         if os.getpid() != self._owner:
             self._check_process()
@@ -163,23 +101,6 @@ class Stage(Lifecycle, Iterator[Any]):
     __next__ = pull
 
     # -- from the source to the workers ------------------------------------------------------------
-
-    def _draw_from(self, source: Iterator[Any] | Feed) -> None:
-        if isinstance(source, Iterator):
-            self._source, self._feed = source, None
-        else:
-            self._source, self._feed = iter(()), source
-        if self._eager and self._scheduler.free:
-            self._fill()
-
-    def _forget(self, *, skipped: bool = False) -> None:
-        """Drop the indices of all tasks, or of those that an ended shard had nothing for."""
-        scheduler, indices = self._scheduler, self._table.indices
-        for seq in list(indices):
-            if not (skipped and (seq in scheduler.sent or seq in scheduler.done)):
-                del indices[seq]
-                if self._flow is not None:
-                    self._flow.left(seq)
 
     def _fill(self) -> None:
         """Send tasks while there is room and the source has indices."""

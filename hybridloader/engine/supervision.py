@@ -172,13 +172,7 @@ class Supervisor:
         return left if remaining is None else min(remaining, left)
 
     def look(self) -> None:
-        """Kill a worker whose task has run over.
-
-        Raises
-        ------
-        TaskTimeout
-            It can't be replaced.
-        """
+        """Kill a worker whose task has run over; raise `TaskTimeout` if it can't be replaced."""
         longest = self._table.longest() if self._timeout > 0 else None
         if longest is None or longest[0] < self._timeout:
             return
