@@ -107,13 +107,13 @@ class Pipeline(Steps):
         shuffle
             Draw the order as torch's `RandomSampler` does.
         seed
-            Of the order, with the epoch added to it, as torch's `DistributedSampler` has it. None: from
-            torch's default generator.
+            Seed of the order; the epoch is added to it, as in torch's `DistributedSampler`. None: drawn
+            from torch's default generator.
         collate_fn
             With `batch_sampler`: makes a batch of a list of samples; None takes torch's
             `default_collate`.
         name
-            What errors and tables call this stage.
+            Name of this stage in errors and tables.
         **where
             See `Placement`.
 
@@ -148,7 +148,7 @@ class Pipeline(Steps):
             own copy of the iterable or its own call of the function; what `get_worker_info()` says there
             tells them which part is theirs.
         name
-            What errors and tables call this stage.
+            Name of this stage in errors and tables.
         **where
             See `Placement`.
         """
@@ -179,14 +179,14 @@ class Pipeline(Steps):
         Parameters
         ----------
         epoch
-            Which one, for everything that is random. None: the one of `state`, else 0.
+            Number of the epoch, for everything that is random. None: that of `state`, else 0.
         seed
-            Of everything random that has no seed of its own, and of the workers. None: drawn from
+            Seed of everything random that has no seed of its own, and of the workers. None: drawn from
             torch's default generator, so that ``torch.manual_seed`` decides it (or, while torch is
             not imported, from `random`).
         state
-            Of a run of such a pipeline, from `Run.state_dict`: go on behind what it had given.
-            Backends and whatever else says where and how fast may differ.
+            State of a run of such a pipeline, from `Run.state_dict`: go on behind the items that it
+            gave. Backends and other options of where and how fast may differ.
 
         Returns
         -------
@@ -226,13 +226,13 @@ class Pipeline(Steps):
         Parameters
         ----------
         count
-            How many; None: without end.
+            Number of epochs; None: without end.
         first
-            The number of the first.
+            Number of the first.
         seed
-            As for `run`; one for all of them.
+            See `run`; one for all of them.
         state
-            As for `run`: begin in its epoch, or with the next if it is at the end of one. Those before
+            See `run`: begin in its epoch, or with the next if it is at the end of one. Those before
             count among `count`.
         """
         from hybridloader.pipeline.running.run import Epochs

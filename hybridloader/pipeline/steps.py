@@ -62,7 +62,7 @@ class Steps(Chain):
             Takes an item. An object with a method `setup()` is copied for every worker, and `setup` is
             called there once before the first item.
         name
-            What errors and tables call this stage.
+            Name of this stage in errors and tables.
         **where
             See `Placement`: `backend`, `num_workers`, `in_order`, `prefetch`, `buffer_bytes`, `timeout`,
             `worker_init_fn`, `threads_per_worker`, `fuse`, `seeding`, `on_error`, `on_worker_death`,

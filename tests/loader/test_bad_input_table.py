@@ -142,7 +142,11 @@ EARLY: dict[str, Row] = {
         "from_dataset: sampler must be an iterable, not 3",
     ),
     "source None": (lambda: Pipeline.from_iterable(None), TypeError, "source .*not None"),
-    "source bytes": (lambda: Pipeline.from_iterable(b"ab"), TypeError, "letter by letter: b'ab'"),
+    "source bytes": (
+        lambda: Pipeline.from_iterable(b"ab"),
+        TypeError,
+        "one character at a time: b'ab'",
+    ),
     "operators": (lambda: Pipeline([3]), TypeError, "begins with a source"),  # type: ignore[list-item]
     "run seed nan": (lambda: BASE.run(seed=nan), TypeError, "seed must be a whole number, got nan"),  # type: ignore[arg-type]
     "run epoch": (lambda: BASE.run(epoch=-1), ValueError, "epoch must be at least 0, got -1"),

@@ -65,7 +65,7 @@ def test_a_file_of_another_format_is_refused(file: Path) -> None:
         (-60, "its index is not"),  # in the places of records
         (-40, "its index is not"),  # where the index begins
         (-20, "its index is not"),  # in the digest of the index
-        (-3, "or its end was changed"),  # in the last letters
+        (-3, "or its end was changed"),  # in the last bytes
     ],
 )
 def test_damage_to_the_frame_is_found_at_once(file: Path, at: int, told: str) -> None:

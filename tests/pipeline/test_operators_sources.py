@@ -258,7 +258,7 @@ def test_a_generator_that_it_made_is_closed_and_one_that_was_given_is_not() -> N
     [
         (3, "source must be an iterable, or a function that gives one, not 3"),
         (None, "not None"),
-        ("images/", "would be read letter by letter: 'images/'"),
+        ("images/", "would be read one character at a time: 'images/'"),
         (b"x", "a bytes would be read"),
         (NoLength(), "is read by index, with from_dataset"),
     ],

@@ -130,7 +130,7 @@ def test_a_function_of_ones_own() -> None:
         if batch == "end":
             raise StopIteration
         yield_late = iter(batch)
-        return (letter for letter in yield_late)
+        return (character for character in yield_late)
 
     found = outcome(Unbatch(split=split), "ab", "bad", "c", "end", "", "d")
     assert items_in(found) == ["a", "b", "c", "d"]

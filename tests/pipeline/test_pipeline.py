@@ -357,7 +357,7 @@ def test_forks_and_joins_give_what_plain_loops_give(
 
 
 def test_a_cache_is_of_no_use_to_another_pipeline_however_alike_they_look(tmp_path: Path) -> None:
-    long = "a name that is cut where it is shown, because it takes so many letters: "
+    long = "a name that is cut where it is shown, because it takes so many characters: "
     base = Pipeline.from_dataset(range(4))
 
     def behind(*names: str) -> Pipeline:

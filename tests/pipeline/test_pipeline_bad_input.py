@@ -132,7 +132,7 @@ SOURCES: dict[str, Case] = {
         TypeError,
         "must be an iterable, or a function",
     ),
-    "a string": (lambda: Pipeline.from_iterable("abc"), TypeError, "letter by letter"),
+    "a string": (lambda: Pipeline.from_iterable("abc"), TypeError, "one character at a time"),
     "generator for readers": (
         lambda: Pipeline.from_iterable((k for k in "ab"), name="pages", backend="threads"),
         TypeError,
@@ -335,7 +335,7 @@ GAPS: dict[str, Case] = {
     "a string for readers": (
         lambda: Pipeline.from_iterable("abc", backend="threads"),
         TypeError,
-        "letter by letter",
+        "one character at a time",
     ),
     "fuse": placed(TypeError, "fuse", **THREADS, fuse="no"),
     "a name that is no text": (lambda: BASE.map(double, name=5), TypeError, "name of a stage"),

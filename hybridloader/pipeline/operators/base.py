@@ -1,10 +1,9 @@
-"""What a step of a pipeline is: a frozen description, and how its running form is made.
+"""Steps of a pipeline: each is a frozen description, and makes an iterator over the iterator before it.
 
 A description holds no thread, file or position, so it can be pickled, compared and used any number of
-times. `Operator.open` makes an iterator out of the iterator before it; that iterator holds all the
-state. One thread pulls it. What the iterator before it raises passes through, and pulling again
-goes on behind the item that failed: so an iterator is a class with `__next__` rather than a
-generator, which would be over after an exception.
+times. The iterator that `Operator.open` makes holds all the state; one thread pulls it. An error of
+the iterator before it passes through, and pulling again goes on behind the item that failed: so an
+iterator is a class with `__next__` rather than a generator, which would be over after an exception.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
 
 Length = int | float | None
-"""How many items: a number, `INFINITE`, or None if it can't be known before they have come."""
+"""Number of items: an int, `INFINITE`, or None if it can't be known before they have come."""
 
 INFINITE = math.inf
 
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
-"""Of an object, in its repr: it would make a description another one in every run."""
+"""Address of an object in its repr, which would make a description another one in every run."""
 
 Upstream = Callable[..., Iterator[Any]]
 """Begins a new pass over what comes before an operator.
@@ -61,26 +60,26 @@ class Chain:
 
 
 class Mark(NamedTuple):
-    """What an operator said of itself: behind its first `at` items, `value` tells how to go on.
+    """Note of an operator for states: behind its first `at` items, `value` tells it how to go on.
 
-    It is what JSON has, if it is to be saved as JSON.
+    The value is a JSON value if states are to be saved as JSON.
     """
 
     at: int
     value: Any
 
 
-class Part(NamedTuple):
-    """What comes before an operator, at the place where it goes on.
+class UpstreamPart(NamedTuple):
+    """Place where the items before an operator go on when the operator does.
 
     Attributes
     ----------
     branch
-        The number of a branch; None: what comes before in the same line.
+        Number of a branch; None: the operators before in the same chain.
     start
-        Items of it that are not wanted any more.
+        Number of items that are not wanted any more.
     epoch
-        The number of its pass.
+        Number of the pass.
     """
 
     branch: int | None
@@ -89,44 +88,44 @@ class Part(NamedTuple):
 
 
 class Context(Protocol):
-    """What an operator is told when it is opened."""
+    """Values and services for an operator in one pass."""
 
     @property
     def epoch(self) -> int:
-        """Which pass over the whole pipeline this is, from 0; a repetition counts as a pass."""
+        """Number of this pass over the whole pipeline, from 0; a repetition counts as a pass."""
 
     @property
     def seed(self) -> int | None:
-        """The seed that the user gave to the run; None if it was drawn."""
+        """Seed that the user gave to the run; None if it was drawn."""
 
     @property
     def shared(self) -> dict[Any, Any]:
-        """What the operators of one pass share, by a key of their own."""
+        """Values that the operators of one pass share, by a key of their own."""
 
     @property
     def start(self) -> int:
-        """How many of its items are had already: the first that it gives is that number.
+        """Number of its items that were given before: the first that it gives has that number.
 
         Above 0 only where `Operator.seek` has said that this can be done.
         """
 
     @property
     def saved(self) -> Mark | None:
-        """What this operator marked in the run that this one goes on from."""
+        """Last mark of this operator in the run that this one goes on from."""
 
     @property
     def locks(self) -> PageLocks | None:
-        """For memory that this operator makes, if a device is going to read it there; else None."""
+        """Page locks for memory that this operator makes, if a device is going to read it there."""
 
     @property
     def run_seed(self) -> int:
-        """The seed of the run, whether given or drawn."""
+        """Seed of the run, whether given or drawn."""
 
     def random(self, seed: int | None) -> random.Random:
-        """A generator for this operator and this pass: from `seed`, else from the run's own seed."""
+        """Return a generator for this operator and pass: from `seed`, else from the run's own seed."""
 
     def draw(self) -> int:
-        """A seed for this pass, from torch's default generator; the same again after resuming."""
+        """Return a seed for this pass, from torch's default generator; the same again after resuming."""
 
     def open(self, pipeline: Chain, start: int = 0, number: int | None = None) -> Iterator[Any]:
         """Open another pipeline as a part of this one, behind its first `start` items.
@@ -135,10 +134,10 @@ class Context(Protocol):
         """
 
     def mark(self, at: int, value: Any) -> None:
-        """Behind its first `at` items, this operator could go on if it were told `value`."""
+        """Note that this operator could go on behind its first `at` items if it were told `value`."""
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
-        """`items`, which are those from number `at` on, from number `start` on."""
+        """Return `items`, which are those from number `at` on, from number `start` on."""
 
 
 class Operator(ABC):
@@ -157,51 +156,54 @@ class Operator(ABC):
 
     @property
     def name(self) -> str:
-        """What tables and errors call it."""
+        """Name in tables and errors."""
         return _words(type(self).__name__)
 
     @abstractmethod
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        """The running form, over `items`."""
+        """Return an iterator over what this makes of `items`."""
 
     def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
-        """The running form; overridden by operators that pass over what is before them not once."""
+        """Return that iterator; overridden by operators that pass over their input not just once."""
         return self.open(upstream(), context)
 
     def length(self, upstream: Length) -> Length:
-        """How many items come out when `upstream` go in."""
+        """Return the number of items that come out when `upstream` go in."""
         return None
 
     def seek(self, n: int) -> int | None:
-        """How many items of what is before it make the first `n` of its own, n above 0.
+        """Return the number of items before it that make the first `n` of its own, n above 0.
 
-        Known from the parameters alone, for items none of which raised. None, if it depends on the items
-        or on chance. Who gives a number is opened with that `Context.start` when a run is resumed, over
-        what comes behind these items.
+        It follows from the parameters alone, for items none of which raised; None, if it depends on the
+        items or on chance. An operator that returns a number is opened behind these items, with
+        `Context.start` = `n`, when a run is resumed.
         """
         return None
 
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
-        """Where what is before it goes on when this goes on behind its first `n` items.
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
+        """Return where the items before it go on when this goes on behind its first `n` items.
 
-        None: that can't be told, so all of it is to come again. `mark` is the last one up to there.
+        None: that can't be told, so all of them come again. `mark` is the last one up to there.
         """
         if n == 0:
-            return [Part(None, 0, epoch), *(Part(k, 0, epoch) for k in range(len(self.branches())))]
+            return [
+                UpstreamPart(None, 0, epoch),
+                *(UpstreamPart(k, 0, epoch) for k in range(len(self.branches()))),
+            ]
         k = self.seek(n)
-        return None if k is None else [Part(None, k, epoch)]
+        return None if k is None else [UpstreamPart(None, k, epoch)]
 
     def branches(self) -> tuple[Chain, ...]:
-        """Other pipelines that run as a part of this operator."""
+        """Return other pipelines that run as a part of this operator."""
         return ()
 
     def describe(self, longest: int | None = 40) -> str:
-        """Its name and those parameters that differ from their defaults.
+        """Return its name and those parameters that differ from their defaults.
 
         Parameters
         ----------
         longest
-            Letters of a value that are shown; None: all.
+            Characters of a value that are shown; None: all.
         """
         told = []
         own: Any = self  # of a user's, which need not be a dataclass
@@ -232,11 +234,11 @@ class OneForOne(Operator):
 
 
 class Source(Operator):
-    """The first step of a pipeline: there is nothing before it."""
+    """First step of a pipeline, with nothing before it."""
 
     @abstractmethod
     def start(self, context: Context) -> Iterator[Any]:
-        """The items of one pass."""
+        """Return an iterator over the items of one pass."""
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         raise TypeError(f"{self.name} is a source; nothing can come before it")

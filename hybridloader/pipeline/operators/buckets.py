@@ -32,13 +32,13 @@ class BucketBy(Operator):
     Parameters
     ----------
     key
-        From an item to something hashable.
+        Function from an item to something hashable.
     batch_size
         Items in a batch: a number, or a mapping or function from a key to one.
     drop_last
-        Whether to drop the batches that are not full.
+        True drops the batches that are not full.
     collate_fn, memory
-        As `Batch`'s.
+        See `Batch`.
     """
 
     key: Callable[[Any], Any]
@@ -68,7 +68,7 @@ class BucketBy(Operator):
         return upstream if upstream in (0, INFINITE) else None
 
     def size_of(self, key: Any) -> int:
-        """How many items with this key make a batch."""
+        """Return the number of items with this key in a batch."""
         if isinstance(self.batch_size, int):
             return self.batch_size
         if isinstance(self.batch_size, Mapping):
@@ -86,7 +86,7 @@ class BucketBy(Operator):
 
 
 class BucketByIterator(OperatorIterator):
-    """The running form of `BucketBy`."""
+    """Iterator of `BucketBy`."""
 
     def __init__(
         self, items: Iterator[Any], rules: BucketBy, collate: Callable[[list[Any]], Any]

@@ -33,18 +33,18 @@ class BatchBy(Operator):
     Parameters
     ----------
     cost
-        What an item costs: a function that gives a number from 0 up, such as ``len`` for tokens.
+        Function from an item to its cost, a number from 0 up, such as ``len`` for tokens.
     budget
         The most that a batch may cost.
     drop_last
-        Whether to drop what is left at the end.
+        True drops the items that are left at the end.
     padded
-        Whether a batch costs as if all its items cost what the dearest does, as it is with
+        True if a batch costs as if all its items cost as much as the dearest, as it is with
         sequences that are padded to the longest. Else it costs the sum.
     max_size
         Items in a batch at most.
     collate_fn, memory
-        As `Batch`'s; ``Pad()`` pads.
+        See `Batch`; ``Pad()`` pads.
     oversize
         Treatment of an item that alone costs more than `budget`: ``"raise"`` a `ValueError` that names
         it; ``"skip"`` it, which is counted as `skipped` and told in one warning; or give it
@@ -83,13 +83,7 @@ class BatchBy(Operator):
 
 
 class BatchByIterator(OperatorIterator):
-    """The running form of `BatchBy`.
-
-    Attributes
-    ----------
-    skipped
-        How many items were skipped because each alone costs more than the budget.
-    """
+    """Iterator of `BatchBy`; `skipped` counts the items that alone cost more than the budget."""
 
     def __init__(
         self, items: Iterator[Any], rules: BatchBy, collate: Callable[[list[Any]], Any]
@@ -139,7 +133,7 @@ class BatchByIterator(OperatorIterator):
                 return self._collate(batch)
 
     def _takes(self, item: Any, cost: Any) -> bool:
-        """True if an item that no batch has room for is taken all the same."""
+        """Tell whether an item that no batch has room for is taken all the same."""
         rules = self._rules
         if rules.oversize == "alone":
             return True
@@ -162,7 +156,7 @@ class BatchByIterator(OperatorIterator):
 
 
 def _number(cost: Any, item: Any) -> Any:
-    """A cost as a number, if it is one; also one in a tensor or array of no dimension."""
+    """Return a cost as a number; also one in a tensor or array of no dimension."""
     if not is_number(cost) and attribute(cost, "ndim") == 0:
         cost = cost.item()
     if not is_number(cost):

@@ -1,7 +1,7 @@
-"""A cache: the items of one whole pass are kept, in memory or in a file, for later passes.
+"""Cache of the items of one whole pass, in memory or in a file, for later passes.
 
-A pass counts as whole when its end was reached and no item of it raised; what is kept of any
-other is thrown away. Once there is a whole one, what comes before the cache is not even opened.
+A pass counts as whole when its end was reached and no item of it raised; any other is thrown away.
+Once there is a whole one, the steps before the cache are not even opened.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import Any
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import ResultNotSendable, StateError
 from hybridloader._support.text import short
-from hybridloader.pipeline.operators.base import Context, Length, Mark, Operator, Part, Upstream
+from hybridloader.pipeline.operators.base import (
+    Context,
+    Length,
+    Mark,
+    Operator,
+    Upstream,
+    UpstreamPart,
+)
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
 from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.pipeline.operators.parameters import settle
@@ -27,17 +34,17 @@ _Kept = tuple[list[Any], list[int]]
 class Cache(Operator):
     """Keeps what comes through the first whole pass, and gives it in every later one.
 
-    What comes before is frozen with it: random choices made there are made once.
+    The steps before are frozen with it: random choices made there are made once.
 
     Parameters
     ----------
     path
-        Of a file, which only this user can read. It is used again by later runs, and must be
+        Path of a file, which only this user can read. It is used again by later runs, and must be
         deleted when what it was made of has changed. None keeps the items in memory, with this
         very object: every pass gives the same objects, so change none of them in place. A copy of
         the object, and one that was pickled, begins with nothing.
     fingerprint
-        What comes before, as a text. A file that was written with another one is refused.
+        Description of the steps before. A file that was written with another one is refused.
 
     Raises
     ------
@@ -70,17 +77,17 @@ class Cache(Operator):
         settle(self, **state, _kept=[])
 
     def ready(self) -> bool:
-        """True if a whole pass is kept, so that what comes before is not needed."""
+        """Tell whether a whole pass is kept, so that the steps before are not needed."""
         return bool(self._kept) if self.path is None else os.path.exists(self.path)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return self.begin(lambda: items, context)
 
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if self.ready() or (mark is not None and mark.value is not None):
             return []
         # A pass that is to be kept must be whole, so it is made again from its beginning.
-        return None if n else [Part(None, 0, epoch)]
+        return None if n else [UpstreamPart(None, 0, epoch)]
 
     def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
         if self.path is None:

@@ -1,4 +1,4 @@
-"""The file of a cache: how the items of one pass are written, and read back.
+"""File of a cache: the items of one pass are written, and read back.
 
 ::
 
@@ -42,11 +42,11 @@ _TAIL = struct.Struct("=QQ16s8s")
 _DIGEST = 16
 _ALIGNED = 64
 
-_LETTERS = re.compile(" #[0-9a-f]{10}")
+_DIGESTS = re.compile(" #[0-9a-f]{10}")
 """Digest, in a fingerprint, of the values that a step was given."""
 
 _BLOCK = 64 * 1024
-"""Bytes that are gathered before they are written; what is as large is not copied."""
+"""Bytes that are gathered before they are written; a piece as large is not copied."""
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -66,7 +66,7 @@ def _digest(first: Any, *pieces: Any) -> bytes:
 
 
 def _who_else(found: os.stat_result) -> str | None:
-    """Who else than this user, or root, may have written a file; None if nobody, or nobody knows."""
+    """Name who besides this user and root may have written a file; None if nobody, or nobody knows."""
     if not hasattr(os, "geteuid"):  # Windows: what a user's folder lets others do is inherited
         return None
     if found.st_uid not in (os.geteuid(), 0):
@@ -214,7 +214,7 @@ class Reader:
         return len(self._starts) - 1
 
     def read(self, number: int) -> Any:
-        """The item of record `number`, counted from 0."""
+        """Return the item of record `number`, counted from 0."""
         start, end = self._starts[number], self._starts[number + 1]
         view, place = self._view, start + _DIGEST
         if _digest(view[place:end]) != self._map[start:place]:
@@ -255,7 +255,7 @@ class Reader:
             )
 
     def _read_index(self, fingerprint: str) -> array[int]:
-        """Where records begin, and where the last one ends."""
+        """Return the beginnings of the records, and the end of the last one."""
         view, size = self._view, len(self._view)
         if size < _HEAD.size + _TAIL.size:
             raise self._damaged(f"it is cut off, at {size} bytes")
@@ -265,23 +265,23 @@ class Reader:
                 f"the cache file {self.path!r} is of format {version}, and this release reads format "
                 f"{_VERSION}; delete it to have it written anew"
             )
-        place, letters, digest, magic = _TAIL.unpack_from(view, size - _TAIL.size)
+        place, told, digest, magic = _TAIL.unpack_from(view, size - _TAIL.size)
         if magic != _END:
             raise self._damaged(f"it is cut off, at {size} bytes, or its end was changed")
         if _digest(view[place : size - _DIGEST - len(_END)]) != digest:
             raise self._damaged("its index is not as it was written")
-        before = bytes(view[place : place + letters]).decode()
+        before = bytes(view[place : place + told]).decode()
         if before != fingerprint:
-            alike = _LETTERS.sub("", before) == _LETTERS.sub("", fingerprint)
+            alike = _DIGESTS.sub("", before) == _DIGESTS.sub("", fingerprint)
             why = (
-                "Letters behind # stand for arguments, attributes and a sample of the data. "
+                "Digests behind # stand for arguments, attributes and a sample of the data. "
                 * alike
             )
             raise CacheError(
                 f"the cache file {self.path!r} was written by another pipeline, {before!r}, and this "
                 f"one is {fingerprint!r}. {why}Delete it, or give another path"
             )
-        starts = array("Q", bytes(view[place + letters : size - _TAIL.size]))
+        starts = array("Q", bytes(view[place + told : size - _TAIL.size]))
         starts.append(place)
         return starts
 

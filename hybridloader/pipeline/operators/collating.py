@@ -23,21 +23,11 @@ if TYPE_CHECKING:
 CollateFn = Callable[[list[Any]], Any]
 
 SIZE = "give the number of samples in a batch"
-"""What errors about a size ask for."""
+"""Request in errors about a size."""
 
 
 class Collating:
-    """A collate function with slots of its own.
-
-    Parameters
-    ----------
-    collate_fn
-        None for torch's `default_collate`.
-    memory
-        What the slots may take.
-    locks
-        Lock their pages, because a device is going to read them; None: they are not.
-    """
+    """A collate function with slots of its own, page-locked if a device is going to read them."""
 
     def __init__(
         self, collate_fn: CollateFn | None, memory: Memory, locks: PageLocks | None = None

@@ -18,12 +18,12 @@ from hybridloader.devices.batch_parts import like
 
 
 def is_named(value: Any) -> bool:
-    """True if it is a namedtuple."""
+    """Tell whether it is a namedtuple."""
     return isinstance(value, tuple) and has(value, "_fields")
 
 
 def is_array(value: Any) -> bool:
-    """True if it is a tensor or an array with a first dimension. Imports neither torch nor numpy."""
+    """Tell whether it is a tensor or array with a first dimension. Imports neither torch nor numpy."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     found = (torch is not None and isinstance(value, torch.Tensor)) or (
         numpy is not None and isinstance(value, numpy.ndarray)
@@ -32,15 +32,15 @@ def is_array(value: Any) -> bool:
 
 
 def samples_of(batch: Any, columns: bool | None, place: str = "the batch") -> Sequence[Any]:
-    """The samples of one batch.
+    """Return the samples of one batch.
 
     Parameters
     ----------
     columns
-        Whether lists and tuples, there and in fields, hold columns, else one thing for each sample;
+        True if lists and tuples, there and in fields, hold columns, False if one thing for each sample;
         None goes by what is in them.
     place
-        What errors call it.
+        Name of the batch in errors.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def samples_of(batch: Any, columns: bool | None, place: str = "the batch") -> Se
 
 
 def _holds_columns(batch: Sequence[Any], place: str) -> bool:
-    """A list or tuple holds columns if it has arrays of different kinds, or arrays and other things.
+    """Tell whether it holds columns: arrays of different kinds, or arrays and other things.
 
     Samples that are arrays are of one dtype and number of dimensions. Columns may be, too.
     """

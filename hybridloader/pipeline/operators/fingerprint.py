@@ -1,4 +1,4 @@
-"""Fingerprints: a few letters for the values that a step was given.
+"""Fingerprints: short digests of the values that a step was given.
 
 They tell a step from another of the same name. They follow from values and not from addresses, so
 they are the same in every run of a script. The work is bounded: only a sample of a large value is
@@ -63,7 +63,7 @@ _TOLD_BY_KIND = (types.ModuleType, types.GeneratorType, types.CoroutineType)
 
 
 def fingerprint(value: Any) -> str:
-    """Ten letters that follow from `value`."""
+    """Return ten hexadecimal digits that follow from `value`."""
     digest = hashlib.blake2b(digest_size=5)
     for piece in _Look().at(value, 0):
         digest.update(f"{len(piece)}:".encode())
@@ -107,13 +107,13 @@ def drawn(count: int) -> Sequence[int]:
 
 
 def _places(count: int, most: int) -> list[int]:
-    """Places at the ends, and drawn from between."""
+    """Return places at the ends, and drawn from between."""
     between = random.Random(count).sample(range(8, count - 8), most - 16)
     return [*range(8), *sorted(between), *range(count - 8, count)]
 
 
 class _Look:
-    """One look at a value and all within it."""
+    """Walk through a value and all within it."""
 
     def __init__(self) -> None:
         # All the mutable state:

@@ -58,12 +58,12 @@ class Batch(_OfSize):
     batch_size
         Items in a batch.
     drop_last
-        Whether to drop the last batch if it is not full.
+        True drops the last batch if it is not full.
     collate_fn
-        From a list of samples to a batch; None is torch's `default_collate`. With ``list`` a batch
-        is the plain list.
+        Function from a list of samples to a batch; None is torch's `default_collate`. With ``list`` a
+        batch is the plain list.
     memory
-        What the recycled slots may take in which large tensors are collated.
+        Limit of the recycled slots in which large tensors are collated.
     """
 
     batch_size: int
@@ -90,13 +90,13 @@ class PaddedBatch(_OfSize):
     batch_size
         Items in a batch.
     padding_value
-        What to fill up with.
+        Value to fill up with.
     drop_last
-        Whether to drop the last batch if it is not full.
+        True drops the last batch if it is not full.
     lengths
-        Whether to give ``(batch, lengths)``.
+        True gives ``(batch, lengths)``.
     memory
-        What the recycled slots may take in which large tensors are made.
+        Limit of the recycled slots in which large tensors are made.
     """
 
     batch_size: int
@@ -120,7 +120,7 @@ class PaddedBatch(_OfSize):
 
 
 class BatchIterator(OperatorIterator):
-    """The running form of `Batch` and `PaddedBatch`."""
+    """Iterator of `Batch` and `PaddedBatch`."""
 
     def __init__(
         self, items: Iterator[Any], size: int, drop_last: bool, collate: Callable[[list[Any]], Any]
@@ -162,12 +162,12 @@ class Unbatch(Operator):
     Parameters
     ----------
     columns
-        What lists and tuples hold, also those in fields: True, columns; False, one thing for each
+        Contents of lists and tuples, also those in fields: True, columns; False, one thing for each
         sample. None goes by what is in them: without an array they hold samples; with arrays that
         differ in dtype or number of dimensions, or with arrays and other things, columns; with arrays of
         one kind it could be either, and is an error.
     split
-        From a batch to an iterable of its samples, instead of these rules.
+        Function from a batch to an iterable of its samples, instead of these rules.
     """
 
     columns: bool | None = None
@@ -193,7 +193,7 @@ class Unbatch(Operator):
 
 
 class UnbatchIterator(OperatorIterator):
-    """The running form of `Unbatch`."""
+    """Iterator of `Unbatch`."""
 
     def __init__(
         self,

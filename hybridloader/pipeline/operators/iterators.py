@@ -1,7 +1,7 @@
-"""What the running forms of operators have in common: they pull the iterator before them, and close it.
+"""Base classes of the iterators of operators, which pull the iterators before them and close them.
 
-A running form says all its mutable state in plain attributes. It never runs a thread, and never pulls
-an item before it is asked for one.
+The iterator of an operator has all its mutable state in plain attributes. It never runs a thread, and
+never pulls an item before it is asked for one.
 """
 
 from __future__ import annotations
@@ -30,18 +30,12 @@ def close_all(iterators: list[Iterator[Any]]) -> None:
 
 
 def nothing() -> NoReturn:
-    """Stands in for the ``__next__`` of an iterator that has ended."""
+    """Raise `StopIteration`: the ``__next__`` of an iterator that has ended."""
     raise StopIteration
 
 
 class OperatorIterator(Iterator[Any]):
-    """A running form over one iterator.
-
-    Parameters
-    ----------
-    items
-        What to pull. It is closed with this.
-    """
+    """Base of the iterators over one other, which is closed with this."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
@@ -56,23 +50,22 @@ class OperatorIterator(Iterator[Any]):
             raise
 
     def _end(self) -> None:
-        """What comes before has ended, and is not asked again."""
+        """Note that the iterator before has ended; it is not asked again."""
         self._pull = nothing
 
     def _failed(self, error: Exception) -> bool:
-        """Note what `_pull` raised; tell whether it was in the place of an item."""
+        """Note an error of `_pull`; tell whether it was raised in the place of an item."""
         if isinstance(error, StopIteration):
             self._end()
             return False
         return takes_a_place(error)
 
     def close(self) -> None:
-        """Give up what is left, and close what comes before. Idempotent."""
+        """Give up the rest, and close the iterator before. Idempotent."""
         self._end()
+        # Called from here: a function between would double the nested calls of a long chain.
         shut = getattr(self._items, "close", None)
-        if (
-            shut is not None
-        ):  # called from here, because a long line is that many calls in one another
+        if shut is not None:
             shut()
 
 
@@ -89,7 +82,7 @@ def open_all(pipelines: tuple[Chain, ...], context: Context) -> list[Iterator[An
 
 
 class JoinIterator(Iterator[Any]):
-    """A running form over several iterators."""
+    """Base of the iterators over several others, which are closed with this."""
 
     def __init__(self, branches: list[Iterator[Any]]) -> None:
         self._opened = branches

@@ -26,7 +26,7 @@ from hybridloader.pipeline.operators.base import (
     Context,
     Length,
     Mark,
-    Part,
+    UpstreamPart,
 )
 from hybridloader.pipeline.operators.iterators import JoinIterator, nothing, open_all
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
@@ -43,20 +43,20 @@ class Concat(Join):
     def start(self, context: Context) -> Iterator[Any]:
         return ConcatIterator(self.pipelines, context)
 
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if mark is None:
-            return None if n else [Part(0, 0, epoch)]
+            return None if n else [UpstreamPart(0, 0, epoch)]
         # Of a fork, other branches may be in pipelines that are over, and would pile up.
         if n and any(map(reaches_out, self.pipelines)):
             return None
-        return [Part(mark.value, n - mark.at, epoch)]
+        return [UpstreamPart(mark.value, n - mark.at, epoch)]
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
 
 
 class ConcatIterator(Iterator[Any]):
-    """The running form of `Concat`. A pipeline that can't be opened raises once and is passed over."""
+    """Iterator of `Concat`. A pipeline that can't be opened raises once and is passed over."""
 
     def __init__(self, pipelines: tuple[Chain, ...], context: Context) -> None:
         self._pipelines, self._context = pipelines, context
@@ -115,7 +115,7 @@ class Mix(Join):
     pipelines
         At least one.
     weights
-        How often each is drawn, in proportion to the others; None draws all alike.
+        Frequency of each, in proportion to the others; None draws all alike.
     seed
         None takes the seed of the run.
     stop
@@ -170,7 +170,7 @@ class Mix(Join):
 
 
 class MixIterator(JoinIterator):
-    """The running form of `Mix`."""
+    """Iterator of `Mix`."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class MixIterator(JoinIterator):
         raise StopIteration
 
     def _edges_now(self) -> list[float]:
-        """Where the part of each of those that are left ends, from 0 to the sum of the weights."""
+        """Return the end of the part of each that is left, from 0 to the sum of the weights."""
         return list(accumulate(weight for _, weight in self._left))
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class Interleave(Join):
 
 
 class InterleaveIterator(JoinIterator):
-    """The running form of `Interleave`."""
+    """Iterator of `Interleave`."""
 
     def __init__(self, branches: list[Iterator[Any]], block: int) -> None:
         super().__init__(branches)

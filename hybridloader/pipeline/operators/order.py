@@ -18,8 +18,8 @@ from hybridloader.pipeline.operators.base import (
     Mark,
     OneForOne,
     Operator,
-    Part,
     Upstream,
+    UpstreamPart,
 )
 from hybridloader.pipeline.operators.iterators import OperatorIterator, nothing
 from hybridloader.pipeline.operators.parameters import SEED, settle_whole
@@ -38,7 +38,7 @@ class Shuffle(Operator):
     Parameters
     ----------
     buffer_size
-        How many items are held, at least 1.
+        Number of items that are held, at least 1.
     seed
         None takes the seed of the run.
     """
@@ -59,7 +59,7 @@ class Shuffle(Operator):
 
 
 class ShuffleIterator(OperatorIterator):
-    """The running form of `Shuffle`."""
+    """Iterator of `Shuffle`."""
 
     def __init__(self, items: Iterator[Any], size: int, generator: random.Random) -> None:
         super().__init__(items)
@@ -119,7 +119,7 @@ class Take(Operator):
 
 
 class TakeIterator(OperatorIterator):
-    """The running form of `Take`."""
+    """Iterator of `Take`."""
 
     def __init__(self, items: Iterator[Any], count: int) -> None:
         super().__init__(items)
@@ -213,7 +213,7 @@ class EveryIterator(OperatorIterator):
 
 
 def _from(upstream: Length, first: int, step: int) -> Length:
-    """How many items an `EveryIterator` gives."""
+    """Return how many items an `EveryIterator` gives."""
     if upstream is None or upstream == INFINITE:
         return upstream
     return max(0, -(-(int(upstream) - first) // step))
@@ -233,7 +233,7 @@ class Enumerate(OneForOne):
 
 
 class EnumerateIterator(OperatorIterator):
-    """The running form of `Enumerate`."""
+    """Iterator of `Enumerate`."""
 
     def __init__(self, items: Iterator[Any], start: int) -> None:
         super().__init__(items)
@@ -258,7 +258,7 @@ class Repeat(Operator):
     Parameters
     ----------
     times
-        How many passes; None goes on until a pass gives nothing.
+        Number of passes; None goes on until a pass gives nothing.
     """
 
     times: int | None = None
@@ -273,10 +273,10 @@ class Repeat(Operator):
     def begin(self, upstream: Upstream, context: Context) -> Iterator[Any]:
         return RepeatIterator(upstream, self.times, context)
 
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if mark is None:
-            return None if n else [Part(None, 0, epoch * (self.times or 1))]
-        return [Part(None, n - mark.at, epoch * (self.times or 1) + mark.value)]
+            return None if n else [UpstreamPart(None, 0, epoch * (self.times or 1))]
+        return [UpstreamPart(None, n - mark.at, epoch * (self.times or 1) + mark.value)]
 
     def length(self, upstream: Length) -> Length:
         if upstream == 0 or self.times == 0:
@@ -287,7 +287,7 @@ class Repeat(Operator):
 
 
 class RepeatIterator(Iterator[Any]):
-    """The running form of `Repeat`. The first pass begins with it, another when its turn comes."""
+    """Iterator of `Repeat`. The first pass begins with it, another when its turn comes."""
 
     def __init__(self, upstream: Upstream, times: int | None, context: Context) -> None:
         self._upstream, self._times, self._mark = upstream, times, context.mark
@@ -354,7 +354,7 @@ class ShardByRank(Operator):
     Parameters
     ----------
     num_replicas, rank
-        How many shards there are, and the number of this one, from 0. None takes those of
+        Number of shards, and the number of this one, from 0. None takes those of
         `torch.distributed` if it is initialised when the pass begins, else shard 0 of 1.
     """
 
@@ -394,7 +394,7 @@ class ShardByRank(Operator):
         return _from(upstream, rank, num_replicas)
 
     def resolved(self) -> tuple[int, int]:
-        """The number of shards and the number of this one, as they are now, in this process."""
+        """Return the number of shards and of this one, as they are now, in this process."""
         if self.num_replicas is not None and self.rank is not None:
             return self.num_replicas, self.rank
         torch = sys.modules.get("torch")

@@ -34,9 +34,9 @@ class Pad:
     Parameters
     ----------
     padding_value
-        What to fill up with.
+        Value to fill up with.
     lengths
-        Whether to give ``(batch, lengths)``: `lengths` has the structure of the batch, with an int64
+        True gives ``(batch, lengths)``: `lengths` has the structure of the batch, with an int64
         tensor of the sizes of the first dimension for what has one, and None for the rest.
 
     Raises
@@ -65,7 +65,7 @@ class Pad:
         return (batch, lengths) if self.lengths else batch
 
     def _field(self, samples: Sequence[Any], place: str) -> tuple[Any, Any]:
-        """One field of all samples, and its lengths; `place` says which one, for errors."""
+        """Return one field of all samples, and its lengths; `place` says which one, for errors."""
         first = samples[0]
         if {*map(type, samples)} == {_tensor_type()} or all(map(_is_sequence, samples)):
             return self._sequences(samples, place)
@@ -171,7 +171,7 @@ def _tensor_type() -> Any:
 
 
 def _is_sequence(sample: Any) -> bool:
-    """A tensor, an array, or a list of numbers, also a nested one."""
+    """Tell whether it is a tensor, an array, or a list of numbers, also a nested one."""
     if type(sample) is list:
         while type(sample) is list:
             if not sample:
@@ -191,7 +191,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _tensors(samples: Sequence[Any]) -> list[torch.Tensor]:
-    """The samples as tensors; an empty list is of the others' dtype and dimensions."""
+    """Return the samples as tensors; an empty list is of the others' dtype and dimensions."""
     if {*map(type, samples)} == {_tensor_type()}:
         return list(samples)
     import torch

@@ -51,7 +51,7 @@ def check_source(name: str, source: Any, hint: str = "") -> None:
     """Refuse what is no iterable, nor a function that gives one. Raises `TypeError`."""
     if isinstance(source, (str, bytes)):
         raise TypeError(
-            f"{name}: a {type(source).__qualname__} would be read letter by letter: {short(source)}; "
+            f"{name}: a {type(source).__qualname__} would be read one character at a time: {short(source)}; "
             "give an iterable of items, such as an open file or a list of paths"
         )
     if not hasattr(type(source), "__iter__") and not callable(source):
@@ -62,7 +62,7 @@ def check_source(name: str, source: Any, hint: str = "") -> None:
 
 
 def several(described: Named, pipelines: Any) -> tuple[Chain, ...]:
-    """`pipelines` as a tuple of at least one."""
+    """Return `pipelines` as a tuple of at least one."""
     if not isinstance(pipelines, Iterable) or isinstance(pipelines, str):
         raise TypeError(
             f"{described.name}: pipelines must be several pipelines, not {short(pipelines)}; "
@@ -86,7 +86,7 @@ def one(described: Named, parameter: str, pipeline: Any) -> None:
 
 
 def sum_of(lengths: Iterable[Length]) -> Length:
-    """Of all together; None if one of them is not known and none is infinite."""
+    """Return the sum; None if one of them is not known and none is infinite."""
     total: Length = 0
     for length in lengths:
         if length == INFINITE:

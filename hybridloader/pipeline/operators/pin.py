@@ -27,7 +27,7 @@ from hybridloader.pipeline.operators.iterators import OperatorIterator
 
 
 class Ahead(TypedDict, total=False):
-    """What may wait: keywords of `Pipeline.pin_memory` and `Pipeline.to`."""
+    """Limits of what may wait: keywords of `Pipeline.pin_memory` and `Pipeline.to`."""
 
     prefetch: int
     buffer_bytes: int
@@ -68,7 +68,7 @@ class PinMemory(OneForOne):
         check(self.device)
 
     def pinner(self) -> Pinner | None:
-        """What handles the items of one run, for the device that is current on this thread."""
+        """Return what handles the items of one run, for the device that is current on this thread."""
         accelerator = current() if self.device is None else find(self.device)
         if accelerator is None or not accelerator.pins:
             return None
@@ -113,7 +113,7 @@ class ToDevice(PinMemory):
 
 
 class Sending(OperatorIterator):
-    """What the thread runs: items, handled one after the other."""
+    """Iterator for the relay's thread: items, pinned or moved one after the other."""
 
     def __init__(self, items: Iterator[Any], pinner: Pinner, name: str) -> None:
         super().__init__(items)
@@ -134,7 +134,7 @@ class Sending(OperatorIterator):
 
 
 class Taking(Iterator[Any]):
-    """What comes through a relay from `Sending`, for the thread that takes it and its current stream."""
+    """Iterator for the thread that takes what `Sending` made ready, and for its current stream."""
 
     def __init__(self, relay: Relay, pinner: Pinner) -> None:
         self._relay, self._pinner = relay, pinner
@@ -143,11 +143,11 @@ class Taking(Iterator[Any]):
         return self._pinner.take(next(self._relay))
 
     def next_nowait(self) -> Any:
-        """The next item if it is there. Raises `NotReady` if it is not."""
+        """Return the next item if it is there. Raises `NotReady` if it is not."""
         return self._pinner.take(self._relay.next_nowait())
 
     def when_ready(self, wake: Callable[[], None]) -> None:
-        """As of a `Relay`."""
+        """See `Relay.when_ready`."""
         self._relay.when_ready(wake)
 
     def close(self) -> None:

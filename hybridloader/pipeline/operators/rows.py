@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from hybridloader._support.errors import IteratorClosed, Raised, add_note
 from hybridloader.fetching.on_error.places import LeftOut, goes_astray, takes_a_place
-from hybridloader.pipeline.operators.base import Chain, Context, Length, Mark, Part, Source
+from hybridloader.pipeline.operators.base import Chain, Context, Length, Mark, Source, UpstreamPart
 from hybridloader.pipeline.operators.counting import check, leaves_out, loses_count
 from hybridloader.pipeline.operators.iterators import JoinIterator, OperatorIterator, open_all
 from hybridloader.pipeline.operators.parameters import check_flags, settle, several
@@ -49,8 +49,8 @@ class Zip(Join):
     pipelines
         At least one.
     strict
-        Whether pipelines of different lengths are an error: here, if the lengths are known, else
-        when the first of them has ended. If not, it ends with the shortest.
+        True if pipelines of different lengths are an error: at once, if the lengths are known, else
+        when the first of them has ended. False ends with the shortest.
     """
 
     strict: bool = True
@@ -73,10 +73,10 @@ class Zip(Join):
         lost = [loses_count(pipeline) if several else None for pipeline in self.pipelines]
         return ZipIterator(open_all(self.pipelines, context), self.strict, context.start, lost)
 
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if n and (leaves_out(self.pipelines) or not may_begin_at(self.pipelines, n)):
             return None
-        return [Part(number, n, epoch) for number in range(len(self.pipelines))]
+        return [UpstreamPart(number, n, epoch) for number in range(len(self.pipelines))]
 
     def length(self, upstream: Length) -> Length:
         known = [length for length in self.lengths if length is not None]
@@ -88,12 +88,12 @@ class Zip(Join):
 
 
 class ZipIterator(JoinIterator):
-    """The running form of `Zip`.
+    """Iterator of `Zip`.
 
     Parameters
     ----------
     start
-        Rows that were given before.
+        Number of rows that were given before.
     lost
         For each branch, the step that makes the number of a failure unknown; None if there is none.
     """

@@ -1,4 +1,4 @@
-"""Where items come from: the indices of a dataset, or any iterable that one reader reads.
+"""Sources of items: the indices of a dataset, or any iterable that one reader reads.
 
 The reader is the thread that pulls. What samplers and iterables mean is torch's convention, also that
 `set_epoch` tells them which pass it is.
@@ -50,7 +50,7 @@ class Indices(Source):
     batch_sampler
         An iterable of lists of indices; these lists are what comes. `set_epoch` as above.
     shuffle
-        Whether to read all in a random order, that of `torch.utils.data.RandomSampler`.
+        True reads all in a random order, that of `torch.utils.data.RandomSampler`.
     seed
         The order of a pass is then that of ``seed + epoch``, as with torch's `DistributedSampler`.
         None takes the seed of the run, if it was given one, else draws from torch's default generator,
@@ -140,7 +140,7 @@ class Indices(Source):
         return n
 
     def draws(self, seeded: bool) -> bool:
-        """True if a pass takes a seed from torch's default generator, if the run has one or has not."""
+        """Tell whether a pass takes a seed from torch's default generator."""
         if self._order is None:
             return self.shuffle and self.seed is None and not seeded
         return draws_a_seed(self._order)
@@ -154,21 +154,14 @@ class Indices(Source):
 
 
 def _is_iterable_dataset(dataset: Any) -> bool:
-    """torch's has a ``__getitem__``, by inheritance, which always raises."""
+    """Tell whether it is torch's, which inherits a ``__getitem__`` that always raises."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(dataset, torch.utils.data.IterableDataset)
 
 
-class _Begun:
-    """True if the one pass over an iterator has begun; not a part of the description."""
-
-    def __init__(self) -> None:
-        self.yes = False
-
-
 @dataclass(frozen=True)
 class Items(Source):
-    """What an iterable gives, read by one reader.
+    """Items of an iterable, read by one reader.
 
     Parameters
     ----------
@@ -186,7 +179,8 @@ class Items(Source):
     """
 
     source: Any = field(repr=False)
-    _begun: _Begun = field(default_factory=_Begun, init=False, repr=False, compare=False)
+    # Not a part of the description: an entry once the one pass over an iterator has begun.
+    _begun: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -203,19 +197,19 @@ class Items(Source):
         return {"source": self.source}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settle(self, **state, _begun=_Begun())
+        settle(self, **state, _begun=[])
 
     def start(self, context: Context) -> Iterator[Any]:
         source = self.source
         if hasattr(type(source), "__next__"):
-            if self._begun.yes:
+            if self._begun:
                 raise ValueError(
                     f"{self.name}: {short(source)} is an iterator, which can be read once, and a pass "
                     "over it has begun already; give a list, or a function that makes the iterator, "
                     "to read it in every pass"
                 )
             _tell_epoch(source, context)
-            self._begun.yes = True
+            self._begun.append(True)
             return self._read(source, context, ours=False)
         if not hasattr(type(source), "__iter__"):
             try:
@@ -258,7 +252,7 @@ def _tell_epoch(source: Any, context: Context) -> None:
 
 
 def _described(without: str, data: Any) -> str:
-    """With the type of `data` and its length: the repr of a dataset may be as long as the dataset."""
+    """Put in the type of `data` and its length: the repr of a dataset may be as long as the dataset."""
     told = attribute(data, "__qualname__") or type(data).__qualname__
     if isinstance(_length(data), int):
         told += f" of {_length(data)}"

@@ -21,8 +21,8 @@ from hybridloader.pipeline.operators.base import (
     Context,
     Length,
     Mark,
-    Part,
     Source,
+    UpstreamPart,
     steps_in,
 )
 from hybridloader.pipeline.operators.counting import leaves_out
@@ -31,14 +31,10 @@ from hybridloader.pipeline.operators.parameters import one, settle_whole
 
 @dataclass(frozen=True, eq=False)
 class ForkPoint:
-    """A place where a pipeline goes on in several ways. Every fork is another, even with the same parts.
+    """Place where `pipeline` goes on in `count` branches.
 
-    Parameters
-    ----------
-    pipeline
-        What comes before it.
-    count
-        How many branches there are. All are to be pulled, or closed: see the module.
+    Every fork is another, even with the same parts. All branches are to be pulled, or closed: see the
+    module.
     """
 
     pipeline: Chain
@@ -46,7 +42,6 @@ class ForkPoint:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
         return "fork"
 
     def __post_init__(self) -> None:
@@ -56,15 +51,7 @@ class ForkPoint:
 
 @dataclass(frozen=True)
 class Branch(Source):
-    """One of the pipelines that a fork makes; it can be opened once in a pass.
-
-    Parameters
-    ----------
-    fork
-        Where it comes from.
-    number
-        Which of its branches it is, from 0.
-    """
+    """One of the pipelines that a fork makes, opened once in a pass.; `number` counts from 0."""
 
     fork: ForkPoint = field(repr=False)
     number: int
@@ -87,17 +74,17 @@ class Branch(Source):
     def seek(self, n: int) -> int:
         return n  # of all branches of a fork, which `may_begin_at` sees to
 
-    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[Part] | None:
+    def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if n and leaves_out([self.fork.pipeline]):  # in a zip, what is left out has a number
             return None
-        return [Part(0, n, epoch)]
+        return [UpstreamPart(0, n, epoch)]
 
     def length(self, upstream: Length) -> Length:
         return self.fork.pipeline.length
 
 
 class _Trunk:
-    """What the branches of one fork share in one pass."""
+    """Items and queues that the branches of one fork share in one pass."""
 
     def __init__(self, count: int) -> None:
         self._pulling = threading.Lock()
@@ -123,7 +110,7 @@ class _Trunk:
         return BranchIterator(self, number, queue)
 
     def pull(self, number: int, queue: deque[Any]) -> Any:
-        """The next item for a branch whose queue was empty; what is pulled goes to the others too."""
+        """Return the next item for a branch whose queue was empty, and give it to the others too."""
         with self._pulling:
             if queue:  # another branch has pulled meanwhile
                 return queue.popleft()
@@ -148,7 +135,7 @@ class _Trunk:
             return item
 
     def forget(self, number: int) -> None:
-        """One branch is not pulled any more. Takes no lock: a finalizer may be what calls it."""
+        """Stop queueing for one branch. Takes no lock, because a finalizer may call it."""
         self.queues[number] = None
 
     def close(self, number: int) -> None:
@@ -160,7 +147,7 @@ class _Trunk:
 
 
 class BranchIterator(Iterator[Any]):
-    """The running form of `Branch`; each may be pulled by a thread of its own."""
+    """Iterator of `Branch`; each may be pulled by a thread of its own."""
 
     def __init__(self, trunk: _Trunk, number: int, queue: deque[Any]) -> None:
         self._trunk, self._number = trunk, number

@@ -1,4 +1,4 @@
-"""Sources that can tell where they are: samplers and iterables with a state of their own.
+"""Sources with a state of their own: samplers and iterables that can tell their position.
 
 They have torchdata's protocol, `state_dict` and `load_state_dict`, on the object or on its iterator.
 Their state is taken now and then, before it is known whether anybody will want it: a pipeline reads
@@ -23,10 +23,10 @@ from hybridloader.pipeline.operators.base import Context, Mark
 from hybridloader.pipeline.operators.iterators import OperatorIterator
 
 INDICES = 1024
-"""From one mark of a sampler to the next: an index is drawn in 0.1 us, a state taken in 10."""
+"""Indices from one mark of a sampler to the next: an index takes 0.1 us, a state 10."""
 
 ITEMS = 64
-"""From one mark of an iterable to the next: up to as many items are read again for nothing."""
+"""Items from one mark of an iterable to the next: up to as many are read again for nothing."""
 
 
 class Opened:
@@ -36,17 +36,13 @@ class Opened:
     ----------
     iterable
         It has been told the number of the pass.
-    context
-        Of the source.
-    name
-        Of the source, for errors.
     drawn
-        Whether a generator in it was made for this pass.
+        True if a generator in it was made for this pass.
 
     Attributes
     ----------
     at
-        Items of the pass that are behind it.
+        Number of items of the pass before it.
     """
 
     def __init__(self, iterable: Any, context: Context, name: str, *, drawn: bool = False) -> None:
@@ -88,7 +84,7 @@ class Opened:
             raise StateError(f"{name}: the state of the generator is damaged: {error}") from error
 
     def items(self, context: Context, every: int, *, ours: bool) -> Iterator[Any]:
-        """What is left of the pass, marked every so many items."""
+        """Return the rest of the pass, marked every so many items."""
         if self._told is not None:
             return MarkedIterator(self.iterator, self.at, self._told, context, every, ours=ours)
         if self._generator is not None:  # all of the order follows from how it is now
@@ -100,7 +96,7 @@ class Opened:
 
 
 def _generator_of(order: Any) -> Any:
-    """torch's generator of random numbers in one of its samplers, also in its `BatchSampler`."""
+    """Return torch's generator in one of its samplers, also in its `BatchSampler`."""
     for sampler in (order, attribute(order, "sampler")):
         generator = attribute(sampler, "generator")
         if has(generator, "get_state") and has(generator, "initial_seed"):
@@ -109,7 +105,7 @@ def _generator_of(order: Any) -> Any:
 
 
 def draws_a_seed(order: Any) -> bool:
-    """True if it is torch's `RandomSampler` without a generator, maybe in torch's `BatchSampler`.
+    """Tell whether it is torch's `RandomSampler` without a generator, maybe in torch's `BatchSampler`.
 
     Others that use torch's default generator can't be told from those that use nothing.
     """
@@ -122,7 +118,7 @@ def draws_a_seed(order: Any) -> bool:
 
 
 def with_drawn_seed(order: Any, context: Context) -> Any:
-    """`order`; or what has the seed that it would draw, if it is to draw one."""
+    """Return `order`, or a copy of it that has the seed that it would draw."""
     if not draws_a_seed(order):
         return order
     from torch import Generator
@@ -136,13 +132,7 @@ def with_drawn_seed(order: Any, context: Context) -> Any:
 
 
 class ReadIterator(OperatorIterator):
-    """The running form of sources that are one iterator.
-
-    Parameters
-    ----------
-    ours
-        Whether it was made for this pass, so that nobody else wants it when this is closed.
-    """
+    """Iterator of a source that is one; `ours` if it was made for this pass, and is closed with it."""
 
     def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
         super().__init__(items)
@@ -155,7 +145,7 @@ class ReadIterator(OperatorIterator):
 
 
 class GeneratorIterator(ReadIterator):
-    """Reads a generator. An error ends it, which must not look like the end of the source."""
+    """Iterator over a generator. An error ends it, which must not look like the end of the source."""
 
     def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
         super().__init__(items, ours=ours)
@@ -176,18 +166,9 @@ class GeneratorIterator(ReadIterator):
 
 
 class MarkedIterator(ReadIterator):
-    """Reads an iterator and takes its state every `every` items, or less often if that takes long.
+    """Iterator that takes a state of `told` every `every` items, or less often if that takes long.
 
     A state from behind the last item is never used: it may mean the beginning of the next epoch.
-
-    Parameters
-    ----------
-    at
-        Number of items that the iterator has given before.
-    told
-        Object that has the state.
-    every
-        Number of items from one state to the next.
     """
 
     def __init__(
@@ -225,7 +206,7 @@ class MarkedIterator(ReadIterator):
         return item
 
     def _state(self) -> Any:
-        """Or the error, for whoever wants the state: nobody else is to be troubled with it."""
+        """Return the state, or the error: only whoever wants the state is to be troubled with it."""
         try:
             return copied(self._told.state_dict())
         except Exception as error:

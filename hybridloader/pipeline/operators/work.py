@@ -52,7 +52,7 @@ class Where(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a stage's work is done, and how.
+    """Placement of a stage: its backend, its workers and their options.
 
     Parameters
     ----------
@@ -61,12 +61,12 @@ class Placement:
     num_workers
         At least 1. None: as many as this process may use CPUs. No matter inline.
     in_order
-        Whether results come in the order of the items, or as they are done.
+        True if results come in the order of the items, False if as they are done.
     prefetch
         Items that may be under way, or done and not yet taken, in this stage. None: two tasks for
         each worker.
     buffer_bytes
-        The same in bytes of results; an item is let in if the largest result so far would still fit.
+        Limit of these in bytes of results; an item is let in if the largest result so far would fit.
     timeout
         Seconds to wait for the next result while there is work under way; 0 waits for ever.
     worker_init_fn
@@ -74,10 +74,10 @@ class Placement:
     threads_per_worker
         Threads inside each worker, which share the items of one task.
     fuse
-        Whether this work may be done in one go with the stages beside it that have the same workers.
+        True if this work may be one task with that of the stages beside it that have the same workers.
         They then share the budget of `on_error`, and are one stage in what it records.
     on_error
-        What becomes of items that fail: None, which ``"raise"`` says, raises in their place; ``"skip"``,
+        Policy for items that fail: None, which ``"raise"`` says, raises in their place; ``"skip"``,
         or a `Skip`, leaves them out; a `Retry` tries again first; a `Replace` puts others in their
         places. It needs no backend.
     on_worker_death
@@ -173,9 +173,9 @@ class Work(Operator):
     function
         Takes an item.
     placement
-        Where it runs.
+        Backend and options that it runs with.
     label
-        What errors and tables call it; None: the operator and the function.
+        Name in errors and tables; None: the operator and the function.
     """
 
     function: Any
@@ -186,7 +186,7 @@ class Work(Operator):
 
     @classmethod
     def placed(cls, function: Any, label: str | None, where: Where) -> Self:
-        """With what the user has said of where it runs."""
+        """Make one with the placement that the user has given by keywords."""
         return cls(function, Placement.of(cls(function, label=label).name, where), label)
 
     def __post_init__(self) -> None:
@@ -300,7 +300,7 @@ class Prefetch(OneForOne):
 
 
 def name_of_function(function: Any) -> str:
-    """A short name for tables: ``decode``, ``Decoder``, ``lambda``."""
+    """Return a short name for tables: ``decode``, ``Decoder``, ``lambda``."""
     name = attribute(function, "__qualname__") or type(function).__qualname__
     return str(name).rpartition(".")[2].strip("<>")
 
@@ -334,7 +334,7 @@ def check_function(stage: str, function: Any) -> None:
 
 
 def of_length(value: Length) -> str:
-    """A length in words."""
+    """Say a length in words."""
     if value is None:
         return "unknown"
     return "endless" if value == INFINITE else f"{int(value):,}"

@@ -1,4 +1,4 @@
-"""A pipeline to look at: as a table, and as a picture."""
+"""Pictures of a pipeline: a table, and a flowchart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridloader.pipeline.running.plan import (
 
 
 def as_table(pipeline: Chain) -> str:
-    """One line for each step as it will run: functions that share a task are on one line."""
+    """Return one line for each step as it will run; functions that share a task are on one line."""
     rows = [("step", "runs on", "with", "items"), *_rows(pipeline, "", {}, "your loop")]
     return "\n".join(table(rows))
 
@@ -55,7 +55,7 @@ def _rows(pipeline: Chain, indent: str, forks: dict[int, int], taker: str) -> It
 
 
 def _branches(operator: Operator, indent: str, forks: dict[int, int], taker: str) -> Iterator[Row]:
-    """What runs as a part of `operator`; the trunk of a fork is shown where it is met first."""
+    """Yield the rows of the branches of `operator`; a fork is shown where it is met first."""
     if isinstance(operator, Branch):
         if id(operator.fork) not in forks:
             number = forks[id(operator.fork)] = len(forks)
@@ -68,7 +68,7 @@ def _branches(operator: Operator, indent: str, forks: dict[int, int], taker: str
 
 
 def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
-    """Who runs a step that has no workers."""
+    """Name the thread that runs a step without workers."""
     for node in nodes[at + 1 :]:
         if isinstance(node, RelayNode):
             return "a thread of its own"
@@ -99,7 +99,7 @@ def _options(node: WorkerNode) -> Iterator[str]:
 
 
 def as_mermaid(pipeline: Chain) -> str:
-    """A flowchart: boxes for what runs on workers, round ones for what does not."""
+    """Return a flowchart: boxes for steps on workers, round ones for the others."""
     picture = _Picture()
     last, arrow = picture.draw(pipeline)
     picture.arrows.append(f"    {last} {arrow} loop([your loop])")
@@ -107,7 +107,7 @@ def as_mermaid(pipeline: Chain) -> str:
 
 
 class _Picture:
-    """Boxes, the arrows between them, and what was drawn already."""
+    """Boxes, the arrows between them, and the forks that were drawn already."""
 
     def __init__(self) -> None:
         self.boxes: list[str] = []
@@ -115,7 +115,7 @@ class _Picture:
         self._forks: dict[int, tuple[str, str]] = {}
 
     def draw(self, pipeline: Chain) -> tuple[str, str]:
-        """Draw one line; its last box, and the arrow that leaves it."""
+        """Draw one chain; return its last box, and the arrow that leaves it."""
         before, arrow = "", "-->"
         for node in lay_out(pipeline):
             if isinstance(node, RelayNode) and node.depth is None:
@@ -134,7 +134,7 @@ class _Picture:
         return before, arrow
 
     def _trunk(self, branch: Branch) -> tuple[str, str]:
-        """The pipeline of a fork is drawn once."""
+        """Draw the chain of a fork, once."""
         key = id(branch.fork)
         if key not in self._forks:
             self._forks[key] = self.draw(branch.fork.pipeline)

@@ -1,4 +1,4 @@
-"""From a description to what will run: which functions share a stage, where a thread stands between.
+"""Plan of a pipeline: which functions share a stage, and where a thread stands between.
 
     sampler -> [ stage ] -> relay -> [ stage ] -> relay -> batch -> relay -> your loop
 
@@ -64,7 +64,7 @@ class WorkerNode:
     Attributes
     ----------
     forwarded
-        Whether its results go straight to another stage of processes.
+        True if its results go straight to another stage of processes.
     """
 
     works: tuple[Work | Readers, ...]
@@ -100,9 +100,9 @@ class RelayNode:
     depth
         Items that may wait; None: `least`, or more where items come several at a time.
     least
-        As many as the stage before may have ready, so that it is driven until it has them.
+        Number of items that the stage before may have ready, so that it is driven until it has them.
     operator
-        What its thread does with each item.
+        Pins or moves each item, on the relay's thread.
     """
 
     what: str
@@ -135,11 +135,11 @@ class _Laid(NamedTuple):
     Attributes
     ----------
     nodes
-        In order, the source first.
+        Nodes in order, the source first.
     quick
-        Whether it need not be waited for.
+        True if it need not be waited for.
     live
-        Whether something besides the puller runs, in its branches too.
+        True if workers or threads run in it or in its branches.
     """
 
     nodes: tuple[Node, ...]
@@ -161,7 +161,7 @@ _known = _Known()
 
 
 def lay_out(pipeline: Chain) -> tuple[Node, ...]:
-    """The nodes of one pipeline, in order, its source first; branches have a layout of their own."""
+    """Return the nodes of one pipeline, its source first; branches have a layout of their own."""
     if _known.laid is not None:
         return _laid(pipeline).nodes
     _known.laid = {}
@@ -217,7 +217,7 @@ def _relay_behind(node: Node) -> RelayNode:
 
 
 def _with_shards_first(operators: tuple[Operator, ...]) -> list[Operator]:
-    """A shard before the work that would be thrown away: past everything that is one to one."""
+    """Move a shard before work that would be thrown away, past everything that is one to one."""
     ordered: list[Operator] = []
     for operator in operators:
         at = len(ordered)
@@ -229,33 +229,21 @@ def _with_shards_first(operators: tuple[Operator, ...]) -> list[Operator]:
 
 
 def _grouped(operators: list[Operator]) -> Iterator[Node]:
-    """Neighbours that may share workers do."""
+    """Yield nodes, neighbours that may share workers as one."""
     group: list[Work | Readers] = []
     shared = Placement()
     for operator in operators:
-        if isinstance(operator, (Work, Readers)):
-            placement = operator.placement
-            if (
-                group
-                and isinstance(operator, Work)
-                and _fusible(shared, placement)
-                and _counts(group)
-            ):
-                group.append(operator)
-                if not placement.in_order or not shared.in_order:
-                    shared = replace(shared, in_order=False)
-                continue
-            if group:
-                yield _group(group, shared)
-            group, shared = [operator], placement
-            if isinstance(operator, Readers):
-                yield _group(group, shared)
-                group = []
+        work = operator if isinstance(operator, (Work, Readers)) else None
+        if group and isinstance(work, Work) and _may_join(group, shared, work.placement):
+            group.append(work)
+            shared = replace(shared, in_order=shared.in_order and work.placement.in_order)
             continue
         if group:
             yield _group(group, shared)
-            group = []
-        if isinstance(operator, PinMemory):
+        group = [work] if work is not None else []
+        if work is not None:
+            shared = work.placement
+        elif isinstance(operator, PinMemory):
             yield RelayNode(operator.name, operator.prefetch, operator=operator)
         elif isinstance(operator, Prefetch):
             yield RelayNode("", operator.count)
@@ -265,8 +253,12 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
         yield _group(group, shared)
 
 
+def _may_join(group: list[Work | Readers], shared: Placement, placement: Placement) -> bool:
+    return not isinstance(group[-1], Readers) and _fusible(shared, placement) and _counts(group)
+
+
 def _counts(group: list[Work | Readers]) -> bool:
-    """True if what comes behind `group` would know the numbers of its items, if seeded by them."""
+    """Tell whether steps behind `group` know the numbers of their items, if seeded by them."""
     placement = group[-1].placement
     if placement.seeding is None:
         return True
@@ -281,7 +273,7 @@ def _group(works: list[Work | Readers], placement: Placement) -> Node:
 
 
 def _fusible(one: Placement, other: Placement) -> bool:
-    """True if work for these two may be one task: everything that a worker can tell must agree."""
+    """Tell whether work for these two may be one task: everything that a worker can tell must agree."""
     return (
         one.fuse
         and other.fuse
@@ -291,7 +283,7 @@ def _fusible(one: Placement, other: Placement) -> bool:
 
 
 def _state(nodes: list[Node]) -> str:
-    """What it means to pull the last of `nodes`: quick, a relay, slow, or a stage."""
+    """Tell what pulling the last of `nodes` is: quick, a relay, slow, or a stage."""
     state = "quick"
     for node in nodes:
         if isinstance(node, RelayNode):
@@ -304,7 +296,7 @@ def _state(nodes: list[Node]) -> str:
 
 
 def passes_on(node: Node) -> bool:
-    """True if items come out of a node in the very memory that they had before it."""
+    """Tell whether items come out of a node in the very memory that they had before it."""
     return isinstance(node, RelayNode) or (
         isinstance(node, OperatorNode) and isinstance(node.operator, _CHEAP)
     )
@@ -323,10 +315,10 @@ def _is_quick(node: Node) -> bool:
 
 
 def _needs_relay_at_end(nodes: list[Node]) -> bool:
-    """True if work would rest while your loop is busy with an item.
+    """Tell whether work would rest while your loop is busy with an item.
 
-    A stage alone has its window to work off; what comes behind a stage has not. Not behind what has
-    moved items to a device: they are for the thread that takes them.
+    A stage alone has its window to work off; steps behind a stage have not. Items that were moved to a
+    device are for the thread that takes them.
     """
     state = _state(nodes)
     if any(isinstance(node, RelayNode) and node.moves for node in nodes):
@@ -341,7 +333,7 @@ def _needs_relay_at_end(nodes: list[Node]) -> bool:
 
 
 def _runs_ahead(stage: Node) -> bool:
-    """True if a stage was told to keep more at hand than its workers need."""
+    """Tell whether a stage was told to keep more at hand than its workers need."""
     assert isinstance(stage, WorkerNode)
     return stage.window > AT_HAND * stage.placement.num_workers
 
@@ -353,7 +345,7 @@ def _has_live_branch(node: Node) -> bool:
 
 
 def _forwarded(nodes: list[Node]) -> Iterator[Node]:
-    """Between two stages of processes, results are passed on as they came."""
+    """Mark the stages of processes whose results go to the next such stage as they came."""
     for node, relay, behind in zip(
         nodes, [*nodes[1:], None], [*nodes[2:], None, None], strict=False
     ):

@@ -21,7 +21,7 @@ from hybridloader.pipeline.running.state import Position, checked
 from hybridloader.pipeline.running.statistics import PipelineStats, collect, report
 
 _CLOSED = IteratorClosed("closed")
-"""Why a run is over that somebody closed."""
+"""Reason why a run is over that somebody closed."""
 
 _ENDS = (*FINAL, StateError)
 """Errors after which nothing more will come."""
@@ -72,9 +72,9 @@ class Run(Iterator[Any]):
         return self._ask(self._items.__next__)
 
     def next_nowait(self) -> Any:
-        """The next item if it is there.
+        """Return the next item if it is there.
 
-        Where nothing runs besides the caller, the caller makes it now.
+        The caller makes it now if nothing else runs.
 
         Raises
         ------
@@ -156,15 +156,16 @@ class Run(Iterator[Any]):
         return self._over is not None or self._left.cancelled
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this run is, to go on from with `Pipeline.run` or `Pipeline.epochs`.
+        """Return the position of this run, to go on from with `Pipeline.run` or `Pipeline.epochs`.
 
-        It is behind what `next` gave or raised in the place of an item, whatever lies ready behind that.
-        From any thread, at any time, also when the run is closed; nothing is started or waited for.
+        It is behind the last item that `next` gave, or the last error that it raised in the place of
+        one, whatever is ready behind that. From any thread, at any time, also when the run is closed;
+        nothing is started or waited for.
 
         Returns
         -------
         dict
-            A new one, of what JSON has: below 10 KB, if the state of a source of your own is.
+            A new dict of JSON values: below 10 KB, if the state of a source of your own is.
 
         Raises
         ------
@@ -203,7 +204,7 @@ class Run(Iterator[Any]):
 
     @property
     def resuming(self) -> tuple[int, int] | None:
-        """How many items have come a second time and were dropped, and of how many; else None.
+        """Items that came a second time and were dropped, and of how many; else None.
 
         Counted wherever in the pipeline that is done, until the last of them is.
         """
@@ -211,15 +212,15 @@ class Run(Iterator[Any]):
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """What was left out or replaced in this run, by each stage in the order of its results."""
+        """Items left out or replaced in this run, by each stage in the order of its results."""
         return tuple(self._skipped)
 
     def report(self) -> str:
-        """The workers of every stage: what each is doing, and has done. From any thread."""
+        """Return a table of the workers of every stage. From any thread."""
         return report(self._executor)
 
     def stats(self) -> PipelineStats:
-        """What every stage has done and waited for until now, and which one holds up the others."""
+        """Return the statistics of every stage until now, and which one holds up the others."""
         return collect(self._executor)
 
     def __enter__(self) -> Run:
@@ -256,9 +257,8 @@ class Epochs(Iterator[Run]):
         self._first = first
         # All the mutable state:
         self._left, self._next, self._resumed = count, first, resumed
-        self._position: RunPosition | None = (
-            None  # of the run, which is not held: whoever has it may let it go
-        )
+        # Of the run, which is not kept here: whoever has it may let it go.
+        self._position: RunPosition | None = None
         if resumed is not None:
             self._skip_to(resumed)
         self._executor = Executor(pipeline, seed, resumed, first=first, idle=self._left == 0)
@@ -297,7 +297,7 @@ class Epochs(Iterator[Run]):
         return run
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch that began last is, or the first if none has begun; see `Run.state_dict`."""
+        """Return the position of the epoch that began last, or of the first; see `Run.state_dict`."""
         executor = self._executor
         if self._position is not None:
             return _state(executor, self._position)

@@ -1,8 +1,8 @@
-"""Where the stream of one run is: how many items were given, and what its operators marked on the way.
+"""Position of a run in its stream of items: items given, and marks that operators made on the way.
 
-A place in the stream is found backwards from the last item that was given: each operator says how many
-of the items before it made those, until one can't, or a source is reached. What lies in queues
-and on workers never matters. Marks are made by whoever pulls and read from any thread.
+A position is found backwards from the last item that was given: each operator says how many of the items
+before it made those, until one can't, or a source is reached. Items in queues and on workers never
+matter. Whoever pulls makes marks; any thread may read them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import copied
-from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Part
+from hybridloader.pipeline.operators.base import Chain, Mark, Operator, UpstreamPart
 from hybridloader.pipeline.operators.sources import Indices, Items
 from hybridloader.pipeline.operators.split import Branch
 from hybridloader.pipeline.operators.work import Lookup, Readers, Work
@@ -34,14 +34,14 @@ _MOST = 256
 """Marks that are kept at least before those are looked for that nobody will want any more."""
 
 Path = tuple[int, ...]
-"""Where a node is: its number in its line, after those of the nodes and branches that the line is in."""
+"""Path of a node: its number in its chain, after those of the nodes and branches around the chain."""
 
 Place = tuple[Path, int]
-"""The path of a line, and the number of an operator in it."""
+"""Path of a chain, and the number of an operator in it."""
 
 
 class Counts(NamedTuple):
-    """What your loop was given.
+    """Numbers of items that your loop was given.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class Layout:
 
 
 class _Marks:
-    """Those of one operator in one pass, in order."""
+    """Marks of one operator in one pass, in order."""
 
     __slots__ = ("epoch", "marks", "number")
 
@@ -120,18 +120,14 @@ class _Stop(NamedTuple):
 
 
 class RunPosition:
-    """What has happened in one run.
+    """Position of one run.
 
     Parameters
     ----------
-    pipeline
-        What runs.
-    epoch
-        The number of the run.
     counts
-        Of the run that this one goes on from.
+        Items given by the run that this one goes on from.
     saved
-        The marks of that run, by place.
+        Marks of that run, by place.
     """
 
     def __init__(
@@ -155,10 +151,10 @@ class RunPosition:
         self._places: dict[Place, list[_Marks]] = {}  # and each pass, in the order of these
         self._made, self._kept, self._limit = 0, 0, _MOST
 
-    # -- what operators say ----------------------------------------------------------------------------
+    # -- marks -----------------------------------------------------------------------------------------
 
     def mark(self, path: Path, number: int, epoch: int, mark: Mark) -> None:
-        """An operator could go on behind ``mark.at`` items of its pass `epoch`."""
+        """Note that an operator could go on behind ``mark.at`` items of its pass `epoch`."""
         with self._lock:
             passes = self._places.setdefault((path, number), [])
             if not passes or passes[-1].epoch != epoch:
@@ -172,20 +168,20 @@ class RunPosition:
                 self._limit = max(_MOST, 2 * self._kept)
 
     def saved(self, path: Path, number: int, epoch: int) -> Mark | None:
-        """What an operator marked in the run that this one goes on from, if it was in this pass."""
+        """Return the mark of an operator in the run before, if it was in this pass."""
         saved = self._saved.get(place_of(path, number))
         return saved.mark if saved is not None and saved.epoch == epoch else None
 
     @property
     def counts(self) -> Counts:
-        """What was given until now. From any thread: an error may be counted a moment too soon, which
-        only has more done again than is needed."""
+        """Items given until now. From any thread: an error may be counted a moment too soon, which only
+        has more done again than is needed."""
         given = self.given
         return Counts(given, min(self.raised, given))
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """How many items have come again and were dropped, and of how many; None if none are to."""
+        """Items that came again and were dropped, and of how many; None if none are to be."""
         droppings = list(self.droppings)
         if all(dropping.done >= dropping.count for dropping in droppings):
             return None
@@ -194,7 +190,7 @@ class RunPosition:
     # -- the way back ----------------------------------------------------------------------------------
 
     def position(self) -> tuple[Counts, dict[str, Saved]]:
-        """What was given until now, and the marks from which to go on: copies, from any thread.
+        """Return the counts until now, and copies of the marks from which to go on; from any thread.
 
         Raises
         ------
@@ -222,7 +218,7 @@ class RunPosition:
     def _along(
         self, pipeline: Chain, path: Path, n: int, epoch: int, raised: bool, replayed: bool
     ) -> Iterator[_Stop]:
-        """The operators of one line that have marks, from its end on, behind its first `n` items."""
+        """Yield the operators of a chain that have marks, from its end on, behind `n` of its items."""
         assert self.layout is not None
         nodes = self.layout.nodes_of(pipeline)
         for at in reversed(range(len(nodes))):
@@ -254,7 +250,7 @@ class RunPosition:
             n, epoch = own[0].start, own[0].epoch
 
     def _stop(self, path: Path, number: int, n: int, epoch: int, replayed: bool) -> _Stop | None:
-        """The last mark of an operator that is not behind item `n`."""
+        """Return the last mark of an operator that is not behind item `n`."""
         for marks in self._places.get((path, number), ()):
             if marks.epoch == epoch:
                 mark = marks.last_before(n)
@@ -289,24 +285,24 @@ class RunPosition:
 
 
 def is_before(place: Place, other: Place) -> bool:
-    """True if what comes from `place` goes through `other`: it is earlier, or on a branch."""
+    """Tell whether items from `place` go through `other`: it is earlier, or on a branch."""
     (path, number), (line, behind) = place, other
     return (path == line and number < behind) or path[: len(line) + 1] == (*line, 0)
 
 
 def place_of(path: Path, number: int) -> str:
-    """What a state calls an operator: the path of its line, and its number there."""
+    """Return the name of an operator in states: the path of its chain, and its number there."""
     return f"{'.'.join(map(str, path))}:{number}"
 
 
 def number_of(nodes: Sequence[Node], at: int) -> int:
-    """The number of an operator in its line, not counting what runs on workers: wherever that is done,
-    a seed means the same, and so does a state."""
+    """Return the number of an operator in its chain, not counting functions: wherever these run, a seed
+    means the same, and so does a state."""
     return sum(isinstance(before, OperatorNode) for before in nodes[:at])
 
 
 def passes_one_by_one(node: InlineNode | WorkerNode | RelayNode, raised: bool) -> bool:
-    """True if a node gives one item, or one error, for each that it takes.
+    """Tell whether a node gives one item, or one error, for each that it takes.
 
     Not where errors were `raised` and it seeds items by their numbers: those are of what came through to
     it, and nobody knows which of the errors did not.
@@ -324,8 +320,8 @@ def seeds_by_number(work: Work | Readers) -> bool:
 
 def before(
     operator: Operator, n: int, epoch: int, mark: Mark | None, raised: bool
-) -> Sequence[Part] | None:
-    """As `Operator.before`; for sources alone, errors in the places of items are items too."""
+) -> Sequence[UpstreamPart] | None:
+    """Call `Operator.before`; only for sources, errors in the places of items are items too."""
     if n and raised and not isinstance(operator, (Indices, Items)):
         return None
     return operator.before(n, epoch, mark)

@@ -1,4 +1,4 @@
-"""The stages of a running pipeline: how each is made of its node, and what is known of it from then on.
+"""Stages of a running pipeline: each is made of its node once, and started.
 
 A running stage outlives the passes of its pipeline: its workers stay for the next epoch. Nothing here
 knows what stands between two stages.
@@ -54,7 +54,7 @@ class RunningStages(dict[Path, RunningStage]):
     Parameters
     ----------
     seed
-        Of the run.
+        Seed of the run.
     closed
         Cancelled once the executor is closed.
     layout
@@ -69,7 +69,7 @@ class RunningStages(dict[Path, RunningStage]):
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
 
     def of(self, path: Path, node: WorkerNode) -> RunningStage:
-        """The stage of the node at `path`, which is started if it does not run."""
+        """Return the stage of the node at `path`, started if it does not run."""
         found = self.get(path)
         if found is not None and not found.stage.closed:
             return found
@@ -127,7 +127,7 @@ class RunningStages(dict[Path, RunningStage]):
     def _origin(
         self, placement: Placement, path: Path, works: tuple[Work | Readers, ...], epoch: int = 0
     ) -> Origin | None:
-        """What the seeds follow from. A function has the same, wherever it runs and whatever with."""
+        """Return the origin of the seeds: for a function the same, wherever it runs."""
         if placement.seeding is None:
             return None
         seed = placement.seeding.seed
@@ -135,7 +135,7 @@ class RunningStages(dict[Path, RunningStage]):
         return Origin(self._seed if seed is None else seed, epoch, stages, any_thread=True)
 
     def sample_rng_of(self, work: Work, path: Path, epoch: int, first: int) -> SampleRng | None:
-        """What seeds a function that is called where its results are asked for: on any thread."""
+        """Return the seeding of a function that is called where its results are asked for."""
         origin = self._origin(work.placement, path, (work,), epoch)
         if origin is None:
             return None
@@ -149,7 +149,7 @@ class RunningStages(dict[Path, RunningStage]):
     def error_budget(
         self, where: Path, placement: Placement, name: str, epoch: int, *, gaps: bool
     ) -> ErrorBudget | None:
-        """The account of what one pass of a stage loses; None if errors are raised."""
+        """Return the error budget of one pass of a stage; None if errors are raised."""
         if placement.on_error is None:
             return None
         return ErrorBudget(placement.on_error, name, epoch, self.failure_log, where, gaps=gaps)

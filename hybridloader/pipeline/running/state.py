@@ -1,7 +1,7 @@
-"""The state of a run as a dict of what JSON has: how it is written, and how it is checked.
+"""States of runs as dicts of JSON values: written here, and checked here.
 
-It says where the stream is and what it is a stream of; it holds no item. A state that can't be gone on
-from exactly is refused before anything is started, and the error names the field and both values.
+A state holds the position of a run and the descriptions of its steps, and no item. A state that can't be
+gone on from exactly is refused before anything is started; the error names the field and both values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridloader.pipeline.operators.work import Prefetch, Readers, Work
 from hybridloader.pipeline.running.run_position import Counts, Saved
 
 VERSION = 1
-"""Of the state; it changes with the meaning of a field, and with the order that a seed stands for."""
+"""Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
 
 KIND = "pipeline"
 
@@ -44,25 +44,25 @@ _MARK = Rule(
 )
 
 _LONGEST = 80
-"""Letters of a description."""
+"""Characters of a description."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """What a state says.
+    """Contents of a state.
 
     Attributes
     ----------
     seed, seeded
-        Of the run, and whether it was given.
+        Seed of the run, and whether the user gave it.
     epoch
-        Its number.
+        Number of the run.
     counts
-        What your loop was given.
+        Items that your loop was given.
     finished
-        Whether it had been told that this was all.
+        True if your loop had been told that these were all.
     draws
-        Seeds of sources, by path; see `Machine.draw`.
+        Seeds of sources, by path; see `Executor.draw`.
     saved
         Marks, by place.
     """
@@ -76,7 +76,7 @@ class Position:
     saved: Mapping[str, Saved] = field(default_factory=dict)
 
     def as_dict(self, operators: list[str]) -> dict[str, Any]:
-        """The state."""
+        """Return the state."""
         return {
             "version": VERSION,
             "kind": KIND,
@@ -110,8 +110,10 @@ _FIELDS = Schema(
 
 
 def descriptions(pipeline: Chain) -> list[str]:
-    """What a run must have in common with the one whose state it goes on from: what decides which items
-    come in which order, and not where or how fast."""
+    """Describe the steps that decide which items come in which order, and not where or how fast.
+
+    A run must have them in common with the run whose state it goes on from.
+    """
     return list(_described(pipeline, "", {}))
 
 
@@ -149,7 +151,7 @@ def _description(operator: Operator) -> str:
 
 
 def _ranks_of(source: Indices) -> int | None:
-    """How many ranks its sampler shares the indices among, if it tells: ours, torch's."""
+    """Return how many ranks its sampler shares the indices among, if it tells: ours, torch's."""
     order = source.sampler if source.batch_sampler is None else source.batch_sampler
     for sampler in (order, attribute(order, "sampler")):
         ranks = attribute(sampler, "num_replicas")
@@ -164,19 +166,19 @@ def _ranks_of(source: Indices) -> int | None:
 def checked(
     state: Any, pipeline: Chain, *, epoch: int | None = None, seed: int | None = None
 ) -> Position:
-    """What a state says, if `pipeline` can go on from it.
+    """Return the contents of a state, if `pipeline` can go on from it.
 
     Parameters
     ----------
     state
-        What `state_dict` gave.
+        Return value of `state_dict`.
     epoch, seed
-        What the user says they are; None: what the state says.
+        Values that the user gave; None: those of the state.
 
     Raises
     ------
     StateError
-        It can't.
+        It can't go on from there.
     """
     _FIELDS.check(state)
     _same_operators(state["operators"], descriptions(pipeline))

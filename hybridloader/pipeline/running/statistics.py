@@ -1,4 +1,4 @@
-"""Where the time of a running pipeline goes: for each stage, and which one holds up the others."""
+"""Statistics of a running pipeline: seconds of each stage, and which one holds up the others."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _BUSY = 0.2
 
 @dataclass(frozen=True)
 class StageStats:
-    """What one stage has done until now.
+    """Statistics of one stage until now.
 
     Attributes
     ----------
     name
-        Of the stage; ``"your loop"`` for the one that takes the items.
+        Name of the stage; ``"your loop"`` for the one that takes the items.
     backend
-        Where it runs.
+        Backend that it runs on.
     num_workers
-        How many there are.
+        Number of workers.
     items
-        That came out of it.
+        Items that came out of it.
     busy
         Seconds that its workers worked, together.
     starved
@@ -69,14 +69,14 @@ class StageStats:
 
 @dataclass(frozen=True)
 class PipelineStats:
-    """What a pipeline has done until now; printed, it is a table.
+    """Statistics of a pipeline until now; printed, it is a table.
 
     Attributes
     ----------
     stages
-        From the source on, your loop last.
+        Statistics of each, from the source on, your loop last.
     seconds
-        Since it began, over all epochs.
+        Seconds since it began, over all epochs.
     """
 
     stages: tuple[StageStats, ...]
@@ -84,8 +84,8 @@ class PipelineStats:
 
     @property
     def bottleneck(self) -> StageStats | None:
-        """The one that holds up the others: your loop if it hardly waits, else the stage with the
-        highest load. None as long as nobody has much to do."""
+        """The stage that holds up the others: your loop if it hardly waits, else the one with the
+        highest load. None as long as no stage has much to do."""
         *stages, loop = self.stages
         if not loop.items:
             return None
@@ -123,7 +123,7 @@ class PipelineStats:
 
 
 def collect(executor: Executor) -> PipelineStats:
-    """The state of an executor, over all passes until now."""
+    """Return the statistics of an executor, over all passes until now."""
     found = list(_line(executor, ()))
     seconds, waited = executor.seconds, executor.waited
     busy = max(0.0, seconds - waited)
@@ -134,7 +134,7 @@ def collect(executor: Executor) -> PipelineStats:
 
 
 def report(executor: Executor) -> str:
-    """A table for each stage, of its workers."""
+    """Return a table of the workers of each stage."""
     tables = []
     for where in sorted(executor.stages):
         running = executor.stages[where]
@@ -143,7 +143,7 @@ def report(executor: Executor) -> str:
 
 
 def _line(executor: Executor, path: Path) -> Iterator[StageStats]:
-    """The stages and threads of a pipeline, and of its branches before them."""
+    """Yield the stages and threads of a pipeline, those of its branches before them."""
     for where in sorted(executor.places()):
         running = executor.stages.get(where)
         if running is not None:
@@ -184,7 +184,7 @@ def _label(node: OperatorNode | InlineNode) -> str:
 
 
 def _pulled(nodes: Sequence[Node]) -> Iterator[OperatorNode | InlineNode]:
-    """What the thread of a relay does itself, the last of `nodes` being next to the relay."""
+    """Yield the nodes that a relay's own thread runs, the last of `nodes` being next to the relay."""
     found: list[OperatorNode | InlineNode] = []
     for node in reversed(nodes):
         if isinstance(node, (WorkerNode, RelayNode)):
