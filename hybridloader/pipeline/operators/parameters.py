@@ -51,8 +51,8 @@ def check_source(name: str, source: Any, hint: str = "") -> None:
     """Refuse what is no iterable, nor a function that gives one. Raises `TypeError`."""
     if isinstance(source, (str, bytes)):
         raise TypeError(
-            f"{name}: a {type(source).__qualname__} would be read one character at a time: {short(source)}; "
-            "give an iterable of items, such as an open file or a list of paths"
+            f"{name}: a {type(source).__qualname__} would be read one character at a time: "
+            f"{short(source)}; give an iterable of items, such as an open file or a list of paths"
         )
     if not hasattr(type(source), "__iter__") and not callable(source):
         raise TypeError(
