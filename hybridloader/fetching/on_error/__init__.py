@@ -1,1 +1,1 @@
-"""Policies of `on_error`: samples that fail are tried again, replaced, skipped or raised."""
+"""Policies of `on_error`: samples that fail are retried, replaced, skipped or raised."""
