@@ -1,1 +1,1 @@
-"""Workers that are processes: what their backends share."""
+"""Parts shared by the backends whose workers are processes."""

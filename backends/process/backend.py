@@ -1,4 +1,4 @@
-"""Base of the backends whose workers are processes, and what is checked before one starts.
+"""Base of the backends whose workers are processes, and the checks before one starts.
 
 A backend of this kind adds only its name, its options and the method that starts its processes.
 """

@@ -1,4 +1,4 @@
-"""Codec of what parent and worker write to each other: messages one way, events the other, as frames.
+"""Codec of the frames between parent and worker: messages one way, events the other.
 
 All have one form. The first part of a frame is some fixed fields, the numbers of slots that are given
 back, and a body, which is a pickle. That is all of a small task or result, the path of every index and
@@ -116,7 +116,7 @@ def decode_fields(
     returned: Sequence[int] = struct.unpack_from(f"<{back}q", part, _BEGIN)
     slot_map = extras = None
     if size:
-        meta = _loaded(part[start:end], tuple, "what comes with a message")
+        meta = _loaded(part[start:end], tuple, "the metadata of a message")
         if tuple(map(type, meta)) not in _METAS:
             raise DamagedMessage(f"a message comes with {meta!r:.100}")
         slot_map, extras = meta
@@ -169,7 +169,7 @@ def decode_message(
         if isinstance(message, (Begin, First, Stop)):
             return message, returned
     if kind != TASK:
-        raise DamagedMessage("the parent sent what is no message")
+        raise DamagedMessage("the parent sent a message of no known kind")
     try:
         if slot_map is None:
             return Task(seq, unpack(body, parts[1:])), returned
@@ -218,8 +218,8 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
 
 
 def decode_told(body: memoryview) -> Any:
-    """Load what a worker told besides its results. Raises `DamagedMessage`."""
-    return _loaded(body, (ShardStart, Failure), "what a worker told") if len(body) else None
+    """Load news of a worker besides its results. Raises `DamagedMessage`."""
+    return _loaded(body, (ShardStart, Failure), "the news of a worker") if len(body) else None
 
 
 def decode_failure(body: memoryview) -> Failure:

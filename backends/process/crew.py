@@ -211,8 +211,10 @@ class ProcessCrew(Crew):
         self.transport.flush()
 
     def wait(self, timeout: float | None) -> Sequence[Event]:
-        if self._overflow is not None:  # before anything is taken in: a warning may be an error
-            self._warn()
+        reason, self._overflow = self._overflow, None
+        if reason is not None and not self._warned:
+            self._warned = True
+            warn_of_overflow(reason)  # before anything is taken in: a warning may be an error
         if self._locks is not None:
             self._locks.warn()
         events: list[Event] = []
@@ -257,13 +259,12 @@ class ProcessCrew(Crew):
         self.leave()
         self.transport.close()
         assert self._left is not None
-        handles = self._handles
-        join_all(handles, self._left + GRACE)
-        running = [handle for handle in handles if handle.is_alive()]
+        join_all(self._handles, self._left + GRACE)
+        running = [handle for handle in self._handles if handle.is_alive()]
         for handle in running:
             handle.kill()
         join_all(running, time.monotonic() + _DYING)
-        for handle in handles:
+        for handle in self._handles:
             handle.release()
         bury()
         if isinstance(self.transport, PipeTransport):
@@ -272,9 +273,9 @@ class ProcessCrew(Crew):
             channel.close()
         for number in list(self._shipments):
             self._arrived(number)
-        for worker in self._workers:
-            if worker.record is not None:
-                worker.record.close()
+        for _, record in self._workers:
+            if record is not None:
+                record.close()
         self._gone.update(range(len(self._workers)))
 
     def disown(self) -> None:
@@ -308,12 +309,12 @@ class ProcessCrew(Crew):
             channel.all_answered()
             return Exhausted(worker, seq, position, codec.decode_told(body))
         if kind != codec.READY:
-            raise DamagedMessage("a worker sent what is no event")
+            raise DamagedMessage("a worker sent a message that is no event")
         self._arrived(worker)
         return Ready(worker, codec.decode_told(body))
 
     def _shipment(self, spec: WorkerSpec) -> Shipment:
-        """Pack what the worker is sent first: once for all that start together."""
+        """Pack a spec: once for all workers that start together."""
         for sent, shipment in self._shipments.values():
             if sent is spec:
                 return shipment
@@ -368,9 +369,3 @@ class ProcessCrew(Crew):
         task = record.task
         at = -1 if task is None else record.at
         return Exited(worker, cause, task, at, record.crash(), memory, slots)
-
-    def _warn(self) -> None:
-        reason, self._overflow = self._overflow, None
-        if not self._warned:
-            self._warned = True
-            warn_of_overflow(str(reason))

@@ -79,9 +79,9 @@ def encode(parts: Sequence[Buffer], fds: Sequence[int] = ()) -> list[Buffer]:
 class Decoder:
     """Takes bytes as they come, gives frames as they become whole.
 
-    Small frames are cut out of what was read; for a large one `room` offers its own memory, so that
-    the reader can read straight into it. Once it has raised `DamagedMessage` it does so ever after:
-    nobody can tell where the next frame would begin.
+    Small frames are cut out of the bytes that were read; for a large one `room` offers its own memory,
+    so that the reader can read straight into it. Once it has raised `DamagedMessage` it does so ever
+    after: nobody can tell where the next frame would begin.
     """
 
     def __init__(self) -> None:

@@ -153,7 +153,7 @@ class ProcessHandle(WorkerHandle):
                 multiprocessing.connection.wait([pidfd], timeout)
             finally:
                 os.close(pidfd)
-            self.is_alive()  # else it would stay a zombie
+            self.is_alive()  # reaps it
         elif not self._ended and multiprocessing.connection.wait([self._process.sentinel], timeout):
             pause = _LOOK / 100
             while self.is_alive():
@@ -213,7 +213,7 @@ class ProcessHandle(WorkerHandle):
         code = self._process.exitcode
         if code is None:
             # The fork server tells a moment later. And another thread may have asked just now, whose
-            # answer is there in a moment, unless it is somebody else's, or nobody's.
+            # answer is there in a moment, unless other code has waited for the process.
             if getattr(self._process, "_start_method", None) == "forkserver":
                 multiprocessing.connection.wait([self._process.sentinel], GRACE)
             else:
@@ -249,7 +249,7 @@ if hasattr(os, "register_at_fork"):
 
 @before_each
 def bury() -> None:
-    """Reap processes that were still dying when their crew was closed: else they stay zombies."""
+    """Reap processes that were still dying when their crew was closed, lest they stay zombies."""
     for handle in list(_dying):
         handle.release()
 

@@ -117,7 +117,7 @@ class ParentWatch:
 
 
 def alive(pid: int) -> bool:
-    """Tell whether there is a process with that number."""
+    """True if there is a process with that number."""
     if sys.platform == "win32":
         import _winapi
 

@@ -168,7 +168,9 @@ class PostmortemRecord:
         self.why_none = _NEVER.get(_state(status), "")
         if self.why_none:
             return ""
-        if not _has(status, "ShdPnd", signum):  # else it was asked before, and has yet to answer
+        if not _has(
+            status, "ShdPnd", signum
+        ):  # otherwise it was asked before, and has yet to answer
             try:
                 send(signum)
             except ProcessLookupError:

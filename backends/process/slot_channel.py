@@ -267,8 +267,8 @@ class SlotChannel:
             kept = segment.kept
             if kept is None or self._kind != "nameless" or len(new) == shared_slots.MOST_NEW:
                 continue
-            # First this, then the descriptor: whoever closes A does the same the other way round, maybe
-            # on another thread, so that no worker is left with memory that nobody tells it to forget.
+            # First this, then the descriptor: the thread that closes A does it the other way round, so
+            # that no worker is left with memory that it is never told to forget.
             segment.listeners.add(self.forget)
             fd = kept.duplicate()
             if fd is None:

@@ -162,7 +162,7 @@ class SocketTransport:
         self._dirty: list[int] = []
         self.damaged: dict[int, str] = {}
         self._open = True
-        # Whoever wakes a crew that is closed must not write to whatever has its descriptor now.
+        # A `wake` of a closed crew must not write to another file that has its descriptor now.
         # Reentrant, because `wake` may be called by a finalizer, at any point of another `wake`.
         self._alarm = threading.RLock()
 

@@ -140,17 +140,11 @@ def address_of(buffer: memoryview) -> int | None:
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
 
 
-def open_ticket(ticket: Ticket, fd: int | None) -> Mapping:
-    """Map a segment that another process has made; `fd` is closed."""
-    if ticket.name is not None:
-        mapping = _map_named(_shared_memory(ticket.name, 0))
-        unlink(ticket.name)  # both have it open, so the name has done its work
-        return mapping
-    assert fd is not None
-    try:
-        return map_descriptor(fd, ticket.size)
-    finally:
-        os.close(fd)
+def open_named(name: str) -> Mapping:
+    """Map a named segment that another process has made."""
+    mapping = _map_named(_shared_memory(name, 0))
+    unlink(name)  # both have it open, so the name has done its work
+    return mapping
 
 
 def anonymous_file(size: int) -> int:

@@ -10,6 +10,7 @@ order to map a slot is in `MappedSegment` (`memory/mapped_segment.py`); this mod
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import weakref
 from collections import deque
@@ -270,13 +271,16 @@ class SlotReader:
         kept: KeptDescriptor | None = None
         try:
             if ticket.name is not None:
-                return segments.open_ticket(ticket, None), None
+                return segments.open_named(ticket.name), None
             if not fds:  # the kernel leaves out those for which this process has no room
                 raise OSError(errno.EMFILE, "its descriptor has not arrived (ulimit -n)")
             fd = fds.pop(0)
-            if not self._keeps or (kept := keep_descriptor(fd)) is None:
-                return segments.open_ticket(ticket, fd), None
-            return segments.map_descriptor(fd, ticket.size), kept
+            kept = keep_descriptor(fd) if self._keeps else None
+            try:
+                return segments.map_descriptor(fd, ticket.size), kept
+            finally:
+                if kept is None:
+                    os.close(fd)
         except OSError as error:  # told when a batch is opened, and with those over it alone
             if kept is not None:
                 kept.close()
