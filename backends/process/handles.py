@@ -98,7 +98,7 @@ class ProcessHandle(WorkerHandle):
 
     @property
     def exitcode(self) -> int | None:
-        """None while it runs; then its exit code, ``-N`` if signal N has ended it, or `UNKNOWN`.
+        """Exit code: None while it runs, then the code, ``-N`` if signal N has ended it, or `UNKNOWN`.
 
         After `terminate` it is ``-SIGTERM``, as multiprocessing has it on all platforms.
         """

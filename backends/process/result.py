@@ -129,18 +129,18 @@ class ProcessResult(Payload):
         return (None,) * len(self.buffers) if self.slot_map is None else self.slot_map.spans
 
     def buffers_in_place(self) -> list[memoryview]:
-        """All buffers, where they lie: valid for as long as somebody has its `references`."""
+        """Give all buffers, where they lie: valid for as long as somebody has its `references`."""
         if self.slots is None:
             return list(self.buffers)
         stream, view = iter(self.buffers), self.slots.view
         return [next(stream) if span is None else view(span) for span in self.spans()]
 
     def pickled(self) -> memoryview:
-        """The header, wherever it lies."""
+        """Give the header, wherever it lies."""
         return self.header or self.buffers_in_place()[-1]
 
     def peek(self) -> Any:
-        """The value, over memory that is valid for as long as somebody has its `references`."""
+        """Load the value, over memory that is valid for as long as somebody has its `references`."""
         buffers = self.buffers_in_place()
         return unpack(self.header or buffers.pop(), buffers)
 

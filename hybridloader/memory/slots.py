@@ -61,7 +61,7 @@ def place_of(number: int) -> tuple[int, int]:
 
 
 class Segment:
-    """One mapping, cut into slots of `capacity` bytes; what its pages are locked by, if they are."""
+    """Mapping that is cut into slots of `capacity` bytes; its pages are locked by `locks`, if any."""
 
     __slots__ = (
         "_fds", "capacity", "free", "last", "locks", "mapping", "number", "references", "ticket"
