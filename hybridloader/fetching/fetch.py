@@ -35,10 +35,10 @@ class MapFetch(Fetch):
         With a policy, an `Outcome` goes beside each result.
     fill
         Whether a batch that came short is sent uncollated, to be filled up from others.
-    carries
-        Whether the state of a dataset that has one goes with results.
-    told_every
-        Results of a worker from one with a state to the next, at least; 0: as many as is cheap.
+    sends_states
+        True if the dataset has a state that goes with results.
+    state_every
+        Least number of a worker's results from one with a state to the next; 0: as often as is cheap.
     """
 
     dataset: Any
@@ -48,8 +48,8 @@ class MapFetch(Fetch):
     threads: int = 1
     on_error: Policy | None = None
     fill: bool = True
-    carries: bool = False
-    told_every: int = 0
+    sends_states: bool = False
+    state_every: int = 0
 
     def with_dataset(self, dataset: Any) -> MapFetch:
         return replace(self, dataset=dataset)
@@ -77,8 +77,8 @@ class MapFetch(Fetch):
             fetcher = BatchFetcher(self.dataset, self.collate_fn, context, spread)
         else:
             fetcher = SampleFetcher(self.dataset, self.collate_fn, context)
-        if self.carries:
-            fetcher.states = states_of(self.dataset, every=self.told_every)
+        if self.sends_states:
+            fetcher.states = states_of(self.dataset, every=self.state_every)
         return fetcher
 
     @property
@@ -98,8 +98,8 @@ class IterableFetch(Fetch):
     join
         Whether the last samples of the shard, if they are no full batch, are sent uncollated, to be
         joined to those of other shards.
-    told_every
-        Results of a worker from one with a state to the next, at least; 0: as many as is cheap.
+    state_every
+        Least number of a worker's results from one with a state to the next; 0: as often as is cheap.
     """
 
     dataset: Any
@@ -109,7 +109,7 @@ class IterableFetch(Fetch):
     datapipe: bool = False
     on_error: Policy | None = None
     join: bool = False
-    told_every: int = 0
+    state_every: int = 0
 
     in_turn: ClassVar[bool] = True
 
@@ -143,5 +143,5 @@ class IterableFetch(Fetch):
             drop_last=self.drop_last,
             join=self.join,
         )
-        shard.states = states_of(dataset, wrapped, every=self.told_every)
+        shard.states = states_of(dataset, wrapped, every=self.state_every)
         return shard

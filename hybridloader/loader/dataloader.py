@@ -128,7 +128,7 @@ persistent_workers, pin_memory_device, in_order
     _epoch = 0
     """Epoch that was announced last."""
 
-    _told_every = 0
+    _state_every = 0
     """Least number of a worker's results from one with the dataset's state to the next; ``iter`` waits
     for the first state, which a worker sends when it has begun. 0: as often as is cheap, and ``iter``
     does not wait."""

@@ -10,7 +10,6 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.utils.data
@@ -86,6 +85,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._num_workers = int(plan.num_workers)
         self._prefetch_factor = int(plan.prefetch_factor or 2)
         self._on_error = parse(options.on_error)
+        by_index = self._dataset_kind == _DatasetKind.Map
+        copies = by_index and self._num_workers > 0 and self._backend.copies
+        self._sends_states = copies and is_stateful(self._dataset)
+        """True if workers have copies of a map-style dataset whose state goes with results."""
         self._joins = options.shard_remainders == "join"
         self._worker_init_fn = plan.worker_init_fn
         plan.record.report = weakref.WeakMethod(self.report)
@@ -100,7 +103,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pinner is not None and self._num_workers and not self._backend.in_caller:
             self._pin_thread = PinThread(self._pinner, self._timeout)
             closed_with(self, self._pin_thread)
-        self._sends_states = False  # whether workers send the dataset's state with results
         self._stage = self._start()
         self._next_batch: Callable[[], Any] = self._stage.pull
         self._budget: ErrorBudget | None = None
@@ -135,7 +137,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             shared_seed=self._shared_seed,
             seeding=self._seeds.origin,
             starts=self._pass_start.starts,
-            tells=self._plan.told_every > 0,
+            tells=self._plan.state_every > 0,
         )
         # A pinning thread's consumer has the time limit itself; an inline worker is the caller.
         waits = self._pin_thread is None and not self._backend.in_caller
@@ -174,19 +176,25 @@ class LoaderIterator(_BaseDataLoaderIter):
                 datapipe,
                 self._on_error,
                 join=self._joins,
-                told_every=self._plan.told_every,
+                state_every=self._plan.state_every,
             )
         private = isinstance(dataset, MapDataPipe)
         threads = self._plan.options.threads_per_worker
-        fetch = MapFetch(dataset, collate_fn, batched, private, threads, self._on_error)
+        fetch = MapFetch(
+            dataset,
+            collate_fn,
+            batched,
+            private,
+            threads,
+            self._on_error,
+            sends_states=self._sends_states,
+            state_every=self._plan.state_every,
+        )
         if fetch.idle_threads:
             warn_once(
                 f"threads_per_worker has no effect for {type(dataset).__name__}: its __getitems__ is "
                 "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__."
             )
-        if self._num_workers and self._backend.copies:
-            self._sends_states = is_stateful(dataset)
-            return replace(fetch, carries=self._sends_states, told_every=self._plan.told_every)
         return fetch
 
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
@@ -235,7 +243,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._on_error is not None or self._joins:
             batches = self._filled(batches, results, progress)
         self._next_batch = batches.__next__
-        if self._plan.told_every:
+        if self._plan.state_every:
             self._wait_for_workers(progress)
         if start.resume is not None:
             self._num_yielded = progress.yielded

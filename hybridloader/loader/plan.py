@@ -55,7 +55,7 @@ class LoaderPlan:
     chosen: str | Backend | None
     """Backend, or its name, that the user has chosen; None takes what torch would take."""
     options: Options
-    told_every: int
+    state_every: int
     """Least number of a worker's results from one with the dataset's state to the next; 0: as often as
     is cheap."""
     epoch: int
@@ -75,7 +75,7 @@ class LoaderPlan:
             length_called=loader._IterableDataset_len_called,
             chosen=backend,
             options=options,
-            told_every=attribute(loader, "_told_every", 0),
+            state_every=attribute(loader, "_state_every", 0),
             epoch=upcoming(loader, record),
             record=record,
         )

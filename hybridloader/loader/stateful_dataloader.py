@@ -85,7 +85,7 @@ device
     """True if `_iterator` was made to take a state, and ``iter`` has not used it yet."""
 
     @property
-    def _told_every(self) -> int:  # type: ignore[override]
+    def _state_every(self) -> int:  # type: ignore[override]
         return self.snapshot_every_n_steps or sys.maxsize
 
     def __init__(
