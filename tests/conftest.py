@@ -1,4 +1,4 @@
-"""What all tests share: nothing may be left behind."""
+"""Fixtures of all tests: a test may leave nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PATIENCE = 5.0
 """Seconds that what is already ending gets to be gone."""
 
 _NODES = ("/dev/nvidia", "/dev/dri", "/dev/accel")
-"""Of the drivers of devices: CUDA's, and those in the kernel."""
+"""Paths of the drivers of devices: CUDA's, and those in the kernel."""
 
 
 def _children() -> set[psutil.Process]:
@@ -85,7 +85,7 @@ def _wait_for_one(children: set[psutil.Process], seconds: float) -> None:
 
 
 def _descriptors() -> int:
-    """How many are open, without those that the driver of a device opens as it needs them."""
+    """Count the open descriptors, without those that the driver of a device opens as it needs them."""
     folder = Path("/proc/self/fd")
     if not folder.exists():
         return 0

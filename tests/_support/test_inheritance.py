@@ -12,7 +12,7 @@ from multiprocessing import reduction
 from typing import Any
 
 import pytest
-from support.inherited_objects import Box, Common, Counting, Sealed, reduce_sealed
+from support.inherited_objects import Box, Common, Counting, WithReducer, reduce_by_descriptor
 
 from hybridloader import Backend, DataLoader, Pipeline, SharedMemory, ShippingError, Threads
 from hybridloader.backends.process import socket_transport
@@ -116,17 +116,17 @@ def test_one_that_no_fresh_process_can_have_is_named(make: Any, kind: str, why: 
     "start_method", ["loky", pytest.param("forkserver", marks=pytest.mark.forkserver)]
 )
 def test_a_reducer_that_multiprocessing_was_told_of_is_used(start_method: str) -> None:
-    reduction.register(Sealed, reduce_sealed)
+    reduction.register(WithReducer, reduce_by_descriptor)
     try:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             pipeline = Pipeline.from_iterable(range(3)).map(
-                Sealed(theirs), backend=SharedMemory(start_method), num_workers=2
+                WithReducer(theirs), backend=SharedMemory(start_method), num_workers=2
             )
             assert list(pipeline) == [0, 1, 2]
             assert sorted(ours.recv(3)) == [0, 1, 2]
     finally:
-        del reduction.ForkingPickler._extra_reducers[Sealed]
+        del reduction.ForkingPickler._extra_reducers[WithReducer]
 
 
 def test_a_ctypes_object_that_lies_in_no_shared_memory_is_copied() -> None:

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _context() -> None:
-    """What the driver and torch open once, so that no single test seems to have left it."""
+    """Open once what the driver and torch keep open, so that no single test seems to have left it."""
     from support.digested_batches import KIND, SIZE, busy, digest
 
     from hybridloader.devices.accelerator import find

@@ -27,7 +27,7 @@ from hybridloader.devices.torch_accelerator import TorchAccelerator
 from hybridloader.memory.segments import make_private
 
 LIMIT = 24 << 20
-"""Of the slots: some forty batches of half a MiB, so that each is filled again and again."""
+"""Bytes of the slots: some forty batches of half a MiB, so that each is filled again and again."""
 
 BACKENDS = {
     "threads": Threads(memory=Memory(limit=LIMIT)),

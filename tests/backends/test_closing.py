@@ -28,7 +28,7 @@ from support.failing_datasets import (
     start,
 )
 from support.forking import in_a_fork
-from support.short_waits import be_impatient
+from support.short_waits import shorten_waits
 
 from hybridloader import IteratorClosed
 from hybridloader.engine import crews
@@ -87,7 +87,7 @@ def test_an_exhausted_iterator_stays_exhausted_also_after_a_close(backend: str) 
 def test_a_close_from_another_thread_ends_the_wait(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    be_impatient(monkeypatch)
+    shorten_waits(monkeypatch)
     gate = Gate(tmp_path)
     iterator = start(load(Samples(at_gate(gate, 0)), backend))
     waiting = threading.Event()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import bare_platform
-from support.backend_without_defaults import SevenMethods
+from support.backend_without_defaults import WithoutDefaults
 
 import hybridloader
 from hybridloader import Fork, Inline, Memory, SharedMemory, Spawn, Threads
@@ -38,12 +38,12 @@ class TestThreadsWithCopies(BackendContract):
 class TestSevenMethods(BackendContract):
     """Backend of a package that wrote all methods, when none of a crew's had a default."""
 
-    backend = SevenMethods()
+    backend = WithoutDefaults()
 
 
 def test_what_they_give_is_handed_out_and_weighed() -> None:
-    assert list(hybridloader.DataLoader(range(6), 2, num_workers=2, backend=SevenMethods()))
-    pipe = hybridloader.Pipeline.from_iterable(range(9)).map(abs, backend=SevenMethods())
+    assert list(hybridloader.DataLoader(range(6), 2, num_workers=2, backend=WithoutDefaults()))
+    pipe = hybridloader.Pipeline.from_iterable(range(9)).map(abs, backend=WithoutDefaults())
     with pipe.map(abs, backend="fork", buffer_bytes=10**6).run() as run:
         assert list(run) == [*range(9)]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.crew_driver import Driven
+from support.crew_driver import CrewDriver
 
 from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader._support.errors import CacheError, DamagedMessage, ShippingError
@@ -372,7 +372,7 @@ def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The fixture in conftest.py counts them."""
-    with Driven(Fork(), abs) as driven:
+    with CrewDriver(Fork(), abs) as driven:
         assert driven.call(-3) == 3
         crew = driven.raw
         wait = crew.transport.wait

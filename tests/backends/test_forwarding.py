@@ -12,7 +12,7 @@ import torch
 from support.comparison import same
 from support.crew_driver import (
     LARGE,
-    Driven,
+    CrewDriver,
     digest,
     echo,
     full,
@@ -50,7 +50,10 @@ PAIRS = [
 def test_hundreds_of_results_arrive_as_they_were_made(one: Backend, other: Backend) -> None:
     forks = one.name == other.name == "fork"
     numbers, workers = range(200 if forks else 100), 2 if forks else 1  # loky's take their time
-    with Driven(one, make, workers=workers) as a, Driven(other, digest, workers=workers) as b:
+    with (
+        CrewDriver(one, make, workers=workers) as a,
+        CrewDriver(other, digest, workers=workers) as b,
+    ):
         assert through(a, b, numbers) == [digest(make(number)) for number in numbers]
         # 4 under way at A, 4 at B, of 3 sizes, and a shared one each
         for channel in a.raw.channels:
@@ -71,7 +74,7 @@ def test_what_is_sent_on_is_the_value_itself(one: Backend, other: Backend) -> No
         [full(k)[:40_000] for k in range(9)],
         [np.full(OWN, k, np.uint8) for k in range(60)],  # more slots than one message tells
     ]
-    with Driven(one, echo) as a, Driven(other, echo) as b:
+    with CrewDriver(one, echo) as a, CrewDriver(other, echo) as b:
         for _ in range(2):
             for value in values:
                 payload = a.payload(a.send(value))
@@ -80,7 +83,7 @@ def test_what_is_sent_on_is_the_value_itself(one: Backend, other: Backend) -> No
 
 
 def test_between_forks_nothing_is_opened_or_copied_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Driven(Fork(), make) as a, Driven(Fork(), digest) as b:
+    with CrewDriver(Fork(), make) as a, CrewDriver(Fork(), digest) as b:
         payloads = [a.payload(a.send(k)) for k in range(6)]
         monkeypatch.setattr("hybridloader.backends.process.result.unpack", None)
         monkeypatch.setattr("hybridloader.memory.mapped_segment.MappedSegment.view", None)
@@ -91,7 +94,7 @@ def test_between_forks_nothing_is_opened_or_copied_here(monkeypatch: pytest.Monk
 
 
 def test_from_threads_to_processes_values_go_through_slots() -> None:
-    with Driven(Threads(), make) as a, Driven(Fork(), digest) as b:
+    with CrewDriver(Threads(), make) as a, CrewDriver(Fork(), digest) as b:
         found = through(a, b, range(40), send=lambda payload: b.send(payload.open()))
         assert found == [digest(make(k)) for k in range(40)]
         pool = b.raw.channels[0].tasks.pool
@@ -122,14 +125,14 @@ def test_functions_and_classes_made_on_the_spot_are_the_callers_own_again(
     def unwrap(found: Any) -> Any:
         return ["class", found.x] if isinstance(found, Mine) else ["function", found()]
 
-    with Driven(one, wrap) as a, Driven(other, unwrap) as b:
+    with CrewDriver(one, wrap) as a, CrewDriver(other, unwrap) as b:
         for sent in (["class", 5], ["class", full(5)], ["function", 5], ["function", full(5)]):
             same(sent, b.call(a.payload(a.send(sent))))
             same(sent, b.call(a.call(sent)))  # and opened on its way
 
 
 def test_a_payload_tells_what_it_holds() -> None:
-    with Driven(Fork(), echo) as a:
+    with CrewDriver(Fork(), echo) as a:
         array = full(1)
         for value, count, least in [
             ([array, array[:OWN]], 2, LARGE + OWN),
@@ -161,7 +164,7 @@ def test_a_slot_is_free_when_it_is_answered_and_let_go_and_not_before(tmp_path: 
         kept.append(index[10:])
         return one_value(index)
 
-    with Driven(Fork(), full) as a, Driven(Fork(), keep) as b:
+    with CrewDriver(Fork(), full) as a, CrewDriver(Fork(), keep) as b:
         sent = b.send(a.payload(a.send(1)))
         assert given_back(a) == []
         assert b.payload(sent).open() == (1, 1)
@@ -185,7 +188,7 @@ def test_what_the_second_worker_keeps_or_gives_on_stays_whole() -> None:
         assert all(one_value(one) == (k, k) for k, one in enumerate(kept))
         return index[100:]
 
-    with Driven(Fork(), full) as a, Driven(Fork(), keep) as b:
+    with CrewDriver(Fork(), full) as a, CrewDriver(Fork(), keep) as b:
         found = through(a, b, range(30))
         assert [one_value(one) for one in found] == [(k, k) for k in range(30)]
         assert all(len(one) == LARGE - 100 for one in found)
@@ -200,8 +203,8 @@ def test_a_second_worker_that_keeps_all_is_given_copies_and_its_parent_warns_onc
         return len(kept)
 
     with (
-        Driven(Fork(), full) as a,
-        Driven(Fork(memory=Memory(limit=8_000_000)), keep) as b,
+        CrewDriver(Fork(), full) as a,
+        CrewDriver(Fork(memory=Memory(limit=8_000_000)), keep) as b,
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
@@ -215,7 +218,7 @@ def test_a_task_that_fails_gives_the_slots_of_its_input_back() -> None:
     def fail(index: Any) -> None:
         raise ArithmeticError("no")
 
-    with Driven(Fork(), full) as a, Driven(Fork(), fail) as b:
+    with CrewDriver(Fork(), full) as a, CrewDriver(Fork(), fail) as b:
         for k in range(30):
             failed = b.result(b.send(a.payload(a.send(k))))
             assert isinstance(failed, Failed)
@@ -224,7 +227,7 @@ def test_a_task_that_fails_gives_the_slots_of_its_input_back() -> None:
 
 
 def test_a_payload_is_opened_discarded_or_sent_on_and_then_no_more() -> None:
-    with Driven(Fork(), full) as a, Driven(Fork(), one_value) as b:
+    with CrewDriver(Fork(), full) as a, CrewDriver(Fork(), one_value) as b:
         opened, sent, dropped = (a.payload(a.send(k)) for k in range(3))
         opened.open()
         assert b.call(sent) == (1, 1)
@@ -248,7 +251,7 @@ def test_slots_of_sizes_no_longer_used_leave_the_second_worker_too(tmp_path: Any
         return np.zeros(OWN + 50_000 * k if k < 40 else 400_000, np.uint8)
 
     inherited = mapped(None)  # of tests before, which the fork has got along
-    with Driven(Fork(), sized) as a, Driven(Fork(), mapped) as b:
+    with CrewDriver(Fork(), sized) as a, CrewDriver(Fork(), mapped) as b:
         assert max(through(a, b, range(40), ahead=1)) > inherited + 20
         assert through(a, b, range(40, 160), ahead=1)[-1] <= inherited + 4
         channel = b.raw.channels[0]

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from support.crew_driver import Driven, digest, full, make, one_value, slots_in_use, through
+from support.crew_driver import CrewDriver, digest, full, make, one_value, slots_in_use, through
 
 from hybridloader import Fork
 from hybridloader.engine.messages import Task
@@ -35,7 +35,7 @@ def test_a_second_worker_that_dies_gives_all_back_and_the_rest_can_be_sent_to_an
 
     marker = f"/dev/shm/die-{os.getpid()}"
     open(marker, "w").close()
-    with Driven(Fork(), full) as a, Driven(Fork(), die_of_3, workers=2) as b:
+    with CrewDriver(Fork(), full) as a, CrewDriver(Fork(), die_of_3, workers=2) as b:
         assert b.call(a.payload(a.send(1)), 0) == (1, 1)
         payloads = [a.payload(a.send(k)) for k in (2, 3, 4, 5)]
         sent = [b.send(payload, 0) for payload in payloads]
@@ -62,9 +62,9 @@ def test_when_the_second_crew_ends_the_first_has_its_slots_again(how: str, tmp_p
     def wait(index: Any) -> None:
         gate.arrive()
 
-    with Driven(Fork(), full) as a:
+    with CrewDriver(Fork(), full) as a:
         for _ in range(3):
-            with Driven(Fork(), wait) as b:
+            with CrewDriver(Fork(), wait) as b:
                 for k in range(4):
                     b.send(a.payload(a.send(k)))
                 b.raw.flush()
@@ -94,9 +94,9 @@ def test_when_the_first_crew_ends_the_second_keeps_what_it_has_and_gets_the_rest
         gate.arrive()
         return one_value(index)
 
-    with Driven(Fork(), wait) as b:
+    with CrewDriver(Fork(), wait) as b:
         for turn in range(2):
-            with Driven(Fork(), full) as a:
+            with CrewDriver(Fork(), full) as a:
                 sent = [b.send(a.payload(a.send(k))) for k in range(3)]
                 b.raw.flush()
                 gate.await_arrivals(1 + 6 * turn)
@@ -111,7 +111,7 @@ def test_when_the_first_crew_ends_the_second_keeps_what_it_has_and_gets_the_rest
 
 def test_crews_that_are_driven_by_two_threads_may_end_in_any_order() -> None:
     for turn in range(6):
-        with Driven(Fork(), full) as a, Driven(Fork(), one_value) as b:
+        with CrewDriver(Fork(), full) as a, CrewDriver(Fork(), one_value) as b:
             payloads = [a.payload(a.send(k)) for k in range(12)]
             closing = threading.Thread(target=a.raw.close)
             for k, payload in enumerate(payloads):
@@ -130,7 +130,7 @@ def test_the_parent_keeps_no_more_descriptors_than_it_may(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(descriptors, "_most", lambda: most)
-    with Driven(Fork(), make, workers=2) as a, Driven(Fork(), digest, workers=2) as b:
+    with CrewDriver(Fork(), make, workers=2) as a, CrewDriver(Fork(), digest, workers=2) as b:
         a.all_ready()
         b.all_ready()
         before = len(os.listdir("/proc/self/fd"))
@@ -144,7 +144,7 @@ def test_the_parent_keeps_no_more_descriptors_than_it_may(
 
 @pytest.mark.parametrize("end", ["open", "discard"])
 def test_what_is_not_sent_on_keeps_no_descriptor(end: str) -> None:
-    with Driven(Fork(), make) as a:
+    with CrewDriver(Fork(), make) as a:
         for k in range(10):
             payload = a.payload(a.send(k))
             assert k or len(descriptors.kept) == 2
@@ -162,6 +162,6 @@ def test_a_worker_is_given_the_descriptor_of_a_slot_once(monkeypatch: pytest.Mon
         return duplicate(kept)
 
     monkeypatch.setattr(descriptors.KeptDescriptor, "duplicate", counting)
-    with Driven(Fork(), full) as a, Driven(Fork(), one_value, workers=2) as b:
+    with CrewDriver(Fork(), full) as a, CrewDriver(Fork(), one_value, workers=2) as b:
         through(a, b, range(60))
         assert 0 < len(given) <= 2 * len(a.raw.channels[0].results.segments)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.crew_driver import Driven, echo
+from support.crew_driver import CrewDriver, echo
 
 from hybridloader import Fork, Spawn, Threads
 from hybridloader.backends.process import crew as processes
@@ -25,7 +25,7 @@ BACKENDS = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -> None:
-    with Driven(backend, echo, workers=2) as crew:
+    with CrewDriver(backend, echo, workers=2) as crew:
         assert crew.call(1) == 1
         crew.raw.leave()
         for handle in crew.raw.handles():
@@ -38,7 +38,7 @@ def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -
 
 def test_without_sockets_workers_leave_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket_transport, "available", lambda: False)
-    with Driven(Spawn(), echo) as crew:
+    with CrewDriver(Spawn(), echo) as crew:
         assert crew.call(1) == 1
         crew.raw.leave()
         crew.raw.handles()[0].join(DEADLINE)
@@ -70,7 +70,7 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
 
     for module in (handles, processes) if backend.name == "fork" else (contract,):
         monkeypatch.setattr(module, "time", Time)
-    with Driven(backend, lambda index: gate.arrive()) as crew:
+    with CrewDriver(backend, lambda index: gate.arrive()) as crew:
         crew.send(0)
         crew.raw.flush()
         gate.await_arrivals()
@@ -84,7 +84,7 @@ def test_the_patience_of_close_counts_from_the_moment_of_leaving(
 
 
 def test_waking_a_closed_crew_writes_to_nobody() -> None:
-    with Driven(Fork(), echo) as crew:
+    with CrewDriver(Fork(), echo) as crew:
         ours = crew.raw.transport._alarm_r, crew.raw.transport._alarm_w
     pipes: list[tuple[int, int]] = []
     try:

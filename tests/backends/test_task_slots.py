@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparison import same
-from support.crew_driver import Driven, echo, total
+from support.crew_driver import CrewDriver, echo, total
 
 from hybridloader import Fork, Memory, SharedMemory, Spawn
 from hybridloader.backends.process import socket_transport
@@ -68,7 +68,7 @@ def _few_slots_may_overflow() -> Any:
         yield
 
 
-def writer_of(crew: Driven, worker: int = 0) -> Any:
+def writer_of(crew: CrewDriver, worker: int = 0) -> Any:
     return crew.raw.channels[worker].tasks
 
 
@@ -78,7 +78,7 @@ def writer_of(crew: Driven, worker: int = 0) -> Any:
 @pytest.mark.parametrize("backend", [*FORKS, pytest.param(Spawn(), id="spawn")])
 def test_large_tasks_of_every_kind_arrive_as_they_are(backend: Any) -> None:
     values = kinds_of_values()
-    with Driven(backend, echo) as crew:
+    with CrewDriver(backend, echo) as crew:
         for _ in range(2):  # the second time through slots that are used again
             sent = [crew.send(value) for value in values]
             for value, seq in zip(values, sent, strict=True):
@@ -104,16 +104,16 @@ def test_tasks_of_any_sizes_under_way_together_do_not_mix_up(tasks: list[Any]) -
         same(value, crew.payload(seq).open())
 
 
-_crew: list[Driven] = []
+_crew: list[CrewDriver] = []
 
 
-def _echoing() -> Driven:
+def _echoing() -> CrewDriver:
     return _crew[0]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_echoing_crew() -> Any:
-    with Driven(Fork(), echo, workers=2) as crew:
+    with CrewDriver(Fork(), echo, workers=2) as crew:
         crew.all_ready()
         crew.call(filled(0))  # its descriptors are there before a test counts them
         _crew[:] = [crew]
@@ -129,7 +129,7 @@ def test_a_worker_may_write_to_its_input(backend: Any) -> None:
         return [int(index[0].sum()), float(index[1].sum())]
 
     array, tensor = filled(1), torch.ones(LARGE)
-    with Driven(backend, double) as crew:
+    with CrewDriver(backend, double) as crew:
         assert crew.call([array, tensor]) == [2 * LARGE, 2.0 * LARGE]
     assert array.sum() == tensor.sum() == LARGE  # that of the caller is its own
 
@@ -139,7 +139,7 @@ def test_a_worker_may_write_to_its_input(backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", [Fork(), Spawn(), Fork(memory=Memory(kind="named"))])
 def test_slots_are_used_again_over_hundreds_of_tasks(backend: Any) -> None:
-    with Driven(backend, total, workers=2) as crew:
+    with CrewDriver(backend, total, workers=2) as crew:
         under_way: list[tuple[int, int]] = []
         for k in range(300):
             under_way.append((crew.send(filled(k % 251)), k % 251))
@@ -166,7 +166,7 @@ def test_what_the_worker_keeps_stays_as_it_was() -> None:
         kept.append(index[100:])
         return None
 
-    with Driven(Fork(), keep) as crew:
+    with CrewDriver(Fork(), keep) as crew:
         for k in range(20):
             crew.call(filled(k))
         assert crew.call("check") == [True] * 20
@@ -177,7 +177,7 @@ def test_a_result_that_is_a_view_of_the_task_is_whole(backend: Any) -> None:
     def views(index: Any) -> Any:
         return [index[1000:], index.reshape(-1, 2)[:, 1], torch.from_numpy(index)[:OWN]]
 
-    with Driven(backend, views) as crew:
+    with CrewDriver(backend, views) as crew:
         found = []
         for k in range(12):
             seq = crew.send(filled(k))
@@ -194,7 +194,7 @@ def test_a_large_result_on_its_way_while_its_task_was_the_last_is_whole() -> Non
     def last(index: Any) -> Any:
         return index[1:]
 
-    with Driven(Fork(memory=Memory(limit=5_000_000)), last) as crew:
+    with CrewDriver(Fork(memory=Memory(limit=5_000_000)), last) as crew:
         kept = []
         for k in range(30):
             crew.send(filled(k, 900_000))
@@ -220,7 +220,7 @@ def hoard() -> Any:
 @pytest.mark.parametrize("limit", [6_000_000, 1], ids=["some room", "none"])
 def test_a_worker_that_keeps_all_gets_all_and_its_parent_warns_once(limit: int) -> None:
     with (
-        Driven(Fork(memory=Memory(limit=limit)), hoard()) as crew,
+        CrewDriver(Fork(memory=Memory(limit=limit)), hoard()) as crew,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -234,7 +234,7 @@ def test_a_worker_that_keeps_all_gets_all_and_its_parent_warns_once(limit: int) 
 
 
 def test_tasks_that_outrun_their_worker_pass_the_limit_through_the_stream_and_warn() -> None:
-    with Driven(Fork(memory=Memory(limit=4_000_000)), total) as crew:
+    with CrewDriver(Fork(memory=Memory(limit=4_000_000)), total) as crew:
         sent = [crew.send(filled(k)) for k in range(20)]
         assert writer_of(crew).pool.size <= 2_000_000
         with pytest.warns(UserWarning, match="limit of 2,000,000 bytes"):
@@ -245,7 +245,7 @@ def test_tasks_that_outrun_their_worker_pass_the_limit_through_the_stream_and_wa
 
 def test_the_limit_covers_both_ways() -> None:
     limit = 8_000_000
-    with Driven(Fork(memory=Memory(limit=limit)), echo) as crew:
+    with CrewDriver(Fork(memory=Memory(limit=limit)), echo) as crew:
         for k in range(200):
             crew.call(filled(k % 200, 300_000 + 5000 * k))
         seen = crew.raw.channels[0].results.segments
@@ -262,7 +262,7 @@ def test_the_limit_covers_both_ways() -> None:
     "index", [7, "key", list(range(64)), None, (1, 2), [0, (1, 2)], filled(1, 99)]
 )
 def test_a_small_task_makes_no_slots(index: Any) -> None:
-    with Driven(Fork(), echo) as crew:
+    with CrewDriver(Fork(), echo) as crew:
         same(index, crew.call(index))
         assert writer_of(crew) is None
 
@@ -298,7 +298,7 @@ def _refuse(more: Any) -> None:
 def test_a_task_that_can_not_be_loaded_fails_alone_and_gives_its_slots_back(
     backend: Any, more: Any
 ) -> None:
-    with Driven(backend, total) as crew:
+    with CrewDriver(backend, total) as crew:
         for _ in range(10):
             failed = crew.result(crew.send(Poison(more)))
             assert isinstance(failed, Failed)
@@ -312,7 +312,7 @@ def test_a_task_that_can_not_be_loaded_fails_alone_and_gives_its_slots_back(
 
 
 def test_a_task_that_can_not_be_sent_says_so_and_loses_no_slots() -> None:
-    with Driven(Fork(), echo) as crew:
+    with CrewDriver(Fork(), echo) as crew:
         for k in range(20):
             crew.call(
                 filled(k)
@@ -328,7 +328,7 @@ def test_tasks_that_a_dead_worker_never_read_leave_nothing(backend: Any) -> None
         os._exit(3)
 
     before = len(os.listdir("/proc/self/fd"))
-    with Driven(backend, die) as crew:
+    with CrewDriver(backend, die) as crew:
         for k in range(8):
             crew.send(filled(k))
         assert crew.end_of(0).cause == "exited with code 3"
@@ -350,7 +350,7 @@ def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.Monke
             raise refusals.pop()
         return send_some(sock, pieces, fds)
 
-    with Driven(Fork(), total) as crew:
+    with CrewDriver(Fork(), total) as crew:
         monkeypatch.setattr(socket_transport, "send_some", refuse)
         assert [crew.call(filled(k)) for k in range(4)] == [k * LARGE for k in range(4)]
     assert refusals == []
@@ -358,7 +358,7 @@ def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.Monke
 
 def test_sizes_that_change_from_task_to_task() -> None:
     rng = random.Random(5)
-    with Driven(SharedMemory(), total) as crew:
+    with CrewDriver(SharedMemory(), total) as crew:
         for k in range(150):
             size = rng.choice([100, 40_000, OWN - 1, OWN, 700_001, 3_000_000])
             assert crew.call(filled(k % 250, size)) == (k % 250) * size

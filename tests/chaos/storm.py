@@ -37,10 +37,10 @@ FAULTS = {
     "spawn": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
     "shared-memory": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
 }
-"""What can happen to a sample, by backend. A thread can't be killed, and the caller can't die."""
+"""Faults that a sample can have, by backend. A thread can't be killed, and the caller can't die."""
 
 LASTING = ("raise", "unpicklable")
-"""Faults that happen whenever the sample is tried; the others happen once."""
+"""Faults that happen whenever the sample is read; the others happen once."""
 
 SLOW = 0.02
 """Seconds of a slow sample: many times an ordinary one, which takes microseconds."""
@@ -60,12 +60,12 @@ POLICY = RestartPolicy(max_restarts=10**9, window_seconds=1.0, deaths_per_sample
 
 
 class Fault(Exception):
-    """What a sample raises in a storm."""
+    """Error that a sample raises in a storm."""
 
 
 @dataclass(frozen=True)
 class Weather:
-    """What a storm is like; `seed` says everything else."""
+    """Settings of a storm; everything else follows from `seed`."""
 
     seed: int
     backend: str
@@ -85,7 +85,7 @@ class Weather:
 
 
 class Plan:
-    """Which sample has which fault, and whether it has happened: a file, which outlives any process."""
+    """Fault of each sample, with a record of those that happened: a file, which outlives any process."""
 
     def __init__(self, weather: Weather, folder: Path) -> None:
         rng = random.Random(f"{weather.seed}/plan")
@@ -116,7 +116,7 @@ class Plan:
         return np.array([index])
 
     def _note(self, index: int) -> bool:
-        """Whether it is the first time."""
+        """Tell whether this is the first time, and record it."""
         fd = os.open(self._path, os.O_RDWR)
         try:
             first = os.pread(fd, 1, index) == b"\0"
@@ -131,7 +131,7 @@ class Plan:
 
 
 class Stubborn:
-    """What can't be pickled; it is told by its index where the pipeline has no other name for it."""
+    """Sample that can't be pickled; its repr is its index, by which the pipeline names it."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -203,7 +203,7 @@ def indices_in(batch: Any) -> list[int]:
 
 @dataclass
 class Account:
-    """What came of a storm."""
+    """Samples and faults of a storm, counted."""
 
     delivered: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)

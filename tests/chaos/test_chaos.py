@@ -12,7 +12,7 @@ from storm import FAULTS, Account, Plan, Weather, ride_out
 pytestmark = pytest.mark.chaos
 
 SEED = int(os.environ.get("HYBRIDLOADER_CHAOS_SEED", "20261121"))
-"""Of all storms; it is in every failure's message."""
+"""Seed of all storms; it is in every failure's message."""
 
 FORMS = ("loader", "pipeline", "iterable")
 

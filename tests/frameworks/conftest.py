@@ -1,4 +1,4 @@
-"""What the frameworks themselves warn of when they are imported or run, and nothing of ours."""
+"""Filters for warnings of the frameworks themselves. Warnings of this project stay errors."""
 
 from __future__ import annotations
 

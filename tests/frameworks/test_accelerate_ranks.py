@@ -76,7 +76,7 @@ def rank_main(folder: Path) -> None:
 
 
 def seen_with(config: dict[str, Any], iterable: bool = False, **options: Any) -> dict[str, Any]:
-    """What this rank gets from torch's loader and from ours: two epochs, behind a skip, resumed."""
+    """Return this rank's batches, torch's and ours: two epochs, after a skip, and resumed."""
     found: dict[str, Any] = {}
     for name, kind in (("torch", torch.utils.data.DataLoader), ("ours", DataLoader)):
         with keep_loaders():
@@ -124,7 +124,7 @@ def resumed(loader: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank has seen."""
+    """Batches of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     running = []
     for rank in range(WORLD):

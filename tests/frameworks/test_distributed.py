@@ -43,7 +43,7 @@ def leave_stacks(running: list[subprocess.Popen[bytes]]) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank saw: one group for all tests, because torch takes seconds to import."""
+    """Records of each rank: one group for all tests, because torch takes seconds to import."""
     folder = folder_made_once(tmp_path_factory, "ranks", run_ranks)
     codes = json.loads((folder / "codes.json").read_text())
     told = [(folder / f"stderr{rank}").read_text() for rank in range(WORLD)]

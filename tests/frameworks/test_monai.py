@@ -27,11 +27,11 @@ from monai.utils import set_determinism
 
 
 class Loader(monai.data.DataLoader, hybridloader.DataLoader):
-    """As the page says it."""
+    """Loader as written on the page of MONAI."""
 
 
 class ThreadLoader(monai.data.ThreadDataLoader, hybridloader.DataLoader):
-    """The same for the loader with a buffer thread."""
+    """Loader with a buffer thread, as written on the page of MONAI."""
 
 
 IMAGES = [np.full((1, 4, 4), k, dtype=np.float32) + np.eye(4, dtype=np.float32) for k in range(8)]

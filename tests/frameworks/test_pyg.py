@@ -36,7 +36,7 @@ from torch_geometric.sampler import BaseSampler, SamplerOutput
 
 
 class Nodes(NodeLoader, hybridloader.DataLoader):  # type: ignore[misc]
-    """As the page says it."""
+    """Loader as written on the page of PyG."""
 
 
 class Neighbors(NeighborLoader, hybridloader.DataLoader):  # type: ignore[misc]
@@ -57,7 +57,7 @@ class Parts(RandomNodeLoader, hybridloader.DataLoader):  # type: ignore[misc]
 
 NODES, EDGES = 24, 96
 FEATURES = 40_000
-"""Of a node, in the test of large batches: 160 kB, which come back through a slot."""
+"""Floats of a node, in the test of large batches: 160 kB, which come back through a slot."""
 
 
 def graph(features: int = 3) -> Data:

@@ -85,7 +85,7 @@ class Steps(IterableDataset[int]):
 
 
 class Counted(Dataset[int]):
-    """By index, with a state: how many samples this copy has given."""
+    """Map-style dataset; its state is the number of samples that this copy has given."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -112,7 +112,7 @@ def values(batches: Any) -> list[Any]:
 
 
 def broken_off(loader: Any, batches: int) -> tuple[list[Any], Any]:
-    """What was yielded, and the state behind it, as it would come from a file."""
+    """Return the first batches and the state after them, pickled and unpickled."""
     iterator = iter(loader)
     taken = values(next(iterator) for _ in range(batches))
     state = pickle.loads(pickle.dumps(loader.state_dict()))
@@ -133,7 +133,7 @@ CASES = [
 
 @functools.cache
 def torchdatas(made: str, after: int) -> tuple[list[Any], list[Any]]:
-    """What a loader of torchdata gives before and behind a state."""
+    """Return the batches of a torchdata loader before and after a state."""
 
     def loader() -> Any:
         return StatefulDataLoader(MADE[made](), BATCH - 1, num_workers=WORKERS)

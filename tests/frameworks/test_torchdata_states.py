@@ -27,7 +27,7 @@ BACKENDS: dict[str, Any] = {
 
 
 class Squares(Dataset[int]):
-    """By index, without a state."""
+    """Map-style dataset without a state."""
 
     def __len__(self) -> int:
         return 13
@@ -37,7 +37,7 @@ class Squares(Dataset[int]):
 
 
 class Counted(Squares):
-    """By index, with a state: how many samples this copy has given."""
+    """Map-style dataset; its state is the number of samples that this copy has given."""
 
     given = 0
 
@@ -288,7 +288,7 @@ WITH_WORKERS = [
 ]
 
 LOST = {"torch's sampler", "by a generator"}
-"""Of which torchdata's own loader does not find all again: no generator is in its states."""
+"""Samplers whose order torchdata's own loader does not restore: its states hold no generator."""
 
 
 def test_the_signature_is_theirs_and_our_own_behind_it() -> None:

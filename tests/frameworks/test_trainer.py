@@ -26,7 +26,7 @@ from hybridloader.integrations.accelerate import keep_loaders
 
 BATCH = 4
 STEPS = 5
-"""Of one epoch."""
+"""Steps of one epoch."""
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):

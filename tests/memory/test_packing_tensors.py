@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.line_count import steps
+from support.line_count import lines_run
 from support.packed_values import (
     DTYPES,
     WAYS,
@@ -211,7 +211,7 @@ def test_many_overlapping_views_of_one_storage_take_no_longer_each_than_few() ->
     def lines(pairs: int) -> int:
         memory = torch.zeros(pairs * 20)
         cuts = [(memory[at : at + 8], memory[at + 4 : at + 12]) for at in range(0, len(memory), 20)]
-        return steps(lambda: pack(cuts))
+        return lines_run(lambda: pack(cuts))
 
     lines(2)  # imports, and what is looked up once
     assert lines(400) < 11 * lines(40)

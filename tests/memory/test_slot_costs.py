@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
-from support.line_count import steps
+from support.line_count import lines_run
 from support.slot_pairs import FIRST, Pair, descriptors, slots_in, slots_of
 
 from hybridloader.memory import segments, shared_slots, slots
@@ -43,7 +43,7 @@ def test_a_slot_is_found_in_as_many_steps_however_many_there_are(held: bool) -> 
         if not held:
             kept.clear()
         pair.pass_on(content)  # takes in what was dropped
-        found.append(steps(lambda: pair.pass_on(content)))
+        found.append(lines_run(lambda: pair.pass_on(content)))
         del free
     assert found[1] <= found[0] + 50, found
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.operator_context import Oops, Stand, drain, no_deadline, scripted
+from support.operator_context import Oops, ScriptedContext, drain, no_deadline, scripted
 
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.operators.join import Branch, ForkPoint
@@ -22,8 +22,8 @@ errors = st.builds(Oops, st.integers(0, 99))
 scripts = st.lists(st.one_of(st.integers(), st.none(), errors), max_size=10)
 
 
-def branches(source: Any, count: int, stand: Stand | None = None) -> list[Any]:
-    fork, stand = ForkPoint(source, count), stand or Stand()
+def branches(source: Any, count: int, stand: ScriptedContext | None = None) -> list[Any]:
+    fork, stand = ForkPoint(source, count), stand or ScriptedContext()
     return [Branch(fork, number).start(stand) for number in range(count)]
 
 
@@ -83,7 +83,7 @@ def start() -> Iterator[Callable[[Callable[[], Any]], Future[Any]]]:
 def test_every_branch_gets_everything_in_any_order_of_pulls(
     script: list[Any], count: int, data: st.DataObject
 ) -> None:
-    stand = Stand()
+    stand = ScriptedContext()
     pulled = branches(scripted(*script), count, stand)
     found: list[list[Any]] = [[] for _ in range(count)]
     met: list[BaseException] = []
@@ -118,22 +118,22 @@ def test_all_get_the_same_objects() -> None:
 
 
 def test_a_branch_that_is_opened_late_misses_nothing() -> None:
-    stand, fork = Stand(), ForkPoint(scripted(1, 2, 3), 2)
+    stand, fork = ScriptedContext(), ForkPoint(scripted(1, 2, 3), 2)
     assert drain(Branch(fork, 0).start(stand)) == [1, 2, 3]
     assert drain(Branch(fork, 1).start(stand)) == [1, 2, 3]
     assert len(stand.opened) == 1
 
 
 def test_a_branch_is_opened_once_in_a_pass() -> None:
-    stand, branch = Stand(), Branch(ForkPoint(scripted(1), 2), 1)
+    stand, branch = ScriptedContext(), Branch(ForkPoint(scripted(1), 2), 1)
     kept = branch.start(stand)
     with pytest.raises(ValueError, match="branch 1 of a fork was opened twice in one pass"):
         branch.start(stand)
-    assert drain(kept) == drain(branch.start(Stand())) == [1]
+    assert drain(kept) == drain(branch.start(ScriptedContext())) == [1]
 
 
 def test_forks_of_one_pipeline_have_passes_of_their_own() -> None:
-    stand, source = Stand(), scripted(1, 2)
+    stand, source = ScriptedContext(), scripted(1, 2)
     one = Branch(ForkPoint(source, 1), 0).start(stand)
     other = Branch(ForkPoint(source, 1), 0).start(stand)
     assert drain(one) == drain(other) == [1, 2]
@@ -153,7 +153,7 @@ def test_a_pipeline_that_cannot_be_opened_may_be_tried_again() -> None:
             return iter([5])
 
     broken: Any = Broken()
-    stand, branch = Stand(), Branch(ForkPoint(broken, 1), 0)
+    stand, branch = ScriptedContext(), Branch(ForkPoint(broken, 1), 0)
     with pytest.raises(Oops):
         branch.start(stand)
     assert drain(branch.start(stand)) == [5]
@@ -162,7 +162,7 @@ def test_a_pipeline_that_cannot_be_opened_may_be_tried_again() -> None:
 
 
 def test_what_comes_before_is_closed_with_the_last_branch() -> None:
-    stand = Stand()
+    stand = ScriptedContext()
     one, other = branches(scripted(1, 2, 3), 2, stand)
     next(one)
     one.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.operator_context import (
     Oops,
     Script,
-    Stand,
+    ScriptedContext,
     drain,
     errors_in,
     items_in,
@@ -36,11 +36,11 @@ def lines(scripts: list[list[Any]]) -> tuple[Any, ...]:
     return tuple(scripted(*script, known=False) for script in scripts)
 
 
-def begin(operator: Operator, stand: Stand | None = None) -> Iterator[Any]:
+def begin(operator: Operator, stand: ScriptedContext | None = None) -> Iterator[Any]:
     def none() -> Iterator[Any]:
         raise AssertionError("a source has nothing before it")
 
-    return operator.begin(none, stand or Stand())
+    return operator.begin(none, stand or ScriptedContext())
 
 
 def outcome(operator: Operator) -> list[Any]:
@@ -107,8 +107,8 @@ def test_what_is_no_answer_leaves_the_row_as_far_as_it_came() -> None:
         found = outcome(make(lines(scripts)))
         assert [step for step in found if step is not late] == outcome(make(lines(without)))
     for operator in (Take(2), SkipFirst(1), Enumerate(), ShardByRank(2, 1)):
-        found = drain(operator.open(Script(1, late, 2, late, 3), Stand()))
-        without_late = drain(operator.open(Script(1, 2, 3), Stand()))
+        found = drain(operator.open(Script(1, late, 2, late, 3), ScriptedContext()))
+        without_late = drain(operator.open(Script(1, 2, 3), ScriptedContext()))
         assert [step for step in found if step is not late] == without_late
 
 
@@ -156,7 +156,7 @@ class Broken(Chain):
 
 
 def test_a_pipeline_is_opened_in_its_turn_and_one_that_cannot_be_is_passed_over() -> None:
-    stand = Stand()
+    stand = ScriptedContext()
 
     broken: Any = Broken()
     found = begin(Concat((scripted(1, 2), broken, scripted(3))), stand)
@@ -198,7 +198,7 @@ def test_the_order_of_a_mix_is_a_function_of_seed_and_pass() -> None:
     pair = (scripted(*"a" * 50), scripted(*"b" * 50))
 
     def order(seed: int | None, epoch: int) -> str:
-        return "".join(drain(begin(Mix(pair, seed=seed), Stand(epoch))))
+        return "".join(drain(begin(Mix(pair, seed=seed), ScriptedContext(epoch))))
 
     assert order(1, 0) == order(1, 0)
     assert len({order(seed, epoch) for seed in (None, 1, 2) for epoch in (0, 1)}) == 6
@@ -239,7 +239,7 @@ def test_an_interleave_gives_blocks_in_turn(scripts: list[list[Any]], block: int
 
 @pytest.mark.parametrize("make", [Zip, Concat, Mix, Interleave])
 def test_closing_closes_what_was_opened(make: Any) -> None:
-    stand = Stand()
+    stand = ScriptedContext()
     found: Any = begin(make((scripted(1, 2, 3), scripted(4, 5, 6))), stand)
     next(found)
     found.close()
@@ -251,7 +251,7 @@ def test_closing_closes_what_was_opened(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [Zip, Mix, Interleave])
 def test_what_was_opened_is_closed_when_another_cannot_be(make: Any) -> None:
-    stand = Stand()
+    stand = ScriptedContext()
 
     with pytest.raises(Oops):
         begin(make((scripted(1), Broken(), scripted(2))), stand)
@@ -259,7 +259,7 @@ def test_what_was_opened_is_closed_when_another_cannot_be(make: Any) -> None:
 
 
 def test_all_are_closed_although_closing_one_fails() -> None:
-    stand = Stand()
+    stand = ScriptedContext()
     found: Any = begin(Interleave((scripted(1), scripted(2), scripted(3))), stand)
 
     def fail() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.operator_context import Oops, Script, Stand, context, drain
+from support.operator_context import Oops, Script, ScriptedContext, context, drain
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -270,13 +270,13 @@ def test_what_is_no_iterable_is_refused_at_once(source: Any, told: str) -> None:
 
 def test_a_function_that_gives_no_iterable_is_an_error_when_the_pass_begins() -> None:
     with pytest.raises(TypeError, match=r"the function .* must give an iterable, not 3"):
-        Items(lambda: 3).start(Stand())
+        Items(lambda: 3).start(ScriptedContext())
 
     def leaks() -> Any:
         raise StopIteration
 
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        Items(leaks).start(Stand())
+        Items(leaks).start(ScriptedContext())
 
 
 def test_a_description_tells_the_kind_of_data_and_is_the_same_in_every_run() -> None:

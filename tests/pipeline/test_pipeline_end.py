@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from support.short_waits import be_impatient
+from support.short_waits import shorten_waits
 
 from hybridloader import IteratorClosed, Pipeline, Threads
 from hybridloader.engine.contract import Crew
@@ -31,7 +31,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Opened at the end, so that threads that wait at it can go; they are not waited for long."""
-    be_impatient(monkeypatch)
+    shorten_waits(monkeypatch)
     found = Gate()
     yield found
     found.open()

@@ -1,4 +1,4 @@
-"""What samplers refuse, and that they say what, where and what instead."""
+"""Bad input to samplers: the error names the parameter, its value, and what to give instead."""
 
 from __future__ import annotations
 

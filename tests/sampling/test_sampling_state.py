@@ -1,4 +1,4 @@
-"""What all samplers promise: epochs, a place that can be saved, and what is refused."""
+"""Promises of all samplers: epochs, a position that can be saved, and states that are refused."""
 
 from __future__ import annotations
 

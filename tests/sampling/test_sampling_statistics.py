@@ -1,4 +1,4 @@
-"""How random our orders are, beside torch's; run as a script it prints the table of docs/samplers.md.
+"""Statistical tests of our orders and torch's; run as a script it prints the table of docs/samplers.md.
 
 Seeds are fixed, so a p-value never changes. Each test must also find fault with an order that is
 visibly not random, or it would be none.
@@ -41,7 +41,7 @@ def two_rounds(n: int, seed: int, epoch: int) -> Ints:
 
 
 def stride(n: int, seed: int, epoch: int) -> Ints:
-    """What ``(a + b k) % n`` gives, the shuffle of the poor."""
+    """Return the order ``(a + b k) % n``, which is visibly not random."""
     step = next(s for s in range(int(n * 0.38) + seed % 7, n) if math.gcd(s, n) == 1)
     return (np.arange(n) * step + seed + epoch) % n
 
@@ -99,7 +99,7 @@ def across_epochs(order: Order, n: int, seed: int) -> float:
 
 
 def across_seeds(order: Order, n: int, seed: int) -> float:
-    """The same for one seed and the next."""
+    """Does a value's place under one seed tell anything about its place under the next?"""
     return _even_grid(order(n, seed, 0) * 64 // n, order(n, seed + 1, 0) * 64 // n)
 
 

@@ -54,7 +54,7 @@ def test_a_draw_finds_the_category_that_its_share_of_the_sum_falls_into(
 
 
 def test_a_draw_that_is_rounded_up_to_the_end_of_its_run_stays_in_it() -> None:
-    """What is left of it after the first run is halfway between the sum of the second and less."""
+    """The rest of the draw after the first run is halfway between the sum of the second and less."""
     first, second = 2.0**-3 + 3 * 2.0**-53, 1 + 2.0**-51
     sought = float(np.nextafter(first + second, 0))
     assert sought - first == second

@@ -1,1 +1,1 @@
-"""What several test modules share."""
+"""Modules that several test modules share."""

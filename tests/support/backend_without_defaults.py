@@ -1,4 +1,4 @@
-"""A backend as they were written when every method of a crew was required, with payloads of no base."""
+"""Backend that defines every method of a crew itself, and payloads without a base class."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hybridloader.engine.contract import Backend, Crew, WorkerHandle
 from hybridloader.engine.messages import Done, Event, Message, Stop, WorkerSpec
 
 
-class SevenMethods(Backend):
+class WithoutDefaults(Backend):
     name: ClassVar[str] = "seven-methods"
     in_process: ClassVar[bool] = True
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is SevenMethods
+        return type(other) is WithoutDefaults
 
     def __hash__(self) -> int:
         return 7

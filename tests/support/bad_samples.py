@@ -24,7 +24,7 @@ class Samples(Dataset[Any]):
 
 
 class Together(Samples):
-    """The same, a batch at a time; all of it fails if one does."""
+    """Dataset read a batch at a time; a batch fails if one of its samples does."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [super(Together, self).__getitem__(index) for index in indices]

@@ -31,7 +31,7 @@ NO_MODULES = ("fcntl", "resource", "termios", "pwd", "grp")
 
 
 def switch_off(delete: Callable[[Any, str], None], put: Callable[[Any, str, Any], None]) -> None:
-    """Take it all away, by ways that a test may undo; `put` also sets items of ``sys.modules``."""
+    """Take away `MISSING` and `NO_MODULES`; a test passes ways that it may undo."""
     for module, names in MISSING.items():
         for name in names:
             if hasattr(__import__(module), name):
@@ -58,7 +58,7 @@ def without_proc(function: Any) -> Any:
 
 
 def there() -> list[str]:
-    """What has not been taken away."""
+    """Return the names that have not been taken away."""
     found = [
         f"{m}.{name}"
         for m, names in MISSING.items()

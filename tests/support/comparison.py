@@ -1,4 +1,4 @@
-"""One comparison for what loaders deliver: equal in type, structure and value."""
+"""Comparison of batches: equal in type, structure and value."""
 
 from __future__ import annotations
 

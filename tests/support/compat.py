@@ -1,4 +1,4 @@
-"""What the tests of the compatibility rows share."""
+"""Datasets and comparisons for the tests of the compatibility rows."""
 
 from __future__ import annotations
 

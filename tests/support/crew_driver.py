@@ -1,4 +1,4 @@
-"""Crews driven by hand: what stands between two of them in a pipeline, without the pipeline.
+"""Crews that a test sends tasks to itself, alone or one after the other, without a pipeline.
 
 Nothing here imports torch, so fresh workers that are sent the functions below start at once.
 """
@@ -22,7 +22,7 @@ from hybridloader.testing.tools import DEADLINE
 LARGE = 2 * OWN
 
 
-class Driven:
+class CrewDriver:
     """A crew whose workers call one function; a context manager that closes it.
 
     `raw` is the crew, `events` all that it has told.
@@ -43,7 +43,7 @@ class Driven:
             self.raw.close()
             raise
 
-    def __enter__(self) -> Driven:
+    def __enter__(self) -> CrewDriver:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -104,7 +104,7 @@ def total(index: Any) -> int:
 
 
 def make(number: int) -> list[Any]:
-    """Items of one task: one with a slot of its own, some that share one, some without."""
+    """Return the items of one task: one with a slot of its own, some that share one, some without."""
     rng = np.random.default_rng(number)
     return [
         rng.integers(0, 255, LARGE + 4096 * (number % 3), np.uint8),
@@ -132,19 +132,23 @@ def one_value(array: np.ndarray) -> tuple[int, int]:
 # -- from one to the other -------------------------------------------------------------------------
 
 
-def slots_in_use(crew: Driven) -> int:
+def slots_in_use(crew: CrewDriver) -> int:
     """Slots of A's workers that the parent has not given back, or not told of yet."""
     results = [channel.results for channel in crew.raw.channels]
     return sum(len(reader.segments) - len(reader.waiting()) for reader in results)
 
 
-def given_back(crew: Driven, worker: int = 0) -> list[int]:
+def given_back(crew: CrewDriver, worker: int = 0) -> list[int]:
     """The slots of a worker that the parent is about to give back."""
     return sorted(crew.raw.channels[worker].results.waiting())
 
 
 def through(
-    a: Driven, b: Driven, numbers: range, ahead: int = 4, send: Callable[..., int] | None = None
+    a: CrewDriver,
+    b: CrewDriver,
+    numbers: range,
+    ahead: int = 4,
+    send: Callable[..., int] | None = None,
 ) -> list[Any]:
     """Have A make items of `numbers`, and B values of these, with `ahead` tasks of each under way."""
     found: list[Any] = []

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 _ACCELERATOR = torch.accelerator.current_accelerator()
 KIND = "meta" if _ACCELERATOR is None else _ACCELERATOR.type
-"""What ``device=`` is given; any name where there is none, and all tests are skipped."""
+"""Argument of ``device=``; any name where there is no device, and all tests are skipped."""
 
 BATCHES = int(os.environ.get("HYBRIDLOADER_BATCHES", "10000"))
 """Batches of a test under pressure; a multiple of 100, so that all of them can be divided."""

@@ -1,4 +1,4 @@
-"""Who runs the trials of `test_exit_matrix`: forks them, follows all their processes, ends what hangs.
+"""Supervisor of the trials of `test_exit_matrix`: forks them, follows their processes, ends what hangs.
 
 The server imports everything once, has no thread, and forks for each trial a supervisor, which forks the
 trial. The supervisor adopts whatever the trial leaves behind (as a subreaper, prctl(2), which only
@@ -39,17 +39,17 @@ class Trial(NamedTuple):
     """One program."""
 
     cause: str
-    """How it ends."""
+    """Name of the function in `exit_trial` that ends it."""
 
     backend: str
-    """As `backend=`; ``"named"`` is shared-memory with named segments."""
+    """Argument of `backend=`; ``"named"`` is shared-memory with named segments."""
 
     mode: str
     """``loader``, ``persistent`` (a loader with persistent workers), ``pinned`` (one with a pinning
     thread), ``run`` or ``epochs``."""
 
     stuck: str = ""
-    """What workers do in their first sample: ``wait`` for ever, ``deaf`` (and ignore SIGTERM too),
+    """Behaviour of workers in their first sample: ``wait`` for ever, ``deaf`` (and ignore SIGTERM too),
     ``stopped`` (by SIGSTOP). Else they work."""
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ def supervise(given: Trial, where: Path) -> bool:
 
 
 def follow(given: Trial, script: int, line: int) -> dict[str, Any]:
-    """What became of the trial and of all processes that it made."""
+    """Wait for the trial and all processes that it made; return how each ended."""
 
     def late(*_: Any) -> None:
         raise Late

@@ -1,4 +1,4 @@
-"""The script of every trial of `test_exit_matrix`: programs that use a loader and come to an end.
+"""Script of every trial of `test_exit_matrix`: programs that use a loader and come to an end.
 
 ``python exit_trial.py FOLDER`` runs what ``FOLDER/trials.json`` names; see `exit_supervisor`. Each trial
 is a fork that runs at the top of this script, so it ends as every program does: exit handlers,
@@ -30,7 +30,7 @@ PROCESSES = ("fork", "spawn", "shared-memory", "named")
 trial: Trial
 folder: Path
 kept: list[Any] = []
-"""What lives until the interpreter takes modules apart: iterators, batches and their slots."""
+"""Objects that live until the interpreter takes modules apart: iterators, batches and their slots."""
 
 
 class Data:
@@ -305,7 +305,7 @@ def close_from_threads() -> None:
 
 
 def forks_in_the_loop() -> None:
-    """What the loop's body forks may end in any way; the loop does not notice."""
+    """Forks of the loop's body may end in any way; the loop does not notice."""
     iterator = begin_and_take()
     subprocess.run([sys.executable, "-S", "-c", ""], check=True)
     take(iterator, start=5)

@@ -1,4 +1,4 @@
-"""Datasets that fail as they are told to, and what comes of loaders over them.
+"""Datasets that fail as they are told to, and the outcomes of loaders over them.
 
 Importing this imports no torch, so fresh workers that are sent one of the datasets start at once.
 """
@@ -60,7 +60,7 @@ def start(loader: DataLoader) -> LoaderIterator:
 
 
 def outcomes(iterator: Iterator[Any]) -> list[Any]:
-    """What successive calls of ``next()`` give, exceptions included, until the end."""
+    """Return the results of successive calls of ``next()``, exceptions included, until the end."""
     found: list[Any] = []
     while len(found) < 100:
         try:

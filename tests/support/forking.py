@@ -1,4 +1,4 @@
-"""What a fork of this process does, as if the user's own code had made it."""
+"""Forks of this process, as the user's own code would make them."""
 
 from __future__ import annotations
 

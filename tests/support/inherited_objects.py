@@ -1,4 +1,4 @@
-"""Objects that all workers share by nature, in the hands of each thing that workers are given.
+"""Locks, queues, pipes and shared tensors, in each object that workers are given.
 
 Light to import: a fresh worker that needs no torch imports none.
 """
@@ -109,7 +109,7 @@ class Box:
         return thing
 
 
-class Sealed:
+class WithReducer:
     """Can be pickled only by the reducer that multiprocessing is told of."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -123,9 +123,9 @@ class Sealed:
         raise TypeError("not so")
 
 
-def reduce_sealed(sealed: Sealed) -> Any:
-    return _unsealed, (reduction.DupFd(sealed.sock.fileno()),)
+def reduce_by_descriptor(thing: WithReducer) -> Any:
+    return _from_descriptor, (reduction.DupFd(thing.sock.fileno()),)
 
 
-def _unsealed(descriptor: Any) -> Sealed:
-    return Sealed(socket.socket(fileno=descriptor.detach()))
+def _from_descriptor(descriptor: Any) -> WithReducer:
+    return WithReducer(socket.socket(fileno=descriptor.detach()))

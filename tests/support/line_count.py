@@ -1,4 +1,4 @@
-"""What a call costs, counted instead of timed: the same on a busy machine."""
+"""Cost of a call in lines of Python, which a busy machine does not change."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def steps(call: Callable[[], object]) -> int:
-    """Lines of Python that `call` runs through."""
+def lines_run(call: Callable[[], object]) -> int:
+    """Return the number of lines of Python that `call` runs."""
     count = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A source that writes down when it begins and ends, importable in a fresh process without torch."""
+"""Source that records when it begins and ends, importable in a fresh process without torch."""
 
 from __future__ import annotations
 

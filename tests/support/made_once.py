@@ -1,4 +1,4 @@
-"""What takes long and is asked for by many tests: made once, though several processes run tests."""
+"""Results that take long and serve many tests: made once, though several processes run tests."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A clock that a test moves."""
+"""Clock that a test moves."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """Stands still but where it is told."""
+    """Clock whose time changes only by assignment."""
 
     def __init__(self) -> None:
         self.now = 100.0

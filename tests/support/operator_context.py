@@ -1,4 +1,4 @@
-"""A stand-in for a run: operators are opened by hand, over scripts of items and errors."""
+"""Context for operators that a test opens itself, over scripts of items and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ no_deadline = settings(deadline=None, max_examples=60)
 
 
 class Oops(Exception):
-    """What a script raises; equal to another with the same arguments."""
+    """Error that a script raises; equal to another with the same arguments."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Oops and self.args == other.args
@@ -64,8 +64,8 @@ def scripted(*steps: Any, known: float | bool = True) -> Any:
     return ScriptedChain(steps, known)
 
 
-class Stand:
-    """A context: see `hybridloader.pipeline.operators.base.Context`."""
+class ScriptedContext:
+    """Context without a run behind it: see `hybridloader.pipeline.operators.base.Context`."""
 
     def __init__(self, epoch: int = 0, seed: int | None = None) -> None:
         self.epoch, self.seed = epoch, seed
@@ -96,16 +96,16 @@ class Stand:
 
 
 def context(epoch: int = 0, seed: int | None = None) -> Context:
-    return Stand(epoch, seed)
+    return ScriptedContext(epoch, seed)
 
 
 def run(operator: Operator, *steps: Any, epoch: int = 0) -> Iterator[Any]:
-    """The running form of `operator` over a script."""
+    """Open the iterator of `operator` over a script."""
     return operator.begin(lambda: Script(*steps), context(epoch))
 
 
 def drain(items: Iterator[Any]) -> list[Any]:
-    """All that comes, errors in their places; what has ended must have ended for good."""
+    """Return all items, errors in their places; an iterator that ended must stay ended."""
     found: list[Any] = []
     while True:
         try:

@@ -54,20 +54,20 @@ class Own(torch.Tensor):
 
 
 def streamed(value: Any) -> Any:
-    """As over a stream: every buffer in memory of its own."""
+    """Pack and unpack as over a stream: every buffer has memory of its own."""
     header, buffers = pack(value)
     return unpack(header, [memoryview(bytearray(buffer)) for buffer in buffers])
 
 
 def through_slots(value: Any, pair: tuple[SlotWriter, SlotReader] | None = None) -> Any:
-    """As the process backend does it: letters, slots, and a stream for the rest."""
+    """Pack and unpack as process backends do: fields, slots, and a stream for the rest."""
     writer, reader = pair or (SlotWriter(1 << 30), SlotReader(1 << 30))
     writer.release(reader.returned())
     parts, fds = encode_done(7, pack(value), writer)
-    carried = [memoryview(bytearray(part)) for part in parts]
-    _, seq, header, _, slot_map, *_ = decode_fields(carried)
+    received = [memoryview(bytearray(part)) for part in parts]
+    _, seq, header, _, slot_map, *_ = decode_fields(received)
     assert seq == 7
-    buffers = carried[1:]
+    buffers = received[1:]
     if slot_map is not None:
         reader.learn(slot_map, list(fds))
         buffers = reader.buffers(slot_map, buffers)

@@ -1,4 +1,4 @@
-"""Functions that stand for a user's own on the pages. Importing them imports nothing else."""
+"""Functions of a user, as the examples on the pages name them. Importing them imports nothing else."""
 
 from __future__ import annotations
 

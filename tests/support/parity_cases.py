@@ -303,7 +303,7 @@ def count(samples: list[Any]) -> tuple[int, list[Any]]:
 
 
 def reseed(worker: int) -> None:
-    """What users write to have numpy and random seeded from torch."""
+    """Seed numpy and random from torch, as users write it."""
     seed = (torch.initial_seed() + worker) % 2**32
     random.seed(seed)
     np.random.seed(seed)

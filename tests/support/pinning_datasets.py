@@ -1,4 +1,4 @@
-"""What the tests of pinning and devices share: datasets, and a device that counts."""
+"""Datasets, and a device that counts, for the tests of pinning and devices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """The same, read by one after the other, each its part."""
+    """Iterable of the same samples; each worker reads its part."""
 
     def __init__(self, length: int = 12) -> None:
         self.length = length
@@ -97,7 +97,7 @@ class Counting(FakeAccelerator):
 
 
 class Pinnable:
-    """What a collate_fn may make: it pins itself, or fails at it."""
+    """Batch of a collate_fn that pins itself, or fails at it."""
 
     def __init__(self, number: int, failure: BaseException | None = None) -> None:
         self.number, self.failure, self.pinned = number, failure, False

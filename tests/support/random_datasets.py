@@ -61,7 +61,7 @@ class DrawingWhole(Drawing):
 
 
 class DrawingStream(IterableDataset[Any]):
-    """Each worker reads every so manieth; also `iter()` draws."""
+    """Each worker reads every n-th sample; `iter()` draws, too."""
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -86,7 +86,7 @@ class Dying(Drawing):
 
 
 class DyingStream(DrawingStream):
-    """The same, of what can be read in turn only."""
+    """Iterable dataset that kills its worker at one sample."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -110,7 +110,7 @@ class Failing(Drawing):
 
 
 def collate(samples: list[Any]) -> Any:
-    """Draws too."""
+    """Collate the samples; draws from all generators, too."""
     return samples, random.random(), float(np.random.rand()), torch.rand(1).tolist()
 
 
@@ -123,7 +123,7 @@ def digest(found: Any) -> str:
 
 
 def states() -> bytes:
-    """Of all global generators of this process."""
+    """Return the states of all global generators of this process."""
     own = random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()
     return pickle.dumps(own)
 

@@ -1,4 +1,4 @@
-"""Random pipelines, built again and again under other settings, and what comes out of them."""
+"""Random pipelines, built again and again under other settings, and their items."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridloader import IteratorClosed, Pipeline
 from hybridloader.sampling import ShuffleSampler
 
 Event = tuple[str, Any]
-"""What `next` gave, or raised in the place of an item."""
+"""Item that `next` returned, or error that it raised in the place of one."""
 
 
 def events(run: Iterator[Any], most: float = math.inf) -> list[Event]:
@@ -87,7 +87,7 @@ class Counting:
 
 
 class Settings:
-    """Where work runs, drawn anew for every build: none of it may show."""
+    """Backends, workers and prefetching, drawn anew for every build: no result may depend on them."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -109,7 +109,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a pipeline; `make` takes the settings."""
+    """A pipeline to build; `make` takes the settings."""
 
     told: str
     make: Callable[[Settings], Pipeline]

@@ -1,4 +1,4 @@
-"""Loaders of torch's that tell where their samples are made."""
+"""torch loaders whose samples name the process that made them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 
 
 class Where:
-    """Where each sample is made."""
+    """Dataset whose samples are the kind of worker and the process that made them."""
 
     def __len__(self) -> int:
         return 4
@@ -21,7 +21,7 @@ class Where:
 
 
 def places(loader: Any) -> set[tuple[str, bool]]:
-    """How workers were made, and whether they were in this process."""
+    """Return the kinds of workers, and whether they were in this process."""
     return {(how, pid == os.getpid()) for how, pid in loader}
 
 

@@ -84,7 +84,7 @@ SAMPLERS: dict[str, Made] = {
 }
 
 PLACES = [(0, "inline"), (1, "threads"), (3, "threads"), (3, "inline"), (3, "fork")]
-"""Numbers of workers, and where they are."""
+"""Numbers of workers, with their backends."""
 
 
 def some_counts(batches: int, *which: int) -> range:
@@ -112,14 +112,14 @@ def make(sampler: str, workers: int = 0, backend: str = "inline", **more: Any) -
 
 
 def left_after(loader: DataLoader, count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Some batches, and the state behind them."""
+    """Return the first batches, and the state after them."""
     iterator = iter(loader)
     taken = [next(iterator)[0].tolist() for _ in range(count)]
     return taken, loader.state_dict()
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """As a checkpoint that is loaded as safely as torch can."""
+    """Save and load a checkpoint, with ``weights_only=True``."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -133,7 +133,7 @@ def epochs_of(loader: Any, count: int, seed: int = 0) -> list[list[Any]]:
 
 
 class Every:
-    """In the place of a cadence: the first step and then every so many."""
+    """Cadence that is due at the first step and then every `steps` steps."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._count = steps, 0
@@ -143,7 +143,7 @@ class Every:
         return (self._count - 1) % self._steps == 0
 
     def go_on(self, since: int) -> None:
-        """As if it had begun here."""
+        """Do nothing: steps are counted from the first."""
 
     def taken(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Less time for what is stuck on purpose, where a test is not about how long that is waited for."""
+"""Shorter waits for workers that are stuck on purpose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WAITS = (
 )
 
 
-def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `close` wait 0.1 s, instead of 1 or 2, for workers that are to end."""
     for name in _WAITS:
         monkeypatch.setattr(name, 0.1)

@@ -70,13 +70,13 @@ def tasks(backend: ScriptedBackend) -> list[tuple[int, int]]:
 
 
 def answer_all(crew: ScriptedCrew) -> list[Event]:
-    """Whatever was sent last to each worker under each number, in the order of the numbers."""
+    """Return results for the last task sent under each number, in the order of the numbers."""
     latest = {sent.seq: worker for worker, sent in crew.sent if isinstance(sent, Task)}
     return [Done(worker, seq, ByReference(f"value {seq}")) for seq, worker in latest.items()]
 
 
 def watch_specs(backend: ScriptedBackend) -> list[WorkerSpec]:
-    """What the workers are told that are started from now on."""
+    """Return a list that gets the spec of each worker that is started from now on."""
     crew, specs = backend.crews[0], []
     start = crew.start
 

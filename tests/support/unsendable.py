@@ -1,4 +1,4 @@
-"""What bad input is made of: a dataset that holds something, and things that can't be pickled."""
+"""Parts of bad input: a dataset with an attribute, and values that can't be pickled."""
 
 from __future__ import annotations
 
