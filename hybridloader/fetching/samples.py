@@ -44,7 +44,14 @@ class SampleFetcher(Fetcher):
 
 
 class BatchFetcher(Fetcher):
-    """Fetcher of batches of a map-style dataset; `spread` shares out their samples to threads."""
+    """Fetcher of batches of a map-style dataset.
+
+    Parameters
+    ----------
+    spread
+        Fetches the samples of a batch on threads, unless the dataset makes a batch in one call; None:
+        one after the other.
+    """
 
     def __init__(
         self,
@@ -53,10 +60,11 @@ class BatchFetcher(Fetcher):
         context: TaskContext,
         spread: Spread | None,
     ) -> None:
-        self._context, self._spread = context, spread
+        self._context, self._whole = context, not one_by_one(dataset)
+        self._spread = None if self._whole else spread
         self._gather = gatherer(dataset, collate_fn)
         self._dataset, self._collate_fn = seeded_samples(
-            dataset, collate_fn, context, whole=not one_by_one(dataset)
+            dataset, collate_fn, context, whole=self._whole
         )
 
     def fetch(self, indices: Any) -> Any:
@@ -68,13 +76,13 @@ class BatchFetcher(Fetcher):
         if type(indices) is Spared:
             raise next(index for index in indices if type(index) is GivenUp).error()
         dataset, context, spread = self._dataset, self._context, self._spread
-        if spread is not None and one_by_one(dataset):
+        if spread is not None:
             return self._collate_fn(spread(partial(operator.getitem, dataset), indices))
         try:
             many = getattr(dataset, "__getitems__", None)
         except Exception:  # of a foreign `__getattr__`
             many = attribute(dataset, "__getitems__")
-        if many and not (context.tracked and one_by_one(dataset)):
+        if many and (self._whole or not context.tracked):
             return self._collate_fn(many(indices))
         samples = []
         for index in numbered(indices, context) if context.tracked else indices:

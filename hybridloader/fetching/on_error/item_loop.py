@@ -79,7 +79,7 @@ class ItemLoop:
         if spared or not maps:
             through = self._begin if spared else self._through
             for item in items:
-                through(item, 0, results)
+                through(item, results)
                 if context.cancelled:
                     raise Abandoned
             return results
@@ -109,14 +109,14 @@ class ItemLoop:
     def alone(self, item: Any) -> TaskResults:
         """Take one item through the steps. On any thread."""
         results = self.new_results()
-        self._begin(item if self._enter is None else self._enter(item), 0, results)
+        self._begin(item if self._enter is None else self._enter(item), results)
         return results
 
-    def _begin(self, item: Any, at: int, results: TaskResults) -> None:
+    def _begin(self, item: Any, results: TaskResults) -> None:
         if type(item) is GivenUp:
-            self.failed(item, item.error(), results, at + 1)
+            self.failed(item, item.error(), results)
         else:
-            self._through(item, at, results)
+            self._through(item, results)
 
     def failed(self, item: Any, error: Exception, results: TaskResults, at: int = 1) -> None:
         """Go on with `item`, at which the function before step number `at` has raised `error`."""
@@ -131,10 +131,9 @@ class ItemLoop:
         finally:
             del error
 
-    def _through(self, item: Any, at: int, results: TaskResults) -> None:
+    def _through(self, item: Any, results: TaskResults, at: int = 0) -> None:
         """Take `item` through the steps from number `at` on, and add the outcome to `results`."""
-        several: Iterator[Any] | None = None
-        error: Exception | None = None
+        several: Iterator[Any]
         while at < len(self._steps):
             kind, function = self._steps[at]
             at += 1
@@ -151,23 +150,21 @@ class ItemLoop:
                         return
                 elif kind == "flat_map":
                     several = iter(found)
-                    break
                 elif not found:
                     return
             except Exception as raised:
                 error = raised
-                break
-        else:
-            results.values.append(item)
+            else:
+                if kind == "flat_map":
+                    self._each(item, several, at, results)
+                    return
+                continue
+            try:  # outside of the clause above, as in `run`
+                self.failed(item, error, results, at)
+            finally:
+                del error
             return
-        if several is not None:
-            self._each(item, several, at, results)
-            return
-        try:
-            assert error is not None
-            self.failed(item, error, results, at)
-        finally:
-            del error
+        results.values.append(item)
 
     def _each(self, item: Any, several: Iterator[Any], at: int, results: TaskResults) -> None:
         """Take each of the values that a function gave for `item` on, until one raises."""
@@ -179,7 +176,7 @@ class ItemLoop:
             except Exception as error:
                 results.add_failure(item, error)
                 return
-            self._through(one, at, results)
+            self._through(one, results, at)
 
     def _at_once(self, function: Callable[[Any], Any], item: Any) -> list[Any]:
         """Return all values that `function` gives for an item, so that no value is given twice."""

@@ -1,6 +1,6 @@
 """Fetcher of a map-style dataset under an error policy, in the worker.
 
-It differs from the fetchers of `fetching.samples` only where something has failed.
+It differs from the fetchers of `fetching.samples` only where a sample has failed.
 """
 
 from __future__ import annotations
@@ -13,24 +13,17 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import no_stop
-from hybridloader.engine.fetcher import Abandoned, Fetcher, GivenUp, Spared, TaskContext
-from hybridloader.fetching.gather import Odd, gatherer
+from hybridloader.engine.fetcher import Abandoned, GivenUp, Spared, TaskContext
+from hybridloader.fetching.gather import Odd
 from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import TaskResults
 from hybridloader.fetching.outcome import Attempt, FailureRecord, Outcome, all_failed, short
-from hybridloader.fetching.samples import (
-    Apart,
-    Spread,
-    key_of_batch,
-    key_of_sample,
-    one_by_one,
-    seeded_samples,
-)
+from hybridloader.fetching.samples import Apart, BatchFetcher, Spread, key_of_sample
 
 
-class TolerantBatchFetcher(Fetcher):
+class TolerantBatchFetcher(BatchFetcher):
     """Fetcher of batches, or single samples, that puts an `Outcome` beside each value.
 
     Parameters
@@ -50,17 +43,12 @@ class TolerantBatchFetcher(Fetcher):
         batched: bool,
         fill: bool,
     ) -> None:
-        self._batched, self._fill, self._context = batched, fill, context
-        self._gather = gatherer(dataset, collate_fn) if batched else None
-        self._whole = not one_by_one(dataset)
-        self._dataset, self._collate_fn = seeded_samples(
-            dataset, collate_fn, context, whole=self._whole
-        )
+        super().__init__(dataset, collate_fn, context, spread)
+        self._batched, self._fill = batched, fill
         one = _one_of(dataset) if context.rng is None else context.rng.seeded(_one_of(dataset))
         handler = ErrorHandler(seeded(policy, context.rng), context)
         self._skips = handler.skips
-        spread = None if self._whole else spread
-        self._loop = ItemLoop([("map", one)], handler, context, spread, batch=True)
+        self._loop = ItemLoop([("map", one)], handler, context, self._spread, batch=True)
         # All the mutable state: the indices of the last task.
         self._indices: Sequence[Any] = ()
 
@@ -71,7 +59,7 @@ class TolerantBatchFetcher(Fetcher):
         return value
 
     def key(self, index: Any) -> bytes:
-        return key_of_batch(index) if self._batched else key_of_sample(index)
+        return super().key(index) if self._batched else key_of_sample(index)
 
     def attempt(self, index: Any) -> Attempt:
         """Return the value of a task and the outcome of its samples. On any thread."""
