@@ -306,7 +306,7 @@ def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epoc
     with pipe.epochs() as epochs:
         next(epochs)
         relays = epochs._executor.relays
-        relay = relays[min(relays)]
+        relay = relays[min(relays)].relay
         leave(epochs)
         found = relay.alive
         stop.set()

@@ -232,7 +232,7 @@ def run_script(tmp_path: Path, *words: str) -> tuple[int, list[str], str]:
     return done.returncode, printed, done.stderr
 
 
-# Few of them have threads: these import torch first, which takes seconds on a busy machine.
+# Few of them have threads: these import torch first, which takes seconds on a busy computer.
 
 
 @needs_fork

@@ -141,7 +141,8 @@ def test_prefetch_is_made_use_of_while_the_loop_is_busy() -> None:
     pipe = Pipeline.from_dataset(range(200)).map(make, backend=backend, num_workers=2, prefetch=40)
     with pipe.run() as run:
         assert next(run) == 0
-        (relay,) = run._executor.relays.values()
+        (running,) = run._executor.relays.values()
+        relay = running.relay
         until(lambda: relay.queue.full and len(made) == sum(backend.sizes))
         assert len(made) >= 40
 
@@ -151,7 +152,7 @@ def test_prefetch_bounds_what_is_read_of_quick_work_too() -> None:
     source = Reading(2000)
     pipe = Pipeline.from_iterable(source).map(abs, backend="threads", num_workers=1, prefetch=2)
     with pipe.run() as run:
-        relays = run._executor.relays.values()
+        relays = [running.relay for running in run._executor.relays.values()]
         for item in run:
             source.taken += 1
             if item % 100 == 50:  # let the threads run ahead

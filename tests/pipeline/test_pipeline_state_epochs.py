@@ -74,7 +74,7 @@ def test_a_timeout_is_not_in_the_place_of_an_item() -> None:
     def rest(run: Iterator[int], most: int) -> list[int]:
         found: list[int] = []
         while len(found) < most:
-            with suppress(WorkerTimeout):  # on a busy machine
+            with suppress(WorkerTimeout):  # on a busy computer
                 found.append(next(run))
         return found
 

@@ -16,8 +16,7 @@ from hybridloader._support import arguments
 from hybridloader._support.errors import no_stop
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.pipeline.operators.base import INFINITE, Context, Length, Operator
-from hybridloader.pipeline.operators.buckets import BucketBy
-from hybridloader.pipeline.operators.budgets import BatchBy
+from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
 from hybridloader.pipeline.operators.collating import (
     SIZE,
     CollateFn,

@@ -1,1 +1,1 @@
-"""A pipeline that runs: its plan, its lines and stages, its metrics."""
+"""A pipeline that runs: its plan, its passes and stages, its metrics."""

@@ -25,7 +25,6 @@ from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.join import Branch, Zip
 from hybridloader.pipeline.operators.sources import Indices
-from hybridloader.pipeline.running.flow import RelayDepth, StageItems
 from hybridloader.pipeline.running.plan import (
     Node,
     OperatorNode,
@@ -34,8 +33,7 @@ from hybridloader.pipeline.running.plan import (
     passes_on,
 )
 from hybridloader.pipeline.running.run_position import Counts, Layout, Path, Saved
-from hybridloader.pipeline.running.running_stages import RunningStages
-from hybridloader.pipeline.running.stage_metrics import RelayMetrics
+from hybridloader.pipeline.running.running_stages import RunningRelay, RunningStages
 from hybridloader.pipeline.running.state import Position, descriptions
 from hybridloader.pipeline.running.validation import check, forks_in_rows
 
@@ -96,10 +94,7 @@ class Executor:
         self.stages = RunningStages(self.seed, self.closed, self.layout)
         self._nodes: dict[Path, tuple[Node, ...]] = {}  # of each chain that was opened
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
-        self.relays: dict[Path, Relay] = {}
-        self.relay_metrics: dict[Path, RelayMetrics] = {}
-        self.depths: dict[Path, RelayDepth] = {}  # of relays
-        self.stage_before: dict[Path, StageItems] = {}  # right before a relay
+        self.relays: dict[Path, RunningRelay] = {}
         self._ending = threading.RLock()
         if resumed is None:
             self._draw_for(chain, (), first)
@@ -124,14 +119,14 @@ class Executor:
         nodes = self._nodes[path] = self.layout.nodes_of(chain)
         return nodes
 
-    def add_relay(self, node: RelayNode, where: Path, relay: Relay) -> None:
+    def add_relay(self, node: RelayNode, where: Path, relay: Relay) -> RunningRelay:
         """Take charge of a relay, which takes the place of the one before it."""
         with self._ending:
             if self.closed.cancelled:
                 raise IteratorClosed("the pipeline was closed")
-            before = self.relays.get(where)
-            self.relays[where] = relay
-        self.relay_metrics.setdefault(where, RelayMetrics(node)).follow(before, relay)
+            running = self.relays.setdefault(where, RunningRelay(node))
+            running.replace(relay)
+        return running
 
     def pinner_of(self, node: RelayNode) -> Pinner | None:
         """Return what pins or moves the items of a relay: made once, for the device current then."""
@@ -237,7 +232,7 @@ class Executor:
 
     def places(self) -> list[Path]:
         """Return the paths of all stages and relays."""
-        return [*self.stages, *self.relay_metrics]
+        return [*self.stages, *self.relays]
 
     def nodes_before(self, where: Path) -> tuple[Node, ...]:
         """Return the nodes of a chain before the one at `where`."""
@@ -248,20 +243,20 @@ class Executor:
         *path, at = where
         while at > 0:
             at -= 1
-            stage, relay = self.stages.get((*path, at)), self.relay_metrics.get((*path, at))
+            stage, relay = self.stages.get((*path, at)), self.relays.get((*path, at))
             if stage is not None:
                 return stage.metrics.waited
             if relay is not None:
                 return relay.waited
-        branches = [p for p in self.relay_metrics if p[: len(path) + 1] == (*path, 0)]
-        return sum(self.relay_metrics[p].waited for p in branches)
+        inside = (*path, 0)
+        return sum(r.waited for p, r in self.relays.items() if p[: len(inside)] == inside)
 
     # -- ending ----------------------------------------------------------------------------------------
 
     def break_off(self) -> None:
         """End the pass that runs; its workers stay."""
         self.left.cancelled = True
-        relays = list(self.relays.values())
+        relays = self._relays()
         for relay in relays:
             relay.shut()
         for stage in self.stages.values():
@@ -270,6 +265,9 @@ class Executor:
         for relay in relays:
             relay.close(deadline)
 
+    def _relays(self) -> list[Relay]:
+        return [place.relay for place in self.relays.values() if place.relay is not None]
+
     def close(self) -> None:
         """End everything: from any thread, any number of times; within some 2 seconds."""
         if os.getpid() != self.owner:  # a fork may have copied the lock while somebody had it
@@ -277,7 +275,7 @@ class Executor:
             return
         with self._ending:
             self.closed.cancelled = self.left.cancelled = True
-            relays = list(self.relays.values())
+            relays = self._relays()
         self._ended = self._ended or time.monotonic()
         deadline = time.monotonic() + _PATIENCE
         for relay in relays:
@@ -291,8 +289,8 @@ class Executor:
             stage.close()
         for running in self.stages.values():
             running.metrics.close()
-        for metrics in self.relay_metrics.values():
-            metrics.ended = metrics.ended or time.monotonic()
+        for place in self.relays.values():
+            place.ended = place.ended or time.monotonic()
         for relay in relays:
             relay.close(deadline)
 

@@ -259,15 +259,13 @@ class ChainPass:
             start=False,
         )
         stage = items.items if isinstance(items, Dropping) else items
-        if isinstance(stage, StageItems):
-            executor.stage_before[where] = stage
         if isinstance(stage, (StageItems, ReaderItems)):
             stage.metrics.behind = relay.queue
-        if node.depth is None:
-            depth = executor.depths[where] = RelayDepth(relay, node.least)
-            if isinstance(stage, StageItems):
-                depth.couple(stage)
-        executor.add_relay(node, where, relay)
+        running = executor.add_relay(node, where, relay)
+        running.stage = stage if isinstance(stage, StageItems) else None
+        running.depth = RelayDepth(relay, node.least) if node.depth is None else None
+        if running.depth is not None and running.stage is not None:
+            running.depth.couple(running.stage)
         self._started.append(relay)
         return relay if pinner is None else Taking(relay, pinner)
 
@@ -290,7 +288,7 @@ class ChainPass:
         return stage.readers
 
     def _open_stage(self, node: WorkerNode, where: Path, start: Offset) -> NodeOpener:
-        at, executor, placement = where[-1], self.executor, node.placement
+        at, placement = where[-1], node.placement
         stage, changes, budget = self._stage(node, where)
         items = yield at - 1, start
         stage_before = self._nodes[at - 2] if at > 1 else None
@@ -305,12 +303,11 @@ class ChainPass:
         found = StageItems(
             stage.stage, stage.metrics, items, batching, budget, forwarded=node.forwarded
         )
-        relay = (*self.path, at - 1)
-        depth, source = executor.depths.get(relay), executor.stage_before.get(relay)
-        if depth is not None:
-            depth.couple(found)
-        if source is not None and source.forwarded:
-            source.batching.no_larger_than(batching)  # what it gives can't be divided here
+        relay = self.executor.relays.get((*self.path, at - 1))
+        if relay is not None and relay.depth is not None:
+            relay.depth.couple(found)
+        if relay is not None and relay.stage is not None and relay.stage.forwarded:
+            relay.stage.batching.no_larger_than(batching)  # its results can't be divided here
         stage.counter.begin(self.epoch, start.items)
         found.begin(batching, changes)
         return found

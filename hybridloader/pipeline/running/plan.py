@@ -150,7 +150,7 @@ class _Laid(NamedTuple):
 class _Known(threading.local):
     """Layouts made since the outermost call on this thread, by the identity of the pipeline.
 
-    Every line asks several times for the layout of the lines within it. Without this cache, each
+    Every chain asks several times for the layout of the chains within it. Without this cache, each
     level of joins would take several times as long as the level below it.
     """
 

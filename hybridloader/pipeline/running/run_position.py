@@ -140,7 +140,7 @@ class RunPosition:
         self._pipeline, self.epoch = pipeline, epoch
         self._saved = dict(saved or {})
         self.start = counts
-        # Set once, by the machine that runs it:
+        # Set once, when the run begins:
         self.layout: Layout | None = None
         # All the mutable state. One thread counts, errors first:
         self.given, self.raised = counts
@@ -286,8 +286,8 @@ class RunPosition:
 
 def is_before(place: Place, other: Place) -> bool:
     """Tell whether items from `place` go through `other`: it is earlier, or on a branch."""
-    (path, number), (line, behind) = place, other
-    return (path == line and number < behind) or path[: len(line) + 1] == (*line, 0)
+    (path, number), (chain, behind) = place, other
+    return (path == chain and number < behind) or path[: len(chain) + 1] == (*chain, 0)
 
 
 def place_of(path: Path, number: int) -> str:

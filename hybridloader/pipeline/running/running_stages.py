@@ -7,6 +7,7 @@ knows what stands between two stages.
 from __future__ import annotations
 
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import IteratorClosed, ShippingError
@@ -14,14 +15,15 @@ from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.numbering import ItemCounter
 from hybridloader.engine.refresh import Watch
+from hybridloader.engine.relay import Relay
 from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.source_reader import ReadersFetch
 from hybridloader.pipeline.operators.work import Lookup, Placement, Readers, Work
-from hybridloader.pipeline.running.flow import ReaderItems
-from hybridloader.pipeline.running.plan import WorkerNode
+from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
+from hybridloader.pipeline.running.plan import RelayNode, WorkerNode
 from hybridloader.pipeline.running.run_position import Layout, Path
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
 from hybridloader.seeding.sample_seeds import Origin
@@ -46,6 +48,58 @@ class RunningStage:
         self.watch = None if dataset is None else Watch(dataset)
         self.readers: ReaderItems | None = None
         self.begun = False
+
+
+class RunningRelay:
+    """A relay that runs, with the metrics of all relays that had its place before.
+
+    Attributes
+    ----------
+    stage
+        Results that it pulls, if they are those of a stage.
+    """
+
+    def __init__(self, node: RelayNode) -> None:
+        self.node = node
+        self.began = time.monotonic()
+        self.ended: float | None = None
+        self.relay: Relay | None = None
+        self.depth: RelayDepth | None = None
+        self.stage: StageItems | None = None
+        self._blocked = self._waited = 0.0
+        self._items = 0
+
+    def replace(self, relay: Relay) -> None:
+        """Put `relay` in the place of the one before it."""
+        if self.relay is not None:
+            self.relay.shut()
+            self._blocked, self._waited, self._items = self.blocked, self.waited, self.items
+        self.relay = relay
+
+    @property
+    def blocked(self) -> float:
+        """Seconds that its thread waited for whoever takes."""
+        return self._blocked + (self.relay.queue.blocked if self.relay is not None else 0.0)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that whoever takes waited."""
+        return self._waited + (self.relay.queue.waited if self.relay is not None else 0.0)
+
+    @property
+    def items(self) -> int:
+        """Items that went through."""
+        return self._items + (self.relay.queue.count if self.relay is not None else 0)
+
+    @property
+    def queued(self) -> int:
+        """Items that wait now."""
+        return 0 if self.relay is None else len(self.relay.queue.items)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first relay, until the end."""
+        return (time.monotonic() if self.ended is None else self.ended) - self.began
 
 
 class RunningStages(dict[Path, RunningStage]):

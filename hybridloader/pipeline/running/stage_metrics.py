@@ -1,6 +1,6 @@
-"""Metrics of a running stage or relay: items and bytes under way, and where the time went.
+"""Metrics of a running stage: items and bytes under way, and where the time went.
 
-Those of a stage hold it back when more is under way than its `prefetch` or `buffer_bytes` allow. The
+They hold the stage back when more is under way than its `prefetch` or `buffer_bytes` allow. The
 thread that pulls the stage writes them, under its lock; `stats()` reads them from any thread.
 """
 
@@ -16,8 +16,7 @@ from hybridloader._support.attributes import attribute, own_attributes
 from hybridloader.engine.feed import items_in
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.payload import ByReference, Payload
-from hybridloader.engine.relay import Relay, RelayQueue
-from hybridloader.pipeline.running.plan import RelayNode
+from hybridloader.engine.relay import RelayQueue
 
 
 class StageMetrics:
@@ -171,52 +170,6 @@ class StageMetrics:
     @property
     def _rest(self) -> float:
         return max(0.0, self.workers * self.elapsed - self.busy - self.starved)
-
-
-class RelayMetrics:
-    """Metrics of a relay's place, over all relays that had it."""
-
-    def __init__(self, node: RelayNode) -> None:
-        self.node = node
-        self.began = time.monotonic()
-        self.ended: float | None = None
-        self._relay: Relay | None = None
-        self._blocked = self._waited = 0.0
-        self._items = 0
-
-    def follow(self, before: Relay | None, relay: Relay) -> None:
-        """Note that `relay` takes the place of `before`."""
-        if before is not None:
-            before.shut()
-            self._blocked += before.queue.blocked
-            self._waited += before.queue.waited
-            self._items += before.queue.count
-        self._relay = relay
-
-    @property
-    def blocked(self) -> float:
-        """Seconds that its thread waited for whoever takes."""
-        return self._blocked + (self._relay.queue.blocked if self._relay is not None else 0.0)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that whoever takes waited."""
-        return self._waited + (self._relay.queue.waited if self._relay is not None else 0.0)
-
-    @property
-    def items(self) -> int:
-        """Items that went through."""
-        return self._items + (self._relay.queue.count if self._relay is not None else 0)
-
-    @property
-    def queued(self) -> int:
-        """Items that wait now."""
-        return 0 if self._relay is None else len(self._relay.queue.items)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the first relay, until the end."""
-        return (time.monotonic() if self.ended is None else self.ended) - self.began
 
 
 def _sizes_of(payload: Any, count: int) -> tuple[int, int]:

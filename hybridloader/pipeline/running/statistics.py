@@ -161,7 +161,7 @@ def _line(executor: Executor, path: Path) -> Iterator[StageStats]:
                 executor.stages.failure_log.counts[where],
             )
             continue
-        relay = executor.relay_metrics[where]
+        relay = executor.relays[where]
         works = list(_pulled(executor.nodes_before(where)))
         names = [_label(node) for node in works]
         if relay.node.operator is not None:
