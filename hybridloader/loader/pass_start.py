@@ -225,12 +225,12 @@ class PassStart:
             return ()
         if resume.over and not any(start.behind for start in resume.starts):
             return ()
-        told = any(s.skip > s.position and not s.stateful for s in resume.starts)
-        if told and self._plan.iterable:
+        rereads = any(s.skip > s.position and not s.stateful for s in resume.starts)
+        if rereads and self._plan.iterable:
             warn_once(
                 f"{type(self._plan.dataset).__name__} has no state_dict() and load_state_dict(), nor "
-                "has its iterator, so each worker reads its part of it again up to where it had come. "
-                "`loader.resuming` tells how far that is"
+                "has its iterator, so each worker reads its part of it again up to its place. "
+                "`loader.resuming` counts the samples"
             )
         return resume.starts
 

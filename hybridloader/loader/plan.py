@@ -116,7 +116,12 @@ class LoaderPlan:
             value = getattr(self, name)
             if not (value is None or isinstance(value, int)):  # as torch; but any text is true
                 flag(name, value)
-        _check_generator(self.samplers.generator)
+        generator = self.samplers.generator
+        if not (generator is None or isinstance(generator, torch.Generator)):
+            raise TypeError(
+                f"generator must be a torch.Generator, got {generator!r}; "
+                "say torch.Generator().manual_seed(...), or None"
+            )
         _check_dataset(self.dataset)
         for name in ("sampler", "batch_sampler"):
             given = getattr(self, name)
@@ -128,8 +133,8 @@ class LoaderPlan:
             raise ValueError(f"num_workers must not be negative, got {self.num_workers}")
         if self.num_workers == 0 and self.timeout > 0:
             raise ValueError(
-                f"timeout={self.timeout} needs num_workers > 0: with 0 the caller itself makes the "
-                "batch and can't stop waiting for it"
+                f"timeout={self.timeout} needs num_workers > 0: with 0 the calling thread makes "
+                "the batch itself"
             )
 
     @property
@@ -139,25 +144,23 @@ class LoaderPlan:
         threads, timeout = self.options.threads_per_worker, self.options.task_timeout
         if threads > 1 and self.iterable:
             found["threads_per_worker"] = (
-                f"threads_per_worker={threads} can't be had for an iterable dataset, which is read by "
-                "one next() after the other; raise num_workers, and let __iter__ read a part for each "
-                "worker"
+                f"threads_per_worker={threads} can't serve an iterable dataset, which is read by one "
+                "next() after the other; raise num_workers, and let __iter__ read a part in each worker"
             )
         elif threads > 1 and not self.batched:
             found["threads_per_worker"] = (
-                f"threads_per_worker={threads} shares out the samples of a batch, and with "
+                f"threads_per_worker={threads} fetches the samples of a batch together, and with "
                 "batch_size=None there is one sample at a time; raise num_workers, or give a batch_size"
             )
         if timeout > 0 and self.num_workers == 0:
             found["task_timeout"] = (
-                f"task_timeout={timeout} needs num_workers > 0: with 0 the caller itself makes the "
-                "batch and can't be stopped"
+                f"task_timeout={timeout} needs num_workers > 0: with 0 the calling thread makes the "
+                "batch, and can't be stopped"
             )
         if self.options.shard_remainders == "join" and not (self.iterable and self.batched):
             found["shard_remainders"] = (
-                "shard_remainders='join' makes batches of what is left of each worker's part of an "
-                "iterable dataset; leave it out for a dataset that is asked by index, and with "
-                "batch_size=None"
+                "shard_remainders='join' joins the last samples of each worker's part of an iterable "
+                "dataset; leave it out for a map-style dataset, and with batch_size=None"
             )
         return found
 
@@ -232,21 +235,13 @@ class LoaderPlan:
         """Warn once of a backend that has no workers."""
         if self.asked is not None and not (self.num_workers or self.asked.in_caller):
             warn_once(
-                f"backend={self.asked.name!r} has no workers with num_workers=0: the caller does the "
-                "work. Give num_workers to use it."
+                f"backend={self.asked.name!r} has no workers with num_workers=0: the calling thread "
+                "does the work. Give num_workers to use it."
             )
 
 
 _OF_THE_LOADER = tuple(LoaderPlan.__dataclass_fields__)[:14]
 """Fields that have the names of attributes of the loader."""
-
-
-def _check_generator(value: Any) -> None:
-    if value is not None and not isinstance(value, torch.Generator):
-        raise TypeError(
-            f"generator must be a torch.Generator, got {value!r}; "
-            "say torch.Generator().manual_seed(...), or None"
-        )
 
 
 def _check_dataset(dataset: Any) -> None:

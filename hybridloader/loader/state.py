@@ -358,8 +358,7 @@ def _read_workers(
     if state["_num_workers"] != plan.num_workers:
         raise StateError(
             f"_num_workers is {state['_num_workers']} in the state and {plan.num_workers} in this "
-            "loader: each worker goes on in the part of the dataset that it reads, so their number must "
-            "be the same"
+            "loader: each worker resumes its own part of the dataset, so their number must be the same"
         )
     resume.first = tuple(own["first"])
     if edited and own["kind"] == "iterable":

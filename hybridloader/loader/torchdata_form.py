@@ -237,8 +237,8 @@ def _check_workers(plan: LoaderPlan, workers: int, snapshots: Mapping[str, Any])
     if held or any(place["dataset_state"] is not None for place in snapshots.values()):
         raise WorkersDiffer(
             f"_num_workers is {workers} in the state and {plan.num_workers} in this loader: each "
-            "worker goes on with the part of the dataset, and with the state, that it had, so their "
-            "number must be the same"
+            "worker resumes its own part of the dataset, with its own state, so their number must be "
+            "the same"
         )
 
 

@@ -280,7 +280,7 @@ def test_a_class_of_fastais_is_known_by_where_it_is_from() -> None:
             {},
             {"shard_remainders": "join"},
             ValueError,
-            "leave it out for a dataset that is asked by index",
+            "leave it out for a map-style dataset",
         ),
         ({}, {"on_error": "ignore"}, ValueError, "on_error must be"),
         (
