@@ -118,11 +118,7 @@ class Failure:
         return exception
 
     def __reduce__(self) -> tuple[Any, ...]:
-        text = self.traceback or "".join(
-            traceback.format_exception(
-                type(self.exception), self.exception, self.exception.__traceback__
-            )
-        )
+        text = self.traceback or "".join(traceback.format_exception(self.exception))
         frozen = _Freezer().freeze(self.exception)
         return _rebuild_failure, (frozen, id(type(self.exception)), text)
 

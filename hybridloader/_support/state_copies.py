@@ -205,9 +205,7 @@ def kept(
 ) -> Any:
     """Keep the state of `thing` as `taken` gives it; None if that is None. Never raises."""
     try:
-        state = taken(
-            thing, what, lambda state: state if state is None else kind.keep(state), asked
-        )
+        state = taken(thing, what, lambda s: None if s is None else kind.keep(s), asked)
     except StateError as error:
         return Missing(str(error))
     return None if state is None else kind(state)

@@ -72,10 +72,7 @@ class WorkerHandle(ABC):
     def sentinel(self) -> int:
         """Handle by which `multiprocessing.connection.wait` waits for the worker's end.
 
-        Raises
-        ------
-        AttributeError
-            The worker is no process of its own; use `join`.
+        Raises `AttributeError` if the worker is no process of its own; use `join`.
         """
         raise AttributeError(f"a worker of kind {self.name!r} has no sentinel; use join(timeout)")
 
@@ -289,12 +286,11 @@ class Backend(ABC):
         """
         return None
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  # most can always serve
         """Raise `BackendUnavailable`, with the reason and an alternative, if it can't serve now.
 
         Called before any worker starts. By default every backend can serve.
         """
-        return
 
     @abstractmethod
     def open(self) -> Crew:

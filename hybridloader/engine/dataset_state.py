@@ -8,11 +8,10 @@ take it raises nothing here: a loader that nobody asks for its state must not fa
 
 from __future__ import annotations
 
-import pickle
 from typing import Any, NamedTuple
 
 from hybridloader._support.cadence import ASKED, Cadence
-from hybridloader._support.state_copies import Frozen, Given, is_stateful, kept, load_into
+from hybridloader._support.state_copies import Frozen, Given, is_stateful, kept
 
 
 class ShardStart(NamedTuple):
@@ -87,8 +86,3 @@ class DatasetStates:
         if self._samples is not None:
             iterator = kept(self._samples, "the iterator over the dataset", Frozen)
         return ShardStart(dataset=dataset, iterator=iterator, ended=ended)
-
-
-def load_iterator(samples: Any, state: Given) -> None:
-    """Have the iterator over a dataset go on from `state`."""
-    load_into(samples, pickle.loads(state.kept), "the iterator over the dataset")

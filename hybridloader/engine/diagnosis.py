@@ -198,14 +198,3 @@ def _seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def late(stage: str, workers: Sequence[str], indices: Sequence[Any], timeout: float) -> str:
-    """Word the error for no result in time, beginning with torch's words, which people match on."""
-    held = "; ".join(brief(index) for index in indices[:4])
-    who = ", ".join(dict.fromkeys(workers)) or "no worker"
-    return (
-        f"{stage} timed out after {timeout} seconds: no result came from {who}, which was "
-        f"to fetch {held}. Calling next() again goes on waiting; a larger timeout= waits "
-        f"longer; backend='inline' under a debugger shows where it is stuck."
-    )

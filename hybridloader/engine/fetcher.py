@@ -28,19 +28,15 @@ class Abandoned(BaseException):
 class TaskContext:
     """State of the task in hand, shared by a worker, its fetcher and its backend.
 
-    Parameters
+    Attributes
     ----------
     tracked
         True if fetchers note which sample of a task they are at, should the worker die.
-
-    Attributes
-    ----------
     cancelled
         True once nobody waits any more; fetchers check it after every sample. Set from any thread,
         even by a finalizer: a plain attribute, without a lock.
     at
-        Number of the sample in the task, from 0, set before each sample if `tracked`; -1: none, or not
-        known.
+        Number of the sample in the task, set before each sample if `tracked`; -1: none, or not known.
     task
         Number of the task, for a worker that is a thread; -1: none.
     rng
@@ -72,10 +68,7 @@ class TaskContext:
 
 
 class FollowingContext(TaskContext):
-    """Context of work within a task: cancelled with another, and with extras of its own.
-
-    It is not tracked: the number of a sample is that of the task outside (`other`).
-    """
+    """Context of work within a task of `other`: cancelled with it, untracked, with its own extras."""
 
     __slots__ = ("_other",)
 

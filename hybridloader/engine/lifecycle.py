@@ -110,8 +110,6 @@ class Lifecycle(ABC):
                 task_timeout,
                 threads=backend.in_process,
                 table=self._table,
-                scheduler=scheduler,
-                crew=crew,
                 sender=self._sender,
             )
         try:

@@ -33,15 +33,8 @@ from hybridloader.seeding.worker_seeds import ProcessSeeds, ThreadSeeds
 def thread_worker(number: int, spec: WorkerSpec, *, copies: bool = False) -> Worker:
     """Make a worker that a thread of this process will `serve`; called by the thread that starts it.
 
-    Parameters
-    ----------
-    copies
-        True to read a copy of a map-style dataset. Of an iterable one, each worker does.
-
-    Raises
-    ------
-    ShippingError
-        The dataset can't be copied.
+    If `copies`, it reads a copy of a map-style dataset; of an iterable one, each worker does. Raises
+    `ShippingError` if the dataset can't be copied.
     """
     fetch = spec.fetch
     if copies or fetch.private:
@@ -53,12 +46,8 @@ def thread_worker(number: int, spec: WorkerSpec, *, copies: bool = False) -> Wor
 class PackedSpec:
     """A `WorkerSpec` on its way to a process; an argument of the process as it is started.
 
-    With it go lambdas, what lives in ``__main__``, and locks and queues of multiprocessing.
-
-    Raises
-    ------
-    ShippingError
-        Something in it can't be sent; the message names the attribute.
+    Lambdas, functions and classes of ``__main__``, and locks and queues of multiprocessing go with it.
+    Raises `ShippingError`, which names the attribute, if something in it can't be sent.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -132,12 +121,8 @@ class Pickled(Payload):
 def dumps(thing: Message | Event) -> bytes:
     """Pickle a message to a worker in another process, or an event from it.
 
-    An event whose metadata can't be pickled becomes a `Failed`.
-
-    Raises
-    ------
-    ResultNotSendable
-        The index of a task can't be pickled.
+    An event whose metadata can't be pickled becomes a `Failed`. Raises `ResultNotSendable` if the index
+    of a task can't be.
     """
     try:
         return pack_in_band(thing, "what a task holds")
@@ -192,7 +177,7 @@ def serve(
         run(worker, tracked if context.tracked else get, report)
     except BaseException as error:  # the crew must be told of any end
         if not context.cancelled:
-            evidence = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            evidence = "".join(traceback.format_exception(error))
             cause = f"was ended by {type(error).__name__}: {error}"
     task, at = (context.task, context.at) if context.tracked else (None, None)
     if context.task >= 0 and context.at < 0:

@@ -20,7 +20,7 @@ from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import Exited, Task
 from hybridloader.engine.numbering import NumberedSending
 from hybridloader.engine.restart import Deaths, RestartPolicy
-from hybridloader.engine.scheduler import Scheduler, WorkerState
+from hybridloader.engine.scheduler import WorkerState
 from hybridloader.engine.worker_table import START, WorkerTable
 
 _NEVER_READY = (
@@ -44,14 +44,12 @@ class Supervisor:
         *,
         threads: bool,  # the workers are threads, which can't be killed
         table: WorkerTable,  # a sample that is given up is replaced in its indices
-        scheduler: Scheduler,
-        crew: Crew,
         sender: Crew | NumberedSending,  # starts workers and sends them messages
     ) -> None:
         self._deaths = None if policy is None else Deaths(policy)
         self._timeout, self._threads = task_timeout, threads
-        self._table, self._scheduler = table, scheduler
-        self._crew, self._sender = crew, sender
+        self._table, self._scheduler = table, table.scheduler
+        self._crew, self._sender = table.crew, sender
         # All the other mutable state:
         self._spec = table.spec
         self._shared_seed = table.spec.shared_seed

@@ -15,7 +15,6 @@ from hybridloader.engine.diagnosis import (
     WorkerReport,
     death,
     end_of,
-    late,
     name_of,
     overrun,
     workers_table,
@@ -136,8 +135,13 @@ class WorkerTable:
         sent = dict(self.scheduler.sent)  # another thread may be pulling
         late_ones = sorted(sent)[:1] if self.scheduler.ordered else sorted(sent)
         workers = [self.name(sent[seq]) for seq in late_ones]
-        indices = [self.indices.get(seq) for seq in late_ones]
-        words = late(self.spec.stage, workers, indices, timeout)
+        held = "; ".join(brief(self.indices.get(seq)) for seq in late_ones[:4])
+        who = ", ".join(dict.fromkeys(workers)) or "no worker"
+        words = (  # torch's at the beginning, which people match on
+            f"{self.spec.stage} timed out after {timeout} seconds: no result came from {who}, which was "
+            f"to fetch {held}. Calling next() again goes on waiting; a larger timeout= waits "
+            f"longer; backend='inline' under a debugger shows where it is stuck."
+        )
         if late_ones:
             words = f"{words}\n{self.crew.stack(sent[late_ones[0]]).rstrip()}".rstrip()
         return self._with_table(words)

@@ -6,11 +6,13 @@ never decide where that is. The rules are those of torch's `_IterableDatasetFetc
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any
 
-from hybridloader.engine.dataset_state import ShardStart, load_iterator
+from hybridloader._support.state_copies import load_into
+from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.fetching.outcome import short
 from hybridloader.seeding.sample_rng import innermost
@@ -120,7 +122,9 @@ class ShardFetcher(ShardReader):
     def resume(self, start: ShardStart) -> None:
         """Go on from `start`, where another run or worker stopped."""
         if start.iterator is not None:
-            load_iterator(self._samples, start.iterator)
+            load_into(
+                self._samples, pickle.loads(start.iterator.kept), "the iterator over the dataset"
+            )
         self.position, self.ended = start.position, start.ended
         if self._seeded is not None:
             self._seeded.number = start.position

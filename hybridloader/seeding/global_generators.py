@@ -63,11 +63,10 @@ def kept(*, devices: bool = False) -> Iterator[None]:
 
 
 def _device_states() -> list[tuple[Any, int, Any]]:
-    """Return the generator states of all devices that this process uses: module, number and state.
+    """Return module, number and generator state of all devices that this process uses.
 
-    They are read by the two functions that torch requires of every device module. A module that
-    can't tell whether its device is in use is read too, unless this process can't use the device,
-    as in a fork of a process that has used it.
+    A module that can't tell whether its device is in use is read too, unless this process can't use
+    the device, as in a fork of a process that has used it.
     """
     return [
         (module, number, module.get_rng_state(number))

@@ -19,33 +19,26 @@ if TYPE_CHECKING:
 
 
 class SampleGenerators:
-    """Generators of one sample, each made when it is first asked for.
-
-    Attributes
-    ----------
-    python
-        A `random.Random`.
-    numpy
-        A `numpy.random.Generator`.
-    torch
-        A `torch.Generator` for the CPU.
-    """
+    """Generators of one sample, each made when it is first asked for."""
 
     def __init__(self, digest: bytes) -> None:
         self._seeds = own_seeds(digest)
 
     @cached_property
     def python(self) -> random.Random:
+        """Generator of Python's `random`."""
         return random.Random(self._seeds.python)
 
     @cached_property
     def numpy(self) -> np.random.Generator:
+        """Generator of numpy."""
         import numpy
 
         return numpy.random.Generator(numpy.random.PCG64(self._seeds.python))
 
     @cached_property
     def torch(self) -> _torch.Generator:
+        """Generator of torch, for the CPU."""
         import torch
 
         return torch.Generator().manual_seed(self._seeds.torch)

@@ -32,25 +32,11 @@ from hybridloader._support.attributes import attribute
 from hybridloader._support.import_hooks import when_imported
 from hybridloader.seeding.sample_rng import GLOBALS, now
 
+Patch = Callable[[Any, str, Any], None]
+"""Function that replaces an attribute, by its object and name, until the patches are undone."""
+
 others = [0]
 """Number of begins and ends of draws on threads that make no sample; odd while one draws."""
-
-
-class Patches:
-    """Replaced attributes, with their former values."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any, Any]] = []
-
-    def set(self, home: Any, name: str, value: Any) -> None:
-        self._before.append((home, name, getattr(home, name), value))
-        setattr(home, name, value)
-
-    def undo(self) -> None:
-        for home, name, before, value in reversed(self._before):
-            if getattr(home, name, None) is value:  # else other code has replaced it since
-                setattr(home, name, before)
-        self._before.clear()
 
 
 # -- random ------------------------------------------------------------------------------------------
@@ -101,10 +87,10 @@ class _ThreadRandom(random.Random):
         vars(self if mine is GLOBALS else mine.python)["gauss_next"] = value
 
 
-def _install_random(patches: Patches) -> None:
-    patches.set(_HIDDEN, "__class__", _ThreadRandom)
+def _install_random(patch: Patch) -> None:
+    patch(_HIDDEN, "__class__", _ThreadRandom)
     for name in ("random", "getrandbits", "seed", "getstate", "setstate"):  # C, or overridden
-        patches.set(random, name, getattr(_HIDDEN, name))
+        patch(random, name, getattr(_HIDDEN, name))
 
 
 # -- numpy -------------------------------------------------------------------------------------------
@@ -128,16 +114,16 @@ def numpy_instances() -> tuple[Any, Any]:
     return singleton, ThreadRandomState()
 
 
-def _install_numpy(patches: Patches) -> None:
+def _install_numpy(patch: Patch) -> None:
     import numpy as np
 
     mtrand: Any = np.random.mtrand
     singleton, replacement = numpy_instances()
-    patches.set(mtrand, "_rand", replacement)  # `seed`, `ranf` and `sample` look there themselves
+    patch(mtrand, "_rand", replacement)  # `seed`, `ranf` and `sample` look there themselves
     for home in (np.random, mtrand):
         for name, function in list(vars(home).items()):
             if getattr(function, "__self__", None) is singleton:
-                patches.set(home, name, _numpy_function(function, name))
+                patch(home, name, _numpy_function(function, name))
 
 
 def _numpy_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -214,7 +200,7 @@ def _on_cpu(args: Any, kwargs: Any) -> bool:
     return device is None or device.type == "cpu"
 
 
-def _install_torch(patches: Patches) -> None:
+def _install_torch(patch: Patch) -> None:
     """Exchange the code of functions, not the names: the functions may have been imported alone."""
     import torch
 
@@ -243,8 +229,8 @@ def _install_torch(patches: Patches) -> None:
     }.items():
         function = getattr(torch.random, name)
         before = types.FunctionType(function.__code__, function.__globals__, name)
-        patches.set(function, "__kwdefaults__", {"_act": shim(before, instead)})
-        patches.set(function, "__code__", asking.__code__)
+        patch(function, "__kwdefaults__", {"_act": shim(before, instead)})
+        patch(function, "__code__", asking.__code__)
 
 
 # -- installation -------------------------------------------------------------------------------------
@@ -258,17 +244,17 @@ class _Installation:
     def __init__(self) -> None:
         # All the mutable state:
         self._lock = threading.RLock()
-        self._count = 0
-        self._patches = Patches()
+        self.count = 0
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # object, name, value before and now
         self.done: set[str] = set()
         self._awaited: set[str] = set()
 
     def take(self) -> None:
         with self._lock:
-            self._count += 1
-            if self._count > 1:
+            self.count += 1
+            if self.count > 1:
                 return
-            _install_random(self._patches)
+            _install_random(self._patch)
             for name in _INSTALL:
                 if name in sys.modules:
                     self._install(name)
@@ -278,16 +264,25 @@ class _Installation:
 
     def give_back(self) -> None:
         with self._lock:
-            self._count -= 1
-            if not self._count:
-                self._patches.undo()
+            self.count -= 1
+            if not self.count:
+                for home, attribute, before, value in reversed(self._replaced):
+                    if (
+                        getattr(home, attribute, None) is value
+                    ):  # else other code has replaced it since
+                        setattr(home, attribute, before)
+                self._replaced.clear()
                 self.done.clear()
+
+    def _patch(self, home: Any, name: str, value: Any) -> None:
+        self._replaced.append((home, name, getattr(home, name), value))
+        setattr(home, name, value)
 
     def _install(self, name: str) -> None:
         with self._lock:
-            if self._count and name not in self.done:
+            if self.count and name not in self.done:
                 self.done.add(name)
-                _INSTALL[name](self._patches)
+                _INSTALL[name](self._patch)
 
     def forked(self) -> None:
         """Forget, in the child of a fork, threads of the parent that held the lock or were drawing."""

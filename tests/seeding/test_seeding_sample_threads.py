@@ -253,7 +253,7 @@ def test_everything_is_as_it_was_when_the_last_is_gone() -> None:
         return [*found, codes, type(random._inst), vars(random._inst).copy()]
 
     gc.collect()
-    assert installation._count == 0
+    assert installation.count == 0
     before = attributes()
     one, other = ThreadSampleRng(Origin(1), 0), ThreadSampleRng(Origin(2), 0)
     one.prepare()
@@ -297,13 +297,13 @@ def test_a_loader_leaves_nothing_behind() -> None:
     )
     iterator = iter(loader)
     next(iterator), next(iterator)  # one of each worker: both have begun
-    assert installation._count == 2
+    assert installation.count == 2
     iterator.close()
-    assert installation._count == 0
+    assert installation.count == 0
     pipeline = Pipeline.from_dataset(range(9)).map(add, seeding="sample")
     list(pipeline)
     gc.collect()
-    assert installation._count == 0
+    assert installation.count == 0
 
 
 def test_what_somebody_else_replaced_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
