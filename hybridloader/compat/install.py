@@ -14,7 +14,7 @@ import importlib
 import os
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import attribute
@@ -26,7 +26,6 @@ from hybridloader.loader.options import Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from torch.utils.data.dataloader import _BaseDataLoaderIter
     from typing_extensions import Unpack
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from hybridloader.loader.plan import LoaderPlan
 
 
+@dataclass
 class _Place:
     """State of the process: the replaced method of torch's class.
 
@@ -53,12 +53,11 @@ class _Place:
         Whether ours replaces it as soon as torch is imported.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.installed: Installation | None = None
-        self.torchs: Any = None
-        self.covered = False
-        self.awaits = False
+    lock: Any = field(default_factory=threading.Lock)
+    installed: Installation | None = None
+    torchs: Any = None
+    covered: bool = False
+    awaits: bool = False
 
     def forked(self) -> None:
         """Make a new lock in the child of a fork: a thread of the parent may have held the old one."""
@@ -84,9 +83,7 @@ class Installation:
     """
 
     def __init__(self, backend: str | Backend | None, options: Options, where: str) -> None:
-        self.backend = backend
-        self.options = options
-        self.where = where
+        self.backend, self.options, self.where = backend, options, where
 
     @property
     def active(self) -> bool:
@@ -148,17 +145,10 @@ class Installation:
 
     def __enter__(self) -> Installation:
         if not self.active:
-            raise RuntimeError(
-                f"what install() put in place at {self.where} was undone; call install() again"
-            )
+            raise RuntimeError(f"the install() at {self.where} was undone; call install() again")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.uninstall()
 
     def __repr__(self) -> str:
