@@ -36,7 +36,7 @@ from hybridloader.engine.messages import Begin, Exhausted, Failed, Ready, Stop, 
 from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.shared_slots import SlotMap, Span
 
-thorough = settings(max_examples=300, deadline=None)
+thorough = settings(max_examples=150, deadline=None)
 
 
 class Refused(Exception):

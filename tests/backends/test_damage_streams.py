@@ -29,7 +29,7 @@ from hybridloader.engine.messages import Exited
 from hybridloader.memory.shipping import _Contents, receive, ship
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
 
-thorough = settings(max_examples=200, deadline=None)
+thorough = settings(max_examples=100, deadline=None)
 in_a_folder = settings(thorough, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

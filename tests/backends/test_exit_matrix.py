@@ -23,7 +23,7 @@ from support.made_once import folder_made_once
 
 import hybridloader
 
-TOGETHER = 60
+TOGETHER = 120
 """Trials that are made by one set of interpreters."""
 
 BACKENDS = ("inline", "threads", "fork", "spawn", "shared-memory")

@@ -150,8 +150,19 @@ def test_a_death_is_told_on_whatever_thread_the_loader_is_used() -> None:
 # -- restart: map-style ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", PROCESSES)
-@pytest.mark.parametrize("end", list(ENDS), ids=lambda end: end.__name__)
+@pytest.mark.parametrize(
+    ("backend", "end"),
+    [
+        pytest.param(
+            backend,
+            end,
+            id=f"{end.__name__}-{backend}",
+            marks=() if backend == "fork" or end is killed else pytest.mark.full,
+        )
+        for end in ENDS
+        for backend in PROCESSES
+    ],
+)
 def test_nothing_is_lost_doubled_or_out_of_order(
     backend: str, end: Callable[[], Any], tmp_path: Path
 ) -> None:

@@ -128,7 +128,10 @@ BOTH = [ours, pytest.param(torchs, marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize("order", BOTH)
-@pytest.mark.parametrize(("n", "many"), SMALL)
+@pytest.mark.parametrize(
+    ("n", "many"),
+    [pytest.param(*one, marks=pytest.mark.full if one[0] in (4096, 6000) else ()) for one in SMALL],
+)
 def test_over_seeds(order: Order, n: int, many: int) -> None:
     for statistic in MANY:
         assert statistic(order, n, many) > BELOW, statistic.__name__

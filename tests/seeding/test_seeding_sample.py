@@ -68,7 +68,7 @@ def _seeded() -> None:
 # -- one digest --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5, 8])
+@pytest.mark.parametrize("workers", [1, 2, 5, pytest.param(8, marks=pytest.mark.full)])
 @pytest.mark.parametrize("backend", [*IN_PROCESS, *FORKED])
 @pytest.mark.parametrize("kind", [Drawing, DrawingWhole])
 def test_the_data_is_the_same_on_every_backend_with_any_number_of_workers(
