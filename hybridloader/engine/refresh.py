@@ -89,7 +89,8 @@ def _bindings(dataset: Any) -> dict[Path, tuple[Any, bool]]:
         by_epoch = has(node, "set_epoch")
         for name, value in vars(node).items():
             if not _is_dataset(value):
-                found[(*path, name)] = value, by_epoch
+                here = (*path, name)
+                found[here] = value, by_epoch
     return found
 
 
