@@ -178,7 +178,7 @@ def test_a_data_pipe_is_not_wrapped_again() -> None:
 
 
 class Prepared(TorchLoader):  # type: ignore[type-arg]
-    """As MONAI's, and PyG's for graphs: a constructor, and nothing else."""
+    """Subclass like MONAI's, and PyG's for graphs: a constructor, and nothing else."""
 
     limit: int
 
@@ -201,7 +201,7 @@ class Stateful(TorchLoader):  # type: ignore[type-arg]
 
 
 class Fastais:
-    """What matters of fastai's: no subclass of torch's, and workers that share its attributes."""
+    """Loader like fastai's: no subclass of torch's, and workers that share its attributes."""
 
     def __init__(self) -> None:
         self.fake_l = self.it = None
@@ -210,7 +210,7 @@ class Fastais:
 
 
 class Both(Filters, DataLoader):  # type: ignore[misc]
-    """As the message says."""
+    """The advice of the message works."""
 
 
 def test_a_subclass_that_only_constructs_loses_nothing() -> None:

@@ -248,7 +248,7 @@ def test_loaders_of_ours_keep_their_own_backend() -> None:
 
 
 class Asks(TorchLoader):  # type: ignore[type-arg]
-    """As PyG's: an iterator around that of the class below; also with names that are ours elsewhere."""
+    """Loader like PyG's: an iterator around that of the class below; some names are ours elsewhere."""
 
     asked = 0
     on_error = threads_per_worker = seeding = device = "of its own"
@@ -259,7 +259,7 @@ class Asks(TorchLoader):  # type: ignore[type-arg]
 
 
 class MakesItsOwn(TorchLoader):  # type: ignore[type-arg]
-    """As torchdata's, which has iterators of its own."""
+    """Loader like torchdata's, which makes its own iterators."""
 
     def _get_iterator(self) -> Any:
         return torchs._MultiProcessingDataLoaderIter(self)
@@ -285,7 +285,7 @@ def test_torchdatas_stateful_loader_is_left_alone() -> None:
 
 
 class AsksTorch(DataLoader):
-    """Of ours, and wants torch's own iterator."""
+    """Loader of ours that wants torch's own iterator."""
 
     def _get_iterator(self) -> Any:
         return TorchLoader._get_iterator(self)

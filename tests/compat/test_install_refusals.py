@@ -36,7 +36,7 @@ class _ForkContext(multiprocessing.context.ForkContext):
 
 
 class _OddContext(_ForkContext):
-    """As MONAI's, a start method that nobody knows."""
+    """Context like MONAI's, with an unknown start method."""
 
     _name = "odd"
 

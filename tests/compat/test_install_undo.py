@@ -136,7 +136,7 @@ def test_loaders_are_iterated_while_other_threads_install_and_undo() -> None:
 
 
 def monitored(self: Any) -> Any:
-    """What somebody puts over the method that is there: it calls that one."""
+    """Replacement by other code, which calls the method that was there."""
     monitored.calls += 1  # type: ignore[attr-defined]
     return monitored.below(self)  # type: ignore[attr-defined]
 

@@ -58,7 +58,7 @@ def python(*arguments: str, cwd: Path) -> tuple[str, str, int]:
 
 
 def alike(*arguments: str, cwd: Path) -> tuple[str, str, int]:
-    """What Python does with `arguments`, which must be what ours does."""
+    """Run Python with `arguments`, check that ours does the same, and return the result."""
     wanted = python(*arguments, cwd=cwd)
     assert python("-m", "hybridloader", "run", *arguments, cwd=cwd) == wanted
     return wanted
@@ -136,7 +136,7 @@ print(type(loader).__module__, type(loader) is torch.utils.data.DataLoader)
 def test_its_loaders_run_on_the_backend(
     tmp_path: Path, options: list[str], where: tuple[str, bool]
 ) -> None:
-    """Without a ``__main__`` guard, and with what it sets before it imports torch."""
+    """The script has no ``if __name__ == "__main__"`` and sets variables before it imports torch."""
     trains = TRAINS.format(pid="PID", pid_of="PID = os.getpid()", more="")
     (tmp_path / "train.py").write_text(trains)
     told, problems, code = python(
@@ -221,7 +221,7 @@ def test_what_a_package_on_the_way_raises_is_told_by_python(tmp_path: Path, erro
 
 
 def test_it_is_undone_for_nobody_else(tmp_path: Path) -> None:
-    """Whoever calls `main` from Python finds it installed still, as with any script's doing."""
+    """After a call of `main` from Python the engine is still installed."""
     (tmp_path / "script.py").write_text(
         "import hybridloader, sys\n"
         "try:\n    hybridloader.install()\nexcept RuntimeError as error:\n    print(error)\n"

@@ -97,7 +97,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def told(data: Any) -> Any:
-    """What can be compared of it."""
+    """Return the comparable parts of `data`."""
     if isinstance(data, Leaf):
         return data
     extra = getattr(data, "tag", None)

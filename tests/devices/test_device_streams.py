@@ -99,7 +99,7 @@ def test_a_loader_and_a_pipeline_do_the_same(kind: type[FakeAccelerator]) -> Non
 
 
 class Packed(NamedTuple):
-    """As torch's `PackedSequence`: one part of it is never moved."""
+    """Object like torch's `PackedSequence`: one part of it is never moved."""
 
     data: torch.Tensor
     lengths: torch.Tensor

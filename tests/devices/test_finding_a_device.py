@@ -31,7 +31,7 @@ def test_a_device_that_is_not_there_or_none_is_refused_in_words() -> None:
 
 
 class _Module:
-    """Of a kind of device of which there are two."""
+    """Module of a kind of device, with two of them."""
 
     @staticmethod
     def is_initialized() -> bool:

@@ -1,4 +1,4 @@
-"""What is asked of torch for a device that it has: streams, what they can do, and where each is current.
+"""Calls of torch for a device: its streams, their abilities, and the thread that each is current on.
 
 Against a scripted device, because the machines that run this have none. The same is run on real devices,
 and on backends from outside of torch, by tests/accelerator.
@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda", 1)
 
 
 class _Stream:
-    """As `torch.Stream`."""
+    """Copy of `torch.Stream`."""
 
     number = 0
 
@@ -41,11 +41,11 @@ class _Stream:
 
 
 class Own(_Stream):
-    """As `torch.cuda.Stream`: what the module of a device may have besides."""
+    """Copy of `torch.cuda.Stream`: a class that the module of a device may have."""
 
 
 class Only(_Stream):
-    """As of MPS: each one that is made is the default one."""
+    """Stream of MPS: each one that is made equals the default one."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, 0)
@@ -103,7 +103,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
 
 
 class Host:
-    """As a tensor on the host."""
+    """Tensor on the host."""
 
     device = torch.device("cpu")
 

@@ -300,7 +300,7 @@ def test_torchs_own_loader_works_as_ever_after_ours(workers: int) -> None:
 
 
 def test_a_large_batch_of_the_caller_is_resized_as_little_as_one_of_torchs_workers() -> None:
-    """As docs/backends.md says; and what it says to do instead does it."""
+    """Advice of docs/backends.md, which is followed here."""
     [batch, *_] = ours(square, "inline", 0)
     [theirs, *_] = torchs_own(square, num_workers=1, multiprocessing_context="fork")
     for one in (batch, theirs):

@@ -68,7 +68,7 @@ def test_batches_are_those_of_torch(name: str, shuffle: bool, workers: int) -> N
 
 
 def test_samples_are_not_fetched_one_by_one() -> None:
-    """What makes it fast: no indexing of the dataset itself."""
+    """Speed: the dataset itself is not indexed."""
     fetch = gatherer(datasets()["pair"], torch.utils.data.default_collate)
     assert fetch is not None
     same(fetch([1, 2]), [TENSORS["floats"][1:3], TENSORS["labels"][1:3]])

@@ -16,7 +16,7 @@ from hybridloader.fetching.fetch import MapFetch
 
 
 class Answer(NamedTuple):
-    """What a fetcher gave, and what it put beside it."""
+    """Value of a fetcher, and the metadata beside it."""
 
     value: Any
     outcome: Any

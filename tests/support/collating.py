@@ -51,7 +51,7 @@ def torchs_own(make: Callable[[int], Any], **options: Any) -> list[Any]:
 
 
 def same(a: Any, b: Any) -> None:
-    """Also in the order of dimensions."""
+    """Check that `a` equals `b`, also in the order of dimensions."""
 
     def tensors(a: torch.Tensor, b: torch.Tensor) -> None:
         same_tensors(a, b)
