@@ -1,4 +1,4 @@
-"""What follows from a device being in use: no forks, and generators that are the training code's."""
+"""Devices in use: no forks then, and their generators stay those of the training code."""
 
 from __future__ import annotations
 

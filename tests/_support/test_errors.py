@@ -1,4 +1,4 @@
-"""What a worker raises, as it comes home, and how the iterator goes on."""
+"""Errors of workers as the consumer gets them, and the iterator behind them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pump, with scripted workers and a clock that the test sets."""
+"""Stages with scripted workers and a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_collating_in_a_thread_is_not_taken_for_a_worker_process() -> None:
 
 
 class Asks:
-    """Who the sample's thread is told to be, and one that the dataset starts."""
+    """Worker info on the sample's thread, and on one that the dataset starts."""
 
     def __len__(self) -> int:
         return 4

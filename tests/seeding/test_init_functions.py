@@ -35,7 +35,7 @@ def load(dataset: Any, backend: str, init: Any = None, **options: Any) -> Any:
 
 
 class Told(Dataset[Any]):
-    """What the worker's init function has found."""
+    """Draws of the worker's init function."""
 
     def __init__(self) -> None:
         self.found: dict[int, Any] = {}

@@ -126,7 +126,7 @@ def test_the_seeds_of_every_seed_epoch_stage_kind_and_sample_are_distinct() -> N
 
 
 def test_they_are_pinned() -> None:
-    """What was seeded so once stays so: whoever repeats a run next year gets the same data."""
+    """Seeds never change: a run that is repeated next year gets the same data."""
     assert digests(1, seed=7, epoch=2)[0].hex() == PINNED
 
 

@@ -39,7 +39,7 @@ def threads() -> Iterator[ThreadSampleRng]:
 
 
 def on_a_process(function: Callable[[], Any]) -> Any:
-    """What `function` gives where the generators are its own."""
+    """Result of `function` with generators of its own."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         return SampleRng(Origin(1), 0).call(b"", b"key", function)
@@ -351,7 +351,7 @@ def test_a_sample_may_make_samples(seeding: Any) -> None:
 
 
 class Told(Dataset[Any]):
-    """What `get_worker_info` gives to draw with."""
+    """Draws from the generators of `get_worker_info`."""
 
     def __len__(self) -> int:
         return 12
