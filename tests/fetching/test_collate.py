@@ -122,7 +122,7 @@ def test_subclasses_are_collated_into_slots_where_torchs_workers_give_memory(
 
 
 class Info:
-    """Seed of this worker."""
+    """Worker info with a seed only."""
 
 
 def test_a_subclass_that_refuses_a_slot_is_collated_all_the_same(slots: PrivateSlots) -> None:
