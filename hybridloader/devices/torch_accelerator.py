@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridloader.memory.sparse import dense_parts
+from hybridloader.memory.tensors import dense_parts
 
 if TYPE_CHECKING:
     import torch

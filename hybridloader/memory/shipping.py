@@ -29,8 +29,7 @@ from hybridloader.memory.culprit import culprit
 from hybridloader.memory.packing import keep_small
 from hybridloader.memory.segments import anonymous_file, map_descriptor
 from hybridloader.memory.shared_slots import ALIGN
-from hybridloader.memory.sparse import reduce_sparse
-from hybridloader.memory.tensors import Tensors, check_leaf
+from hybridloader.memory.tensors import Tensors, check_leaf, reduce_sparse
 
 _local = threading.local()
 

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from hybridloader.memory.sparse import reduce_sparse
-
 if TYPE_CHECKING:
     import torch
 
@@ -285,3 +283,51 @@ def _rebuild_view(
     torch = _torch()
     empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
     return empty.set_(base.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]
+
+
+# -- sparse tensors ----------------------------------------------------------------------------------
+
+# torch's own pickles of sparse tensors hold their dense parts, too. But torch 2.13 keeps every sparse
+# tensor that was loaded from a pickle in a list (`torch._utils._sparse_tensors_to_validate`), which only
+# `torch.load` clears. So a process that receives sparse batches would keep them all.
+
+_ROWS, _COLUMNS = ("sparse_csr", "sparse_bsr"), ("sparse_csc", "sparse_bsc")
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """Return the dense tensors that a sparse one consists of; None if it is not sparse."""
+    layout = _name(tensor.layout)
+    if layout == "sparse_coo":
+        return tensor._indices(), tensor._values()
+    if layout in _ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in _COLUMNS:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return None
+
+
+def reduce_sparse(tensor: torch.Tensor) -> Any:
+    """Reduce `tensor` for pickle, as a leaf; None if it is not sparse."""
+    plain, grad = tensor.detach(), tensor.requires_grad
+    parts, layout = dense_parts(plain), _name(plain.layout)
+    if parts is None:
+        return None
+    coalesced = plain.is_coalesced() if layout == "sparse_coo" else None
+    return _rebuild_sparse, (layout, parts, tuple(plain.shape), coalesced, grad)
+
+
+def _rebuild_sparse(
+    layout: str,
+    parts: tuple[torch.Tensor, ...],
+    shape: tuple[int, ...],
+    coalesced: bool | None,
+    grad: bool,
+) -> torch.Tensor:
+    known: Any = {"device": parts[-1].device, "check_invariants": False}
+    make: Any = _torch().sparse_coo_tensor  # Any, as torch's stubs do not know all forms of it
+    if coalesced is None:
+        make, known["layout"] = _torch().sparse_compressed_tensor, getattr(_torch(), layout)
+    else:
+        known["is_coalesced"] = coalesced
+    made: torch.Tensor = make(*parts, shape, **known)
+    return made.requires_grad_() if grad else made
