@@ -137,7 +137,7 @@ class Staging:
         from multiprocessing import shared_memory
 
         # The resource tracker knows it, and unlinks it if this process is killed.
-        name = f"hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS takes 30 letters
+        name = f"hl-{os.getpid()}-{os.urandom(6).hex()}"  # macOS takes 30 characters
         try:
             segment = shared_memory.SharedMemory(name, create=True, size=self.size)
         except OSError as error:
@@ -197,7 +197,7 @@ def _map_place(ticket: BufferTicket) -> tuple[mmap.mmap, tuple[int, int]]:
     for pid, number in ticket.places:
         path = f"/proc/{pid}/fd/{number}"
         try:
-            if not _is(os.stat(path), ticket):  # before opening: a pipe may block
+            if not _is(os.stat(path), ticket):  # before it is opened: a pipe may block
                 continue
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -222,7 +222,7 @@ def _map(fd: int, size: int, what: str) -> mmap.mmap:
 
 
 def _map_named(ticket: BufferTicket) -> mmap.mmap:
-    # Not by SharedMemory: before Python 3.13 opening one tells the resource tracker, which all
+    # Not by SharedMemory: before Python 3.13 an open of one tells the resource tracker, which all
     # processes of a family share and which would unlink it (https://github.com/python/cpython/issues/82300).
     name = str(ticket.name)
     if sys.platform == "win32":

@@ -12,8 +12,8 @@ from hybridloader.sampling.resumable import ResumableSampler
 class ShuffleSampler(ResumableSampler[int]):
     """All indices in random order. No list of them is stored, and any position is found at once.
 
-    torch's `RandomSampler` makes a list of all indices first, of 40 bytes each, and can only be
-    resumed by making it again.
+    torch's `RandomSampler` makes a list of all indices first, of 40 bytes each, and to resume draws
+    the whole list again.
 
     Parameters
     ----------

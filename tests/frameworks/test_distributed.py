@@ -25,7 +25,7 @@ WORLD = 2
 NAMES = [str(backend) for backend in BACKENDS]
 
 
-def leave_stacks(running: list[subprocess.Popen[bytes]]) -> None:
+def dump_stacks_of_hanging(running: list[subprocess.Popen[bytes]]) -> None:
     """End ranks that hang, so that their stderr says where: their workers first, then themselves."""
     seconds = 5
     hanging = [rank for rank in running if rank.poll() is None]
@@ -77,7 +77,7 @@ def run_ranks(folder: Path) -> None:
             for rank in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     rank.wait(timeout=20)
-        leave_stacks(running)
+        dump_stacks_of_hanging(running)
     finally:
         for rank in running:
             rank.kill()

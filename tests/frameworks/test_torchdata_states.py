@@ -347,7 +347,7 @@ def test_with_workers_their_state_is_gone_on_from(
     made: str, workers: int, after: int | None, steps: int, stays: bool
 ) -> None:
     if stays and (steps > 1 or made == "shuffled"):
-        pytest.skip("tried with workers that go")
+        pytest.skip("covered by workers that end")
     options = {"persistent_workers": stays, "snapshot_every_n_steps": steps}
     theirs = saved(Theirs, made, workers, after, **options)
     backends = BACKENDS if (after, steps, stays) == (3, 1, False) else ["inline"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.unsendable import Endless, Holder, nested
+from support.unsendable import Endless, WithInner, nested
 
 from hybridloader import DataLoader, ResultNotSendable, WorkerDied
 
@@ -24,7 +24,7 @@ def _goes_on() -> Iterator[None]:
     ]
 
 
-class Bytes(Holder):
+class Bytes(WithInner):
     """Dataset that calls `inner` with the index."""
 
     def __getitem__(self, index: int) -> Any:
@@ -36,7 +36,7 @@ class Lying(list):  # type: ignore[type-arg]
         return 5
 
 
-class Length(Holder):
+class Length(WithInner):
     def __len__(self) -> int:
         if isinstance(self.inner, Exception):
             raise self.inner

@@ -28,7 +28,7 @@ class Stream(IterableDataset[int]):
         return iter(range(8))
 
 
-class Holder(Numbers):
+class WithInner(Numbers):
     """Dataset that holds an object."""
 
     def __init__(self, inner: Any) -> None:
@@ -57,13 +57,13 @@ def _no_process_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 UNSENDABLE: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
-    ("dataset.inner", lambda lock: {"dataset": Holder(lock)}),
-    ("dataset.inner.handle", lambda lock: {"dataset": Holder(Box(lock))}),
-    ("dataset.inner.handle.handle", lambda lock: {"dataset": Holder(Box(Box(lock)))}),
-    ("dataset.inner[1]", lambda lock: {"dataset": Holder([3, lock])}),
-    ("dataset.inner[1].handle", lambda lock: {"dataset": Holder((3, Box(lock)))}),
-    ("dataset.inner['key']", lambda lock: {"dataset": Holder({"key": lock})}),
-    ("dataset.inner.<closure>.thing", lambda lock: {"dataset": Holder(_closure_over(lock))}),
+    ("dataset.inner", lambda lock: {"dataset": WithInner(lock)}),
+    ("dataset.inner.handle", lambda lock: {"dataset": WithInner(Box(lock))}),
+    ("dataset.inner.handle.handle", lambda lock: {"dataset": WithInner(Box(Box(lock)))}),
+    ("dataset.inner[1]", lambda lock: {"dataset": WithInner([3, lock])}),
+    ("dataset.inner[1].handle", lambda lock: {"dataset": WithInner((3, Box(lock)))}),
+    ("dataset.inner['key']", lambda lock: {"dataset": WithInner({"key": lock})}),
+    ("dataset.inner.<closure>.thing", lambda lock: {"dataset": WithInner(_closure_over(lock))}),
     ("collate_fn.<closure>.thing", lambda lock: {"collate_fn": _closure_over(lock)}),
     ("init_fn.<closure>.thing.handle", lambda lock: {"worker_init_fn": _closure_over(Box(lock))}),
 ]
@@ -96,7 +96,7 @@ def test_an_object_whose_reduce_fails_is_named(monkeypatch: pytest.MonkeyPatch) 
             raise RuntimeError("I stay here")
 
     _no_process_may_start(monkeypatch)
-    loader = DataLoader(Holder(Box(Stubborn())), num_workers=1, backend="spawn")
+    loader = DataLoader(WithInner(Box(Stubborn())), num_workers=1, backend="spawn")
     with pytest.raises(ShippingError, match=r"dataset\.inner\.handle .*Stubborn.*I stay here"):
         iter(loader)
 
@@ -108,7 +108,7 @@ def test_a_dataset_with_a_cycle_through_what_can_not_be_pickled_is_named(
     box = Box(None)
     box.handle = [box, threading.Lock()]
     with pytest.raises(ShippingError, match=r"dataset\.inner\.handle\[1\]"):
-        iter(DataLoader(Holder(box), num_workers=1, backend="spawn"))
+        iter(DataLoader(WithInner(box), num_workers=1, backend="spawn"))
 
 
 def test_an_attribute_in_slots_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_an_attribute_in_slots_is_named(monkeypatch: pytest.MonkeyPatch) -> None
             self.handle = handle
 
     _no_process_may_start(monkeypatch)
-    loader = DataLoader(Holder(Slotted(threading.Lock())), num_workers=1, backend="spawn")
+    loader = DataLoader(WithInner(Slotted(threading.Lock())), num_workers=1, backend="spawn")
     with pytest.raises(ShippingError, match=r"dataset\.inner\.handle"):
         iter(loader)
 
@@ -177,7 +177,7 @@ def test_whatever_goes_along_is_named(
 ) -> None:
     _no_process_may_start(monkeypatch)
     with pytest.raises(ShippingError) as caught:
-        iter(DataLoader(Holder(make(threading.Lock())), num_workers=1, backend="spawn"))
+        iter(DataLoader(WithInner(make(threading.Lock())), num_workers=1, backend="spawn"))
     assert str(caught.value).startswith(f"the loader.fetch.dataset.inner{path} can't")
 
 
@@ -190,7 +190,7 @@ def test_a_tensor_that_autograd_knows_more_of_is_named(monkeypatch: pytest.Monke
         with pytest.raises(
             ShippingError, match=r"dataset\.inner\['weights'\] \(a Tensor\) .*detach"
         ):
-            iter(DataLoader(Holder(inner), num_workers=1, backend="spawn"))
+            iter(DataLoader(WithInner(inner), num_workers=1, backend="spawn"))
 
 
 class Trainer:
@@ -248,12 +248,12 @@ def test_a_closure_with_an_empty_cell_does_not_hide_the_culprit(
 
 @pytest.mark.parametrize("backend", ["threads", "fork", "shared-memory"])
 def test_what_can_not_be_pickled_may_be_used_where_nothing_is_sent(backend: str) -> None:
-    loader = DataLoader(Holder(threading.Lock()), 8, num_workers=1, backend=backend)
+    loader = DataLoader(WithInner(threading.Lock()), 8, num_workers=1, backend=backend)
     assert [batch.tolist() for batch in loader] == [list(range(8))]
 
 
 def test_a_dataset_that_inline_workers_can_not_copy_is_shared_with_a_warning() -> None:
-    loader = DataLoader(Holder(Box(threading.Lock())), 8, num_workers=1, backend="inline")
+    loader = DataLoader(WithInner(Box(threading.Lock())), 8, num_workers=1, backend="inline")
     with pytest.warns(UserWarning, match=r"dataset\.inner\.handle"):
         batches = [batch.tolist() for batch in loader]
     assert batches == [list(range(8))]

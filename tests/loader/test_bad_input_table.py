@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from loky.backend.process import LokyProcess
-from support.unsendable import Endless, Holder, nested
+from support.unsendable import Endless, WithInner, nested
 
 from hybridloader import (
     BackendUnavailable,
@@ -202,7 +202,7 @@ UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "wrong reduce": (WrongReduce, r"dataset\.inner \(a WrongReduce\).*__reduce__"),
     "failing state": (FailingState, r"dataset\.inner \(a FailingState\).*the device is busy"),
     "generator": (lambda: (x for x in "ab"), r"dataset\.inner \(a generator\).*pickle"),
-    "weak reference": (lambda: weakref.ref(Holder), r"dataset\.inner \(a \w+\).*pickle"),
+    "weak reference": (lambda: weakref.ref(WithInner), r"dataset\.inner \(a \w+\).*pickle"),
     "frame": (lambda: sys._getframe(), r"dataset\.inner \(a frame\).*pickle"),
     "semaphore": (threading.Semaphore, r"dataset\.inner\._cond\._lock \(a lock\)"),
     "in a dict in a tuple": (
@@ -222,5 +222,5 @@ UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize(("inner", "says"), UNSENDABLE.values(), ids=UNSENDABLE)
 def test_what_can_not_be_sent_is_named(inner: Callable[[], Any], says: str) -> None:
     with pytest.raises(ShippingError, match=says) as caught:
-        iter(DataLoader(Holder(inner()), num_workers=1, backend="spawn"))  # type: ignore[arg-type]
+        iter(DataLoader(WithInner(inner()), num_workers=1, backend="spawn"))  # type: ignore[arg-type]
     assert len(str(caught.value)) < 1000

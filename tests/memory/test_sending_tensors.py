@@ -41,7 +41,7 @@ class Sparse(Dataset[Any]):
         return _sparse()[index].requires_grad_()
 
 
-class Holder(Dataset[Any]):
+class AllKinds(Dataset[Any]):
     """Holds tensors of all kinds; an item is what has become of some of them."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Holder(Dataset[Any]):
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")
 @pytest.mark.parametrize("backend", ["spawn", Threads(copy_dataset=True), "inline"])
 def test_tensors_keep_layout_type_grad_and_what_they_share(backend: str | Backend) -> None:
-    dataset = Holder()
+    dataset = AllKinds()
     loader = DataLoader(dataset, batch_size=None, num_workers=1, backend=backend)
     ((sparse, complexes, grads, kinds, seen),) = list(loader)
     for found, sent in zip(sparse, _sparse(), strict=True):

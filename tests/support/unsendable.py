@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Holder:
+class WithInner:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
