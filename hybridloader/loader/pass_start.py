@@ -172,7 +172,13 @@ class PassStart:
             made.resume_workers(before.ends())
         if resume is not None and not resume.over:
             made.replay, made.finished = resume.replay, resume.empty
-            _resume(made, resume)
+            made.yielded, made.count = resume.yielded, resume.count
+            if resume.count and not plan.iterable:
+                state, number = resume.sampler, resume.count - resume.since
+                made.at = resume.count - 1, UNKNOWN, state and SamplerCheckpoint(number, state)
+            if resume.starts:
+                made.resume_workers(resume.starts)
+            made.first, made.last_worker = resume.first, resume.last
         record.progress, record.loaded = made, None
         return made
 
@@ -233,16 +239,6 @@ class PassStart:
                 "`loader.resuming` counts the samples"
             )
         return resume.starts
-
-
-def _resume(progress: Progress, resume: ResumePoint) -> None:
-    progress.yielded, progress.count = resume.yielded, resume.count
-    if resume.count and not progress.iterable:
-        state, number = resume.sampler, resume.count - resume.since
-        progress.at = resume.count - 1, UNKNOWN, state and SamplerCheckpoint(number, state)
-    if resume.starts:
-        progress.resume_workers(resume.starts)
-    progress.first, progress.last_worker = resume.first, resume.last
 
 
 def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
