@@ -393,6 +393,7 @@ def test_what_is_kept_beside_a_loader_is_its_own_whatever_it_is_equal_to(
         other.set_epoch(5)
         assert len(flat(batches)) == 4
         assert not one.skipped
+    gc.collect()  # loaders of tests before this one
     before = len(record._records)
     del one, batches
     gc.collect()
