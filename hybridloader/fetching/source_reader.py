@@ -13,8 +13,7 @@ from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.places import rest_is_lost
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.task_results import TaskResults, sendable_items
-from hybridloader.fetching.on_error.tolerant_shard import TolerantIterator
-from hybridloader.fetching.shard import ShardReader
+from hybridloader.fetching.on_error.tolerant_shard import TolerantReader
 from hybridloader.seeding.sample_rng import innermost
 
 _READING = 0.01
@@ -60,14 +59,13 @@ class ReadersFetch(Fetch):
         return SourceReader(context.rng.seeded_shard(make, later=True), policy, context)
 
 
-class SourceReader(ShardReader):
+class SourceReader(TolerantReader):
     """Fetcher of lists of items from one worker's iterator."""
 
     def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
         super().__init__(items, context)
         self._handler = ErrorHandler(on_error, context)
-        # With a policy, this counts `position`, and else `fetch`.
-        self._tolerant = None if on_error is None else TolerantIterator(items, self)
+        self._tolerant = on_error is not None  # then `read` counts `position`, and else `fetch`
         # All the mutable state: an error to be raised where the rest of the items would have been.
         self._lost: ShardLost | None = None
 
@@ -82,7 +80,7 @@ class SourceReader(ShardReader):
         try:
             self._read(most, results)
         finally:
-            if self._tolerant is None:
+            if not self._tolerant:
                 self.position += len(results.values) + len(results.notes)
         if not (results.values or results.notes):
             raise EndOfShard
@@ -95,16 +93,16 @@ class SourceReader(ShardReader):
         until = time.monotonic() + _READING
         while len(values) < most and not (values and time.monotonic() > until):
             try:
-                if tolerant is None:
-                    values.append(draw())
+                if tolerant:
+                    self.read(results)
                 else:
-                    tolerant.read(results)
+                    values.append(draw())
             except StopIteration:
                 self.ended = True
                 return
             except Exception as error:
-                number = self.position + (len(values) if tolerant is None else -1)
-                if tolerant is None and isinstance(innermost(self._samples), GeneratorType):
+                number = self.position + (-1 if tolerant else len(values))
+                if not tolerant and isinstance(innermost(self._samples), GeneratorType):
                     self._lost = rest_is_lost(f"item {number} of this reader", error)
                 results.add_failure(number, error)
             if notes and notes[-1].item is not None:
@@ -115,8 +113,3 @@ class SourceReader(ShardReader):
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         """Leave out the items that can't be sent; see `Fetcher.mend`."""
         return sendable_items(self._handler, self._context, value, check)
-
-    def close(self) -> None:
-        super().close()
-        if self._tolerant is not None:
-            self._tolerant.close()

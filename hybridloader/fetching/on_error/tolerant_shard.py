@@ -20,7 +20,62 @@ from hybridloader.fetching.shard import ShardFetcher, ShardReader
 from hybridloader.seeding.sample_rng import innermost
 
 
-class TolerantShardFetcher(ShardFetcher):
+class TolerantReader(ShardReader):
+    """Base of readers whose iterator may raise and go on."""
+
+    _is_over = False
+
+    def read(self, results: TaskResults) -> None:
+        """Add the next sample to `results`, or a note on it, and count it in `position`.
+
+        Raises
+        ------
+        StopIteration
+            There is none.
+        ShardLost
+            The iterator was a generator.
+        Exception
+            An error that `results` does not take; the iterator can be asked again.
+        """
+        if self._is_over:
+            raise StopIteration
+        number = self.position
+        try:
+            results.values.append(self._next())
+            return
+        except (StopIteration, ShardLost):
+            raise
+        except Exception as raised:
+            error = raised
+        try:
+            if isinstance(innermost(self._samples), GeneratorType):
+                raise rest_is_lost(f"sample {number} of this worker's shard", error) from error
+            try:
+                found = results.rescue(self._retry, None, number, error)
+            except _Ended:  # behind the sample that failed
+                self._is_over = True
+                found = results.rescue(self._retry, GivenUp(number, ""), number, error)
+            results.values.extend(found)
+        finally:
+            del error
+
+    def _next(self) -> Any:
+        try:
+            sample = next(self._samples)
+        except Exception as error:
+            self.position += not isinstance(error, StopIteration)
+            raise
+        self.position += 1
+        return sample
+
+    def _retry(self, _: None) -> Any:
+        try:
+            return (self._next(),)
+        except StopIteration:
+            raise _Ended from None
+
+
+class TolerantShardFetcher(TolerantReader, ShardFetcher):
     """Fetcher of an iterable dataset that puts an `Outcome` beside each value.
 
     The index of a sample is its number in the shard.
@@ -36,7 +91,6 @@ class TolerantShardFetcher(ShardFetcher):
     ) -> None:
         super().__init__(samples, context, *args, **options)
         self._handler = ErrorHandler(seeded(policy, context.rng), context)
-        self._source = TolerantIterator(samples, self)
         # All the mutable state: the numbers of the last task's samples, and why no more will come.
         self._numbers: list[int] = []
         self._lost: ShardLost | None = None
@@ -59,7 +113,7 @@ class TolerantShardFetcher(ShardFetcher):
                 raise Abandoned
             number = self.position
             try:
-                self._source.read(results)
+                self.read(results)
             except StopIteration:
                 self.ended = True
             except ShardLost as error:  # comes out behind the samples before it
@@ -79,10 +133,6 @@ class TolerantShardFetcher(ShardFetcher):
             return all_failed(numbers, no_stop(error), failures, 0)
         return data, Outcome(attempted, failures)
 
-    def close(self) -> None:
-        super().close()
-        self._source.close()
-
     def _nothing(self, failures: list[FailureRecord]) -> Attempt:
         if failures:
             return short([], [], failures, 0)
@@ -100,76 +150,6 @@ class TolerantShardFetcher(ShardFetcher):
         value, outcome = all_failed(self._numbers, error, outcome.failures, 0)
         self._context.add("outcome", outcome)
         return value
-
-
-class TolerantIterator:
-    """Reads an iterator that may raise and go on, which a generator does not.
-
-    Parameters
-    ----------
-    samples
-        The iterator.
-    reader
-        Its `position` is increased with every call of ``next()`` that was not the end: a worker that
-        takes over makes as many calls.
-    """
-
-    def __init__(self, samples: Iterator[Any], reader: ShardReader) -> None:
-        self._samples, self._reader = samples, reader
-        self._is_over = False
-
-    def read(self, results: TaskResults) -> None:
-        """Add the next sample to `results`, or a note on it.
-
-        Raises
-        ------
-        StopIteration
-            There is none.
-        ShardLost
-            The iterator was a generator.
-        Exception
-            An error that `results` does not take; the iterator can be asked again.
-        """
-        if self._is_over:
-            raise StopIteration
-        number = self._reader.position
-        try:
-            results.values.append(self._next())
-            return
-        except (StopIteration, ShardLost):
-            raise
-        except Exception as raised:
-            error = raised
-        try:
-            if isinstance(innermost(self._samples), GeneratorType):
-                raise rest_is_lost(f"sample {number} of this worker's shard", error) from error
-            try:
-                found = results.rescue(self._retry, None, number, error)
-            except _Ended:  # behind the sample that failed
-                self._is_over = True
-                found = results.rescue(self._retry, GivenUp(number, ""), number, error)
-            results.values.extend(found)
-        finally:
-            del error
-
-    def close(self) -> None:
-        """Let go of the iterator; its maker has closed it."""
-        self._samples, self._is_over = iter(()), True
-
-    def _next(self) -> Any:
-        try:
-            sample = next(self._samples)
-        except Exception as error:
-            self._reader.position += not isinstance(error, StopIteration)
-            raise
-        self._reader.position += 1
-        return sample
-
-    def _retry(self, _: None) -> Any:
-        try:
-            return (self._next(),)
-        except StopIteration:
-            raise _Ended from None
 
 
 class _Ended(BaseException):
