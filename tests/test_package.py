@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import hybridloader
+
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "hybridloader"
 BACKENDS = ROOT / "backends"
@@ -21,6 +23,11 @@ def run(code: str) -> str:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
     )
     return done.stdout.strip()
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """The import of a module ``hybridloader.rng``, say, would hide the function of that name."""
+    assert not {path.stem for path in CORE.iterdir()} & {*hybridloader.__all__}
 
 
 def test_packages_import_nothing_themselves() -> None:
