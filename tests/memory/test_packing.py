@@ -257,7 +257,7 @@ def test_what_is_made_on_the_spot_goes_by_cloudpickle_and_keeps_its_buffers_apar
 
 def test_what_can_not_be_pickled_is_named() -> None:
     with pytest.raises(ResultNotSendable, match="generator"):
-        pack([(letter for letter in "abc")])
+        pack([(each for each in "abc")])
 
 
 def test_packing_leaves_pickles_own_tables_alone() -> None:
