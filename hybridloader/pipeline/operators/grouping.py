@@ -86,16 +86,12 @@ class PaddedBatch(_OfSize):
 
     Parameters
     ----------
-    batch_size
-        Items in a batch.
     padding_value
         Value to fill up with.
-    drop_last
-        True drops the last batch if it is not full.
     lengths
         True gives ``(batch, lengths)``.
-    memory
-        Limit of the recycled slots in which large tensors are made.
+    batch_size, drop_last, memory
+        See `Batch`.
     """
 
     batch_size: int

@@ -177,17 +177,15 @@ def _is_sequence(sample: Any) -> bool:
             if not sample:
                 return True
             sample = sample[0]
-        return isinstance(sample, (int, float, complex)) or _is_scalar(sample)
+        if isinstance(sample, (int, float, complex)):
+            return True
+        import numpy as np
+
+        return isinstance(sample, (np.number, np.bool_))
     import numpy as np
     import torch
 
     return isinstance(sample, (torch.Tensor, np.ndarray))
-
-
-def _is_scalar(value: Any) -> bool:
-    import numpy as np
-
-    return isinstance(value, (np.number, np.bool_))
 
 
 def _tensors(samples: Sequence[Any]) -> list[torch.Tensor]:

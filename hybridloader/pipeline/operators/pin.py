@@ -90,10 +90,8 @@ class ToDevice(PinMemory):
     device
         A str such as ``"cuda"``, a `torch.device` or an `Accelerator`. Without an index, the device that
         is current where the pipeline is started.
-    prefetch
-        Items that may wait on the device, at least 1. One more is being copied meanwhile.
-    buffer_bytes
-        Bytes that these may have together. An item that is larger than that waits alone.
+    prefetch, buffer_bytes
+        See `PinMemory`; the items wait on the device, and one more is being copied meanwhile.
     """
 
     moves: ClassVar[bool] = True

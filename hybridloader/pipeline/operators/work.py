@@ -159,9 +159,8 @@ _POLICIES: dict[str, Callable[[Any, str], Any]] = {
 
 
 def _cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.scheduler import AT_HAND
@@ -46,10 +46,8 @@ class OperatorNode:
 
 
 @dataclass(frozen=True)
-class InlineNode:
-    """Functions that are called by whoever pulls them."""
-
-    works: tuple[Work, ...]
+class _FunctionsNode:
+    works: tuple[Any, ...]
     placement: Placement
 
     @property
@@ -58,7 +56,14 @@ class InlineNode:
 
 
 @dataclass(frozen=True)
-class WorkerNode:
+class InlineNode(_FunctionsNode):
+    """Functions that are called by whoever pulls them."""
+
+    works: tuple[Work, ...]
+
+
+@dataclass(frozen=True)
+class WorkerNode(_FunctionsNode):
     """Functions, or readers, that run on workers of their own.
 
     Attributes
@@ -68,12 +73,7 @@ class WorkerNode:
     """
 
     works: tuple[Work | Readers, ...]
-    placement: Placement
     forwarded: bool = False
-
-    @property
-    def name(self) -> str:
-        return " + ".join(work.name for work in self.works)
 
     @property
     def reads(self) -> bool:
@@ -130,21 +130,11 @@ _PLAIN = (list, tuple, range, str, bytes)
 
 
 class _Laid(NamedTuple):
-    """One pipeline as it is laid out.
-
-    Attributes
-    ----------
-    nodes
-        Nodes in order, the source first.
-    quick
-        True if it need not be waited for.
-    live
-        True if workers or threads run in it or in its branches.
-    """
+    """One pipeline as it is laid out."""
 
     nodes: tuple[Node, ...]
-    quick: bool
-    live: bool
+    quick: bool  # it need not be waited for
+    live: bool  # workers or threads run in it or in its branches
 
 
 class _Known(threading.local):
@@ -196,23 +186,19 @@ def _nodes_of(pipeline: Chain) -> tuple[Node, ...]:
             before = nodes[-1]
             if node.operator is None and isinstance(before, RelayNode) and before.operator is None:
                 nodes.pop()
-        nodes.append(_usable(node) if isinstance(node, WorkerNode) else node)
+        if isinstance(node, WorkerNode):
+            assert node.placement.backend is not None
+            backend = usable(node.placement.backend)
+            node = replace(node, placement=replace(node.placement, backend=backend))
+        nodes.append(node)
     if _needs_relay_at_end(nodes):
         nodes.append(_relay_behind(nodes[-1]))
     return tuple(_forwarded(nodes))
 
 
-def _usable(node: WorkerNode) -> WorkerNode:
-    assert node.placement.backend is not None
-    return replace(node, placement=replace(node.placement, backend=usable(node.placement.backend)))
-
-
 def _relay_behind(node: Node) -> RelayNode:
-    ready = None
-    if (
-        isinstance(node, WorkerNode) and not node.placement.buffer_bytes
-    ):  # the relay counts no bytes
-        ready = node.placement.prefetch
+    counted = isinstance(node, WorkerNode) and not node.placement.buffer_bytes  # it counts no bytes
+    ready = node.placement.prefetch if isinstance(node, WorkerNode) and counted else None
     return RelayNode(node.name, least=max(AHEAD, ready or 0))
 
 

@@ -131,7 +131,15 @@ class RunningStages(dict[Path, RunningStage]):
             raise IteratorClosed("the pipeline was closed")
         placement = node.placement
         assert placement.backend is not None
-        metrics = found.metrics if found is not None else _metrics_of(node)
+        metrics = (
+            found.metrics
+            if found is not None
+            else StageMetrics(
+                placement.num_workers,
+                prefetch=placement.prefetch,
+                buffer_bytes=placement.buffer_bytes,
+            )
+        )
 
         def fewest_at_hand(scheduler: Scheduler) -> int | None:
             readers = self[path].readers
@@ -156,7 +164,10 @@ class RunningStages(dict[Path, RunningStage]):
             )
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error
-        dataset = None if placement.backend.in_process else _dataset(node)
+        lookup = next((work for work in node.works if isinstance(work, Lookup)), None)
+        dataset = (
+            None if placement.backend.in_process or lookup is None else lookup.function.dataset
+        )
         running = self[path] = RunningStage(node, stage, metrics, dataset, counter)
         return running
 
@@ -207,17 +218,3 @@ class RunningStages(dict[Path, RunningStage]):
         if placement.on_error is None:
             return None
         return ErrorBudget(placement.on_error, name, epoch, self.failure_log, where, gaps=gaps)
-
-
-def _metrics_of(node: WorkerNode) -> StageMetrics:
-    placement = node.placement
-    return StageMetrics(
-        placement.num_workers, prefetch=placement.prefetch, buffer_bytes=placement.buffer_bytes
-    )
-
-
-def _dataset(node: WorkerNode) -> Any:
-    for work in node.works:
-        if isinstance(work, Lookup):
-            return work.function.dataset
-    return None

@@ -100,18 +100,11 @@ class PipelineStats:
         worst = self.bottleneck
         for stage in self.stages:
             where = stage.backend + (f" x {stage.num_workers}" if stage.num_workers > 1 else "")
+            spent = (stage.busy, stage.starved, stage.blocked, stage.other)
+            seconds = (f"{each:.2f} s" for each in spent)
+            load = f"{stage.load:.0%}" + (" <" if stage is worst else "")
             rows.append(
-                (
-                    stage.name,
-                    where,
-                    f"{stage.items:,}",
-                    f"{stage.busy:.2f} s",
-                    f"{stage.starved:.2f} s",
-                    f"{stage.blocked:.2f} s",
-                    f"{stage.other:.2f} s",
-                    f"{stage.load:.0%}" + (" <" if stage is worst else ""),
-                    f"{stage.queued:,}",
-                )
+                (stage.name, where, f"{stage.items:,}", *seconds, load, f"{stage.queued:,}")
             )
         if any(stage.skipped for stage in self.stages):
             column = ("skipped", *(f"{stage.skipped:,}" for stage in self.stages))
@@ -163,7 +156,10 @@ def _line(executor: Executor, path: Path) -> Iterator[StageStats]:
             continue
         relay = executor.relays[where]
         works = list(_pulled(executor.nodes_before(where)))
-        names = [_label(node) for node in works]
+        names = [
+            node.operator.describe() if isinstance(node, OperatorNode) else node.name
+            for node in works
+        ]
         if relay.node.operator is not None:
             names.append(relay.node.name)
         if not names:
@@ -177,10 +173,6 @@ def _line(executor: Executor, path: Path) -> Iterator[StageStats]:
         called = [(*where[:-1], at) for at in range(where[-1] - len(works), where[-1])]
         skipped = sum(executor.stages.failure_log.counts[place] for place in called)
         yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
-
-
-def _label(node: OperatorNode | InlineNode) -> str:
-    return node.operator.describe() if isinstance(node, OperatorNode) else node.name
 
 
 def _pulled(nodes: Sequence[Node]) -> Iterator[OperatorNode | InlineNode]:
