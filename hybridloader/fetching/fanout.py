@@ -2,7 +2,7 @@
 
 The calling thread does its part of the work, so a `Fanout` of n threads starts n - 1, when it is first
 used. They hold neither the `Fanout` nor, between two calls, any object of the user, and they end when
-the `Fanout` is closed or collected. They are daemons, unlike those of `concurrent.futures`, which
+the `Fanout` is collected. They are daemons, unlike those of `concurrent.futures`, which
 Python joins at exit, so an item that is stuck would hold up the exit.
 
 An item finds the thread-local state of the calling thread: `get_worker_info`, the slots that collation
@@ -111,11 +111,6 @@ class Fanout:
         finally:
             set_slots(before)
             job.forget()
-
-    def close(self) -> None:
-        """End the threads, each after its current item. The next use starts new ones."""
-        self._finalizer()
-        self._start_afresh()
 
     def _start_afresh(self) -> None:
         self._owner = os.getpid()
