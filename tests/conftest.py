@@ -53,7 +53,7 @@ def _children() -> set[psutil.Process]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """From what the kernel lists by thread, where it does: psutil reads all processes there are."""
+    """Read the children from /proc by thread, if it is there: psutil reads all processes."""
     tasks = Path(f"/proc/{pid}/task")
     if not (tasks / str(pid) / "children").exists():
         try:
@@ -71,7 +71,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _wait_for_one(children: set[psutil.Process], seconds: float) -> None:
-    """Until one of them has ended. `psutil.wait_procs` would reap it, and hide that nobody else did."""
+    """Wait until a child has ended. `psutil.wait_procs` would reap it, and hide that nobody else did."""
     lines = []
     for child in children:
         with contextlib.suppress(AttributeError, OSError, psutil.Error):  # gone, or no pidfd here

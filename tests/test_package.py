@@ -31,7 +31,7 @@ def test_no_module_hides_a_public_name() -> None:
 
 
 def test_packages_import_nothing_themselves() -> None:
-    """Else a worker that needs one module would load them all. Public packages load names lazily."""
+    """A worker that needs one module must not load them all. Public packages load names lazily."""
     for path in [*CORE.rglob("__init__.py"), *BACKENDS.rglob("__init__.py")]:
         if path.parent.name in ("testing", "demo"):
             continue

@@ -56,7 +56,7 @@ def rank_of_two(rank, meeting):
 
 
 def leave():
-    """Without this a rank is ended by SIGABRT now and then, with any loader (torch 2.13, gloo)."""
+    """Leave together; else a rank is ended by SIGABRT at times, with any loader (torch 2.13, gloo)."""
     gc.collect()  # DDP is part of a reference cycle, and holds threads of the group
     dist.barrier()  # nobody leaves while another is in a collective
     dist.destroy_process_group()

@@ -14,11 +14,11 @@ class Nodes(NodeLoader, hybridloader.DataLoader):
 
 
 class Graphs(DataLoader, hybridloader.DataLoader):
-    """For datasets of many small graphs."""
+    """Loader for datasets of many small graphs."""
 
 
 class Neighbours(BaseSampler):
-    """All that points to a node. Where pyg-lib is installed, take PyG's NeighborSampler instead."""
+    """Edges that point to a node. Where pyg-lib is installed, take PyG's NeighborSampler instead."""
 
     def __init__(self, data):
         self.source, self.target = data.edge_index

@@ -1,4 +1,4 @@
-"""On the accelerator that there is: pinned is pinned, moved is there, and nothing is read too late."""
+"""Loaders on a real accelerator: batches are pinned and moved, and no copy is read too late."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Plan:
         Path(self._path).write_bytes(bytes(weather.length))
 
     def strike(self, index: int) -> Any:
-        """In a worker: suffer the fault of sample `index`; gives the sample."""
+        """Suffer the fault of sample `index`, in a worker; return the sample."""
         kind = self.faults.get(index)
         if kind is not None and kind not in LASTING and not self._note(index):
             kind = None  # it has happened

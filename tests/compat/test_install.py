@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sample_origin import PROCESS, THREAD, Where, places, where
+from support.sample_origin import PROCESS, THREAD, OriginDataset, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data import dataloader as torchs
@@ -41,14 +41,14 @@ class Stream(IterableDataset[int]):
 
 
 def test_torchs_loaders_run_on_the_backend_within_and_on_torchs_after() -> None:
-    loader = where()
+    loader = origin_loader()
     with install("threads") as installed:
         assert installed.active
-        assert places(loader) == places(where(1)) == THREAD
+        assert origins(loader) == origins(origin_loader(1)) == THREAD
         with iter(loader) as iterator:
             assert type(iterator) is LoaderIterator
     assert not installed.active
-    assert places(loader) == PROCESS
+    assert origins(loader) == PROCESS
 
 
 def test_one_method_of_torchs_is_replaced_and_nothing_else() -> None:
@@ -56,7 +56,7 @@ def test_one_method_of_torchs_is_replaced_and_nothing_else() -> None:
     before = [dict(vars(c)) for c in classes]
     module = dict(vars(torchs)), dict(vars(torch.utils.data))
     with install("threads"):
-        list(where())
+        list(origin_loader())
         changed = {
             (c.__name__, name)
             for c, old in zip(classes, before, strict=True)
@@ -176,7 +176,7 @@ def test_an_option_that_a_loader_can_not_have_changes_nothing_for_it() -> None:
     assert fitting(options, ragged) == Options(threads_per_worker=3)
     assert fitting(options, single) == Options()
     assert fitting(options, stream) == Options(task_timeout=2, shard_remainders="join")
-    assert fitting(options, where(1)) == Options(task_timeout=2)
+    assert fitting(options, origin_loader(1)) == Options(task_timeout=2)
     with install("threads", **options._asdict()), iter(single) as iterator:
         assert iterator._plan.options == Options()
         assert [batch.tolist() for batch in ragged] == [[0], [1, 2, 3], [4]]
@@ -197,14 +197,14 @@ class Mine(Threads):
 def test_a_backend_of_ones_own_will_do() -> None:
     mine = Mine()
     with install(mine):
-        assert places(where()) == THREAD
+        assert origins(origin_loader()) == THREAD
         assert Mine.opened == [mine]
     Mine.opened.clear()
 
 
 def test_a_loader_without_workers_runs_in_the_caller_and_nobody_is_warned() -> None:
     with install("threads"):
-        assert places(where(0)) == {("caller", True)}
+        assert origins(origin_loader(0)) == {("caller", True)}
 
 
 def test_a_timeout_is_what_the_loader_says() -> None:
@@ -240,9 +240,9 @@ def test_pinning_is_what_the_loader_says() -> None:
 
 
 def test_loaders_of_ours_keep_their_own_backend() -> None:
-    ours = DataLoader(Where(), batch_size=None, num_workers=2, backend="inline")  # type: ignore[arg-type]
+    ours = DataLoader(OriginDataset(), batch_size=None, num_workers=2, backend="inline")  # type: ignore[arg-type]
     with install("threads"):
-        assert places(ours) == {("inline", True)}
+        assert origins(ours) == {("inline", True)}
         ours.backend = "threads"
         assert ours.on_error == "raise"
 
@@ -267,20 +267,20 @@ class MakesItsOwn(TorchLoader):  # type: ignore[type-arg]
 
 def test_a_subclass_with_the_same_method_is_asked_first() -> None:
     with install("threads"):
-        loader: Any = Asks(Where(), batch_size=None, num_workers=2)  # type: ignore[arg-type]
-        assert places(loader) == THREAD
+        loader: Any = Asks(OriginDataset(), batch_size=None, num_workers=2)  # type: ignore[arg-type]
+        assert origins(loader) == THREAD
         assert loader.asked == 1
-        own: Any = MakesItsOwn(Where(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
-        assert places(own) == PROCESS
+        own: Any = MakesItsOwn(OriginDataset(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
+        assert origins(own) == PROCESS
 
 
 @pytest.mark.frameworks
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
 def test_torchdatas_stateful_loader_is_left_alone() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    loader = stateful.StatefulDataLoader(Where(), batch_size=None, num_workers=1)
+    loader = stateful.StatefulDataLoader(OriginDataset(), batch_size=None, num_workers=1)
     with install("threads"):
-        assert places(loader) == PROCESS
+        assert origins(loader) == PROCESS
         loader.load_state_dict(loader.state_dict())
 
 
@@ -292,9 +292,9 @@ class AsksTorch(DataLoader):
 
 
 def test_who_asks_torchs_method_for_a_loader_of_ours_gets_torchs() -> None:
-    loader: Any = AsksTorch(Where(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
+    loader: Any = AsksTorch(OriginDataset(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
     with install("threads"):
-        assert places(loader) == PROCESS
+        assert origins(loader) == PROCESS
         assert type(iter(loader)) is torchs._MultiProcessingDataLoaderIter
 
 
@@ -303,30 +303,30 @@ def test_a_class_that_is_both_is_ours() -> None:
         on_error = threads_per_worker = seeding = device = None  # set for each loader
 
     with install("threads"):
-        both: Any = Both(Where(), batch_size=None, num_workers=2, backend="inline")
-        assert places(both) == {("inline", True)}
+        both: Any = Both(OriginDataset(), batch_size=None, num_workers=2, backend="inline")
+        assert origins(both) == {("inline", True)}
 
 
 # -- iterators that were there before, and that are there after ------------------------------------
 
 
 def test_what_was_begun_goes_on_as_it_is() -> None:
-    loader = where(1, persistent_workers=True)
+    loader = origin_loader(1, persistent_workers=True)
     theirs = iter(loader)
     list(theirs)
     with install("threads"):
         assert iter(loader) is theirs  # persistent workers have one iterator
         assert {pid == os.getpid() for _, pid in theirs} == {False}
-        other = where(1, persistent_workers=True)
+        other = origin_loader(1, persistent_workers=True)
         ours: Any = iter(other)
         list(ours)
-        running = iter(where())
+        running = iter(origin_loader())
         next(running)
     assert iter(other) is ours
     assert {pid == os.getpid() for _, pid in ours} == {True}
     assert {pid == os.getpid() for _, pid in running} == {True}
     loader._iterator = other._iterator = None
-    assert places(other) == PROCESS
+    assert origins(other) == PROCESS
     loader._iterator = other._iterator = None
 
 

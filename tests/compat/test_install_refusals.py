@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sample_origin import PROCESS, THREAD, places, where
+from support.sample_origin import PROCESS, THREAD, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
@@ -132,11 +132,11 @@ def test_what_is_asked_for_by_name_is_refused_as_ever() -> None:
 
 def test_threads_come_before_a_context_of_the_loader() -> None:
     with install("threads"):
-        assert places(where(1, multiprocessing_context="fork")) == THREAD
+        assert origins(origin_loader(1, multiprocessing_context="fork")) == THREAD
 
 
 def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
-    loader = where(1, multiprocessing_context="fork")
+    loader = origin_loader(1, multiprocessing_context="fork")
     for asked in (None, "shared-memory"):
         backend: Any = LoaderPlan.of(loader, asked, Options()).backend
         assert backend.start_method == "fork"
@@ -146,11 +146,11 @@ def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
 
 
 def test_a_context_that_is_overruled_is_told_once() -> None:
-    loader = where(1, multiprocessing_context="spawn")
+    loader = origin_loader(1, multiprocessing_context="spawn")
     caller.warn_once.cache_clear()
     with install("fork"):
         with pytest.warns(UserWarning, match="multiprocessing_context='spawn'") as caught:
             list(loader)
-        assert places(loader) == PROCESS
+        assert origins(loader) == PROCESS
     assert "install('shared-memory')" in str(caught[0].message)
     assert caught[0].filename == __file__

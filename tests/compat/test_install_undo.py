@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.sample_origin import PROCESS, THREAD, places, where
+from support.sample_origin import PROCESS, THREAD, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 
 from hybridloader import BackendUnavailable, Threads, install, uninstall
@@ -29,7 +29,7 @@ def test_twice_is_an_error_that_says_where_it_was_done_first() -> None:
         install("fork")
     assert f"{__file__}:{line}, with backend='threads'" in str(caught.value)
     assert first.active
-    assert places(where()) == THREAD
+    assert origins(origin_loader()) == THREAD
     assert repr(first) == f"<Installation backend='threads', active, from {__file__}:{line}>"
 
 
@@ -38,7 +38,7 @@ def test_nested_blocks_are_refused_and_the_outer_one_stays() -> None:
         with pytest.raises(RuntimeError), install("inline"):
             pytest.fail("entered")
         assert outer.active
-        assert places(where()) == THREAD
+        assert origins(origin_loader()) == THREAD
 
 
 def test_an_error_within_undoes_it_and_comes_out() -> None:
@@ -117,7 +117,7 @@ def test_loaders_are_iterated_while_other_threads_install_and_undo() -> None:
     def iterate() -> None:
         try:
             while not stop.is_set():
-                found.update(how for how, _ in where(0))
+                found.update(how for how, _ in origin_loader(0))
         except BaseException as error:
             errors.append(error)
 
@@ -151,22 +151,22 @@ def monitoring() -> Iterator[None]:
 def test_who_came_after_is_not_undone_but_told_of_and_passes_on_to_torch() -> None:
     installed = install("threads")
     with monitoring():
-        assert places(where()) == THREAD
+        assert origins(origin_loader()) == THREAD
         with pytest.warns(
             UserWarning, match=r"was replaced by .*test_install_undo\.monitored after install"
         ):
             installed.uninstall()
         assert vars(TorchLoader)["_get_iterator"] is monitored
-        assert places(where(1)) == PROCESS
+        assert origins(origin_loader(1)) == PROCESS
         assert vars(monitored)["calls"] == 2
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with install("threads"):  # ours is still beneath
-                assert places(where()) == THREAD
+                assert origins(origin_loader()) == THREAD
         assert vars(monitored)["calls"] == 3
-    assert places(where(1)) == PROCESS  # ours is on top again, and has nothing to say
+    assert origins(origin_loader(1)) == PROCESS  # ours is on top again, and has nothing to say
     with install("threads"):
-        assert places(where()) == THREAD
+        assert origins(origin_loader()) == THREAD
 
 
 def test_who_came_before_would_be_undone_so_it_is_refused() -> None:
@@ -175,7 +175,7 @@ def test_who_came_before_would_be_undone_so_it_is_refused() -> None:
             install("threads")
         assert vars(TorchLoader)["_get_iterator"] is monitored
         uninstall()
-        assert places(where(1)) == PROCESS
+        assert origins(origin_loader(1)) == PROCESS
     with (
         mock.patch.object(TorchLoader, "_get_iterator", mock.Mock()),
         pytest.raises(RuntimeError, match="already"),
@@ -186,4 +186,4 @@ def test_who_came_before_would_be_undone_so_it_is_refused() -> None:
 def test_who_puts_torchs_own_back_has_undone_it() -> None:
     with install("threads"):
         TorchLoader._get_iterator = TORCHS  # type: ignore[method-assign]
-        assert places(where(1)) == PROCESS
+        assert origins(origin_loader(1)) == PROCESS

@@ -376,7 +376,7 @@ def test_a_seedable_sampler_goes_on_though_its_generator_is_not_there_yet(passes
 
 @pytest.mark.usefixtures("kept")
 def test_our_loader_in_torchdatas_place_is_kept_as_a_plain_one() -> None:
-    """Its constructor is not known to what rebuilds it; backend and options stay."""
+    """Backend and options stay, although accelerate does not know the constructor."""
     pytest.importorskip("torchdata")  # accelerate asks for it
     loader = StatefulDataLoader(list(range(20)), BATCH, backend="inline")  # type: ignore[arg-type]
     prepared = accelerator(use_stateful_dataloader=True).prepare(loader)

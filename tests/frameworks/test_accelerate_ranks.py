@@ -30,7 +30,7 @@ from hybridloader.integrations.accelerate import keep_loaders
 
 BATCH = 3
 LENGTH = 26
-"""Not a multiple of two batches: accelerate evens out the end."""
+"""Number of samples, no multiple of two batches: accelerate evens out the end."""
 
 WORLD = 2
 LIMIT = 100

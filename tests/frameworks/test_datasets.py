@@ -76,7 +76,7 @@ def torchs_on_a_table(workers: int) -> list[float]:
 
 @functools.cache
 def torchs_on_a_stream(workers: int) -> list[float]:
-    """With workers that stay or not: the epoch is all that the order depends on."""
+    """The order depends on the epoch alone, with persistent workers or without."""
     data = stream()
     found = []
     for stays in (False, True):

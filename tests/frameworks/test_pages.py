@@ -60,7 +60,7 @@ def test_the_first_block_of_the_page_is_the_example(page: str) -> None:
     ],
 )
 def test_the_example_runs_as_a_script(page: str, tmp_path: Path) -> None:
-    """From an empty folder, without a network; neither it nor we cause a warning."""
+    """Run it in an empty folder without a network; no warning is raised."""
     module = FRAMEWORKS[page]
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"needs {module}: pip install -c constraints.txt -e '.[frameworks]'")

@@ -64,7 +64,7 @@ class Plain(IterableDataset[int]):
 
 
 class Placed(Plain):
-    """With a state of its own, which is reset at the end of an epoch."""
+    """Sampler with a state, which is reset at the end of an epoch."""
 
     at = epoch = 0
     begin = 0
@@ -113,7 +113,7 @@ class Stepped(Plain):
 
 
 class Itself(Plain):
-    """Its own iterator."""
+    """Sampler that is its own iterator."""
 
     at = 0
 

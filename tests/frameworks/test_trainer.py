@@ -68,7 +68,7 @@ class Losses(TrainerCallback):
 
 
 class HybridTrainer(Trainer):
-    """Its own loader for training; everything else is the Trainer's."""
+    """Trainer with our loader for training; everything else is the Trainer's."""
 
     options: dict[str, Any]
     made: list[Any]

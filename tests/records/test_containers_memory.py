@@ -137,7 +137,7 @@ def private_bytes() -> int:
 
 
 def grown(sequence: Any) -> int:
-    """In a child: bytes that reading everything made its own."""
+    """Return the private bytes that a child gains by reading every element."""
     gc.disable()
     before = private_bytes()
     for element in sequence:

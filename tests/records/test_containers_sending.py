@@ -80,7 +80,7 @@ def test_reading_imports_neither_torch_nor_numpy(memory: str) -> None:
 
 
 def worker_reads(shared: Any, place: Any) -> Any:
-    """In a process: what lies there, how much of it is mapped, and the thing itself."""
+    """Return an element, the name of the class, and the container itself."""
     return shared[place], type(shared).__name__, shared
 
 

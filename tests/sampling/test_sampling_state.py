@@ -61,7 +61,7 @@ no_deadline = settings(deadline=None, max_examples=30)
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_blocks() -> Iterator[None]:
-    """So that an epoch is read in several."""
+    """Read an epoch in several blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ResumableSampler, "_BLOCK", 7)
         patch.setattr(PlannedBatchSampler, "_BLOCK", 3)

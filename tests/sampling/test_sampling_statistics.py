@@ -19,7 +19,7 @@ from hybridloader.sampling.permutation import Feistel, Permutation, key_words
 
 Ints = npt.NDArray[np.int64]
 Order = Callable[[int, int, int], Ints]
-"""From n, seed and epoch."""
+"""Function from n, seed and epoch to an order."""
 
 BELOW = 1e-4
 """A p-value that tells a fault: among the some 60 of this file one by chance in 150 choices of seeds."""

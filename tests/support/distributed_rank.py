@@ -26,7 +26,7 @@ from support.seeded_training import Augmented, Regression, torch_loader
 
 EPOCHS, WORKERS, BATCH = 2, 2, 3
 SAMPLES = 21
-"""Not to be shared out evenly among 2 ranks."""
+"""Number of samples, which 2 ranks can't divide evenly."""
 
 BACKENDS: list[str | None] = [None, "fork", "threads", "inline"]
 

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hybridloader.pipeline.operators.base import Chain, Context, Length, Operator
 
 no_deadline = settings(deadline=None, max_examples=60)
-"""For property tests: a machine may be busy with something else."""
+"""Settings of property tests: no deadline, because a machine may be busy."""
 
 
 class Oops(Exception):

@@ -35,7 +35,7 @@ def events(run: Iterator[Any], most: float = math.inf) -> list[Event]:
 
 
 def saved(run: Any) -> Any:
-    """Its state as it would be read from a file."""
+    """Return the state of a run, written as JSON and read again."""
     text = json.dumps(run.state_dict())
     assert len(text) < 10_000
     return json.loads(text)

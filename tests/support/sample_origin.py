@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import get_worker_info
 
 
-class Where:
+class OriginDataset:
     """Dataset whose samples are the kind of worker and the process that made them."""
 
     def __len__(self) -> int:
@@ -20,13 +20,13 @@ class Where:
         return (info.worker_method if info else "caller"), os.getpid()
 
 
-def places(loader: Any) -> set[tuple[str, bool]]:
+def origins(loader: Any) -> set[tuple[str, bool]]:
     """Return the kinds of workers, and whether they were in this process."""
     return {(how, pid == os.getpid()) for how, pid in loader}
 
 
-def where(workers: int = 2, **more: Any) -> Any:
-    return TorchLoader(Where(), batch_size=None, num_workers=workers, **more)  # type: ignore[arg-type]
+def origin_loader(workers: int = 2, **more: Any) -> Any:
+    return TorchLoader(OriginDataset(), batch_size=None, num_workers=workers, **more)  # type: ignore[arg-type]
 
 
 THREAD = {("thread", True)}

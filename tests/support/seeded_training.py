@@ -58,7 +58,7 @@ class Regression:
 
     @functools.cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        """For frameworks that want one; `step` does not use it."""
+        """Optimizer for frameworks that want one; `step` does not use it."""
         return torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
     def step(self, batch: Any) -> float:
