@@ -14,7 +14,6 @@ page. Import everything from `hybridloader.engine`.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -36,8 +35,10 @@ GRACE = 1.0
 PATIENCE = 1.9
 """Seconds after which a crew is closed, even if workers still run."""
 
-_SLICE = 0.2 if sys.platform == "win32" else None
-"""Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
+SLICE = 0.2
+"""Seconds of one sleep on a lock. A signal that arrives just before the sleep, while this thread waits
+for the GIL, does not end the sleep: Python looks for signals once before it releases the GIL. With
+workers that hold the GIL Ctrl-C was lost so in half of all trials. On Windows no signal ends it."""
 
 
 class WorkerHandle(ABC):
@@ -179,8 +180,7 @@ class Crew(ABC):
         """
         if self.upkeep is not None:
             self.upkeep()
-        if _SLICE is not None:
-            timeout = _SLICE if timeout is None else min(timeout, _SLICE)
+        timeout = SLICE if timeout is None else min(timeout, SLICE)
         events, found = self.__events, []
         try:
             event = events.get(timeout=timeout)

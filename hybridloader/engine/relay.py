@@ -9,7 +9,6 @@ consumer is told and never waits for it.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
@@ -19,12 +18,10 @@ from typing import Any
 
 from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerDied
+from hybridloader.engine.contract import SLICE
 
 _PATIENCE = 2.0
 """Seconds that `close` waits for the thread."""
-
-_SLICE = 0.2 if sys.platform == "win32" else None
-"""Seconds of one sleep. On Windows a wait for a lock can't be interrupted by Ctrl-C."""
 
 FINAL = (IteratorClosed, WorkerDied)
 """Errors of an iterator that would be raised again and again."""
@@ -130,7 +127,7 @@ class RelayQueue:
                 left = None if timeout is None else began + timeout - time.monotonic()
                 if left is not None and left <= 0:
                     raise NotReady(f"nothing has come through {self._name!r} in {timeout:g} s")
-                self.came.wait(min(filter(None, (left, _SLICE)), default=None))
+                self.came.wait(SLICE if left is None else min(left, SLICE))
         finally:
             self._sleepers -= 1
             self.waited += time.monotonic() - began
