@@ -1,4 +1,4 @@
-"""What a source does in its `finally` and `with` is done in workers too, however a pass ends."""
+"""The `finally` and `with` of a source run in workers too, however a pass ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKENDS = ("inline", "threads", "fork", "spawn")
 
 
 def notes(folder: Path) -> list[list[str]]:
-    """What each reader has noted, without the numbers of processes."""
+    """Return the notes of each reader, without the numbers of processes."""
     return [
         [line.split()[0] for line in file.read_text().splitlines()]
         for file in sorted(folder.iterdir())

@@ -168,7 +168,7 @@ def test_each_pass_has_a_budget_of_its_own() -> None:
                 assert run.stats().stages[-1 if not where else 0].skipped == 4 * (epoch + 1)
 
 
-def test_what_is_passed_on_unopened_counts_as_tried() -> None:
+def test_what_is_passed_on_unopened_counts_as_attempted() -> None:
     first = Pipeline.from_dataset(range(3000)).map(
         lambda n: 1 // ((n + 1) % 300), on_error=Skip(0.0034), backend="fork", num_workers=1
     )

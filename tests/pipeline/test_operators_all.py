@@ -1,4 +1,4 @@
-"""What holds for every operator: errors pass through, lengths are true, descriptions are values."""
+"""Rules for every operator: errors pass through, lengths are true, descriptions are values."""
 
 from __future__ import annotations
 

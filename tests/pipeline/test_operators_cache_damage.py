@@ -98,7 +98,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, data: st.DataObject) 
 @in_a_folder
 @given(st.data())
 def test_damage_is_found_wherever_it_is(tmp_path: Path, data: st.DataObject) -> None:
-    """What comes is what was written, or an error; never anything else."""
+    """An item is read as it was written, or raises an error; never anything else."""
     file = tmp_path / "cache"
     file.unlink(missing_ok=True)
     whole = bytearray(written(file))

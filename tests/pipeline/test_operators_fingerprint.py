@@ -1,4 +1,4 @@
-"""What a cache file is good for: these steps, with these arguments, attributes and data alone."""
+"""A cache file is valid for one pipeline: these steps, arguments, attributes and data alone."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_all_get_the_same_objects() -> None:
     assert next(one) is next(other) is item
 
 
-def test_a_branch_that_is_opened_late_misses_nothing() -> None:
+def test_a_branch_that_is_opened_late_lacks_nothing() -> None:
     stand, fork = ScriptedContext(), ForkPoint(scripted(1, 2, 3), 2)
     assert drain(Branch(fork, 0).start(stand)) == [1, 2, 3]
     assert drain(Branch(fork, 1).start(stand)) == [1, 2, 3]
@@ -140,7 +140,7 @@ def test_forks_of_one_pipeline_have_passes_of_their_own() -> None:
     assert len(stand.opened) == 2
 
 
-def test_a_pipeline_that_cannot_be_opened_may_be_tried_again() -> None:
+def test_a_pipeline_that_cannot_be_opened_may_be_opened_again() -> None:
     class Broken(Chain):
         length = 1
         operators = ()

@@ -59,7 +59,7 @@ def marked(scripts: list[list[Any]]) -> list[list[Any]]:
 
 
 def rows_of(scripts: list[list[Any]], *, strict: bool) -> list[Any]:
-    """What a zip gives and raises: row `i` is of item `i` of each, or its first error."""
+    """Return the rows and errors of a zip: row `i` is of item `i` of each, or its first error."""
     shortest = min(map(len, scripts))
     found: list[Any] = []
     for at in range(shortest):

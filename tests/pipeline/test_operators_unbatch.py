@@ -77,7 +77,7 @@ def test_every_kind_of_batch() -> None:
 
 
 def test_what_could_be_either_is_an_error_until_it_is_said() -> None:
-    """Whatever the lengths are: else one batch of some size would be taken for the other thing."""
+    """Lengths never decide: else one batch of some size would be taken for the other thing."""
     for first in (2, 3):
         batch = [torch.ones(first, 4), torch.zeros(3, 4)]
         (error,) = outcome(Unbatch(), batch)

@@ -50,7 +50,7 @@ Case = tuple[Build, type[Exception], str]
 
 
 def placed(error: type[Exception], words: str, **where: Any) -> Case:
-    """The same keywords with each method that takes a function; the error names the stage."""
+    """Give these keywords to each method that takes a function; the error names the stage."""
 
     def build() -> Any:
         for method in (BASE.map, BASE.filter, BASE.flat_map):

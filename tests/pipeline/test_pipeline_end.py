@@ -295,7 +295,7 @@ def test_an_endless_source_of_which_nothing_is_kept_can_be_closed(
 
 
 def still_reads(operators: Callable[[Pipeline], Pipeline], leave: Callable[[Epochs], None]) -> bool:
-    """Whether the thread before a stage goes on after an epoch was left."""
+    """Tell whether the thread before a stage goes on after an epoch was left."""
     stop = threading.Event()
 
     def source() -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What functions and sources of a pipeline raise comes out in its place, and the rest goes on."""
+"""Errors of functions and sources of a pipeline are raised in their places, and the rest goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a pipeline reads ahead, whom it waits for, and that it neither spins nor idles."""
+"""A pipeline reads ahead within its limits, and neither spins nor idles."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_stage_does_not_spin_while_its_source_has_nothing() -> None:
 
 
 class Hand(Iterator[int]):
-    """What a test puts there, as a relay has it."""
+    """Items that a test puts there, as a relay has them."""
 
     def __init__(self) -> None:
         self.items: list[int] = []

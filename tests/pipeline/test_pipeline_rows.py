@@ -28,7 +28,7 @@ Event = tuple[str, Any]
 
 
 def events(run: Iterator[Any], most: int = 1000) -> list[Event]:
-    """What a run gives and raises, until it ends or is closed."""
+    """Return the items and errors of a run, until it ends or is closed."""
     found: list[Event] = []
     while len(found) < most:
         try:

@@ -248,7 +248,7 @@ class Walk:
 
 
 class Steps:
-    """The same with the state on the iterator."""
+    """Such a source with the state on its iterator."""
 
     def __init__(self, count: int) -> None:
         self.count = count

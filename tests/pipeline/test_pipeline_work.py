@@ -1,4 +1,4 @@
-"""How work is handed to workers and comes back: task_sizes, readers, threads in workers, the metrics."""
+"""Work on its way to workers and back: task sizes, readers, threads in workers, metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridloader.engine.worker.perf_counter", lambda: 0.0)
 
 
-# -- task_sizes --------------------------------------------------------------------------------------
+# -- task sizes --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
