@@ -29,7 +29,7 @@ class LoaderRecord:
         self.loaded: Mapping[str, Any] | None = None
         """State that was loaded, until the next pass begins."""
         self.given: Any = None
-        """That state as `StatefulDataLoader` was given it; the error, if it could not be loaded."""
+        """State as `StatefulDataLoader` was given it; the error, if it could not be loaded."""
         self.budget: ErrorBudget | None = None
         """Error records of the latest pass that has an `on_error`."""
         self.report: weakref.WeakMethod[Callable[[], str]] | None = None

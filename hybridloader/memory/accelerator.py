@@ -21,7 +21,7 @@ class Accelerator(Protocol):
 
     @property
     def name(self) -> str:
-        """What ``tensor.to`` takes: ``"cuda:1"``."""
+        """Name of the device as ``tensor.to`` takes it: ``"cuda:1"``."""
 
     @property
     def pins(self) -> bool:
