@@ -47,16 +47,6 @@ class Fanout:
 
     Several threads may use it at once, and the items themselves may. In a forked process it starts new
     threads.
-
-    Parameters
-    ----------
-    threads
-        At least 1.
-
-    Examples
-    --------
-    >>> Fanout(4).map(str.upper, ["a", "b", "c"])
-    ['A', 'B', 'C']
     """
 
     def __init__(self, threads: int) -> None:
@@ -67,26 +57,14 @@ class Fanout:
         self,
         function: Callable[[Any], Any],
         items: Iterable[Any],
-        context: TaskContext | None = None,
-        what: str = "item",
+        context: TaskContext | None = None,  # looked at after every item
+        what: str = "item",  # name of an item in the note that its exception gets
     ) -> list[Any]:
         """``[function(item) for item in items]``.
 
         Items are begun in their order. After an error no other item is begun, and running ones are
-        waited for; so the error raised here is the one that a loop would have raised.
-
-        Parameters
-        ----------
-        context
-            Looked at after every item.
-        what
-            Name of an item in the note that its exception gets.
-
-        Raises
-        ------
-        Abandoned
-            The context was cancelled. The items that were running have ended, unless that took longer
-            than 1.5 seconds.
+        waited for; so the error raised here is the one that a loop would have raised. Raises
+        `Abandoned` if the context was cancelled, when running items have ended, or after `_PATIENCE`.
         """
         job = _Job(function, items, context)
         helpers = min(self.threads, job.count) - 1

@@ -20,36 +20,17 @@ from hybridloader.fetching.shard import ShardFetcher
 
 @dataclass(frozen=True)
 class MapFetch(Fetch):
-    """Samples by index, from a dataset with ``[]``, collated.
-
-    Attributes
-    ----------
-    batched
-        Whether an index is a list of indices that make one batch, or the key of one sample.
-    private
-        Whether every worker needs a copy of the dataset even where memory is shared.
-    threads
-        Threads, the worker's own among them, that fetch the samples of one batch; see `Fanout`. Without
-        effect where the dataset makes a batch in one call.
-    on_error
-        With a policy, an `Outcome` goes beside each result.
-    fill
-        Whether a batch that came short is sent uncollated, to be filled up from others.
-    sends_states
-        True if the dataset has a state that goes with results.
-    state_every
-        Least number of a worker's results from one with a state to the next; 0: as often as is cheap.
-    """
+    """Samples by index, from a dataset with ``[]``, collated."""
 
     dataset: Any
     collate_fn: Callable[[Any], Any]
-    batched: bool
+    batched: bool  # an index is a list of indices that make one batch, not the key of one sample
     private: bool = False
-    threads: int = 1
-    on_error: Policy | None = None
-    fill: bool = True
-    sends_states: bool = False
-    state_every: int = 0
+    threads: int = 1  # see `Fanout`; without effect where the dataset makes a batch in one call
+    on_error: Policy | None = None  # with a policy, an `Outcome` goes beside each result
+    fill: bool = True  # a batch that came short is sent uncollated, to be filled up from others
+    sends_states: bool = False  # the dataset has a state that goes with results
+    state_every: int = 0  # results between two with a state, at least; 0: as often as is cheap
 
     def with_dataset(self, dataset: Any) -> MapFetch:
         return replace(self, dataset=dataset)
@@ -89,26 +70,15 @@ class MapFetch(Fetch):
 
 @dataclass(frozen=True)
 class IterableFetch(Fetch):
-    """Next samples of the worker's own iterator over the dataset, collated.
-
-    Attributes
-    ----------
-    on_error
-        With a policy, an `Outcome` goes beside each result.
-    join
-        Whether the last samples of the shard, if they are no full batch, are sent uncollated, to be
-        joined to those of other shards.
-    state_every
-        Least number of a worker's results from one with a state to the next; 0: as often as is cheap.
-    """
+    """Next samples of the worker's own iterator over the dataset, collated. See `MapFetch`."""
 
     dataset: Any
     collate_fn: Callable[[Any], Any]
     batched: bool
-    drop_last: bool = False
+    drop_last: bool = False  # drop samples at the end of the shard that are no full batch
     datapipe: bool = False
     on_error: Policy | None = None
-    join: bool = False
+    join: bool = False  # send these samples uncollated, to be joined to those of other shards
     state_every: int = 0
 
     in_turn: ClassVar[bool] = True

@@ -25,19 +25,13 @@ from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 @dataclass(frozen=True)
 class Step:
-    """One function of a piece of work.
-
-    Attributes
-    ----------
-    kind
-        ``"map"``: one result for each item. ``"flat_map"``: an iterable of results.
-        ``"filter"``: whether to keep the item.
-    function
-        The user's function, or a `MapFetch` that is opened in the worker.
-    """
+    """One function of a piece of work."""
 
     kind: str
+    """``"map"``: one result for each item. ``"flat_map"``: an iterable of results. ``"filter"``: whether
+    to keep the item."""
     function: Any
+    """Function of the user's, or a `MapFetch` that is opened in the worker."""
 
     def open(
         self, context: TaskContext, on_error: Policy | None = None, number: int = 0
@@ -83,23 +77,11 @@ class Step:
 
 @dataclass(frozen=True)
 class WorkFetch(Fetch):
-    """Work of a stage: a list of items in, a list of results out.
+    """Work of a stage: a list of items in, a list of results out."""
 
-    Attributes
-    ----------
-    steps
-        At least one.
-    threads
-        Threads of a worker that share the items of one task.
-    on_error
-        Policy whose retries and replacements are made here; failures to skip are noted, as without one.
-    batched
-        The index of a task is a list of items.
-    """
-
-    steps: tuple[Step, ...]
-    threads: int = 1
-    on_error: Policy | None = None
+    steps: tuple[Step, ...]  # at least one
+    threads: int = 1  # of a worker, that share the items of one task
+    on_error: Policy | None = None  # retries and replaces here; failures to skip are only noted
 
     @property
     def dataset(self) -> Any:
@@ -137,11 +119,6 @@ class ItemsFetcher(Fetcher):
 
     Under ``seeding="sample"`` the number of an item in the stage's input seeds its steps; see
     `SampleRng.seeded_by_item`.
-
-    Parameters
-    ----------
-    threads
-        Threads that share the items of a task.
     """
 
     def __init__(

@@ -12,67 +12,30 @@ from hybridloader._support.errors import Failure
 
 
 class FailureRecord(NamedTuple):
-    """Record of a sample that failed, made by its worker.
+    """Record of a sample that failed, made by its worker."""
 
-    Attributes
-    ----------
-    index
-        Index that was asked for.
-    position
-        Number of good samples before it in its task.
-    failure
-        The exception; samples of a batch that failed as a whole share it.
-    replaced
-        Whether another sample was put in its place.
-    """
-
-    index: Any
-    position: int
-    failure: Failure
-    replaced: bool = False
+    index: Any  # that was asked for
+    position: int  # number of good samples before it in its task
+    failure: Failure  # samples of a batch that failed as a whole share it
+    replaced: bool = False  # another sample was put in its place
 
 
 class Note(NamedTuple):
-    """Failures to be counted, raised or left out between two results of a pipeline's task.
+    """Failures to be counted, raised or left out between two results of a pipeline's task."""
 
-    Attributes
-    ----------
-    position
-        Number of results before it.
-    attempted
-        Samples to be counted, those of `failures` among them.
-    failures
-        Records of the samples that failed.
-    item
-        Short text of the item whose place the one failure takes; None: failures are only counted.
-    """
-
-    position: int
-    attempted: int
+    position: int  # number of results before it
+    attempted: int  # samples to be counted, those of `failures` among them
     failures: Sequence[FailureRecord]
-    item: str | None = None
+    item: str | None = None  # in short, if the one failure takes its place; None: only counted
 
 
 class Outcome(NamedTuple):
-    """Metadata of the value of a loader's task.
+    """Metadata of the value of a loader's task: a batch, or the samples that are left of one."""
 
-    Attributes
-    ----------
-    attempted
-        Samples that were attempted for it.
-    failures
-        Records of those that failed.
-    short
-        None if the value is whole. Else the value is the list of the samples that are left of a batch,
-        not collated, and these are their indices.
-    wanted
-        Samples that such a batch should have had.
-    """
-
-    attempted: int
+    attempted: int  # samples, those of `failures` among them
     failures: Sequence[FailureRecord] = ()
-    short: Sequence[Any] | None = None
-    wanted: int = 0
+    short: Sequence[Any] | None = None  # indices of the samples left, not collated; None: a batch
+    wanted: int = 0  # samples that it should have had
 
 
 Attempt = tuple[Any, Outcome]
@@ -89,16 +52,6 @@ def short(
 def all_failed(
     indices: Sequence[Any], error: Exception, failures: Sequence[FailureRecord], wanted: int
 ) -> Attempt:
-    """Return the attempt at a batch that can't be made because of `error`.
-
-    Parameters
-    ----------
-    indices
-        Indices of its good samples.
-    failures
-        Records of samples that had failed before.
-    wanted
-        Samples that it should have had.
-    """
+    """Return the attempt at a batch whose good samples fail as a whole; `failures` came before."""
     batch = [FailureRecord(index, place, Failure(error)) for place, index in enumerate(indices)]
     return short([], [], sorted([*failures, *batch], key=lambda failed: failed.position), wanted)

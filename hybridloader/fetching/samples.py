@@ -44,21 +44,14 @@ class SampleFetcher(Fetcher):
 
 
 class BatchFetcher(Fetcher):
-    """Fetcher of batches of a map-style dataset.
-
-    Parameters
-    ----------
-    spread
-        Fetches the samples of a batch on threads, unless the dataset makes a batch in one call; None:
-        one after the other.
-    """
+    """Fetcher of batches of a map-style dataset."""
 
     def __init__(
         self,
         dataset: Any,
         collate_fn: Callable[[Any], Any],
         context: TaskContext,
-        spread: Spread | None,
+        spread: Spread | None,  # not used if the dataset makes a batch in one call
     ) -> None:
         self._context, self._whole = context, not one_by_one(dataset)
         self._spread = None if self._whole else spread
@@ -100,10 +93,7 @@ def seeded_samples(
 ) -> tuple[Any, Callable[[Any], Any]]:
     """Return `dataset` and `collate_fn`, seeded for each sample if `context` has a sample RNG.
 
-    Parameters
-    ----------
-    whole
-        Whether the dataset makes a batch in one call, which is then seeded as one.
+    A `whole` dataset makes a batch in one call, which is seeded as one.
     """
     rng = context.rng
     if rng is None:

@@ -19,20 +19,12 @@ from hybridloader.seeding.sample_rng import innermost
 
 
 class ShardReader(Fetcher):
-    """Base of the fetchers that read an iterator.
-
-    Attributes
-    ----------
-    position
-        Calls of ``next()`` that gave a sample or raised an error; the end does not count.
-    ended
-        True once the iterator has ended.
-    """
+    """Base of the fetchers that read an iterator."""
 
     def __init__(self, samples: Iterator[Any], context: TaskContext) -> None:
         self._samples, self._context = samples, context
         # All the mutable state:
-        self.position = 0
+        self.position = 0  # calls of next() that gave a sample or raised; the end does not count
         self.ended = False
 
     def skip(self, count: int) -> None:
@@ -58,17 +50,7 @@ class ShardReader(Fetcher):
 
 
 class ShardFetcher(ShardReader):
-    """Fetcher of an iterable dataset.
-
-    Parameters
-    ----------
-    batched
-        Whether a task is a batch, and not a single sample.
-    drop_last
-        Whether samples at the end that are no full batch are dropped.
-    join
-        Whether they are sent uncollated instead, to be joined to those of other shards.
-    """
+    """Fetcher of an iterable dataset. See `IterableFetch` for the parameters."""
 
     def __init__(
         self,

@@ -23,13 +23,8 @@ _READING = 0.01
 class ReadersFetch(Fetch):
     """Next items of the worker's own iterator, as many as the task asks for.
 
-    Parameters
-    ----------
-    source
-        An iterable, of which every worker has a copy of its own; or a function that makes one, called in
-        the worker.
-    on_error
-        Policy whose retries and replacements are made here; failures to skip are noted, as without one.
+    `source` is an iterable, of which every worker has a copy of its own; or a function that makes one,
+    called in the worker. For `on_error` see `WorkFetch`.
     """
 
     in_turn: ClassVar[bool] = True

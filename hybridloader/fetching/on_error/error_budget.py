@@ -78,38 +78,17 @@ class FailureLog:
 
 
 class ErrorBudget:
-    """Skipped samples of one stage in one pass, and how many more are allowed.
-
-    Parameters
-    ----------
-    policy
-        Its budget is the limit.
-    stage
-        Name of the stage.
-    epoch
-        Number of the pass.
-    log
-        Gets every record too, counted under `key`.
-    gaps
-        Whether a left-out item keeps its place: `LeftOut` is raised there.
-
-    Attributes
-    ----------
-    records
-        Records in the order in which results were handed out.
-    attempted
-        Samples until now, those that failed among them.
-    """
+    """Skipped samples of one stage in one pass, and how many more are allowed."""
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy,  # its budget is the limit
         stage: str,
         epoch: int = 0,
-        log: FailureLog | None = None,
+        log: FailureLog | None = None,  # gets every record too, counted under `key`
         key: Hashable = None,
         *,
-        gaps: bool = False,
+        gaps: bool = False,  # a left-out item keeps its place: `LeftOut` is raised there
     ) -> None:
         last = final(policy)
         self.skips = isinstance(last, Skip)
@@ -118,8 +97,8 @@ class ErrorBudget:
         self._log, self._key = log, key
         self._shared = None if log is None else log.records
         # All the mutable state:
-        self.records: list[Skipped] = []
-        self.attempted = 0
+        self.records: list[Skipped] = []  # in the order in which results were handed out
+        self.attempted = 0  # samples until now, those that failed among them
 
     def may_skip(self, failure: Failure) -> bool:
         """Return True if a sample that raised this is left out, and its error not raised."""
@@ -129,11 +108,8 @@ class ErrorBudget:
     def count(self, attempted: int, failures: Iterable[FailureRecord], worker: int | None) -> None:
         """Count `attempted` samples, of which `failures` failed.
 
-        Raises
-        ------
-        TooManyErrors
-            The budget has run out; all failures are recorded. The error stands beside the items, in the
-            place of none.
+        Raises `TooManyErrors` if the budget has run out; all failures are recorded. The error stands
+        beside the items, in the place of none.
         """
         if self._exceeded_by(attempted, failures, worker):
             raise beside(self._too_many())
@@ -141,12 +117,8 @@ class ErrorBudget:
     def leave_out(self, failed: FailureRecord, worker: int | None) -> None:
         """Record a sample that failed and is left out.
 
-        Raises
-        ------
-        TooManyErrors
-            The budget has run out. The error stands in the place of the sample.
-        LeftOut
-            The place of the sample must be kept.
+        Raises, in the place of the sample, `TooManyErrors` if the budget has run out, or `LeftOut` if
+        the place must be kept.
         """
         if self._exceeded_by(1, [failed], worker):
             raise self._too_many()

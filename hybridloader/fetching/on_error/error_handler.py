@@ -30,22 +30,12 @@ def seeded(policy: Any, rng: SampleRng | None, key: Callable[[Any], bytes] = key
 
 
 class ErrorHandler:
-    """Retries calls that failed, or replaces their result.
-
-    Parameters
-    ----------
-    policy
-        None: every error is raised again.
-    context
-        Ends a wait when it is cancelled.
-    sleep
-        Called with seconds.
-    """
+    """Retries calls that failed, or replaces their result."""
 
     def __init__(
         self,
-        policy: Policy | None,
-        context: TaskContext,
+        policy: Policy | None,  # None: every error is raised again
+        context: TaskContext,  # ends a wait when it is cancelled
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._retry = policy if isinstance(policy, Retry) else None
@@ -60,15 +50,8 @@ class ErrorHandler:
     ) -> tuple[Any, Exception | None]:
         """Retry ``function(argument)``, which has raised `error`; a `GivenUp` is not retried.
 
-        Returns
-        -------
-        tuple
-            The value, and the error that it replaces; None if a retry gave the value.
-
-        Raises
-        ------
-        Exception
-            The last error, if the policy does not replace it.
+        Return the value, and the error that it replaces (None if a retry gave it); or raise the last
+        error, if the policy does not replace it.
         """
         try:
             if self._retry is not None and type(argument) is not GivenUp:

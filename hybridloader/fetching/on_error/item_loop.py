@@ -24,31 +24,19 @@ Opened = list[tuple[str, Callable[[Any], Any]]]
 class ItemLoop:
     """Takes items through steps, in one worker.
 
-    Parameters
-    ----------
-    opened
-        Besides the kinds of `Step` there is ``"batch"``: its function returns an `Attempt`.
-    handler
-        Handles errors.
-    context
-        Its `cancelled` is looked at after every item.
-    spread
-        Shares items out to threads; None: one after the other.
-    enter
-        Called first with each element of a task, on the thread that works on it; returns the item.
-    batch
-        Whether the results make one batch; see `TaskResults`.
+    Besides the kinds of `Step` there is ``"batch"``: its function returns an `Attempt`.
     """
 
     def __init__(
         self,
         opened: Opened,
         handler: ErrorHandler,
-        context: TaskContext,
-        spread: Spread | None = None,
+        context: TaskContext,  # its `cancelled` is looked at after every item
+        spread: Spread | None = None,  # None: items are taken one after the other
         *,
+        # Called first with each element of a task, on the thread that works on it; returns the item:
         enter: Callable[[Any], Any] | None = None,
-        batch: bool = False,
+        batch: bool = False,  # the results make one batch; see `TaskResults`
     ) -> None:
         self._context, self._spread, self._enter = context, spread, enter
         self.new_results = partial(TaskResults, handler, batch=batch)

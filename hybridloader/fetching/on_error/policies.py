@@ -112,10 +112,7 @@ Policy = Skip | Retry | Replace
 def parse(value: Any, name: str = "on_error") -> Policy | None:
     """Return the policy that `value` of the parameter `name` is or names; None for ``"raise"``.
 
-    Raises
-    ------
-    ValueError
-        The value is no policy.
+    Raises `ValueError` for other values.
     """
     if value is None:
         return None

@@ -14,27 +14,15 @@ from hybridloader.fetching.outcome import Note
 class ResultQueue(Iterator[Any]):
     """Results of tasks, and the notes and errors between them.
 
-    It goes on behind an error, and ends whenever nothing is waiting.
-
-    Parameters
-    ----------
-    budget
-        Counts results and failures; None: errors are raised, and nothing is counted.
-    where
-        Returns the text that says where an item failed; called with the item, in short, and its worker.
-
-    Attributes
-    ----------
-    results
-        Results that wait. Where nothing is in `between`, they may be taken from here.
-    between
-        Notes and errors that wait, each with its place among all results so far and the worker.
+    It goes on behind an error, and ends whenever nothing is waiting. Without a `budget` errors are
+    raised, and nothing is counted. `where` says where an item, in short, failed at a worker.
     """
 
     def __init__(self, budget: ErrorBudget | None, where: Callable[[str, int | None], str]) -> None:
         self._budget, self._where = budget, where
         # All the mutable state:
-        self.results: deque[Any] = deque()
+        self.results: deque[Any] = deque()  # may be taken from here while nothing is in `between`
+        # Notes and errors that wait, each with its place among all results so far, and the worker.
         self.between: deque[tuple[int, Note | Raised, int | None]] = deque()
         self._added = 0  # results until now
 

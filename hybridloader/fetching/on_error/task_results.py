@@ -16,21 +16,18 @@ from hybridloader.fetching.outcome import FailureRecord, Note
 class TaskResults:
     """Values of one task until now, and notes on its failures.
 
-    Parameters
-    ----------
-    handler
-        Retries or replaces what fails.
-    batch
-        Whether the values make one batch: an error is raised here, unless the policy skips. Else it is
-        noted, to be raised or left out in its place when the values are handed out.
-    what
-        Name of every item, for errors; None: the item itself, in short.
+    If the values make one `batch`, an error is raised here, unless the policy skips. Else it is noted,
+    to be raised or left out in its place when the values are handed out.
     """
 
     __slots__ = ("_batch", "_handler", "_what", "notes", "values")
 
     def __init__(
-        self, handler: ErrorHandler, *, batch: bool = False, what: str | None = None
+        self,
+        handler: ErrorHandler,
+        *,
+        batch: bool = False,
+        what: str | None = None,  # name of every item, for errors; None: the item itself, in short
     ) -> None:
         self._handler, self._batch, self._what = handler, batch, what
         self.values: list[Any] = []

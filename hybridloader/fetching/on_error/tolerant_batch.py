@@ -24,13 +24,7 @@ from hybridloader.fetching.samples import Apart, BatchFetcher, Spread, key_of_sa
 
 
 class TolerantBatchFetcher(BatchFetcher):
-    """Fetcher of batches, or single samples, that puts an `Outcome` beside each value.
-
-    Parameters
-    ----------
-    batched, fill
-        As in `MapFetch`.
-    """
+    """Fetcher of batches, or single samples, that puts an `Outcome` beside each value."""
 
     def __init__(
         self,

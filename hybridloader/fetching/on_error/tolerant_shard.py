@@ -28,14 +28,8 @@ class TolerantReader(ShardReader):
     def read(self, results: TaskResults) -> None:
         """Add the next sample to `results`, or a note on it, and count it in `position`.
 
-        Raises
-        ------
-        StopIteration
-            There is none.
-        ShardLost
-            The iterator was a generator.
-        Exception
-            An error that `results` does not take; the iterator can be asked again.
+        Raises `StopIteration` if there is none, and `ShardLost` after an error of a generator. The
+        iterator can be asked again after an error that `results` does not take, which is raised too.
         """
         if self._is_over:
             raise StopIteration
