@@ -33,19 +33,10 @@ def run(
     compare: bool = True,
     display: Display | None = None,
 ) -> float:
-    """Run the demo. The help texts of `hybridloader.cli` describe the options.
+    """Run the demo; return the accuracy on the held-out images, between 0 and 1.
 
-    Returns
-    -------
-    float
-        The accuracy on the held-out images, between 0 and 1.
-
-    Raises
-    ------
-    DemoError
-        A folder or an image can't be used.
-    BackendUnavailable
-        There is no such backend, or it can't serve here.
+    The help texts of `hybridloader.cli` describe the options. Raises `DemoError` if a folder or an image
+    can't be used, and `BackendUnavailable`.
     """
     display = display or Display()
     start = time.perf_counter()

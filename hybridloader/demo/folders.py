@@ -47,12 +47,8 @@ def read_class_folders(folder: Path) -> ClassFolders:
     """List the images of `folder`, which holds one folder per class.
 
     The classes are ordered by their names; hidden folders are ignored. In every class each tenth image
-    is held out, or the last one if there are fewer than ten.
-
-    Raises
-    ------
-    DemoError
-        The folder is missing or unreadable, or holds fewer than two classes of two images.
+    is held out, or the last one if there are fewer than ten. Raises `DemoError` if the folder is missing
+    or unreadable, or holds fewer than two classes of two images.
     """
     if not folder.exists():
         raise DemoError(f"there is no folder {folder}")

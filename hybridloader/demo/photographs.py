@@ -119,19 +119,8 @@ def prepare(
 ) -> Path:
     """Cut the crops unless they are there, and return the folder that has a folder per photograph.
 
-    Parameters
-    ----------
-    cache
-        Folder that gets this folder.
-    crops
-        Number of crops per photograph.
-    report
-        Called with 1 after each crop that was cut.
-
-    Raises
-    ------
-    DemoError
-        A photograph is missing from its wheel, or the cache can't be written.
+    `report` is called with 1 after each crop that was cut. Raises `DemoError` if a photograph is missing
+    from its wheel, or the cache can't be written.
     """
     folder = cut_folder(cache, crops)
     if is_complete(folder, crops):

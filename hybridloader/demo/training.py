@@ -37,15 +37,7 @@ class Network(nn.Sequential):
 
 
 class Trainer:
-    """Network with its optimiser.
-
-    Parameters
-    ----------
-    classes
-        Number of classes.
-    steps
-        Number of batches in all; the learning rate rises and falls over them.
-    """
+    """Network with its optimiser; the learning rate rises and falls over `steps`, the batches in all."""
 
     def __init__(self, classes: int, steps: int) -> None:
         self.network = Network(classes)

@@ -58,18 +58,8 @@ def _current_index(kind: torch.device) -> int:
 def find(device: Any) -> Accelerator | None:
     """Return the accelerator that `device` names; None for the CPU. Makes no context.
 
-    Parameters
-    ----------
-    device
-        A str, a `torch.device` or an `Accelerator`. Without an index, the device that is current on
-        this thread.
-
-    Raises
-    ------
-    TypeError
-        `device` is of another type.
-    ValueError
-        There is no such device, or it is not an accelerator.
+    Without an index it is the device that is current on this thread. Raises `ValueError` if there is no
+    such device, or it is not an accelerator.
     """
     if hasattr(device, "side_stream"):
         found: Accelerator = device

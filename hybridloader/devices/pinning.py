@@ -77,13 +77,7 @@ class Transfer:
 
 
 def check(device: Any) -> None:
-    """Raise an error for a device that is not there; None is always accepted.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The message says which devices there are.
-    """
+    """Raise `TypeError` or `ValueError` for a device that is not there, and say which there are."""
     if device is not None:
         find(Transfer.of(device).device)
 
@@ -91,15 +85,8 @@ def check(device: Any) -> None:
 def pinner_for(device: Any, *, pin_memory: bool) -> Pinner | None:
     """Return the object that handles the batches of one iterator; None if nothing is to be done.
 
-    The device that is current on this thread counts. Makes no context on it, so that workers may be
-    forked after this.
-
-    Parameters
-    ----------
-    device
-        None, a `Transfer`, or the device of one.
-    pin_memory
-        Whether batches that are not moved are pinned.
+    `device` is None, a `Transfer`, or the device of one. The device that is current on this thread
+    counts. Makes no context on it, so that workers may be forked after this.
     """
     transfer = None if device is None else Transfer.of(device)
     accelerator = None if transfer is None else find(transfer.device)
@@ -114,50 +101,27 @@ def pinner_for(device: Any, *, pin_memory: bool) -> Pinner | None:
 class Sent:
     """Batch on its way from the thread that pins to the thread that takes it.
 
-    Attributes
-    ----------
-    data
-        The batch, on the device unless `late`.
-    size
-        Bytes of its tensors, as far as they can be found.
-    mark
-        Mark behind the copies; None if there are none.
-    used
-        Tensors on the device, and objects with a `record_stream()`, that must be told the stream of
-        the thread that takes the batch.
-    late
-        Whether a part of it has yet to be moved, by the thread that takes it.
+    Tensors on the device, and objects with a `record_stream()`, are `used`: they must be told the stream
+    of the thread that takes the batch.
     """
 
     __slots__ = ("data", "late", "mark", "size", "used")
 
     def __init__(self) -> None:
-        self.data: Any = None
-        self.size = 0
-        self.mark: StreamMark | None = None
+        self.data: Any = None  # the batch
+        self.size = 0  # bytes of its tensors, as far as they can be found
+        self.mark: StreamMark | None = None  # behind the copies; None if there are none
         self.used: list[Any] = []
-        self.late = False
+        self.late = False  # a part has yet to be moved, by the thread that takes it
 
 
 class Pinner:
     """Puts batches into page-locked memory.
 
-    One thread calls `prepare` and `send`, another one `take`; `here` does both, on any.
+    One thread calls `prepare` and `send`, another one `take`; `here` does both, on any. So many batches
+    and bytes as `prefetch` and `buffer_bytes` say may wait behind `send`.
 
-    Parameters
-    ----------
-    accelerator
-        Device for which memory is locked.
-    prefetch, buffer_bytes
-        Batches and bytes that may wait behind `send`.
-
-    Attributes
-    ----------
-    locks
-        Page locks for slots of the workers: told which streams read them. None if the device locks no
-        pages.
-    refusal
-        Reason why the last tensor could not be pinned; None as long as all could.
+    The `locks` are those of the workers' slots: they are told which streams read them.
     """
 
     stage = "pin_memory"
@@ -171,7 +135,7 @@ class Pinner:
         locks = accelerator.pins and accelerator.locks_pages
         self.locks = PageLocks(accelerator) if locks else None
         # All the mutable state:
-        self.refusal: str | None = None
+        self.refusal: str | None = None  # why the last tensor could not be pinned
         self._warned = False
 
     def prepare(self) -> None:
@@ -243,18 +207,13 @@ class Mover(Pinner):
     All copies are queued on one stream. The current stream of the thread that takes a batch waits for
     them, and the allocator is told of it, so that the memory is not used again before it is done. If the
     device can't do that, nothing is handed from one stream to another.
-
-    Attributes
-    ----------
-    stream
-        Stream that copies are queued on; None before `prepare`, and if they are not queued.
     """
 
     stage = "to"
 
     def __init__(self, accelerator: Accelerator, prefetch: int, buffer_bytes: int) -> None:
         super().__init__(accelerator, prefetch, buffer_bytes)
-        self.stream: Any = None
+        self.stream: Any = None  # of the copies; None before `prepare`, and if they are not queued
 
     def prepare(self) -> None:
         super().prepare()

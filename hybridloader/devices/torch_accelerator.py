@@ -36,15 +36,10 @@ class TorchAccelerator:
     """Device of torch: CUDA, XPU, MPS or any other that `torch.accelerator` knows.
 
     Asking `queues_copies` or `one_stream` may make a context on it; the other properties do not.
-
-    Parameters
-    ----------
-    device
-        The device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = device  # with its index
 
     def __repr__(self) -> str:
         return f"TorchAccelerator({self.name!r})"

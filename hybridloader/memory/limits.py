@@ -96,13 +96,7 @@ def warn_of_overflow(reason: str) -> None:
 
 
 def process_limit(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process has: the machine's, or less where cgroups say so.
-
-    Parameters
-    ----------
-    root
-        Folder in which /proc and /sys are looked for.
-    """
+    """Bytes of memory that this process has: the machine's, or less where cgroups in `root` say so."""
     limits = (number_in(group / names.limit) for group, names in cgroups(root))
     return min([_machine(), *filter(None, limits)])
 

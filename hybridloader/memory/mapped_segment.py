@@ -24,21 +24,9 @@ _lendings = itertools.count()
 class MappedSegment:
     """A segment as its reader sees it: slots of `capacity` bytes, one behind the other.
 
-    Attributes
-    ----------
-    mapping
-        The memory, or the error why it could not be mapped.
-    capacity
-        Bytes of each slot in the segment.
-    alias
-        Number for processes other than reader and writer: below 0, and no other segment that this
-        process knows has it.
-    kept
-        The descriptor, if it was kept.
-    listeners
-        Called with the alias when the segment is gone, from any thread: their processes know it, too.
-    locks
-        Page locks of the segment; None if its pages are not locked.
+    `alias` is its number for processes other than reader and writer: below 0, and no other segment that
+    this process knows has it. `listeners` are called with it when the segment is gone, from any thread:
+    their processes know it, too.
     """
 
     __slots__ = (
@@ -46,12 +34,15 @@ class MappedSegment:
     )  # fmt: skip
 
     def __init__(
-        self, mapping: Mapping | OSError, kept: KeptDescriptor | None, capacity: int
+        self,
+        mapping: Mapping | OSError,  # the memory, or the error why it could not be mapped
+        kept: KeptDescriptor | None,  # the descriptor, if it was kept
+        capacity: int,
     ) -> None:
         self.mapping, self.kept, self.capacity = mapping, kept, capacity
         self.alias = next(_aliases)
         self.listeners: set[Callable[[int], None]] = set()
-        self.locks: PageLocks | None = None
+        self.locks: PageLocks | None = None  # None: its pages are not locked
         self._lock_asked = self._ended = False
         self._lent: set[int] = set()  # batches over it that are open; finalizers take them out
 

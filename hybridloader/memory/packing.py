@@ -29,13 +29,7 @@ Packed = tuple[bytes, list[memoryview]]
 
 
 class AsTensor:
-    """Array in a process without torch that is to arrive as a tensor.
-
-    Parameters
-    ----------
-    array
-        A C-contiguous numpy array of a dtype that torch has.
-    """
+    """Array, C-contiguous and of a dtype that torch has, to arrive as a tensor; made without torch."""
 
     __slots__ = ("array",)
 
@@ -51,19 +45,9 @@ class AsTensor:
 def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Packed:
     """Split `value` into a header and the buffers left out of it.
 
-    The buffers are views of the memory of `value`: use them before it changes.
-
-    Parameters
-    ----------
-    what
-        Noun for the value, for the error.
-    other_main
-        Whether the reader has another ``__main__``: then objects from there are sent whole.
-
-    Raises
-    ------
-    ResultNotSendable
-        Something in it can't be pickled.
+    The buffers are views of the memory of `value`: use them before it changes. If the reader has an
+    `other_main`, objects from ``__main__`` are sent whole. Raises `ResultNotSendable`, which calls the
+    value `what`, if something in it can't be pickled.
     """
     try:
         packer = _idle.pop()
@@ -115,10 +99,8 @@ def reads_the_same_everywhere(header: bytes | memoryview) -> bool:
 def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     """Load what `pack` gave; the value shares memory with `buffers`.
 
-    Raises
-    ------
-    DamagedMessage
-        The header is no pickle, or not all of one. Errors that its objects raise stay as they are.
+    Raises `DamagedMessage` if the header is no pickle, or not all of one. Errors that its objects raise
+    stay as they are.
     """
     try:
         return pickle.loads(header, buffers=buffers)

@@ -101,23 +101,13 @@ class PageLocks:
 
     All methods may be called from any thread; `after_device` and its functions also from finalizers.
     In a fork it does nothing: the device is the parent's.
-
-    Parameters
-    ----------
-    accelerator
-        The device that reads the batches; also an attribute.
-
-    Attributes
-    ----------
-    refusal
-        Why the last pages that were to be locked are not; None as long as all were.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+        self.accelerator = accelerator  # the device that reads the batches
         self._owner = os.getpid()
         # All the mutable state; only by operations that are atomic:
-        self.refusal: str | None = None
+        self.refusal: str | None = None  # why the last pages that were to be locked are not
         self._locked: dict[int, int] = {}  # bytes, by address
         self._streams: dict[Any, None] = {}  # in the order of `wait_for`
         self._warned = False

@@ -28,15 +28,7 @@ class Ticket(NamedTuple):
 
 
 class Mapping:
-    """Memory mapped into this process; given back when nobody refers to it any more.
-
-    Attributes
-    ----------
-    address
-        Address of the first byte.
-    size
-        Size in bytes.
-    """
+    """Bytes mapped into this process, `size` of them; given back when nobody refers to them any more."""
 
     __slots__ = ("__weakref__", "_ends", "_owner", "address", "size")
 
@@ -83,15 +75,8 @@ def nameless_available() -> bool:
 def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
     """Make a segment of `size` bytes, with a name or without, and map it.
 
-    Returns
-    -------
-    mapping, ticket, fd
-        `fd` is to be sent along with the ticket of a nameless segment, and then closed.
-
-    Raises
-    ------
-    OSError
-        There is no memory for it. Nothing was left behind.
+    The descriptor is to be sent along with the ticket of a nameless segment, and then closed. Raises
+    `OSError` if there is no memory for it; nothing is left behind.
     """
     if name is not None:
         segment = _shared_memory(name, size)
@@ -114,11 +99,8 @@ def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
 def make_private(size: int, *, forks_share: bool = False) -> Mapping:
     """Map `size` bytes of this process alone. Raises `OSError` when there is no memory for them.
 
-    Parameters
-    ----------
-    forks_share
-        Whether a fork sees these pages instead of getting a copy. A copy on write gives the parent
-        new pages while a device goes on reading the old ones.
+    If `forks_share`, a fork sees these pages instead of getting a copy. A copy on write gives the parent
+    new pages while a device goes on reading the old ones.
     """
     if forks_share or sys.platform == "win32":
         pages = mmap.mmap(-1, size)
@@ -174,12 +156,8 @@ def map_descriptor(fd: int, size: int, *, private: bool = False) -> Mapping:
     """Map `size` bytes of the file `fd`, for reading and writing.
 
     `mmap.mmap` would keep a descriptor for as long as it lives (before Python 3.13 always), and ten
-    thousand batches that are kept would run into ``ulimit -n``. libc's `mmap` keeps none.
-
-    Parameters
-    ----------
-    private
-        Whether writes stay with this process: a page is copied when it is first written.
+    thousand batches that are kept would run into ``ulimit -n``. libc's `mmap` keeps none. If `private`,
+    writes stay with this process: a page is copied when it is first written.
     """
     # PROT_* are 1 and 2, MAP_SHARED is 1 and MAP_PRIVATE 2 on Linux, macOS and the BSDs.
     flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED

@@ -62,35 +62,19 @@ class Notice(NamedTuple):
 
 
 class SlotMap(NamedTuple):
-    """Places of a batch's buffers, as the other side is told of them.
+    """Places of a batch's buffers, as the other side is told of them."""
 
-    Attributes
-    ----------
-    spans
-        One for each buffer; None for one that goes through the stream.
-    new
-        Segments that the other side does not know yet.
-    retired
-        Segments that no longer exist.
-    refusal
-        Why a slot could not be had, if that was so.
-    """
-
-    spans: tuple[Span | None, ...]
-    new: tuple[Notice, ...]
-    retired: tuple[int, ...]
-    refusal: str | None
+    spans: tuple[Span | None, ...]  # one for each buffer; None for one that goes through the stream
+    new: tuple[Notice, ...]  # segments that the other side does not know yet
+    retired: tuple[int, ...]  # segments that no longer exist
+    refusal: str | None  # why a slot could not be had, if that was so
 
 
 class SlotWriter:
     """Slots that this process fills, and that the reader maps as it hears of them.
 
-    Parameters
-    ----------
-    limit
-        Bytes of all slots together.
-    names
-        Prefix of the names of named segments, before their numbers. None: they have no names.
+    They have `limit` bytes together. `names` is the prefix of the names of named segments, before their
+    numbers; None: they have no names.
     """
 
     def __init__(self, limit: int, names: str | None = None) -> None:
@@ -111,12 +95,8 @@ class SlotWriter:
     def write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
         """Copy into slots those of `buffers` that do not lie in one already.
 
-        Returns
-        -------
-        slot_map
-            To be sent to the reader, which keeps every slot that it names in use until it returns it.
-        fds
-            To be sent along, and then closed.
+        The map is to be sent to the reader, which keeps every slot that it names in use until it returns
+        it; the descriptors are to be sent along, and then closed.
         """
         where = [self._find(buffer) for buffer in buffers]
         missing = [i for i, span in enumerate(where) if span is None]
@@ -202,35 +182,19 @@ class SlotWriter:
 class SlotReader:
     """View of one process on the slots of another.
 
-    Parameters
-    ----------
-    limit
-        Bytes of slots that the consumer may keep in use before batches are copied out instead. Below
-        the writer's limit, so that the writer always finds a free one.
-    names
-        Prefix of the names of named segments, as the writer has it.
-    keeps
-        Whether the descriptor of a new segment is kept, as far as there is room, until the first batch
-        over that segment is opened; longer if `forwards` was set.
-    locks
-        Locks the pages of a segment when the first batch over it is opened here; None: nobody does.
-
-    Attributes
-    ----------
-    overflow
-        Why the last batch was copied out; None as long as none was.
-    forwards
-        True if batches are forwarded to other processes, so that these will need descriptors.
-    highest
-        The highest number of a segment of the writer's; -1 if there was none.
+    A consumer that keeps more than `limit` bytes of slots in use gets its batches copied out instead.
+    That is below the writer's limit, so that the writer always finds a free slot. If the reader `keeps`
+    descriptors of new segments, then as far as there is room, and each until the first batch over its
+    segment is opened; longer if `forwards` was set.
     """
 
     def __init__(
         self,
         limit: int,
-        names: str | None = None,
+        names: str | None = None,  # prefix of the names of named segments, as the writer has it
         keeps: bool = False,
-        locks: PageLocks | None = None,
+        locks: PageLocks
+        | None = None,  # lock a segment when the first batch over it is opened here
     ) -> None:
         self.limit = limit
         self.locks = locks
@@ -238,9 +202,9 @@ class SlotReader:
         self._keeps = keeps
         # All the mutable state:
         self.segments: dict[int, MappedSegment] = {}  # by number
-        self.overflow: str | None = None
-        self.forwards = False
-        self.highest = -1
+        self.overflow: str | None = None  # why the last batch was copied out
+        self.forwards = False  # batches go on to other processes, which will need descriptors
+        self.highest = -1  # highest number of a segment of the writer's
         self.lent = 0  # bytes of the slots that open batches keep in use
         self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
         self._free: list[int] = []  # returned, and not yet told

@@ -48,20 +48,14 @@ class _Contents(NamedTuple):
 class Shipment:
     """Pickle of an object, made once and sent to any number of workers.
 
-    Attributes
-    ----------
-    parts
-        Parts of the frame: a table of contents if the pickle and its buffers lie in a file, otherwise
-        these themselves.
-    fds
-        Descriptors that must go along, owned by the shipment; the first is that of the file.
-    inherited
-        Objects that must be handed to each process as it is started; None if there are none.
+    The parts of its frame are a table of contents if the pickle and its buffers lie in a file, otherwise
+    these themselves.
     """
 
     def __init__(self, parts: list[Any], fds: list[int]) -> None:
-        self.parts, self.fds = parts, fds
-        self.inherited: Inherited | None = None
+        self.parts = parts
+        self.fds = fds  # descriptors that must go along, owned by this; the first is the file's
+        self.inherited: Inherited | None = None  # to be handed to each process as it is started
 
     def close(self) -> None:
         while self.fds:
@@ -69,21 +63,12 @@ class Shipment:
 
 
 def ship(thing: Any, what: str, *, share: bool) -> Shipment:
-    """Pickle `thing`.
+    """Pickle `thing`, which errors call `what`.
 
-    Parameters
-    ----------
-    what
-        Noun for it, for the error.
-    share
-        Whether descriptors can be sent along. Then the pickle goes once into a file without a name,
-        which all workers map: its large arrays and tensors are not copied, until one is written to.
-        And tensors in shared memory stay shared. Otherwise each worker gets a copy of everything.
-
-    Raises
-    ------
-    ShippingError
-        It can't be pickled; names the attribute that is to blame.
+    If descriptors can be sent along (`share`), the pickle goes once into a file without a name, which
+    all workers map: its large arrays and tensors are not copied, until one is written to. And tensors in
+    shared memory stay shared. Otherwise each worker gets a copy of everything. Raises `ShippingError`,
+    which names the attribute that is to blame, if it can't be pickled.
     """
 
     def blame(error: Exception, *, starting: bool) -> ShippingError:
@@ -120,11 +105,8 @@ def ship(thing: Any, what: str, *, share: bool) -> Shipment:
 def receive(parts: list[memoryview], fds: list[int], inherited: Inherited | None = None) -> Any:
     """Load what `ship` packed, in the worker; closes `fds`.
 
-    Raises
-    ------
-    ShippingError
-        Not all of it has arrived, or something in it can't be loaded in this process, as its cause
-        says.
+    Raises `ShippingError` if not all of it has arrived, or something in it can't be loaded in this
+    process, as its cause says.
     """
     _local.fds = fds
     try:
@@ -196,12 +178,8 @@ def replicate(thing: Any, what: str) -> Any:
     """Make a private copy of `thing` within this process, as if it had been sent to another.
 
     Functions, classes and modules are not copied, and neither are objects that processes would share:
-    tensors in shared memory, multiprocessing's locks, values, queues and proxies.
-
-    Raises
-    ------
-    ShippingError
-        It can't be copied; names the attribute that is to blame.
+    tensors in shared memory, multiprocessing's locks, values, queues and proxies. Raises
+    `ShippingError`, which names the attribute that is to blame, if it can't be copied.
     """
     import cloudpickle
 

@@ -116,37 +116,22 @@ class Pool:
     that size together, up to a part of the limit. So a worker that fills a few slots again and
     again has no more than it needs, and a worker whose batches are kept has few mappings. The
     number of slots makes no call slower.
-
-    Parameters
-    ----------
-    make
-        Makes the memory of a new segment, given its size and number, or raises `OSError`.
-    limit
-        Bytes of all segments together.
-    locks
-        Locks the pages of new segments; None: they are not locked.
-
-    Attributes
-    ----------
-    segments, size, made
-        Segments by number, bytes of all, and how many there have ever been.
-    retired
-        Segments that were given back, and that the reader has not been told of.
-    refusal
-        Why the last slot that was wanted could not be had; None as long as all could.
     """
 
     def __init__(
-        self, make: Callable[[int, int], Made], limit: int, locks: PageLocks | None = None
+        self,
+        make: Callable[[int, int], Made],  # given size and number of a segment; may raise `OSError`
+        limit: int,  # bytes of all segments together
+        locks: PageLocks | None = None,  # to lock the pages of new segments
     ) -> None:
         self._make = make
         self._limit = limit
         self.locks = locks
         # All the mutable state:
-        self.segments: dict[int, Segment] = {}
-        self.size = self.made = 0
-        self.retired: list[int] = []
-        self.refusal: str | None = None
+        self.segments: dict[int, Segment] = {}  # by number
+        self.size = self.made = 0  # bytes of all, and how many there have ever been
+        self.retired: list[int] = []  # given back, and the reader has not been told
+        self.refusal: str | None = None  # why the last slot that was wanted could not be had
         self._starts: list[int] = []  # addresses of the segments, in order
         self._by_start: list[Segment] = []  # in that order
         self._slots: Counter[int] = Counter()  # number of slots, by their size
@@ -334,22 +319,14 @@ def _drop(dropped: deque[int], number: int, mapping: Mapping) -> None:
 
 
 class PrivateSlots:
-    """Slots for workers of this very process; any of its threads may take one.
-
-    Attributes
-    ----------
-    pool
-        The slots.
-    refusal
-        Why there was no slot for a batch; None if there is nothing to warn of.
-    """
+    """Slots for workers of this very process; any of its threads may take one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.pool = Pool(_make_private, limit)
         self._taking = threading.Lock()
         self._warned = False
-        self.refusal: str | None = None
+        self.refusal: str | None = None  # why there was no slot for a batch, to be warned of
 
     @property
     def locks(self) -> PageLocks | None:

@@ -38,16 +38,11 @@ class Tensors:
 
     Tensors over one storage would arrive with a storage each. So if a first pass finds such
     tensors, a second pass sends the used part of their storage once.
-
-    Attributes
-    ----------
-    met
-        Tensors that were reduced since the last call of `forget`.
     """
 
     def __init__(self) -> None:
         # All the mutable state:
-        self.met: list[Any] = []
+        self.met: list[Any] = []  # tensors that were reduced since the last call of `forget`
         self._bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
 
     def way_of(self, kind: type) -> Callable[[Any], Any] | None:

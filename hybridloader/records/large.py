@@ -32,18 +32,8 @@ def largest_container(dataset: Any, limit: int = 1_000_000) -> tuple[str, str, i
     """The largest list, tuple or dict with more than `limit` entries in `dataset`.
 
     Searches the attributes of the dataset (also in ``__slots__``), the containers in them, and the
-    objects in these, two levels down.
-
-    Returns
-    -------
-    path, kind, length
-        Such as ``("dataset.samples", "list", 1200000)``; None if there is no such container.
-
-    Examples
-    --------
-    >>> from types import SimpleNamespace
-    >>> largest_container(SimpleNamespace(samples=["a"] * 200, labels=[1] * 100), limit=50)
-    ('dataset.samples', 'list', 200)
+    objects in these, two levels down. Returns path, kind and length, such as
+    ``("dataset.samples", "list", 1200000)``; None if there is no such container.
     """
     best: tuple[str, str, int] | None = None
     seen: set[int] = set()

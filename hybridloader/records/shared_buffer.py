@@ -43,14 +43,9 @@ class BufferTicket(NamedTuple):
 class SharedBuffer:
     """Read-only memory that any number of processes of this machine map.
 
-    It is unmapped when this object and every view of `data` are gone. The mapping holds the only
-    descriptor, so a forked child closes and unmaps only its own. A pickle can be read while a process
-    that made or pickled the buffer keeps it.
-
-    Attributes
-    ----------
-    data
-        The mapping. A slice of it is a copy, as bytes.
+    It is unmapped when this object and every view of `data`, the mapping, are gone. A slice of `data` is
+    a copy, as bytes. The mapping holds the only descriptor, so a forked child closes and unmaps only its
+    own. A pickle can be read while a process that made or pickled the buffer keeps it.
     """
 
     __slots__ = ("__weakref__", "_ticket", "data")
@@ -86,16 +81,11 @@ _here: weakref.WeakValueDictionary[bytes, SharedBuffer] = weakref.WeakValueDicti
 
 
 class Staging:
-    """Bytes that become a buffer, in its anonymous file or in private memory.
-
-    Attributes
-    ----------
-    size
-        Bytes so far, with the token.
-    """
+    """Bytes that become a buffer, in its anonymous file or in private memory."""
 
     def __init__(self, what: str) -> None:
-        self.what, self.size, self._token = what, 0, os.urandom(TOKEN)
+        self.what, self._token = what, os.urandom(TOKEN)
+        self.size = 0  # bytes so far, with the token
         nameless = nameless_usable()
         self._file = io.FileIO(anonymous_file(0), "r+") if nameless else io.BytesIO()
         self.write(self._token)
@@ -168,12 +158,7 @@ def nameless_usable() -> bool:
 def open_ticket(*fields: Any) -> SharedBuffer:
     """Map the buffer of the ticket with these fields.
 
-    Raises
-    ------
-    BufferGone
-        No process has it any more.
-    MemoryError
-        There is not enough address space.
+    Raises `BufferGone` if no process has it any more, `MemoryError` if there is no address space for it.
     """
     ticket = BufferTicket(*fields)
     buffer = _here.get(ticket.token)
