@@ -173,7 +173,7 @@ def test_what_is_passed_on_unopened_counts_as_attempted() -> None:
         lambda n: 1 // ((n + 1) % 300), on_error=Skip(0.0034), backend="fork", num_workers=1
     )
     pipe = first.map(abs, backend="fork", num_workers=2)
-    nodes = [node for node in lay_out(pipe) if isinstance(node, WorkerNode)]
+    nodes = [node for node in lay_out(pipe).nodes if isinstance(node, WorkerNode)]
     assert nodes[0].forwarded
     found, skipped = results(pipe)
     assert (len(found), len(skipped)) == (2990, 10)
@@ -248,7 +248,7 @@ def test_only_stages_that_agree_share_workers() -> None:
     def stages(**other: Any) -> int:
         same: dict[str, Any] = {"backend": "threads", "num_workers": 2}
         pipe = Pipeline.from_dataset(range(9)).map(abs, **same).map(abs, **same, **other)
-        return sum(isinstance(node, WorkerNode) for node in lay_out(pipe))
+        return sum(isinstance(node, WorkerNode) for node in lay_out(pipe).nodes)
 
     assert stages() == stages(on_error="raise") == stages(on_worker_death="raise") == 1
     assert stages(on_error="skip") == 2
@@ -256,7 +256,7 @@ def test_only_stages_that_agree_share_workers() -> None:
     assert stages(task_timeout=3) == 2
     for policy, together in (("raise", 1), ("skip", 3)):
         pipe = Pipeline.from_dataset(range(9)).map(abs, on_error=policy).map(abs)
-        assert sum(isinstance(node, InlineNode) for node in lay_out(pipe)) == together
+        assert sum(isinstance(node, InlineNode) for node in lay_out(pipe).nodes) == together
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -50,13 +51,13 @@ def test_the_longest_that_is_not_refused_runs(name: str) -> None:
 
 def test_what_is_joined_again_and_again_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     laid: list[int] = []
-    real = plan._nodes_of
+    real = plan._laid
 
-    def counting(pipe: Pipeline) -> tuple[plan.Node, ...]:
+    def counting(pipe: Pipeline, *place: Any) -> plan.ChainPlan:
         laid.append(id(pipe))
-        return real(pipe)
+        return real(pipe, *place)
 
-    monkeypatch.setattr(plan, "_nodes_of", counting)
+    monkeypatch.setattr(plan, "_laid", counting)
     pipe = Pipeline.from_dataset([0])
     for number in range(1, 20):
         pipe = pipe.map(abs).prefetch(1).concat(Pipeline.from_dataset([number]))

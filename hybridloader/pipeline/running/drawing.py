@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hybridloader._support.text import table
-from hybridloader.pipeline.operators.base import Chain, Length, Operator
+from hybridloader.pipeline.operators.base import Chain, Length
 from hybridloader.pipeline.operators.split import Branch
 from hybridloader.pipeline.operators.work import of_length
 from hybridloader.pipeline.running.plan import (
+    ChainPlan,
     InlineNode,
     Node,
     OperatorNode,
+    Path,
     RelayNode,
     WorkerNode,
     lay_out,
@@ -20,29 +22,28 @@ from hybridloader.pipeline.running.plan import (
 
 def as_table(pipeline: Chain) -> str:
     """Return one line for each step as it will run; functions that share a task are on one line."""
-    rows = [("step", "runs on", "with", "items"), *_rows(pipeline, "", {}, "your loop")]
+    rows = [("step", "runs on", "with", "items"), *_rows(lay_out(pipeline), "", set(), "your loop")]
     return "\n".join(table(rows))
 
 
 Row = tuple[str, str, str, str]
 
 
-def _rows(pipeline: Chain, indent: str, forks: dict[int, int], taker: str) -> Iterator[Row]:
-    nodes = lay_out(pipeline)
+def _rows(plan: ChainPlan, indent: str, forks: set[Path], taker: str) -> Iterator[Row]:
+    """Yield the rows of a chain and its branches; `forks` are the paths of those that were shown."""
     length: Length = None
-    for at, node in enumerate(nodes):
+    for at, node in enumerate(plan.nodes):
         if isinstance(node, RelayNode):
             if node.depth is not None:
                 yield f"{indent}{node.name}", "a thread of its own", "", of_length(length)
             continue
-        where = _puller(nodes, at, taker)
+        where = _puller(plan.nodes, at, taker)
         if isinstance(node, OperatorNode):
-            yield from _branches(node.operator, indent, forks, where)
+            yield from _branches(node, indent, forks, where)
             length = node.operator.length(length)
             name = node.operator.describe()
             if isinstance(node.operator, Branch):
-                number = forks[id(node.operator.fork)]
-                name = f"branch {node.operator.number} of fork {number}"
+                name = f"branch {node.operator.number} of {_fork(node)}"
             yield f"{indent}{name}", where, "", of_length(length)
             continue
         for work in node.works:
@@ -50,21 +51,26 @@ def _rows(pipeline: Chain, indent: str, forks: dict[int, int], taker: str) -> It
         if isinstance(node, InlineNode):
             yield f"{indent}{node.name}", where, "", of_length(length)
         else:
-            where = f"{_backend(node)} x {node.placement.num_workers}"
+            where = f"{node.backend.name} x {node.placement.num_workers}"
             yield f"{indent}{node.name}", where, ", ".join(_options(node)), of_length(length)
 
 
-def _branches(operator: Operator, indent: str, forks: dict[int, int], taker: str) -> Iterator[Row]:
-    """Yield the rows of the branches of `operator`; a fork is shown where it is met first."""
-    if isinstance(operator, Branch):
-        if id(operator.fork) not in forks:
-            number = forks[id(operator.fork)] = len(forks)
-            yield f"{indent}fork {number}:", "", "", ""
-            yield from _rows(operator.fork.pipeline, indent + "  ", forks, taker)
-        return
-    for number, branch in enumerate(operator.branches()):
-        yield f"{indent}{operator.name} {number}:", "", "", ""
+def _branches(node: OperatorNode, indent: str, forks: set[Path], taker: str) -> Iterator[Row]:
+    """Yield the rows of the branches of `node`; a fork is shown where it is met first."""
+    for number, branch in enumerate(node.branches):
+        name = f"{node.name} {number}"
+        if isinstance(node.operator, Branch):
+            if branch.path in forks:
+                continue
+            forks.add(branch.path)
+            name = _fork(node)
+        yield f"{indent}{name}:", "", "", ""
         yield from _rows(branch, indent + "  ", forks, taker)
+
+
+def _fork(node: OperatorNode) -> str:
+    """Name the fork of a branch: the first one has the path -1."""
+    return f"fork {-1 - node.branches[0].path[0]}"
 
 
 def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
@@ -75,11 +81,6 @@ def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
         if isinstance(node, WorkerNode):
             return "with the next step"
     return taker
-
-
-def _backend(node: WorkerNode) -> str:
-    assert node.placement.backend is not None
-    return node.placement.backend.name
 
 
 def _options(node: WorkerNode) -> Iterator[str]:
@@ -101,7 +102,7 @@ def _options(node: WorkerNode) -> Iterator[str]:
 def as_mermaid(pipeline: Chain) -> str:
     """Return a flowchart: boxes for steps on workers, round ones for the others."""
     picture = _Picture()
-    last, arrow = picture.draw(pipeline)
+    last, arrow = picture.draw(lay_out(pipeline))
     picture.arrows.append(f"    {last} {arrow} loop([your loop])")
     return "\n".join(["flowchart LR", *picture.boxes, *picture.arrows])
 
@@ -112,38 +113,33 @@ class _Picture:
     def __init__(self) -> None:
         self.boxes: list[str] = []
         self.arrows: list[str] = []
-        self._forks: dict[int, tuple[str, str]] = {}
+        self._forks: dict[Path, tuple[str, str]] = {}
 
-    def draw(self, pipeline: Chain) -> tuple[str, str]:
+    def draw(self, plan: ChainPlan) -> tuple[str, str]:
         """Draw one chain; return its last box, and the arrow that leaves it."""
         before, arrow = "", "-->"
-        for node in lay_out(pipeline):
+        for node in plan.nodes:
             if isinstance(node, RelayNode) and node.depth is None:
                 arrow = "-. relay .->"
                 continue
             if isinstance(node, OperatorNode) and isinstance(node.operator, Branch):
-                before, arrow = self._trunk(node.operator)
+                trunk = node.branches[0]
+                if trunk.path not in self._forks:
+                    self._forks[trunk.path] = self.draw(trunk)
+                before, arrow = self._forks[trunk.path]
                 continue
             sources = [(before, arrow)] if before else []
-            if isinstance(node, OperatorNode):
-                sources += [self.draw(branch) for branch in node.operator.branches()]
+            sources += [self.draw(branch) for branch in node.branches]
             name = f"n{len(self.boxes)}"
             self.boxes.append(f"    {name}{_box(node)}")
             self.arrows += [f"    {source} {leaving} {name}" for source, leaving in sources]
             before, arrow = name, "-->"
         return before, arrow
 
-    def _trunk(self, branch: Branch) -> tuple[str, str]:
-        """Draw the chain of a fork, once."""
-        key = id(branch.fork)
-        if key not in self._forks:
-            self._forks[key] = self.draw(branch.fork.pipeline)
-        return self._forks[key]
-
 
 def _box(node: Node) -> str:
     if isinstance(node, WorkerNode):
-        where = f"{_backend(node)} x {node.placement.num_workers}"
+        where = f"{node.backend.name} x {node.placement.num_workers}"
         return f'["{_safe(node.name)}<br/>{where}"]'
     if isinstance(node, OperatorNode):
         return f'("{_safe(node.operator.describe())}")'

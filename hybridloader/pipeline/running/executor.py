@@ -26,13 +26,16 @@ from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.join import Branch, Zip
 from hybridloader.pipeline.operators.sources import Indices
 from hybridloader.pipeline.running.plan import (
+    ChainPlan,
     Node,
     OperatorNode,
+    Path,
     RelayNode,
     WorkerNode,
+    lay_out,
     passes_on,
 )
-from hybridloader.pipeline.running.run_position import Counts, Layout, Path, Saved
+from hybridloader.pipeline.running.run_position import Counts, Saved
 from hybridloader.pipeline.running.running_stages import RunningRelay, RunningStages
 from hybridloader.pipeline.running.state import Position, descriptions
 from hybridloader.pipeline.running.validation import check, forks_in_rows
@@ -76,8 +79,8 @@ class Executor:
         first: int = 0,
         idle: bool = False,
     ) -> None:
-        check(chain)
-        self.chain, self.layout = chain, Layout()
+        self.chain, self.plan = chain, lay_out(chain)
+        check(self.plan)
         self._drawn: dict[str, int] = {}  # seeds, by the path of a source's chain: see `draw`
         if resumed is None:
             self.seeded, self.seed = seed is not None, drawn() if seed is None else seed
@@ -91,17 +94,16 @@ class Executor:
         self._ended: float | None = None
         self.given, self.waited = 0, 0.0  # items your loop got, and seconds that it waited for them
         # All the mutable state:
-        self.stages = RunningStages(self.seed, self.closed, self.layout)
-        self._nodes: dict[Path, tuple[Node, ...]] = {}  # of each chain that was opened
+        self.stages = RunningStages(self.seed, self.closed)
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, RunningRelay] = {}
         self._ending = threading.RLock()
         if resumed is None:
-            self._draw_for(chain, (), first)
+            self._draw_for(self.plan, first)
         try:
-            needed = [] if idle else list(self._needed(chain, ()))
-            for path, node in sorted(needed, key=lambda found: _start_order(found[1])):
-                self.stages.of(path, node)
+            needed = [] if idle else list(self._needed(self.plan))
+            for node in sorted(needed, key=_start_order):
+                self.stages.of(node)
         except BaseException:
             self.close()
             raise
@@ -114,17 +116,12 @@ class Executor:
         self.left = TaskContext()
         self.stages.failure_log.new_run()
 
-    def nodes_of(self, chain: Chain, path: Path) -> tuple[Node, ...]:
-        """Return the nodes of a chain that is opened at `path`."""
-        nodes = self._nodes[path] = self.layout.nodes_of(chain)
-        return nodes
-
-    def add_relay(self, node: RelayNode, where: Path, relay: Relay) -> RunningRelay:
-        """Take charge of a relay, which takes the place of the one before it."""
+    def add_relay(self, node: RelayNode, before: tuple[Node, ...], relay: Relay) -> RunningRelay:
+        """Take charge of a relay, which takes the place of the one `before` it."""
         with self._ending:
             if self.closed.cancelled:
                 raise IteratorClosed("the pipeline was closed")
-            running = self.relays.setdefault(where, RunningRelay(node))
+            running = self.relays.setdefault(node.path, RunningRelay(node, before))
             running.replace(relay)
         return running
 
@@ -142,42 +139,37 @@ class Executor:
                 )
         return self._pinners[key]
 
-    def _needed(self, chain: Chain, path: Path) -> Iterator[tuple[Path, WorkerNode]]:
+    def _needed(self, plan: ChainPlan) -> Iterator[WorkerNode]:
         """Yield the stages that will run, from the end back to the first operator that is cached."""
-        nodes = self.layout.nodes_of(chain)
         locks: PageLocks | None = None  # of the device that reads what the node gives as it is
-        for at in reversed(range(len(nodes))):
-            node, place = nodes[at], (*path, at)
+        for node in reversed(plan.nodes):
             if isinstance(node, RelayNode) and node.operator is not None:
                 pinner = self.pinner_of(node)
                 locks = None if pinner is None else pinner.locks
             elif locks is not None and not passes_on(node):
-                self.stages.locks[place] = locks
+                self.stages.locks[node.path] = locks
                 locks = None
             if isinstance(node, WorkerNode):
-                yield place, node
+                yield node
             elif isinstance(node, OperatorNode):
                 if isinstance(node.operator, Cache) and node.operator.ready():
                     return
-                for number, branch in enumerate(node.operator.branches()):
-                    inner = self.layout.path_of(node.operator, place, number)
-                    yield from self._needed(branch, inner)
+                for branch in node.branches:
+                    yield from self._needed(branch)
 
     # -- seeds and states ----------------------------------------------------------------------------
 
-    def _draw_for(self, chain: Chain, path: Path, epoch: int) -> None:
+    def _draw_for(self, plan: ChainPlan, epoch: int) -> None:
         """Draw the seeds of all sources that want one, so that every state knows them.
 
         From torch's default generator, right behind the seed of the run, as torch's loader does.
         """
-        for at, node in enumerate(self.layout.nodes_of(chain)):
-            operator = node.operator if isinstance(node, OperatorNode) else None
-            if isinstance(operator, Indices) and operator.draws(self.seeded):
-                self._drawn.setdefault(_name_of(path), drawn() - epoch)
-            elif operator is not None:
-                for number, branch in enumerate(operator.branches()):
-                    inner = self.layout.path_of(operator, (*path, at), number)
-                    self._draw_for(branch, inner, epoch)
+        source = plan.chain.operators[0]
+        if isinstance(source, Indices) and source.draws(self.seeded):
+            self._drawn.setdefault(_name_of(plan.path), drawn() - epoch)
+        for node in plan.nodes:
+            for branch in node.branches:
+                self._draw_for(branch, epoch)
 
     def draw(self, path: Path, epoch: int) -> int:
         """Return a seed for one pass of the source at `path`: drawn for the first, then counted up.
@@ -233,10 +225,6 @@ class Executor:
     def places(self) -> list[Path]:
         """Return the paths of all stages and relays."""
         return [*self.stages, *self.relays]
-
-    def nodes_before(self, where: Path) -> tuple[Node, ...]:
-        """Return the nodes of a chain before the one at `where`."""
-        return self._nodes[where[:-1]][: where[-1]]
 
     def waited_before(self, where: Path) -> float:
         """Return the seconds that the thread of the relay at `where` has waited for what it pulls."""
@@ -314,8 +302,6 @@ def drawn() -> int:
 
 def _start_order(node: WorkerNode) -> int:
     """Put processes that may be forked before those that start fresh, and before threads."""
-    backend = node.placement.backend
-    assert backend is not None
-    if backend.in_process:
+    if node.backend.in_process:
         return 2
-    return 1 if backend.fresh else 0
+    return 1 if node.backend.fresh else 0

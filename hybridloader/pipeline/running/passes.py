@@ -33,14 +33,14 @@ from hybridloader.pipeline.running.flow import (
     StageItems,
 )
 from hybridloader.pipeline.running.inline_items import InlineItems
-from hybridloader.pipeline.running.plan import InlineNode, OperatorNode, RelayNode, WorkerNode
-from hybridloader.pipeline.running.run_position import (
-    Path,
-    RunPosition,
-    before,
-    number_of,
-    passes_one_by_one,
+from hybridloader.pipeline.running.plan import (
+    ChainPlan,
+    InlineNode,
+    OperatorNode,
+    RelayNode,
+    WorkerNode,
 )
+from hybridloader.pipeline.running.run_position import RunPosition, before, passes_one_by_one
 
 if TYPE_CHECKING:
     from hybridloader.engine.refresh import Change
@@ -71,8 +71,8 @@ NodeOpener = Generator[tuple[int, Offset], Iterator[Any], Iterator[Any]]
 def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
     """Make the iterators of one run, and start them. The run before is broken off."""
     executor.begin_run()
-    position.layout = executor.layout
-    run = ChainPass(executor, position, executor.chain, (), position.epoch, {}, executor.left)
+    position.opened = True
+    run = ChainPass(executor, position, executor.plan, position.epoch, {}, executor.left)
     return run.open(Offset(position.start.given))
 
 
@@ -83,8 +83,6 @@ class ChainPass:
     ----------
     position
         Position of the run that this pass is a part of.
-    path
-        Path of the chain.
     shared
         Values that the operators of this pass share.
     left
@@ -97,22 +95,20 @@ class ChainPass:
         self,
         executor: Executor,
         position: RunPosition,
-        chain: Chain,
-        path: Path,
+        plan: ChainPlan,
         epoch: int,
         shared: dict[Any, Any],
         left: TaskContext,
         *,
         rows: bool = False,
     ) -> None:
-        self.executor, self.position, self.path = executor, position, path
+        self.executor, self.position, self.plan = executor, position, plan
         self.epoch, self.shared, self.left, self.rows = epoch, shared, left, rows
-        self._chain, self._nodes = chain, executor.nodes_of(chain, path)
         self._started: list[Relay] = []
 
     def open(self, start: Offset, at: int | None = None) -> Iterator[Any]:
         """Open the nodes up to number `at`, None being the last, and start the relays among them."""
-        items = self._open(len(self._nodes) - 1 if at is None else at, start)
+        items = self._open(len(self.plan.nodes) - 1 if at is None else at, start)
         for relay in self._started:
             relay.start()
         return items
@@ -147,7 +143,7 @@ class ChainPass:
 
     def _opener(self, at: int, start: Offset) -> NodeOpener:
         """Open the node number `at`, as `_open` does."""
-        node = self._nodes[at]
+        node = self.plan.nodes[at]
         if isinstance(node, OperatorNode):
             return (yield from self._open_operator(node, at, start))
         raised = bool(self.position.start.raised)
@@ -158,25 +154,25 @@ class ChainPass:
 
     def _open_node(self, at: int, start: Offset) -> NodeOpener:
         """Open a node that gives one item for each it takes, the nodes before it at `start`, too."""
-        node, where = self._nodes[at], (*self.path, at)
+        node = self.plan.nodes[at]
         if isinstance(node, WorkerNode) and node.reads:
-            return self._open_readers(node, where)
+            return self._open_readers(node)
         if isinstance(node, WorkerNode):
-            return (yield from self._open_stage(node, where, start))
+            return (yield from self._open_stage(node, at, start))
         items = yield at - 1, start
         if isinstance(node, InlineNode):
-            return self._open_inline(node, where, items, start)
+            return self._open_inline(node, items, start)
         assert isinstance(node, RelayNode)
-        return self._open_relay(node, where, items)
+        return self._open_relay(node, at, items)
 
     def _open_operator(self, node: OperatorNode, at: int, start: Offset) -> NodeOpener:
-        operator, number = node.operator, number_of(self._nodes, at)
-        saved = self.position.saved(self.path, number, self.epoch)
+        operator = node.operator
+        saved = self.position.saved(self.plan.path, node.number, self.epoch)
         raised = bool(self.position.start.raised)
         parts = before(operator, start.items, self.epoch, saved, raised)
         # Where it can't begin behind the first items, they are made again and dropped here.
         dropped, begins = (start, Offset()) if parts is None else (Offset(), start)
-        context = OperatorContext(self, at, operator, number, begins, saved)
+        context = OperatorContext(self, node, begins, saved)
         begins = _offset_before(operator, begins)
         if type(operator).begin is Operator.begin:
             items = operator.open((yield at - 1, begins), context)
@@ -214,8 +210,7 @@ class ChainPass:
             again = ChainPass(
                 self.executor,
                 self.position,
-                self._chain,
-                self.path,
+                self.plan,
                 epoch,
                 {},
                 self.left,
@@ -225,17 +220,13 @@ class ChainPass:
 
         return upstream
 
-    def _open_inline(
-        self, node: InlineNode, where: Path, items: Iterator[Any], start: Offset
-    ) -> Iterator[Any]:
+    def _open_inline(self, node: InlineNode, items: Iterator[Any], start: Offset) -> Iterator[Any]:
         stages, policy = self.executor.stages, node.placement.on_error
         if node.placement.worker_init_fn is not None:
             node.placement.worker_init_fn(0)
-        for work in node.works:
-            sample_rng = stages.sample_rng_of(work, self.path, self.epoch, start.items)
-            budget = stages.error_budget(
-                where, node.placement, work.name, self.epoch, gaps=self.rows
-            )
+        for number, work in enumerate(node.works):
+            sample_rng = stages.sample_rng_of(node, number, self.epoch, start.items)
+            budget = stages.error_budget(node, work.name, self.epoch, gaps=self.rows)
             try:
                 items = InlineItems(
                     items, work.step(), work.name, self.left, sample_rng, policy, budget
@@ -245,7 +236,7 @@ class ChainPass:
                 raise
         return items
 
-    def _open_relay(self, node: RelayNode, where: Path, items: Iterator[Any]) -> Iterator[Any]:
+    def _open_relay(self, node: RelayNode, at: int, items: Iterator[Any]) -> Iterator[Any]:
         executor = self.executor
         pinner = executor.pinner_of(node)
         relay = Relay(
@@ -261,7 +252,7 @@ class ChainPass:
         stage = items.items if isinstance(items, Dropping) else items
         if isinstance(stage, (StageItems, ReaderItems)):
             stage.metrics.behind = relay.queue
-        running = executor.add_relay(node, where, relay)
+        running = executor.add_relay(node, self.plan.nodes[:at], relay)
         running.stage = stage if isinstance(stage, StageItems) else None
         running.depth = RelayDepth(relay, node.least) if node.depth is None else None
         if running.depth is not None and running.stage is not None:
@@ -270,28 +261,28 @@ class ChainPass:
         return relay if pinner is None else Taking(relay, pinner)
 
     def _stage(
-        self, node: WorkerNode, where: Path
+        self, node: WorkerNode
     ) -> tuple[RunningStage, tuple[Change, ...], ErrorBudget | None]:
         """Return the stage of `node`, with the changes of its dataset that its workers must be told."""
         stages = self.executor.stages
-        stage = stages.of(where, node)
+        stage = stages.of(node)
         changes = stage.watch.changes() if stage.watch is not None and stage.begun else ()
         stage.begun = True
-        budget = stages.error_budget(where, node.placement, node.name, self.epoch, gaps=self.rows)
+        budget = stages.error_budget(node, node.name, self.epoch, gaps=self.rows)
         return stage, changes, budget
 
-    def _open_readers(self, node: WorkerNode, where: Path) -> Iterator[Any]:
-        stage, changes, budget = self._stage(node, where)
+    def _open_readers(self, node: WorkerNode) -> Iterator[Any]:
+        stage, changes, budget = self._stage(node)
         stage.counter.begin(self.epoch)
         stage.readers = ReaderItems(stage.stage, stage.metrics, budget)
         stage.readers.begin(ReaderTaskSizes(), changes)
         return stage.readers
 
-    def _open_stage(self, node: WorkerNode, where: Path, start: Offset) -> NodeOpener:
-        at, placement = where[-1], node.placement
-        stage, changes, budget = self._stage(node, where)
+    def _open_stage(self, node: WorkerNode, at: int, start: Offset) -> NodeOpener:
+        placement = node.placement
+        stage, changes, budget = self._stage(node)
         items = yield at - 1, start
-        stage_before = self._nodes[at - 2] if at > 1 else None
+        stage_before = self.plan.nodes[at - 2] if at > 1 else None
         batching = TaskBatching(
             items,
             forwarded=isinstance(stage_before, WorkerNode) and stage_before.forwarded,
@@ -303,7 +294,7 @@ class ChainPass:
         found = StageItems(
             stage.stage, stage.metrics, items, batching, budget, forwarded=node.forwarded
         )
-        relay = self.executor.relays.get((*self.path, at - 1))
+        relay = self.executor.relays.get((*self.plan.path, at - 1))
         if relay is not None and relay.depth is not None:
             relay.depth.couple(found)
         if relay is not None and relay.stage is not None and relay.stage.forwarded:
@@ -314,36 +305,17 @@ class ChainPass:
 
 
 class OperatorContext:
-    """The `Context` of an operator in one pass: see there.
-
-    Parameters
-    ----------
-    of
-        Pass over the chain that the operator is in.
-    at, number
-        Numbers of the operator among the nodes of its chain, and among the operators.
-    begins
-        Place where the operator begins.
-    saved
-        Last mark of the operator in the run before.
-    """
+    """The `Context` of the operator of `node` in the pass `of`; see there. It goes on at `begins`."""
 
     def __init__(
-        self,
-        of: ChainPass,
-        at: int,
-        operator: Operator,
-        number: int,
-        begins: Offset,
-        saved: Mark | None,
+        self, of: ChainPass, node: OperatorNode, begins: Offset, saved: Mark | None
     ) -> None:
         if saved is not None and saved.at > begins.items:
             raise StateError(
-                f"operator {operator.name!r} would have to begin at item {begins.items}, and the state "
+                f"operator {node.name!r} would have to begin at item {begins.items}, and the state "
                 f"knows it from item {saved.at} on; begin the epoch anew"
             )
-        self._pass, self._where = of, (*of.path, at)
-        self._operator, self._number, self._begins = operator, number, begins
+        self._pass, self._node, self._begins = of, node, begins
         self.epoch, self.shared, self.start, self.saved = of.epoch, of.shared, begins.items, saved
         self._opened = 0
 
@@ -354,7 +326,7 @@ class OperatorContext:
 
     @property
     def locks(self) -> PageLocks | None:
-        return self._pass.executor.stages.locks.get(self._where)
+        return self._pass.executor.stages.locks.get(self._node.path)
 
     @property
     def run_seed(self) -> int:
@@ -363,28 +335,35 @@ class OperatorContext:
     def random(self, seed: int | None) -> random.Random:
         if seed is not None:
             return random.Random(f"{seed}/{self.epoch}")
-        return random.Random(f"{self.run_seed}/{self._pass.path}/{self._number}/{self.epoch}")
+        return random.Random(
+            f"{self.run_seed}/{self._pass.plan.path}/{self._node.number}/{self.epoch}"
+        )
 
     def draw(self) -> int:
-        return self._pass.executor.draw(self._pass.path, self.epoch)
+        return self._pass.executor.draw(self._pass.plan.path, self.epoch)
 
     def open(self, pipeline: Chain, start: int = 0, number: int | None = None) -> Iterator[Any]:
-        own, executor, operator = self._pass, self._pass.executor, self._operator
+        own, executor = self._pass, self._pass.executor
         branch = self._opened if number is None else number
         self._opened = branch + 1
-        path = executor.layout.path_of(operator, self._where, branch)
-        rows = executor.joins_rows(operator, inside=own.rows)
+        plan = self._node.branches[branch]
+        if plan.chain is not pipeline:
+            raise ValueError(
+                f"operator {self._node.name!r} did not name {pipeline!r} as branch {branch}"
+            )
+        rows = executor.joins_rows(self._node.operator, inside=own.rows)
         inner = ChainPass(
-            executor, own.position, pipeline, path, self.epoch, self.shared, own.left, rows=rows
+            executor, own.position, plan, self.epoch, self.shared, own.left, rows=rows
         )
         return inner.open(Offset(start, self._begins.slack))
 
     def mark(self, at: int, value: Any) -> None:
-        self._pass.position.mark(self._pass.path, self._number, self.epoch, Mark(at, value))
+        path, number = self._pass.plan.path, self._node.number
+        self._pass.position.mark(path, number, self.epoch, Mark(at, value))
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         start, slack = self._begins
-        return self._pass.drop(items, Offset(start - at, slack), self._operator.name)
+        return self._pass.drop(items, Offset(start - at, slack), self._node.name)
 
 
 def _offset_before(operator: Operator, begins: Offset) -> Offset:

@@ -9,12 +9,13 @@ something else. What only counts and reorders is pulled by whoever needs it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 from hybridloader.backends.fallback import usable
+from hybridloader.engine.contract import Backend
 from hybridloader.engine.scheduler import AT_HAND
 from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
@@ -28,17 +29,67 @@ from hybridloader.pipeline.operators.order import (
 )
 from hybridloader.pipeline.operators.pin import PinMemory
 from hybridloader.pipeline.operators.sources import Indices
+from hybridloader.pipeline.operators.split import Branch
 from hybridloader.pipeline.operators.work import Lookup, Map, Placement, Prefetch, Readers, Work
 
 AHEAD = 2
 """Items that a relay keeps at hand if nothing else is said: one to take, one to replace it."""
 
 
+Path = tuple[int, ...]
+"""Path of a node: its number in its chain, after those of the nodes and branches around the chain.
+
+A fork has one path, a negative number, wherever it is opened from.
+"""
+
+
 @dataclass(frozen=True)
-class OperatorNode:
-    """An operator that is run by whoever pulls it."""
+class ChainPlan:
+    """One chain as it is laid out."""
+
+    chain: Chain
+    path: Path
+    nodes: tuple[Node, ...]
+
+    # Every chain asks several times for these of the chains within it, so each is found out once.
+    @cached_property
+    def quick(self) -> bool:
+        """True if it need not be waited for."""
+        return _state(self.nodes) == "quick"
+
+    @cached_property
+    def live(self) -> bool:
+        """True if workers or threads run in it or in its branches."""
+        return any(
+            isinstance(n, (WorkerNode, RelayNode)) or _has_live_branch(n) for n in self.nodes
+        )
+
+    @property
+    def all_nodes(self) -> Iterator[Node]:
+        """Nodes of this chain and of those that its items come through, each once."""
+        met, todo = {id(self)}, [self]
+        while todo:
+            for node in todo.pop().nodes:
+                yield node
+                todo += (branch for branch in node.branches if id(branch) not in met)
+                met.update(map(id, node.branches))
+
+
+@dataclass(frozen=True)
+class _Node:
+    path: Path = field(default=(), kw_only=True)
+    branches: tuple[ChainPlan, ...] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class OperatorNode(_Node):
+    """An operator that is run by whoever pulls it.
+
+    `number` does not count functions: wherever these run, a seed means the same, and so does a state.
+    """
 
     operator: Operator
+    number: int
 
     @property
     def name(self) -> str:
@@ -46,9 +97,11 @@ class OperatorNode:
 
 
 @dataclass(frozen=True)
-class _FunctionsNode:
+class _FunctionsNode(_Node):
     works: tuple[Any, ...]
     placement: Placement
+    first: int
+    """Number of the first of these functions in the chain."""
 
     @property
     def name(self) -> str:
@@ -64,25 +117,20 @@ class InlineNode(_FunctionsNode):
 
 @dataclass(frozen=True)
 class WorkerNode(_FunctionsNode):
-    """Functions, or readers, that run on workers of their own.
-
-    Attributes
-    ----------
-    forwarded
-        True if its results go straight to another stage of processes.
-    """
+    """Functions, or readers, that run on workers of their own; `forwarded` says that its results go
+    straight to another stage of processes."""
 
     works: tuple[Work | Readers, ...]
     forwarded: bool = False
 
     @property
-    def reads(self) -> bool:
-        return isinstance(self.works[0], Readers)
+    def backend(self) -> Backend:
+        assert self.placement.backend is not None
+        return self.placement.backend
 
     @property
-    def forwards(self) -> bool:
-        assert self.placement.backend is not None
-        return self.placement.backend.forwards
+    def reads(self) -> bool:
+        return isinstance(self.works[0], Readers)
 
     @property
     def window(self) -> int:
@@ -92,23 +140,16 @@ class WorkerNode(_FunctionsNode):
 
 
 @dataclass(frozen=True)
-class RelayNode:
-    """A relay: what is before it runs on a thread of its own.
-
-    Attributes
-    ----------
-    depth
-        Items that may wait; None: `least`, or more where items come several at a time.
-    least
-        Number of items that the stage before may have ready, so that it is driven until it has them.
-    operator
-        Pins or moves each item, on the relay's thread.
-    """
+class RelayNode(_Node):
+    """A relay: what is before it runs on a thread of its own."""
 
     what: str
     depth: int | None = None
+    """Items that may wait; None: `least`, or more where items come several at a time."""
     least: int = AHEAD
+    """Number of items that the stage before may have ready, so that it is driven until it has them."""
     operator: PinMemory | None = None
+    """Pins or moves each item, on the relay's thread."""
 
     @property
     def name(self) -> str:
@@ -129,54 +170,32 @@ _CHEAP = (Indices, ShardByRank, Take, SkipFirst, Enumerate, Shuffle, Repeat, Cac
 _PLAIN = (list, tuple, range, str, bytes)
 
 
-class _Laid(NamedTuple):
-    """One pipeline as it is laid out."""
-
-    nodes: tuple[Node, ...]
-    quick: bool  # it need not be waited for
-    live: bool  # workers or threads run in it or in its branches
+_Forks = dict[int, ChainPlan | None]
+"""Trunks of the forks that were met, by the identity of the fork; None while one is laid out."""
 
 
-class _Known(threading.local):
-    """Layouts made since the outermost call on this thread, by the identity of the pipeline.
-
-    Every chain asks several times for the layout of the chains within it. Without this cache, each
-    level of joins would take several times as long as the level below it.
-    """
-
-    laid: dict[int, _Laid] | None = None
+def lay_out(chain: Chain) -> ChainPlan:
+    """Return the plan of one pipeline, and in it those of the chains that it is joined of."""
+    return _laid(chain, (), {})
 
 
-_known = _Known()
+def _branches(operator: Operator, where: Path, forks: _Forks) -> Iterator[ChainPlan]:
+    if not isinstance(operator, Branch):
+        for number, branch in enumerate(operator.branches()):
+            yield _laid(branch, (*where, number), forks)
+        return
+    fork = operator.fork
+    if id(fork) not in forks:
+        forks[id(fork)] = None
+        forks[id(fork)] = _laid(fork.pipeline, (-len(forks),), forks)
+    found = forks[id(fork)]
+    assert found is not None  # no fork is within itself
+    yield found
 
 
-def lay_out(pipeline: Chain) -> tuple[Node, ...]:
-    """Return the nodes of one pipeline, its source first; branches have a layout of their own."""
-    if _known.laid is not None:
-        return _laid(pipeline).nodes
-    _known.laid = {}
-    try:
-        return _laid(pipeline).nodes
-    finally:
-        _known.laid = None
-
-
-def _laid(pipeline: Chain) -> _Laid:
-    known = _known.laid
-    assert known is not None
-    found = known.get(id(pipeline))
-    if found is None:
-        nodes = _nodes_of(pipeline)
-        live = any(
-            isinstance(node, (WorkerNode, RelayNode)) or _has_live_branch(node) for node in nodes
-        )
-        found = known[id(pipeline)] = _Laid(nodes, _state(list(nodes)) == "quick", live)
-    return found
-
-
-def _nodes_of(pipeline: Chain) -> tuple[Node, ...]:
+def _laid(chain: Chain, path: Path, forks: _Forks) -> ChainPlan:
     nodes: list[Node] = []
-    for node in _grouped(_with_shards_first(pipeline.operators)):
+    for node in _grouped(_with_shards_first(chain.operators)):
         state = _state(nodes)
         if isinstance(node, WorkerNode) and not node.reads and state in ("slow", "stage"):
             nodes.append(_relay_behind(nodes[-1]))
@@ -187,13 +206,15 @@ def _nodes_of(pipeline: Chain) -> tuple[Node, ...]:
             if node.operator is None and isinstance(before, RelayNode) and before.operator is None:
                 nodes.pop()
         if isinstance(node, WorkerNode):
-            assert node.placement.backend is not None
-            backend = usable(node.placement.backend)
-            node = replace(node, placement=replace(node.placement, backend=backend))
+            node = replace(node, placement=replace(node.placement, backend=usable(node.backend)))
+        if isinstance(node, OperatorNode):
+            found = tuple(_branches(node.operator, (*path, len(nodes)), forks))
+            node = replace(node, branches=found)
         nodes.append(node)
     if _needs_relay_at_end(nodes):
         nodes.append(_relay_behind(nodes[-1]))
-    return tuple(_forwarded(nodes))
+    placed = (replace(node, path=(*path, at)) for at, node in enumerate(_forwarded(nodes)))
+    return ChainPlan(chain, path, tuple(placed))
 
 
 def _relay_behind(node: Node) -> RelayNode:
@@ -218,6 +239,7 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
     """Yield nodes, neighbours that may share workers as one."""
     group: list[Work | Readers] = []
     shared = Placement()
+    functions = others = 0  # before this one
     for operator in operators:
         work = operator if isinstance(operator, (Work, Readers)) else None
         if group and isinstance(work, Work) and _may_join(group, shared, work.placement):
@@ -225,7 +247,8 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
             shared = replace(shared, in_order=shared.in_order and work.placement.in_order)
             continue
         if group:
-            yield _group(group, shared)
+            yield _group(group, shared, functions)
+            functions += len(group)
         group = [work] if work is not None else []
         if work is not None:
             shared = work.placement
@@ -234,9 +257,10 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
         elif isinstance(operator, Prefetch):
             yield RelayNode("", operator.count)
         else:
-            yield OperatorNode(operator)
+            yield OperatorNode(operator, others)
+            others += 1
     if group:
-        yield _group(group, shared)
+        yield _group(group, shared, functions)
 
 
 def _may_join(group: list[Work | Readers], shared: Placement, placement: Placement) -> bool:
@@ -252,10 +276,10 @@ def _counts(group: list[Work | Readers]) -> bool:
     return one_to_one and placement.on_error is None
 
 
-def _group(works: list[Work | Readers], placement: Placement) -> Node:
+def _group(works: list[Work | Readers], placement: Placement, first: int) -> Node:
     if placement.inline and not isinstance(works[0], Readers):
-        return InlineNode(tuple(work for work in works if isinstance(work, Work)), placement)
-    return WorkerNode(tuple(works), placement)
+        return InlineNode(tuple(work for work in works if isinstance(work, Work)), placement, first)
+    return WorkerNode(tuple(works), placement, first)
 
 
 def _fusible(one: Placement, other: Placement) -> bool:
@@ -268,7 +292,7 @@ def _fusible(one: Placement, other: Placement) -> bool:
     )
 
 
-def _state(nodes: list[Node]) -> str:
+def _state(nodes: Sequence[Node]) -> str:
     """Tell what pulling the last of `nodes` is: quick, a relay, slow, or a stage."""
     state = "quick"
     for node in nodes:
@@ -294,9 +318,8 @@ def _is_quick(node: Node) -> bool:
         plain = isinstance(first, Lookup) and isinstance(first.function.dataset, _PLAIN)
         return len(node.works) == 1 and plain and not first.function.batched
     assert isinstance(node, OperatorNode)
-    branches = node.operator.branches()
-    if branches:
-        return all(_laid(branch).quick for branch in branches)
+    if node.branches:
+        return all(branch.quick for branch in node.branches)
     return isinstance(node.operator, _CHEAP)
 
 
@@ -325,9 +348,7 @@ def _runs_ahead(stage: Node) -> bool:
 
 
 def _has_live_branch(node: Node) -> bool:
-    if not isinstance(node, OperatorNode):
-        return False
-    return any(_laid(branch).live for branch in node.operator.branches())
+    return any(branch.live for branch in node.branches)
 
 
 def _forwarded(nodes: list[Node]) -> Iterator[Node]:
@@ -339,6 +360,6 @@ def _forwarded(nodes: list[Node]) -> Iterator[Node]:
         direct = plain and isinstance(behind, WorkerNode)
         if direct and isinstance(node, WorkerNode) and not node.reads:
             assert isinstance(behind, WorkerNode)
-            yield replace(node, forwarded=node.forwards and behind.forwards)
+            yield replace(node, forwarded=node.backend.forwards and behind.backend.forwards)
         else:
             yield node

@@ -55,7 +55,7 @@ class Run(Iterator[Any]):
         if self._epochs is None:
             self._finalizer = closed_with(self, executor)
         counts, saved = (Counts(), {}) if resumed is None else (resumed.counts, resumed.saved)
-        self._position = RunPosition(executor.chain, epoch, counts, saved)
+        self._position = RunPosition(executor.plan, epoch, counts, saved)
         self._items: Iterator[Any] = iter(())
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
         if resumed is not None and resumed.finished:

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import copied
-from hybridloader.pipeline.operators.base import Chain, Mark, Operator, UpstreamPart
+from hybridloader.pipeline.operators.base import Mark, Operator, UpstreamPart
 from hybridloader.pipeline.operators.sources import Indices, Items
-from hybridloader.pipeline.operators.split import Branch
-from hybridloader.pipeline.operators.work import Lookup, Readers, Work
+from hybridloader.pipeline.operators.work import Lookup
 from hybridloader.pipeline.running.plan import (
+    ChainPlan,
     InlineNode,
-    Node,
     OperatorNode,
+    Path,
     RelayNode,
     WorkerNode,
-    lay_out,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 
 _MOST = 256
 """Marks that are kept at least before those are looked for that nobody will want any more."""
-
-Path = tuple[int, ...]
-"""Path of a node: its number in its chain, after those of the nodes and branches around the chain."""
 
 Place = tuple[Path, int]
 """Path of a chain, and the number of an operator in it."""
@@ -60,40 +56,6 @@ class Saved(NamedTuple):
 
     epoch: int
     mark: Mark
-
-
-class Layout:
-    """Numbers of the nodes of a pipeline and of its branches: their paths."""
-
-    def __init__(self) -> None:
-        # All the mutable state:
-        self._nodes: dict[int, tuple[Node, ...]] = {}  # by the identity of their chain
-        self._forks: dict[int, Path] = {}  # by the identity of the fork
-        self._functions: dict[int, int] = {}  # number of each in its chain, by its identity
-
-    def nodes_of(self, chain: Chain) -> tuple[Node, ...]:
-        """Return the nodes of a chain, laid out once."""
-        found = self._nodes.get(id(chain))
-        if found is None:
-            found = self._nodes[id(chain)] = lay_out(chain)
-            works = (
-                work
-                for node in found
-                if isinstance(node, (InlineNode, WorkerNode))
-                for work in node.works
-            )
-            self._functions.update((id(work), number) for number, work in enumerate(works))
-        return found
-
-    def path_of(self, operator: Operator, where: Path, number: int) -> Path:
-        """Return the path of a branch; a fork has one path, wherever it is opened from."""
-        if isinstance(operator, Branch):
-            return self._forks.setdefault(id(operator.fork), (-1 - len(self._forks),))
-        return (*where, number)
-
-    def number_of_function(self, work: Work | Readers) -> int:
-        """Return the number of a function in its chain, by which its seeds are told from others'."""
-        return self._functions[id(work)]
 
 
 class _Marks:
@@ -132,16 +94,15 @@ class RunPosition:
 
     def __init__(
         self,
-        pipeline: Chain,
+        plan: ChainPlan,
         epoch: int,
         counts: Counts = Counts(),  # noqa: B008 - it can't be changed
         saved: Mapping[str, Saved] | None = None,
     ) -> None:
-        self._pipeline, self.epoch = pipeline, epoch
+        self._plan, self.epoch = plan, epoch
         self._saved = dict(saved or {})
         self.start = counts
-        # Set once, when the run begins:
-        self.layout: Layout | None = None
+        self.opened = False
         # All the mutable state. One thread counts, errors first:
         self.given, self.raised = counts
         self.finished = False  # that it ended was told
@@ -211,39 +172,34 @@ class RunPosition:
         return counts, copied(found)
 
     def _back(self, counts: Counts) -> Iterator[_Stop]:
-        if self.layout is None:  # nothing was opened
+        if not self.opened:
             return iter(())
-        return self._along(self._pipeline, (), counts.given, self.epoch, bool(counts.raised), False)
+        return self._along(self._plan, counts.given, self.epoch, bool(counts.raised), False)
 
     def _along(
-        self, pipeline: Chain, path: Path, n: int, epoch: int, raised: bool, replayed: bool
+        self, plan: ChainPlan, n: int, epoch: int, raised: bool, replayed: bool
     ) -> Iterator[_Stop]:
         """Yield the operators of a chain that have marks, from its end on, behind `n` of its items."""
-        assert self.layout is not None
-        nodes = self.layout.nodes_of(pipeline)
-        for at in reversed(range(len(nodes))):
-            node = nodes[at]
+        for node in reversed(plan.nodes):
             if not isinstance(node, OperatorNode):
                 if n and not passes_one_by_one(node, raised):
                     n, replayed = 0, True
                 continue
-            operator, number = node.operator, number_of(nodes, at)
-            stop = self._stop(path, number, n, epoch, replayed)
+            operator, number = node.operator, node.number
+            stop = self._stop(plan.path, number, n, epoch, replayed)
             mark = None if stop is None else stop.saved.mark
             parts = before(operator, n, epoch, mark, raised)
             if parts is None:
                 n, replayed = 0, True
-                stop = self._stop(path, number, 0, epoch, replayed)
+                stop = self._stop(plan.path, number, 0, epoch, replayed)
                 mark = None if stop is None else stop.saved.mark
                 parts = before(operator, 0, epoch, mark, raised) or ()
             if stop is not None:
                 yield stop
-            branches = operator.branches()
             for part in parts:
                 if part.branch is not None:
-                    inner = self.layout.path_of(operator, (*path, at), part.branch)
-                    branch = branches[part.branch]
-                    yield from self._along(branch, inner, part.start, part.epoch, raised, replayed)
+                    branch = node.branches[part.branch]
+                    yield from self._along(branch, part.start, part.epoch, raised, replayed)
             own = [part for part in parts if part.branch is None]
             if not own:
                 return
@@ -295,12 +251,6 @@ def place_of(path: Path, number: int) -> str:
     return f"{'.'.join(map(str, path))}:{number}"
 
 
-def number_of(nodes: Sequence[Node], at: int) -> int:
-    """Return the number of an operator in its chain, not counting functions: wherever these run, a seed
-    means the same, and so does a state."""
-    return sum(isinstance(before, OperatorNode) for before in nodes[:at])
-
-
 def passes_one_by_one(node: InlineNode | WorkerNode | RelayNode, raised: bool) -> bool:
     """Tell whether a node gives one item, or one error, for each that it takes.
 
@@ -309,13 +259,10 @@ def passes_one_by_one(node: InlineNode | WorkerNode | RelayNode, raised: bool) -
     """
     if isinstance(node, RelayNode):
         return True
-    if raised and any(seeds_by_number(work) for work in node.works):
+    by_number = any(not isinstance(work, Lookup) for work in node.works)
+    if raised and by_number and node.placement.seeding is not None:
         return False
     return all(work.seek(1) == 1 for work in node.works)
-
-
-def seeds_by_number(work: Work | Readers) -> bool:
-    return work.placement.seeding is not None and not isinstance(work, Lookup)
 
 
 def before(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import IteratorClosed, ShippingError
@@ -21,10 +22,9 @@ from hybridloader.engine.stage import Stage
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.source_reader import ReadersFetch
-from hybridloader.pipeline.operators.work import Lookup, Placement, Readers, Work
+from hybridloader.pipeline.operators.work import Lookup, Readers, Work
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
-from hybridloader.pipeline.running.plan import RelayNode, WorkerNode
-from hybridloader.pipeline.running.run_position import Layout, Path
+from hybridloader.pipeline.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
 from hybridloader.seeding.sample_seeds import Origin
 
@@ -53,14 +53,11 @@ class RunningStage:
 class RunningRelay:
     """A relay that runs, with the metrics of all relays that had its place before.
 
-    Attributes
-    ----------
-    stage
-        Results that it pulls, if they are those of a stage.
+    `before` are the nodes of its chain that are before it; `stage` is the one that it pulls, if any.
     """
 
-    def __init__(self, node: RelayNode) -> None:
-        self.node = node
+    def __init__(self, node: RelayNode, before: tuple[Node, ...]) -> None:
+        self.node, self.before = node, before
         self.began = time.monotonic()
         self.ended: float | None = None
         self.relay: Relay | None = None
@@ -111,26 +108,23 @@ class RunningStages(dict[Path, RunningStage]):
         Seed of the run.
     closed
         Cancelled once the executor is closed.
-    layout
-        Numbers of the functions.
     """
 
-    def __init__(self, seed: int, closed: TaskContext, layout: Layout) -> None:
+    def __init__(self, seed: int, closed: TaskContext) -> None:
         super().__init__()
-        self._seed, self._closed, self._layout = seed, closed, layout
+        self._seed, self._closed = seed, closed
         # All the other mutable state:
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
 
-    def of(self, path: Path, node: WorkerNode) -> RunningStage:
-        """Return the stage of the node at `path`, started if it does not run."""
+    def of(self, node: WorkerNode) -> RunningStage:
+        """Return the stage of `node`, started if it does not run."""
+        path, placement = node.path, node.placement
         found = self.get(path)
         if found is not None and not found.stage.closed:
             return found
         if self._closed.cancelled:
             raise IteratorClosed("the pipeline was closed")
-        placement = node.placement
-        assert placement.backend is not None
         metrics = (
             found.metrics
             if found is not None
@@ -148,8 +142,8 @@ class RunningStages(dict[Path, RunningStage]):
         counter = ItemCounter(items=not node.reads)
         try:
             stage = Stage(
-                placement.backend,
-                self._spec(path, node),
+                node.backend,
+                self._spec(node),
                 lookahead=2 * placement.num_workers if node.reads else node.window,
                 ordered=placement.in_order and not node.reads,
                 timeout=placement.timeout,
@@ -165,13 +159,11 @@ class RunningStages(dict[Path, RunningStage]):
         except ShippingError as error:
             raise ShippingError(f"stage {node.name!r}: {error}") from error
         lookup = next((work for work in node.works if isinstance(work, Lookup)), None)
-        dataset = (
-            None if placement.backend.in_process or lookup is None else lookup.function.dataset
-        )
+        dataset = None if node.backend.in_process or lookup is None else lookup.function.dataset
         running = self[path] = RunningStage(node, stage, metrics, dataset, counter)
         return running
 
-    def _spec(self, path: Path, node: WorkerNode) -> WorkerSpec:
+    def _spec(self, node: WorkerNode) -> WorkerSpec:
         placement = node.placement
         first = node.works[0]
         if isinstance(first, Readers):
@@ -179,42 +171,45 @@ class RunningStages(dict[Path, RunningStage]):
         else:
             steps = tuple(work.step() for work in node.works if isinstance(work, Work))
             fetch = WorkFetch(steps, placement.threads_per_worker, placement.on_error)
-        generator = random.Random(f"{self._seed}/workers/{path}")
+        generator = random.Random(f"{self._seed}/workers/{node.path}")
         return WorkerSpec(
             stage=node.name,
             workers=placement.num_workers,
             fetch=fetch,
             base_seed=generator.getrandbits(62),
             init_fn=placement.worker_init_fn,
-            seeding=self._origin(placement, path[:-1], node.works),
+            seeding=self._origin(node, range(len(node.works))),
         )
 
     def _origin(
-        self, placement: Placement, path: Path, works: tuple[Work | Readers, ...], epoch: int = 0
+        self, node: InlineNode | WorkerNode, works: Sequence[int], epoch: int = 0
     ) -> Origin | None:
-        """Return the origin of the seeds: for a function the same, wherever it runs."""
-        if placement.seeding is None:
+        """Return the origin of the seeds of some of the `works`: the same, wherever these run."""
+        if node.placement.seeding is None:
             return None
-        seed = placement.seeding.seed
-        stages = tuple(f"{path}/{self._layout.number_of_function(work)}" for work in works)
+        seed = node.placement.seeding.seed
+        stages = tuple(f"{node.path[:-1]}/{node.first + number}" for number in works)
         return Origin(self._seed if seed is None else seed, epoch, stages, any_thread=True)
 
-    def sample_rng_of(self, work: Work, path: Path, epoch: int, first: int) -> SampleRng | None:
+    def sample_rng_of(
+        self, node: InlineNode, work: int, epoch: int, first: int
+    ) -> SampleRng | None:
         """Return the seeding of a function that is called where its results are asked for."""
-        origin = self._origin(work.placement, path, (work,), epoch)
+        origin = self._origin(node, [work], epoch)
         if origin is None:
             return None
         from hybridloader.seeding.thread_sample_rng import ThreadSampleRng
 
-        sample_rng = ThreadSampleRng(origin, 0, stage=work.name)
+        sample_rng = ThreadSampleRng(origin, 0, stage=node.works[work].name)
         sample_rng.prepare()
         sample_rng.begin_at(first, epoch)
         return sample_rng
 
     def error_budget(
-        self, where: Path, placement: Placement, name: str, epoch: int, *, gaps: bool
+        self, node: InlineNode | WorkerNode, name: str, epoch: int, *, gaps: bool
     ) -> ErrorBudget | None:
         """Return the error budget of one pass of a stage; None if errors are raised."""
-        if placement.on_error is None:
+        policy = node.placement.on_error
+        if policy is None:
             return None
-        return ErrorBudget(placement.on_error, name, epoch, self.failure_log, where, gaps=gaps)
+        return ErrorBudget(policy, name, epoch, self.failure_log, node.path, gaps=gaps)

@@ -12,7 +12,6 @@ from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, R
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.running.executor import Executor
-    from hybridloader.pipeline.running.run_position import Path
 
 _IDLE = 0.05
 """A loop that waits for less than this part of its time is what holds everything up."""
@@ -117,7 +116,7 @@ class PipelineStats:
 
 def collect(executor: Executor) -> PipelineStats:
     """Return the statistics of an executor, over all passes until now."""
-    found = list(_line(executor, ()))
+    found = list(_line(executor))
     seconds, waited = executor.seconds, executor.waited
     busy = max(0.0, seconds - waited)
     counted = sum(stage.skipped for stage in found)  # the rest was skipped by whoever asked
@@ -135,7 +134,7 @@ def report(executor: Executor) -> str:
     return "\n\n".join(tables)
 
 
-def _line(executor: Executor, path: Path) -> Iterator[StageStats]:
+def _line(executor: Executor) -> Iterator[StageStats]:
     """Yield the stages and threads of a pipeline, those of its branches before them."""
     for where in sorted(executor.places()):
         running = executor.stages.get(where)
@@ -155,7 +154,7 @@ def _line(executor: Executor, path: Path) -> Iterator[StageStats]:
             )
             continue
         relay = executor.relays[where]
-        works = list(_pulled(executor.nodes_before(where)))
+        works = list(_pulled(relay.before))
         names = [
             node.operator.describe() if isinstance(node, OperatorNode) else node.name
             for node in works
@@ -169,9 +168,7 @@ def _line(executor: Executor, path: Path) -> Iterator[StageStats]:
         name = " + ".join(names)
         items = relay.items
         blocked, queued = relay.blocked, relay.queued
-        # The functions that it calls are right before it.
-        called = [(*where[:-1], at) for at in range(where[-1] - len(works), where[-1])]
-        skipped = sum(executor.stages.failure_log.counts[place] for place in called)
+        skipped = sum(executor.stages.failure_log.counts[node.path] for node in works)
         yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
 
 

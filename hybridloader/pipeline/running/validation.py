@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridloader._support.errors import BackendUnavailable
-from hybridloader.pipeline.operators.base import Chain, chains_in
+from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.operators.join import Branch, ForkPoint, Zip
 from hybridloader.pipeline.operators.order import Repeat
-from hybridloader.pipeline.running.plan import RelayNode, WorkerNode, lay_out
+from hybridloader.pipeline.running.plan import ChainPlan, RelayNode, WorkerNode
 
 
-def check(pipeline: Chain) -> None:
+def check(plan: ChainPlan) -> None:
     """Find what can't run, before anything is started.
 
     Raises
@@ -22,10 +22,10 @@ def check(pipeline: Chain) -> None:
     BackendUnavailable
         A backend that can't serve here.
     """
-    _check_devices(pipeline)
+    _check_devices(plan)
     met: dict[ForkPoint, set[int]] = {}
     repeated: dict[ForkPoint, tuple[int, ...]] = {}
-    for branch, repeats in _all_branches(pipeline, ()):
+    for branch, repeats in _all_branches(plan.chain, ()):
         met.setdefault(branch.fork, set()).add(branch.number)
         if repeated.setdefault(branch.fork, repeats) != repeats:
             raise ValueError(
@@ -39,19 +39,17 @@ def check(pipeline: Chain) -> None:
                 f"of the {fork.count} branches of a fork, {_listed(missing)} never joined: what "
                 "goes there would pile up. Join all of them, as in Pipeline.zip(a, b)"
             )
-    for chain in chains_in(pipeline):
-        for node in lay_out(chain):
-            if not isinstance(node, WorkerNode):
-                continue
-            assert node.placement.backend is not None
-            try:
-                node.placement.backend.check()
-            except BackendUnavailable as error:
-                raise BackendUnavailable(f"stage {node.name!r}: {error}") from error
+    for node in plan.all_nodes:
+        if not isinstance(node, WorkerNode):
+            continue
+        try:
+            node.backend.check()
+        except BackendUnavailable as error:
+            raise BackendUnavailable(f"stage {node.name!r}: {error}") from error
 
 
-def _check_devices(pipeline: Chain) -> None:
-    own = lay_out(pipeline)
+def _check_devices(plan: ChainPlan) -> None:
+    own = plan.nodes
     for at, node in enumerate(own):
         if not (isinstance(node, RelayNode) and node.moves):
             continue
@@ -61,16 +59,15 @@ def _check_devices(pipeline: Chain) -> None:
                 f"{behind.name} comes behind {node.name}, so another thread than your loop's would take "
                 "what was moved, and the stream of your loop would not wait for it; move it last"
             )
-    for chain in chains_in(pipeline):
-        for node in lay_out(chain):
-            if not isinstance(node, RelayNode) or node.operator is None:
-                continue
-            if node.moves and chain is not pipeline:
-                raise ValueError(
-                    f"{node.name} is in a part of a pipeline that is joined to others, so whoever joins "
-                    "them would take what was moved; move the items behind that"
-                )
-            node.operator.check()
+    for node in plan.all_nodes:
+        if not isinstance(node, RelayNode) or node.operator is None:
+            continue
+        if node.moves and len(node.path) > 1:
+            raise ValueError(
+                f"{node.name} is in a part of a pipeline that is joined to others, so whoever joins "
+                "them would take what was moved; move the items behind that"
+            )
+        node.operator.check()
 
 
 def _listed(numbers: list[int]) -> str:
