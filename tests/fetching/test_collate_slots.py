@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import collate as torchs
 
 from hybridloader import DataLoader, Memory, Threads
+from hybridloader.engine.worker_info import worker_info_set
 from hybridloader.fetching.collate import set_slots, slot_for, teach_torch
 from hybridloader.memory.slots import OWN, PrivateSlots
 
@@ -195,14 +196,17 @@ NUMBERS = [
     [1, 2], [1, True], [1, 2.5], [1, np.int64(2)], [1, torch.tensor(2)], [-(2**63), 2**63 - 1],
     [1, np.float32(2)], [1.5, 2], [1.5, float("nan")], [1.5, np.float64(2)], [1.5, np.longdouble(2)],
     [1.5, torch.tensor(2.0)], [1.5, torch.ones(1, requires_grad=True)[0]], [2.5, True], (1, 2),
-    [1, 2**63], [1, "2"], [1.5, None], [1, [2]],
+    [1, 2**63], [1, "2"], [1.5, None], [1, [2]], [True, False], [True, 2], range(2), bytes(8),
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("worker", [None, object()], ids=["caller", "worker"])
 @pytest.mark.parametrize("numbers", NUMBERS, ids=repr)
-def test_numbers_collate_to_what_torch_makes_of_them(numbers: Any, device: str) -> None:
+def test_numbers_collate_to_what_torch_makes_of_them(
+    numbers: Any, worker: Any, device: str
+) -> None:
     def tensor(batch: Any) -> Any:
         return torch.tensor(batch, dtype=torch.float64 if type(batch[0]) is float else None)
 
@@ -214,8 +218,13 @@ def test_numbers_collate_to_what_torch_makes_of_them(numbers: Any, device: str) 
         return made.dtype, made.device, None if device == "meta" else repr(made), made.requires_grad
 
     teach_torch()
-    with torch.device(device):
+    with torch.device(device), worker_info_set(worker):
         assert outcome(default_collate) == outcome(tensor)
+
+
+def test_a_batch_of_numbers_can_be_resized_by_the_caller_as_torchs_can() -> None:
+    [batch, *_] = ours(index_alone, "inline", 0)
+    assert batch.resize_(9).shape == (9,)
 
 
 def test_torchs_function_is_the_same_and_is_changed_once() -> None:
@@ -307,8 +316,6 @@ def test_a_large_batch_of_the_caller_is_resized_as_little_as_one_of_torchs_worke
         assert one.clone().resize_(5, SIDE, SIDE).shape == (5, SIDE, SIDE)
         with pytest.raises(RuntimeError, match="resize storage that is not resizable"):
             one[:].resize_(5, SIDE, SIDE)  # a view: what torch refuses to resize is in ruins
-    [small, *_] = ours(index_alone, "inline", 0)
-    assert small.resize_(9).shape == (9,)
 
 
 def index_alone(index: int) -> int:
