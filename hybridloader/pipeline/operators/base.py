@@ -60,66 +60,47 @@ class Chain:
 
 
 class Mark(NamedTuple):
-    """Note of an operator for states: behind its first `at` items, `value` tells it how to go on.
+    """Note of an operator for states: behind `at` items of pass `epoch`, `value` tells how to go on.
 
     The value is a JSON value if states are to be saved as JSON.
     """
 
+    epoch: int
     at: int
     value: Any
 
 
 class UpstreamPart(NamedTuple):
-    """Place where the items before an operator go on when the operator does.
-
-    Attributes
-    ----------
-    branch
-        Number of a branch; None: the operators before in the same chain.
-    start
-        Number of items that are not wanted any more.
-    epoch
-        Number of the pass.
-    """
+    """Place where the items before an operator go on when the operator does."""
 
     branch: int | None
+    """Number of a branch; None: the operators before in the same chain."""
     start: int
+    """Number of items that are not wanted any more."""
     epoch: int
+    """Number of the pass."""
 
 
 class Context(Protocol):
     """Values and services for an operator in one pass."""
 
-    @property
-    def epoch(self) -> int:
-        """Number of this pass over the whole pipeline, from 0; a repetition counts as a pass."""
+    epoch: int
+    """Number of this pass over the whole pipeline, from 0; a repetition counts as a pass."""
+    seed: int | None
+    """Seed that the user gave to the run; None if it was drawn."""
+    run_seed: int
+    """Seed of the run, whether given or drawn."""
+    shared: dict[Any, Any]
+    """Values that the operators of one pass share, by a key of their own."""
+    start: int
+    """Number of its items that were given before: the first that it gives has that number.
 
-    @property
-    def seed(self) -> int | None:
-        """Seed that the user gave to the run; None if it was drawn."""
-
-    @property
-    def shared(self) -> dict[Any, Any]:
-        """Values that the operators of one pass share, by a key of their own."""
-
-    @property
-    def start(self) -> int:
-        """Number of its items that were given before: the first that it gives has that number.
-
-        Above 0 only where `Operator.seek` has said that this can be done.
-        """
-
-    @property
-    def saved(self) -> Mark | None:
-        """Last mark of this operator in the run that this one goes on from."""
-
-    @property
-    def locks(self) -> PageLocks | None:
-        """Page locks for memory that this operator makes, if a device is going to read it there."""
-
-    @property
-    def run_seed(self) -> int:
-        """Seed of the run, whether given or drawn."""
+    Above 0 only where `Operator.seek` has said that this can be done.
+    """
+    saved: Mark | None
+    """Last mark of this operator in the run that this one goes on from."""
+    locks: PageLocks | None
+    """Page locks for memory that this operator makes, if a device is going to read it there."""
 
     def random(self, seed: int | None) -> random.Random:
         """Return a generator for this operator and pass: from `seed`, else from the run's own seed."""

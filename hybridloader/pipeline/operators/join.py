@@ -62,7 +62,7 @@ class ConcatIterator(Iterator[Any]):
         self._pipelines, self._context = pipelines, context
         # All the mutable state:
         self._given = context.start  # items, and errors in their places
-        since, number = context.saved or Mark(0, 0)
+        since, number = context.saved[1:] if context.saved is not None else (0, 0)
         self._begun: int = number  # pipelines
         self._start = self._given - since  # items of the next one that are not wanted
         context.mark(since, self._begun)

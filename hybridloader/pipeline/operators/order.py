@@ -300,8 +300,8 @@ class RepeatIterator(Iterator[Any]):
         if context.saved is None:
             self._begin()
         else:
-            at, self._begun = context.saved
-            self._begin(at)
+            self._begun = context.saved.value
+            self._begin(context.saved.at)
 
     def __next__(self) -> Any:
         while True:

@@ -21,23 +21,9 @@ NO_ITEM = (NotReady, WorkerTimeout)
 
 
 class Dropping(OperatorIterator):
-    """An iterator without its first items.
+    """An iterator without its first `count` items, of which `done` were dropped.
 
-    Parameters
-    ----------
-    count
-        Items to drop.
-    slack
-        Number of these that need not be there: of a batch that was the last, none knows its size.
-    left
-        Cancelled when nobody wants items any more.
-    name
-        Name of the iterator in errors.
-
-    Attributes
-    ----------
-    done
-        Items dropped.
+    `slack` of these need not be there: of a batch that was the last, none knows its size.
     """
 
     def __init__(

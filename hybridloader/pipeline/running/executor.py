@@ -21,9 +21,8 @@ from hybridloader._support.errors import IteratorClosed, StateError
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
-from hybridloader.pipeline.operators.base import Chain, Operator
+from hybridloader.pipeline.operators.base import Chain, Mark
 from hybridloader.pipeline.operators.cache import Cache
-from hybridloader.pipeline.operators.join import Branch, Zip
 from hybridloader.pipeline.operators.sources import Indices
 from hybridloader.pipeline.running.plan import (
     ChainPlan,
@@ -35,10 +34,10 @@ from hybridloader.pipeline.running.plan import (
     lay_out,
     passes_on,
 )
-from hybridloader.pipeline.running.run_position import Counts, Saved
+from hybridloader.pipeline.running.run_position import Counts
 from hybridloader.pipeline.running.running_stages import RunningRelay, RunningStages
 from hybridloader.pipeline.running.state import Position, descriptions
-from hybridloader.pipeline.running.validation import check, forks_in_rows
+from hybridloader.pipeline.running.validation import chains_in_rows, check
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
@@ -50,24 +49,9 @@ _PATIENCE = 2.0
 class Executor:
     """Runs the passes of one chain, and ends its workers and threads.
 
-    Parameters
-    ----------
-    chain
-        Steps to run.
-    seed
-        Seed of everything random that has no seed of its own. None: drawn from torch's default
-        generator.
-    resumed
-        State whose seeds are to be used instead.
-    first
-        Number of the first epoch.
-    idle
-        True if nothing is to run, because there is nothing left to do.
-
-    Raises
-    ------
-    BackendUnavailable, ShippingError, ValueError
-        It can't be run; no worker is left.
+    `seed` and the number of the `first` epoch are those of `Pipeline.run`; a state that is `resumed`
+    has a seed, and no stage is started if it has nothing left to do. If the constructor raises, no
+    worker is left.
     """
 
     def __init__(
@@ -182,7 +166,7 @@ class Executor:
         return (self._drawn[place] + epoch) % (1 << 63)
 
     def state(
-        self, epoch: int, counts: Counts, saved: Mapping[str, Saved], *, finished: bool
+        self, epoch: int, counts: Counts, saved: Mapping[str, Mark], *, finished: bool
     ) -> dict[str, Any]:
         """Return the state of a run in an epoch."""
         drawn = dict(self._drawn)
@@ -204,16 +188,10 @@ class Executor:
                     "no state can say which are left; leave in_order out, or take it between epochs"
                 )
 
-    def joins_rows(self, operator: Operator, *, inside: bool) -> bool:
-        """Tell whether a `zip` numbers the branches of `operator`: it is one, or inside of one."""
-        if isinstance(operator, Branch):
-            return id(operator.fork) in self._forks_in_rows
-        return inside or isinstance(operator, Zip)
-
     @functools.cached_property
-    def _forks_in_rows(self) -> set[int]:
-        """Forks of which a branch is in a `zip`, by identity."""
-        return forks_in_rows(self.chain)
+    def in_rows(self) -> set[Path]:
+        """Paths of the chains whose items a later `zip` numbers, so that left-out ones keep places."""
+        return chains_in_rows(self.plan)
 
     # -- statistics ------------------------------------------------------------------------------------
 

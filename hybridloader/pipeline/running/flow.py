@@ -49,13 +49,7 @@ class RelayDepth:
 
 
 class StageIterator(Iterator[Any]):
-    """Base of the iterators over the results of one stage in one pass.
-
-    Parameters
-    ----------
-    budget
-        Error budget of this pass, if there is a policy.
-    """
+    """Base of the iterators over the results of one stage in one pass."""
 
     def __init__(self, stage: Stage, metrics: StageMetrics, budget: ErrorBudget | None) -> None:
         self._stage, self.metrics, self._budget = stage, metrics, budget
@@ -95,16 +89,9 @@ class StageIterator(Iterator[Any]):
 
 
 class StageItems(StageIterator):
-    """Results of a stage, one by one.
+    """Results of a stage, one by one. `items`, which `batching` cuts into tasks, is closed with this.
 
-    Parameters
-    ----------
-    items
-        Iterator that feeds the stage; closed when this is.
-    batching
-        Cuts `items` into tasks.
-    forwarded
-        True if results may go on to the next stage unopened.
+    If `forwarded`, results may go on to the next stage unopened.
     """
 
     def __init__(

@@ -26,20 +26,7 @@ from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 class InlineItems(OperatorIterator):
     """Results of a function that is called where they are asked for.
 
-    Parameters
-    ----------
-    items
-        Arguments of the function.
-    stage
-        Name of the function in errors.
-    left
-        Cancelled when nobody wants items any more, so that a filter that keeps nothing ends.
-    rng
-        Random numbers of each item, if it is to be seeded.
-    policy
-        Policy for items that fail; None: raise.
-    budget
-        Error budget of this pass, if there is a policy.
+    `left` is cancelled when nobody wants items any more, so that a filter that keeps nothing ends.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,23 +46,16 @@ from hybridloader.pipeline.running.run_position import RunPosition, before, pass
 if TYPE_CHECKING:
     from hybridloader.engine.refresh import Change
     from hybridloader.fetching.on_error.error_budget import ErrorBudget
-    from hybridloader.memory.page_locks import PageLocks
     from hybridloader.pipeline.running.running_stages import RunningStage
 
 
 class Offset(NamedTuple):
-    """Place in a stream of items where something begins.
-
-    Attributes
-    ----------
-    items
-        Items before that place.
-    slack
-        Number of these that need not be there; see `Dropping`.
-    """
+    """Place in a stream of items where something begins."""
 
     items: int = 0
+    """Items before that place."""
     slack: int = 0
+    """Number of these that need not be there; see `Dropping`."""
 
 
 NodeOpener = Generator[tuple[int, Offset], Iterator[Any], Iterator[Any]]
@@ -76,35 +70,24 @@ def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
     return run.open(Offset(position.start.given))
 
 
+@dataclass(frozen=True)
 class ChainPass:
-    """One pass over a chain.
+    """One pass over a chain."""
 
-    Parameters
-    ----------
-    position
-        Position of the run that this pass is a part of.
-    shared
-        Values that the operators of this pass share.
-    left
-        Cancelled when nobody wants items any more.
-    rows
-        True if a later `zip` numbers the items, so that a left-out item keeps its place.
-    """
+    executor: Executor
+    position: RunPosition
+    """Position of the run that this pass is a part of."""
+    plan: ChainPlan
+    epoch: int
+    shared: dict[Any, Any]
+    """Values that the operators of this pass share."""
+    left: TaskContext
+    """Cancelled when nobody wants items any more."""
+    _started: list[Relay] = field(default_factory=list, init=False)
 
-    def __init__(
-        self,
-        executor: Executor,
-        position: RunPosition,
-        plan: ChainPlan,
-        epoch: int,
-        shared: dict[Any, Any],
-        left: TaskContext,
-        *,
-        rows: bool = False,
-    ) -> None:
-        self.executor, self.position, self.plan = executor, position, plan
-        self.epoch, self.shared, self.left, self.rows = epoch, shared, left, rows
-        self._started: list[Relay] = []
+    @property
+    def _in_rows(self) -> bool:
+        return self.plan.path in self.executor.in_rows
 
     def open(self, start: Offset, at: int | None = None) -> Iterator[Any]:
         """Open the nodes up to number `at`, None being the last, and start the relays among them."""
@@ -185,7 +168,7 @@ class ChainPass:
             )
         if isinstance(operator, Source):
             items = SourceItems(items, self.left)
-            if not self.rows and leaves_out(operator.branches()):
+            if not self._in_rows and leaves_out(operator.branches()):
                 items = GapsClosed(items)
         elif isinstance(items, GeneratorType):
             items = GeneratorItems(items, node.name)
@@ -207,15 +190,7 @@ class ChainPass:
                 return self._open(at - 1, begins)
             if epoch is None:
                 epoch = self.epoch * times + number
-            again = ChainPass(
-                self.executor,
-                self.position,
-                self.plan,
-                epoch,
-                {},
-                self.left,
-                rows=self.rows,
-            )
+            again = replace(self, epoch=epoch, shared={})
             return again.open(Offset(start, begins.slack), at - 1)
 
         return upstream
@@ -226,7 +201,7 @@ class ChainPass:
             node.placement.worker_init_fn(0)
         for number, work in enumerate(node.works):
             sample_rng = stages.sample_rng_of(node, number, self.epoch, start.items)
-            budget = stages.error_budget(node, work.name, self.epoch, gaps=self.rows)
+            budget = stages.error_budget(node, work.name, self.epoch, gaps=self._in_rows)
             try:
                 items = InlineItems(
                     items, work.step(), work.name, self.left, sample_rng, policy, budget
@@ -268,7 +243,7 @@ class ChainPass:
         stage = stages.of(node)
         changes = stage.watch.changes() if stage.watch is not None and stage.begun else ()
         stage.begun = True
-        budget = stages.error_budget(node, node.name, self.epoch, gaps=self.rows)
+        budget = stages.error_budget(node, node.name, self.epoch, gaps=self._in_rows)
         return stage, changes, budget
 
     def _open_readers(self, node: WorkerNode) -> Iterator[Any]:
@@ -317,20 +292,11 @@ class OperatorContext:
             )
         self._pass, self._node, self._begins = of, node, begins
         self.epoch, self.shared, self.start, self.saved = of.epoch, of.shared, begins.items, saved
+        executor = of.executor
+        self.seed = executor.seed if executor.seeded else None
+        self.run_seed = executor.seed
+        self.locks = executor.stages.locks.get(node.path)
         self._opened = 0
-
-    @property
-    def seed(self) -> int | None:
-        executor = self._pass.executor
-        return executor.seed if executor.seeded else None
-
-    @property
-    def locks(self) -> PageLocks | None:
-        return self._pass.executor.stages.locks.get(self._node.path)
-
-    @property
-    def run_seed(self) -> int:
-        return self._pass.executor.seed
 
     def random(self, seed: int | None) -> random.Random:
         if seed is not None:
@@ -343,7 +309,7 @@ class OperatorContext:
         return self._pass.executor.draw(self._pass.plan.path, self.epoch)
 
     def open(self, pipeline: Chain, start: int = 0, number: int | None = None) -> Iterator[Any]:
-        own, executor = self._pass, self._pass.executor
+        own = self._pass
         branch = self._opened if number is None else number
         self._opened = branch + 1
         plan = self._node.branches[branch]
@@ -351,15 +317,12 @@ class OperatorContext:
             raise ValueError(
                 f"operator {self._node.name!r} did not name {pipeline!r} as branch {branch}"
             )
-        rows = executor.joins_rows(self._node.operator, inside=own.rows)
-        inner = ChainPass(
-            executor, own.position, plan, self.epoch, self.shared, own.left, rows=rows
-        )
+        inner = replace(own, plan=plan)
         return inner.open(Offset(start, self._begins.slack))
 
     def mark(self, at: int, value: Any) -> None:
         path, number = self._pass.plan.path, self._node.number
-        self._pass.position.mark(path, number, self.epoch, Mark(at, value))
+        self._pass.position.mark(path, number, Mark(self.epoch, at, value))
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         start, slack = self._begins

@@ -37,25 +37,12 @@ Place = tuple[Path, int]
 
 
 class Counts(NamedTuple):
-    """Numbers of items that your loop was given.
-
-    Attributes
-    ----------
-    given
-        Items, and errors in the places of items.
-    raised
-        Those of them that were errors.
-    """
+    """Numbers of items that your loop was given."""
 
     given: int = 0
+    """Items, and errors in the places of items."""
     raised: int = 0
-
-
-class Saved(NamedTuple):
-    """A mark in a state, and the number of the pass that it is of."""
-
-    epoch: int
-    mark: Mark
+    """Those of them that were errors."""
 
 
 class _Marks:
@@ -77,27 +64,19 @@ class _Stop(NamedTuple):
     path: Path
     number: int
     marks: _Marks | None
-    saved: Saved
+    mark: Mark
     replayed: bool  # what is behind it can't say what it has had
 
 
 class RunPosition:
-    """Position of one run.
-
-    Parameters
-    ----------
-    counts
-        Items given by the run that this one goes on from.
-    saved
-        Marks of that run, by place.
-    """
+    """Position of one run; `counts` and `saved` marks, by place, are of the run that it goes on from."""
 
     def __init__(
         self,
         plan: ChainPlan,
         epoch: int,
         counts: Counts = Counts(),  # noqa: B008 - it can't be changed
-        saved: Mapping[str, Saved] | None = None,
+        saved: Mapping[str, Mark] | None = None,
     ) -> None:
         self._plan, self.epoch = plan, epoch
         self._saved = dict(saved or {})
@@ -114,12 +93,12 @@ class RunPosition:
 
     # -- marks -----------------------------------------------------------------------------------------
 
-    def mark(self, path: Path, number: int, epoch: int, mark: Mark) -> None:
-        """Note that an operator could go on behind ``mark.at`` items of its pass `epoch`."""
+    def mark(self, path: Path, number: int, mark: Mark) -> None:
+        """Note that an operator could go on behind ``mark.at`` items of that pass."""
         with self._lock:
             passes = self._places.setdefault((path, number), [])
-            if not passes or passes[-1].epoch != epoch:
-                passes.append(_Marks(epoch, self._made))
+            if not passes or passes[-1].epoch != mark.epoch:
+                passes.append(_Marks(mark.epoch, self._made))
             passes[-1].marks.append(mark)
             self._made += 1
             self._kept += 1
@@ -131,7 +110,7 @@ class RunPosition:
     def saved(self, path: Path, number: int, epoch: int) -> Mark | None:
         """Return the mark of an operator in the run before, if it was in this pass."""
         saved = self._saved.get(place_of(path, number))
-        return saved.mark if saved is not None and saved.epoch == epoch else None
+        return saved if saved is not None and saved.epoch == epoch else None
 
     @property
     def counts(self) -> Counts:
@@ -150,7 +129,7 @@ class RunPosition:
 
     # -- the way back ----------------------------------------------------------------------------------
 
-    def position(self) -> tuple[Counts, dict[str, Saved]]:
+    def position(self) -> tuple[Counts, dict[str, Mark]]:
         """Return the counts until now, and copies of the marks from which to go on; from any thread.
 
         Raises
@@ -158,17 +137,16 @@ class RunPosition:
         StateError
             A source could not tell its state.
         """
-        found: dict[str, Saved] = {}
+        found: dict[str, Mark] = {}
         with self._lock:
             counts = self.counts
             for stop in self._back(counts):
-                saved = stop.saved
-                if isinstance(saved.mark.value, Exception):
+                mark = stop.mark
+                if isinstance(mark.value, Exception):
                     raise StateError(
-                        f"a source could not tell its state behind item {saved.mark.at}: "
-                        f"{saved.mark.value!r}"
-                    ) from saved.mark.value
-                found[place_of(stop.path, stop.number)] = saved
+                        f"a source could not tell its state behind item {mark.at}: {mark.value!r}"
+                    ) from mark.value
+                found[place_of(stop.path, stop.number)] = mark
         return counts, copied(found)
 
     def _back(self, counts: Counts) -> Iterator[_Stop]:
@@ -187,12 +165,12 @@ class RunPosition:
                 continue
             operator, number = node.operator, node.number
             stop = self._stop(plan.path, number, n, epoch, replayed)
-            mark = None if stop is None else stop.saved.mark
+            mark = None if stop is None else stop.mark
             parts = before(operator, n, epoch, mark, raised)
             if parts is None:
                 n, replayed = 0, True
                 stop = self._stop(plan.path, number, 0, epoch, replayed)
-                mark = None if stop is None else stop.saved.mark
+                mark = None if stop is None else stop.mark
                 parts = before(operator, 0, epoch, mark, raised) or ()
             if stop is not None:
                 yield stop
@@ -211,10 +189,10 @@ class RunPosition:
             if marks.epoch == epoch:
                 mark = marks.last_before(n)
                 if mark is not None:
-                    return _Stop(path, number, marks, Saved(epoch, mark), replayed)
+                    return _Stop(path, number, marks, mark, replayed)
         # It may not have been opened again yet.
-        saved = self._saved.get(place_of(path, number))
-        if saved is None or saved.epoch != epoch or saved.mark.at > n:
+        saved = self.saved(path, number, epoch)
+        if saved is None or saved.at > n:
             return None
         return _Stop(path, number, None, saved, replayed)
 
@@ -225,7 +203,7 @@ class RunPosition:
         for stop in stops:
             marks = stop.marks
             assert marks is not None
-            while marks.marks[0].at < stop.saved.mark.at:
+            while marks.marks[0].at < stop.mark.at:
                 marks.marks.popleft()
             while stop.replayed and len(marks.marks) > 1:
                 marks.marks.pop()

@@ -100,15 +100,7 @@ class RunningRelay:
 
 
 class RunningStages(dict[Path, RunningStage]):
-    """The stages of one pipeline, by the paths of their nodes.
-
-    Parameters
-    ----------
-    seed
-        Seed of the run.
-    closed
-        Cancelled once the executor is closed.
-    """
+    """The stages of one pipeline, by the paths of their nodes; `closed` is cancelled once they end."""
 
     def __init__(self, seed: int, closed: TaskContext) -> None:
         super().__init__()

@@ -20,20 +20,11 @@ from hybridloader.engine.relay import RelayQueue
 
 
 class StageMetrics:
-    """Metrics of one stage, and its `FlowControl`.
+    """Metrics of one stage, and its `FlowControl`; for `prefetch` and `buffer_bytes` see `Placement`.
 
-    Parameters
-    ----------
-    prefetch
-        Items that may be under way or wait to be handed out; None: no limit but the scheduler's.
-    buffer_bytes
-        Bytes of results that may be under way or wait. Each item under way counts as much as the
-        largest result until then; until there is one, only one item for each worker is let in. One task
-        is always let in.
-    learn
-        Called with the number of items of a task and the seconds that it took.
-    clock
-        Seconds, monotonic.
+    Each item under way counts as many bytes as the largest result until then; until there is one, only
+    one item for each worker is let in. One task is always let in. `learn` is called with the number of
+    items of a task and the seconds that it took.
     """
 
     def __init__(

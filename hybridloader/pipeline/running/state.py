@@ -27,7 +27,7 @@ from hybridloader.pipeline.operators.order import ShardByRank
 from hybridloader.pipeline.operators.pin import PinMemory
 from hybridloader.pipeline.operators.sources import Indices
 from hybridloader.pipeline.operators.work import Prefetch, Readers, Work
-from hybridloader.pipeline.running.run_position import Counts, Saved
+from hybridloader.pipeline.running.run_position import Counts
 
 VERSION = 1
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
@@ -38,7 +38,7 @@ _MARK = Rule(
     "a mark",
     lambda mark: (
         isinstance(mark, Mapping)
-        and set(mark) == {"epoch", "at", "value"}
+        and set(mark) == set(Mark._fields)
         and type(mark["at"]) is type(mark["epoch"]) is int
     ),
 )
@@ -49,31 +49,19 @@ _LONGEST = 80
 
 @dataclass(frozen=True)
 class Position:
-    """Contents of a state.
-
-    Attributes
-    ----------
-    seed, seeded
-        Seed of the run, and whether the user gave it.
-    epoch
-        Number of the run.
-    counts
-        Items that your loop was given.
-    finished
-        True if your loop had been told that these were all.
-    draws
-        Seeds of sources, by path; see `Executor.draw`.
-    saved
-        Marks, by place.
-    """
+    """Contents of a state."""
 
     seed: int
     seeded: bool
+    """True if the user gave the seed of the run."""
     epoch: int
     counts: Counts = Counts()  # noqa: RUF009 - it can't be changed
     finished: bool = False
+    """True if your loop had been told that these were all."""
     draws: Mapping[str, int] = field(default_factory=dict)
-    saved: Mapping[str, Saved] = field(default_factory=dict)
+    """Seeds of sources, by path; see `Executor.draw`."""
+    saved: Mapping[str, Mark] = field(default_factory=dict)
+    """Marks, by place."""
 
     def as_dict(self, operators: list[str]) -> dict[str, Any]:
         """Return the state."""
@@ -88,10 +76,7 @@ class Position:
             "finished": self.finished,
             "operators": list(operators),
             "draws": dict(self.draws),
-            "marks": {
-                place: {"epoch": saved.epoch, "at": saved.mark.at, "value": saved.mark.value}
-                for place, saved in self.saved.items()
-            },
+            "marks": {place: mark._asdict() for place, mark in self.saved.items()},
         }
 
 
@@ -166,19 +151,9 @@ def _ranks_of(source: Indices) -> int | None:
 def checked(
     state: Any, pipeline: Chain, *, epoch: int | None = None, seed: int | None = None
 ) -> Position:
-    """Return the contents of a state, if `pipeline` can go on from it.
+    """Return the contents of a state; raise `StateError` if `pipeline` can't go on from it.
 
-    Parameters
-    ----------
-    state
-        Return value of `state_dict`.
-    epoch, seed
-        Values that the user gave; None: those of the state.
-
-    Raises
-    ------
-    StateError
-        It can't go on from there.
+    `epoch` and `seed` are those that the user gave; None takes those of the state.
     """
     _FIELDS.check(state)
     _same_operators(state["operators"], descriptions(pipeline))
@@ -189,10 +164,7 @@ def checked(
         counts=Counts(state["given"], state["raised"]),
         finished=state["finished"],
         draws=dict(state["draws"]),
-        saved={
-            place: Saved(mark["epoch"], Mark(mark["at"], mark["value"]))
-            for place, mark in state["marks"].items()
-        },
+        saved={place: Mark(**mark) for place, mark in state["marks"].items()},
     )
     for name, said, meant in (("epoch", epoch, position.epoch), ("seed", seed, position.seed)):
         if said is not None and said != meant:

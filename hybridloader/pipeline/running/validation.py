@@ -8,7 +8,7 @@ from hybridloader._support.errors import BackendUnavailable
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.operators.join import Branch, ForkPoint, Zip
 from hybridloader.pipeline.operators.order import Repeat
-from hybridloader.pipeline.running.plan import ChainPlan, RelayNode, WorkerNode
+from hybridloader.pipeline.running.plan import ChainPlan, OperatorNode, Path, RelayNode, WorkerNode
 
 
 def check(plan: ChainPlan) -> None:
@@ -87,22 +87,15 @@ def _all_branches(
         yield from _all_branches(inner, inside)
 
 
-def forks_in_rows(pipeline: Chain) -> set[int]:
-    """Return the forks of which a branch is in a `zip`, however deep, by identity."""
-    found: set[int] = set()
-    seen: set[tuple[int, bool]] = set()
-    todo = [(pipeline, False)]
+def chains_in_rows(plan: ChainPlan) -> set[Path]:
+    """Return the paths of the chains that are in a `zip`, however deep; of a fork, if one branch is."""
+    met: set[tuple[Path, bool]] = set()
+    todo = [(plan, False)]
     while todo:
         chain, rows = todo.pop()
-        if (id(chain), rows) in seen:
-            continue
-        seen.add((id(chain), rows))
-        for operator in chain.operators:
-            if isinstance(operator, Branch):
-                if rows:
-                    found.add(id(operator.fork))
-                todo.append((operator.fork.pipeline, rows))
-            else:
-                inside = rows or isinstance(operator, Zip)
-                todo.extend((inner, inside) for inner in operator.branches())
-    return found
+        if (chain.path, rows) not in met:
+            met.add((chain.path, rows))
+            for node in chain.nodes:
+                inside = rows or (isinstance(node, OperatorNode) and isinstance(node.operator, Zip))
+                todo.extend((branch, inside) for branch in node.branches)
+    return {path for path, rows in met if rows}
