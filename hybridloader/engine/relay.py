@@ -100,8 +100,11 @@ class RelayQueue:
 
     # -- for the consumer --------------------------------------------------------------------------
 
-    def get(self, timeout: float | None) -> Any:
-        """Return the next item, or raise the error in its place; see `Relay.get`."""
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the next item, or raise the error in its place; wait `timeout` seconds for it.
+
+        Raises `NotReady` if none comes within that time; None waits for ever.
+        """
         with self.came:
             if not self.items:
                 self._sleep(timeout)
@@ -142,7 +145,7 @@ class RelayQueue:
             raise StopIteration
 
     def when_ready(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once there is an item, an end or an error; see `Relay.when_ready`."""
+        """Call `wake` once, from any thread, as soon as there is an item, an end or an error."""
         with self.came:
             if not (self.items or self.ended or self.closed):
                 self._wake = wake
@@ -206,6 +209,7 @@ class Relay(Iterator[Any]):
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self.queue = RelayQueue(name, depth, weigh, limit)
+        self.get, self.when_ready = self.queue.get, self.queue.when_ready
         self._thread = threading.Thread(
             target=_pull, args=(self.queue, source, prepare), name=name, daemon=True
         )
@@ -218,22 +222,11 @@ class Relay(Iterator[Any]):
         self._thread.start()
 
     def __next__(self) -> Any:
-        return self.queue.get(None)
-
-    def get(self, timeout: float | None = None) -> Any:
-        """Return the next item, waited for. Raises `NotReady` if none comes within `timeout` seconds."""
-        return self.queue.get(timeout)
+        return self.queue.get()
 
     def next_nowait(self) -> Any:
         """Return the next item if there is one. Raises `NotReady` if not."""
         return self.queue.get(0)
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once, from any thread, as soon as there is something to get, an end or an error.
-
-        At once, if there is something already.
-        """
-        self.queue.when_ready(wake)
 
     def shut(self) -> None:
         """Let the thread end, without waiting for it."""

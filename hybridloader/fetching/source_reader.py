@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from types import GeneratorType
 from typing import Any, ClassVar
 
@@ -20,37 +21,34 @@ _READING = 0.01
 """Seconds after which a reader returns what it has, if that is less than it was asked for."""
 
 
+@dataclass(frozen=True)
 class ReadersFetch(Fetch):
     """Next items of the worker's own iterator, as many as the task asks for.
 
-    `source` is an iterable, of which every worker has a copy of its own; or a function that makes one,
-    called in the worker. For `on_error` see `WorkFetch`.
+    The `dataset` is an iterable, of which every worker has a copy of its own; or a function that makes
+    one, called in the worker. For `on_error` see `WorkFetch`.
     """
+
+    dataset: Any
+    on_error: Policy | None = None
 
     in_turn: ClassVar[bool] = True
     batched = False
 
-    def __init__(self, source: Any, on_error: Policy | None = None) -> None:
-        self._source, self._on_error = source, on_error
-
-    @property
-    def dataset(self) -> Any:
-        return self._source
-
     @property
     def private(self) -> bool:
-        return hasattr(type(self._source), "__iter__")  # a class has it too, and is called
+        return hasattr(type(self.dataset), "__iter__")  # a class has it too, and is called
 
     def with_dataset(self, dataset: Any) -> ReadersFetch:
-        return ReadersFetch(dataset, self._on_error)
+        return replace(self, dataset=dataset)
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         def make() -> Iterator[Any]:
-            return iter(self._source if self.private else self._source())
+            return iter(self.dataset if self.private else self.dataset())
 
         if context.rng is None:
-            return SourceReader(make(), self._on_error, context)
-        policy = seeded(self._on_error, context.rng)
+            return SourceReader(make(), self.on_error, context)
+        policy = seeded(self.on_error, context.rng)
         return SourceReader(context.rng.seeded_shard(make, later=True), policy, context)
 
 
