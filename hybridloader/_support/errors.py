@@ -105,7 +105,7 @@ class Failure:
         self.traceback: str | None = None
 
     def to_exception(self, note: str) -> BaseException:
-        """Return the exception, once, with `note` added to say where it happened.
+        """Return the exception, once, with `note` added to say where it happened, unless that is empty.
 
         The failure drops it: it is in a frame of the traceback that the exception gets when it is
         raised, and together they would keep the whole iterator alive.
@@ -114,13 +114,18 @@ class Failure:
         del self.exception
         if self.traceback is not None:
             exception.__cause__ = WorkerTraceback(f"{note}\n{self.traceback}")
-        add_note(exception, note)
+        if note:
+            add_note(exception, note)
         return exception
 
+    @property
+    def text(self) -> str:
+        """Traceback as text."""
+        return self.traceback or "".join(traceback.format_exception(self.exception))
+
     def __reduce__(self) -> tuple[Any, ...]:
-        text = self.traceback or "".join(traceback.format_exception(self.exception))
         frozen = _Freezer().freeze(self.exception)
-        return _rebuild_failure, (frozen, id(type(self.exception)), text)
+        return _rebuild_failure, (frozen, id(type(self.exception)), self.text)
 
 
 def add_note(exception: BaseException, note: str) -> None:

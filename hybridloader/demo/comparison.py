@@ -30,12 +30,9 @@ class Contender:
     workers: int
     make: Callable[[], Iterable[Any]]
     in_process: bool = False
-    first_batch: float = 0.0
-    """Seconds from ``iter`` to the first batch, with the start of the workers."""
-    rates: list[float] = field(default_factory=list)
-    """Images per second of whole epochs, with the workers running."""
-    skipped: str = ""
-    """Reason why it can't run here; empty if it can."""
+    first_batch: float = 0.0  # seconds from `iter` to it, with the start of the workers
+    rates: list[float] = field(default_factory=list)  # images per second of whole epochs
+    skipped: str = ""  # reason why it can't run here
 
     @property
     def rate(self) -> float:

@@ -5,10 +5,9 @@ and reuse. Opening it makes a *crew*: the workers of one stage, while that stage
 workers, sends them messages, returns their events, and ends them. It knows nothing of order,
 batches, sampling or pinning.
 
-Six methods must be written: `Backend.open`, `Crew.start` and `Crew.send`, and `is_alive`,
-`terminate` and `join` of a `WorkerHandle`. All others have defaults, right for a crew that calls
-`Crew.place` and `Crew.report`. `hybridloader.testing.BackendContract` tests a backend against this
-page. Import everything from `hybridloader.engine`.
+`hybridloader.engine`, from which all is imported, lists the six methods that must be written. The
+others have defaults, right for a crew that calls `Crew.place` and `Crew.report`.
+`hybridloader.testing.BackendContract` tests a backend against this page.
 """
 
 from __future__ import annotations

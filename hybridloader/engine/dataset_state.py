@@ -17,20 +17,14 @@ from hybridloader._support.state_copies import Frozen, Given, is_stateful, kept
 class ShardStart(NamedTuple):
     """Place and state from which one worker resumes; beside a result, the state without a place."""
 
-    position: int = 0
-    """Number of samples of the shard before the states `dataset` and `iterator`."""
-    skip: int = 0
-    """Number of samples of the shard to be behind; those after `position` are read and dropped."""
+    position: int = 0  # samples of the shard before the states `dataset` and `iterator`
+    skip: int = 0  # samples of the shard to be behind; those after `position` are read and dropped
     dataset: Given | None = None
     iterator: Given | None = None
-    ended: bool = False
-    """True if the shard has ended."""
-    again: Any = ()
-    """Tasks done since `dataset`, to be repeated; for a dataset that is asked by index."""
-    behind: bool = False
-    """True if the states are of the end of a pass, and the worker is to begin the next pass."""
-    since: int = 0
-    """Number of results since the states; for a dataset that is asked by index, see `again`."""
+    ended: bool = False  # the shard has ended
+    again: Any = ()  # tasks done since `dataset`, to be repeated, if it is asked by index
+    behind: bool = False  # the states are of the end of a pass; the worker is to begin the next one
+    since: int = 0  # results since the states; if the dataset is asked by index, see `again`
 
     @property
     def stateful(self) -> bool:

@@ -40,19 +40,13 @@ class WorkerReport:
     """State of one worker of a stage, a row of `workers_table`."""
 
     worker: int
-    name: str
-    """Kind of the worker."""
-    pid: int | None
-    """Process id; None before it has one."""
+    name: str  # kind of the worker
+    pid: int | None  # None before it has one
     state: str
-    done: int
-    """Number of tasks answered from its place."""
-    restarts: int
-    """Number of times that its place was given to another worker."""
-    index: Any
-    """Index of the oldest task that it has; None if it has none."""
-    seconds: float | None
-    """Seconds since it began with that task; None if it has none."""
+    done: int  # tasks answered from its place
+    restarts: int  # times that its place was given to another worker
+    index: Any  # of the oldest task that it has; None if it has none
+    seconds: float | None  # since it began with that task; None if it has none
 
 
 def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:

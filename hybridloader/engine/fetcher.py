@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support.errors import WorkerDied
@@ -181,9 +182,11 @@ class Fetch(ABC):
         """True if every worker must have a copy of its own, also where workers share memory."""
         return False
 
-    @abstractmethod
     def with_dataset(self, dataset: Any) -> Fetch:
-        """Return the same work on another copy of the dataset."""
+        """Return the same work on another copy of the dataset; by default that of a dataclass."""
+        work: Any = self
+        found: Fetch = replace(work, dataset=dataset)
+        return found
 
     @abstractmethod
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:

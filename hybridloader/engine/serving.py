@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridloader._support.errors import Failure, ResultNotSendable, ShippingError
@@ -71,19 +71,15 @@ def received(
     return spec
 
 
+@dataclass(frozen=True)
 class _Unloadable(Fetch):
     """Work of a worker that could not load its specification."""
 
-    dataset = None
-
-    def __init__(self, error: ShippingError) -> None:
-        self._error = error
-
-    def with_dataset(self, dataset: Any) -> _Unloadable:
-        return self
+    error: ShippingError
+    dataset: None = None
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
-        raise self._error
+        raise self.error
 
 
 def process_worker(number: int, work: PackedSpec) -> Worker:

@@ -21,7 +21,14 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hybridloader._support.errors import Failure, NotReady, TaskTimeout, WorkerTimeout, add_note
+from hybridloader._support.errors import (
+    Failure,
+    NotReady,
+    Raised,
+    TaskTimeout,
+    WorkerTimeout,
+    add_note,
+)
 from hybridloader.engine.feed import is_forwarded, items_in
 from hybridloader.engine.lifecycle import Lifecycle, discard
 from hybridloader.engine.messages import (
@@ -269,24 +276,16 @@ class Stage(Lifecycle, Iterator[Any]):
         table = self._table
         from_feed = result.seq not in table.indices  # an error of the feed's: it says where it was
         index = table.indices.pop(result.seq, None)
-        if isinstance(result, Done):
-            payload = result.payload
-            if self._forwards and payload.count is not None and result.extras is None:
-                return payload
-            try:
-                return payload.open()
-            except Exception as error:
-                add_note(error, table.place(result.worker, index, "loading the result of"))
-                table.failed = index
-                raise
-        table.failed = None if from_feed else index
-        if from_feed:
-            exception = result.failure.exception
-            del result.failure.exception
-        else:
-            exception = result.failure.to_exception(table.place(result.worker, index, "fetching"))
-        del result
+        if isinstance(result, Failed):
+            table.failed = None if from_feed else index
+            place = "" if from_feed else table.place(result.worker, index, "fetching")
+            Raised(result.failure.to_exception(place)).throw()
+        payload = result.payload
+        if self._forwards and payload.count is not None and result.extras is None:
+            return payload
         try:
-            raise exception
-        finally:
-            del exception  # a traceback whose frame holds its own exception is a cycle
+            return payload.open()
+        except Exception as error:
+            add_note(error, table.place(result.worker, index, "loading the result of"))
+            table.failed = index
+            raise

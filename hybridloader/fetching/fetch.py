@@ -6,7 +6,7 @@ A description is sent to workers, and opens there the fetcher that does the work
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -31,9 +31,6 @@ class MapFetch(Fetch):
     fill: bool = True  # a batch that came short is sent uncollated, to be filled up from others
     sends_states: bool = False  # the dataset has a state that goes with results
     state_every: int = 0  # results between two with a state, at least; 0: as often as is cheap
-
-    def with_dataset(self, dataset: Any) -> MapFetch:
-        return replace(self, dataset=dataset)
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         spread: Spread | None = None
@@ -86,9 +83,6 @@ class IterableFetch(Fetch):
     @property
     def private(self) -> bool:
         return True
-
-    def with_dataset(self, dataset: Any) -> IterableFetch:
-        return replace(self, dataset=dataset)
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         dataset = self.dataset

@@ -27,11 +27,8 @@ from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 class Step:
     """One function of a piece of work."""
 
-    kind: str
-    """``"map"``: one result for each item. ``"flat_map"``: an iterable of results. ``"filter"``: whether
-    to keep the item."""
-    function: Any
-    """Function of the user's, or a `MapFetch` that is opened in the worker."""
+    kind: str  # "map": returns one result, "flat_map": several, "filter": whether to keep the item
+    function: Any  # of the user's, or a `MapFetch` that is opened in the worker
 
     def open(
         self, context: TaskContext, on_error: Policy | None = None, number: int = 0

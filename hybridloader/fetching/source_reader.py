@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any, ClassVar
 
@@ -38,9 +38,6 @@ class ReadersFetch(Fetch):
     @property
     def private(self) -> bool:
         return hasattr(type(self.dataset), "__iter__")  # a class has it too, and is called
-
-    def with_dataset(self, dataset: Any) -> ReadersFetch:
-        return replace(self, dataset=dataset)
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         def make() -> Iterator[Any]:

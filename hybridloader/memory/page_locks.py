@@ -8,28 +8,13 @@ Each iterator that pins makes one before any worker starts, if its accelerator `
 `PageLocks.wait_for` with the current stream, on the thread that uses the batches, before each batch is
 handed out. A stage that collates in the thread that pulls it asks by `PrivateSlots.page_lock`.
 
-When memory is used again
--------------------------
-When the last view of a batch's memory dies, a mark is put behind all that is queued by then on
-
-* the current stream of the thread on which it dies,
-* every stream that `wait_for` was told of.
-
-The memory is filled again, or given back, when all these marks have passed; until then it counts as in
-use. So everything is safe that is safe with torch's loader, with one exception. Safe are:
-
-* A copy with ``non_blocking=True`` on the current stream; the batch may be dropped at any time after.
-* A copy within ``with torch.cuda.stream(side):``, if the batch is dropped within that block, or after
-  ``torch.cuda.current_stream().wait_stream(side)``, which has to come before the copy is used anyway.
-* Our own device stage, and whatever has waited for the device.
-
-Any thread may drop the last view, also by a garbage collection.
-
-The exception is a copy on a stream of the user's own, if its batch is dropped outside of that stream's
-block and before any of the streams above was made to wait for it; and a copy to another device than the
-one that the loader pins for. No call tells which streams have read memory that torch has not
-allocated. Keep such a batch until the copy is done: record an event behind it, and keep the batch
-beside the event until ``event.query()``.
+When the last view of a batch's memory dies, on any thread, a mark is put behind all that is queued by
+then on the current stream of that thread, and on every stream that `wait_for` was told of. The memory
+is filled again, or given back, when all these marks have passed; until then it counts as in use. So
+everything is safe that is safe with torch's loader, except a copy on a stream of the user's own for
+which none of these streams waits, and a copy to another device than the one that the loader pins for.
+No call tells which streams have read memory that torch has not allocated. docs/devices.md says what a
+user does then ("Your part"), docs/decisions/0018 what else was looked into.
 """
 
 from __future__ import annotations

@@ -58,25 +58,18 @@ def parse(value: Any, name: str = "seeding") -> SampleSeeding | None:
 class Origin:
     """Origin of the seeds of all samples of a running stage; sent to its workers."""
 
-    seed: int
-    """Seed of the loader or of the run."""
-    epoch: int = 0
-    """Number of the pass."""
-    stages: tuple[str, ...] = ("",)
-    """Names that seed the functions of the stage, one for each."""
-    any_thread: bool = False
-    """True if an inline worker may run on any thread, and so must not borrow the global generators."""
+    seed: int  # of the loader or of the run
+    epoch: int = 0  # number of the pass
+    stages: tuple[str, ...] = ("",)  # names that seed the functions of the stage, one for each
+    any_thread: bool = False  # an inline worker may run on any thread, so it borrows no generators
 
 
 class SeedTriple(NamedTuple):
     """Seeds of one sample."""
 
-    python: int
-    """128 bits, for `random`."""
-    numpy: int | list[int]
-    """32 bits: more take numpy 11 us, not 2, most of it to check the array."""
-    torch: int
-    """63 bits, of which torch's generator for the CPU uses the lowest 32."""
+    python: int  # 128 bits, for `random`
+    numpy: int | list[int]  # 32 bits: more take numpy 11 us, not 2, most of it to check the array
+    torch: int  # 63 bits, of which torch's generator for the CPU uses the lowest 32
 
 
 # Why blake2b: torch's generators and numpy's spread similar seeds badly, so what they get must be mixed

@@ -26,9 +26,6 @@ class Call(Fetch):
     dataset: Any = None
     private: bool = False
 
-    def with_dataset(self, dataset: Any) -> Call:
-        return Call(self.function, dataset, self.private)
-
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         return FunctionFetcher(self.function)
 
@@ -40,9 +37,6 @@ class Count(Fetch):
     length: int
     dataset: Any = None
     private: bool = True
-
-    def with_dataset(self, dataset: Any) -> Count:
-        return Count(self.length, dataset, self.private)
 
     def open(self, shared_seed: int | None, context: TaskContext) -> Fetcher:
         items = iter(range(self.length))

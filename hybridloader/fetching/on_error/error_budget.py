@@ -6,7 +6,6 @@ no worker's timing. No exception that is kept here holds a frame.
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -143,7 +142,7 @@ class ErrorBudget:
         self.attempted += attempted
         before = len(self.records)
         for failed in failures:
-            text = text_of(failed.failure) if len(self.records) < _TRACEBACKS else ""
+            text = failed.failure.text if len(self.records) < _TRACEBACKS else ""
             error = bare(failed.failure.exception)
             record = Skipped(
                 failed.index, error, text, worker, self._stage, self.epoch, failed.replaced
@@ -170,14 +169,6 @@ class ErrorBudget:
         )
         error.__cause__ = self.records[-1].error
         return error
-
-
-def text_of(failure: Failure) -> str:
-    """Return the traceback of a failure as text."""
-    if failure.traceback is not None:
-        return failure.traceback
-    exception = failure.exception
-    return "".join(traceback.format_exception(type(exception), exception, exception.__traceback__))
 
 
 def bare(exception: BaseException) -> Exception:
