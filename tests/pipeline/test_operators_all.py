@@ -317,7 +317,7 @@ def test_bad_parameters_are_refused_when_they_are_given(
 def test_closing_gives_up_what_is_left_and_closes_what_comes_before(name: str) -> None:
     operator = Shuffle(7) if name == "shuffle" else CASES[name][0]
     source = Script(*(step for step in [1, None, "a", 3] * 25))
-    found = operator.begin(lambda: source, context())
+    found = operator.begin(lambda *_, **__: source, context())
     list(itertools.islice(found, 2))
     for _ in range(2):
         found.close()  # type: ignore[attr-defined]

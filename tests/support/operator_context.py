@@ -101,7 +101,7 @@ def context(epoch: int = 0, seed: int | None = None) -> Context:
 
 def run(operator: Operator, *steps: Any, epoch: int = 0) -> Iterator[Any]:
     """Open the iterator of `operator` over a script."""
-    return operator.begin(lambda: Script(*steps), context(epoch))
+    return operator.begin(lambda *_, **__: Script(*steps), context(epoch))
 
 
 def drain(items: Iterator[Any]) -> list[Any]:

@@ -20,9 +20,14 @@ from hybridloader._support.caller import warn
 from hybridloader._support.errors import no_stop
 from hybridloader._support.text import short
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
-from hybridloader.pipeline.operators.base import INFINITE, Context, Length, Operator
+from hybridloader.pipeline.operators.base import (
+    INFINITE,
+    Context,
+    Length,
+    Operator,
+    OperatorIterator,
+)
 from hybridloader.pipeline.operators.collating import SIZE, CollateFn, Collating, check_collation
-from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 
 

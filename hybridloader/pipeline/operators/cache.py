@@ -19,11 +19,11 @@ from hybridloader.pipeline.operators.base import (
     Length,
     Mark,
     Operator,
+    OperatorIterator,
     Upstream,
     UpstreamPart,
 )
 from hybridloader.pipeline.operators.cache_file import Reader, Writer
-from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.pipeline.operators.parameters import settle
 
 _Kept = tuple[list[Any], list[int]]

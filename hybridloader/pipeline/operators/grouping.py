@@ -15,7 +15,13 @@ from typing import Any
 from hybridloader._support import arguments
 from hybridloader._support.errors import no_stop
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
-from hybridloader.pipeline.operators.base import INFINITE, Context, Length, Operator
+from hybridloader.pipeline.operators.base import (
+    INFINITE,
+    Context,
+    Length,
+    Operator,
+    OperatorIterator,
+)
 from hybridloader.pipeline.operators.batch_by import BatchBy, BucketBy
 from hybridloader.pipeline.operators.collating import (
     SIZE,
@@ -25,7 +31,6 @@ from hybridloader.pipeline.operators.collating import (
     check_memory,
 )
 from hybridloader.pipeline.operators.fields import samples_of
-from hybridloader.pipeline.operators.iterators import OperatorIterator
 from hybridloader.pipeline.operators.padding import Pad
 from hybridloader.pipeline.operators.parameters import check_flags, settle_whole
 

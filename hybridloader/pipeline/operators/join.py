@@ -16,7 +16,6 @@ from itertools import accumulate
 from typing import Any
 
 from hybridloader._support.arguments import is_number, one_of
-from hybridloader._support.attributes import close
 from hybridloader._support.errors import Raised
 from hybridloader._support.text import short
 from hybridloader.fetching.on_error.places import astray, takes_a_place
@@ -24,11 +23,12 @@ from hybridloader.pipeline.operators.base import (
     INFINITE,
     Chain,
     Context,
+    JoinIterator,
     Length,
     Mark,
+    PassesIterator,
     UpstreamPart,
 )
-from hybridloader.pipeline.operators.iterators import JoinIterator, nothing, open_all
 from hybridloader.pipeline.operators.parameters import SEED, settle, settle_whole, sum_of
 from hybridloader.pipeline.operators.rows import Join, Zip
 from hybridloader.pipeline.operators.split import Branch, ForkPoint, reaches_out
@@ -55,53 +55,23 @@ class Concat(Join):
         return sum_of(self.lengths)
 
 
-class ConcatIterator(Iterator[Any]):
+class ConcatIterator(PassesIterator):
     """Iterator of `Concat`. A pipeline that can't be opened raises once and is passed over."""
 
     def __init__(self, pipelines: tuple[Chain, ...], context: Context) -> None:
+        super().__init__(context)
         self._pipelines, self._context = pipelines, context
-        # All the mutable state:
-        self._given = context.start  # items, and errors in their places
-        since, number = context.saved[1:] if context.saved is not None else (0, 0)
-        self._begun: int = number  # pipelines
-        self._start = self._given - since  # items of the next one that are not wanted
-        context.mark(since, self._begun)
-        self._items: Iterator[Any] | None = None  # of the one whose turn it is
-        self._pull: Any = nothing
 
-    def __next__(self) -> Any:
-        while True:
-            try:
-                item = self._pull()
-            except StopIteration:
-                self._items, self._pull = None, nothing
-                if self._begun == len(self._pipelines):
-                    raise
-            except Exception as error:
-                self._given += takes_a_place(error)
-                raise
-            else:
-                self._given += 1
-                return item
-            number, start = self._begun, self._start
-            self._begun, self._start = number + 1, 0
-            if not start:
-                self._context.mark(self._given, number)
-            try:
-                items = self._context.open(self._pipelines[number], start, number)
-            except Exception as error:
-                failed = Raised(astray(error))  # nobody knows how many items it would have had
-            else:
-                self._items, self._pull = items, items.__next__
-                continue
-            self._given += 1
-            failed.throw()
+    def _is_over(self) -> bool:
+        return self._begun == len(self._pipelines)
 
-    def close(self) -> None:
-        """Give up what is left, and close what is open. Idempotent."""
-        items, self._items, self._pull = self._items, None, nothing
-        self._begun = len(self._pipelines)
-        close(items)
+    def _open(self, number: int, start: int) -> Iterator[Any]:
+        try:
+            return self._context.open(self._pipelines[number], start, number)
+        except Exception as error:
+            failed = Raised(astray(error))  # nobody knows how many items it would have had
+        self._given += 1
+        return failed.throw()
 
 
 @dataclass(frozen=True)
@@ -159,7 +129,7 @@ class Mix(Join):
     def start(self, context: Context) -> Iterator[Any]:
         weights = self.weights or (1.0,) * len(self.pipelines)
         generator = context.random(self.seed)
-        branches = open_all(self.pipelines, context)
+        branches = self.opened(context)
         return MixIterator(branches, weights, generator, self.stop == "first")
 
     def length(self, upstream: Length) -> Length:
@@ -240,7 +210,7 @@ class Interleave(Join):
         super().__post_init__()
 
     def start(self, context: Context) -> Iterator[Any]:
-        return InterleaveIterator(open_all(self.pipelines, context), self.block)
+        return InterleaveIterator(self.opened(context), self.block)
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)

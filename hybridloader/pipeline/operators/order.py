@@ -18,10 +18,11 @@ from hybridloader.pipeline.operators.base import (
     Mark,
     OneForOne,
     Operator,
+    OperatorIterator,
+    PassesIterator,
     Upstream,
     UpstreamPart,
 )
-from hybridloader.pipeline.operators.iterators import OperatorIterator, nothing
 from hybridloader.pipeline.operators.parameters import SEED, settle_whole
 
 
@@ -286,62 +287,23 @@ class Repeat(Operator):
         return INFINITE if self.times is None else upstream * self.times
 
 
-class RepeatIterator(Iterator[Any]):
+class RepeatIterator(PassesIterator):
     """Iterator of `Repeat`. The first pass begins with it, another when its turn comes."""
 
     def __init__(self, upstream: Upstream, times: int | None, context: Context) -> None:
-        self._upstream, self._times, self._mark = upstream, times, context.mark
-        # All the mutable state:
-        self._given = context.start  # items, and errors in their places
-        self._begun = 0  # passes
-        self._gave = True  # whether this pass gave anything
-        self._items: Iterator[Any] | None = None
-        self._pull: Any = nothing
-        if context.saved is None:
+        super().__init__(context)
+        self._upstream, self._times = upstream, times
+        if not self._is_over():
             self._begin()
-        else:
-            self._begun = context.saved.value
-            self._begin(context.saved.at)
 
-    def __next__(self) -> Any:
-        while True:
-            try:
-                item = self._pull()
-            except StopIteration:
-                if self._items is None:
-                    raise
-                self._begin()
-                continue
-            except Exception as error:
-                self._given += takes_a_place(error)
-                raise
-            self._gave = True
-            self._given += 1
-            return item
+    def _is_over(self) -> bool:
+        return not self._gave if self._times is None else self._begun >= self._times
 
-    def _begin(self, since: int | None = None) -> None:
-        """Begin another pass, if there is to be one; or go on in the one that began at item `since`."""
-        # Whether it is over, or the pass can't be begun: both are the end.
-        self._items, self._pull = None, nothing
-        over = not self._gave if self._times is None else self._begun >= self._times
-        if over:
-            return
-        number = self._begun
-        self._begun += 1
-        if since is None:
-            self._gave = False
-            self._mark(self._given, number)
-            items = self._upstream()
-        else:
-            self._gave = self._given > since
-            self._mark(since, number)
-            items = self._upstream(number, start=self._given - since)
-        self._items, self._pull = items, items.__next__
-
-    def close(self) -> None:
-        """Give up what is left, and close this pass. Idempotent."""
-        items, self._items, self._pull = self._items, None, nothing
-        close(items)
+    def _open(self, number: int, start: int) -> Iterator[Any]:
+        self._ended = True  # if the pass can't be begun
+        items = self._upstream(number, start=start)
+        self._ended = False
+        return items
 
 
 @dataclass(frozen=True)

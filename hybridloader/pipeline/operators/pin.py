@@ -22,8 +22,7 @@ from hybridloader.devices.pinning import (
     pinner_for,
 )
 from hybridloader.engine.relay import FINAL, Relay
-from hybridloader.pipeline.operators.base import Context, OneForOne
-from hybridloader.pipeline.operators.iterators import OperatorIterator
+from hybridloader.pipeline.operators.base import Context, OneForOne, OperatorIterator
 
 
 class Ahead(TypedDict, total=False):

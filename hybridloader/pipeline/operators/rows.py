@@ -13,9 +13,18 @@ from typing import Any, NoReturn
 
 from hybridloader._support.errors import IteratorClosed, Raised, add_note
 from hybridloader.fetching.on_error.places import LeftOut, goes_astray, takes_a_place
-from hybridloader.pipeline.operators.base import Chain, Context, Length, Mark, Source, UpstreamPart
+from hybridloader.pipeline.operators.base import (
+    Chain,
+    Context,
+    JoinIterator,
+    Length,
+    Mark,
+    OperatorIterator,
+    Source,
+    UpstreamPart,
+    close_all,
+)
 from hybridloader.pipeline.operators.counting import check, leaves_out, loses_count
-from hybridloader.pipeline.operators.iterators import JoinIterator, OperatorIterator, open_all
 from hybridloader.pipeline.operators.parameters import check_flags, settle, several
 from hybridloader.pipeline.operators.split import may_begin_at
 
@@ -35,6 +44,17 @@ class Join(Source):
     @property
     def lengths(self) -> list[Length]:
         return [pipeline.length for pipeline in self.pipelines]
+
+    def opened(self, context: Context) -> list[Iterator[Any]]:
+        """Open all of the pipelines; if one can't be opened, close the others."""
+        found: list[Iterator[Any]] = []
+        try:
+            for pipeline in self.pipelines:
+                found.append(context.open(pipeline, context.start))
+        except BaseException:
+            close_all(found)
+            raise
+        return found
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ class Zip(Join):
     def start(self, context: Context) -> Iterator[Any]:
         several = len(self.pipelines) > 1
         lost = [loses_count(pipeline) if several else None for pipeline in self.pipelines]
-        return ZipIterator(open_all(self.pipelines, context), self.strict, context.start, lost)
+        return ZipIterator(self.opened(context), self.strict, context.start, lost)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         if n and (leaves_out(self.pipelines) or not may_begin_at(self.pipelines, n)):
@@ -87,15 +107,14 @@ class Zip(Join):
         return None if len(known) < len(self.pipelines) else min(known)
 
 
-class ZipIterator(JoinIterator):
-    """Iterator of `Zip`.
+_END = object()
+"""Stands in a row for the item of a pipeline that has ended."""
 
-    Parameters
-    ----------
-    start
-        Number of rows that were given before.
-    lost
-        For each branch, the step that makes the number of a failure unknown; None if there is none.
+
+class ZipIterator(JoinIterator):
+    """Iterator of `Zip`; `start` rows were given before.
+
+    `lost` is, for each branch, the step that makes the number of a failure unknown; None without one.
     """
 
     def __init__(
@@ -112,25 +131,34 @@ class ZipIterator(JoinIterator):
         self._count = start  # rows given, or raised
         self._row: list[Any] = []  # the items of the next one, as far as they have come
         self._failed: Exception | None = None  # what that row raises, once all of it has come
-        self._checked = 0  # after the end of the first branch: how many have ended, it included
         self._ended = False
         self._last: Exception | None = None  # what is to be raised yet, after the end
 
     def __next__(self) -> Any:
         if self._ended:
             self._raise_last()
-        if self._checked:
-            self._check()
         row, pulls = self._row, self._pulls
         while len(row) < len(pulls):
+            at_end = bool(row) and row[0] is _END  # then the others must have ended, too
             try:
-                row.append(pulls[len(row)]())
+                item = pulls[len(row)]()
             except StopIteration:
-                self._end()
+                item = _END
             except Exception as error:
                 if not takes_a_place(error):
                     raise
-                self._spoil(error)
+                item = None
+                if not at_end:
+                    self._spoil(error)
+                elif type(error) is not LeftOut:
+                    self._failed = error
+            if item is _END and not self._strict:
+                self._end(None)
+            if row and at_end != (item is _END):
+                self._end(self._uneven(0, len(row)) if at_end else self._uneven(len(row), 0))
+            row.append(item)
+        if row[0] is _END:
+            self._end(None)
         self._count += 1
         self._row = []
         if self._failed is not None:
@@ -155,7 +183,6 @@ class ZipIterator(JoinIterator):
                 raise error
             finally:
                 del error, first  # a traceback whose frame holds its own exception is a cycle
-        self._row.append(None)
         if first is None or (type(first) is LeftOut and type(error) is not LeftOut):
             self._failed = error
         elif type(error) is not LeftOut and repr(error) != repr(first):
@@ -174,38 +201,12 @@ class ZipIterator(JoinIterator):
             self._last = None
         last.throw()
 
-    def _end(self) -> NoReturn:
-        """Handle the end of a branch, when those before it in the row have not ended."""
-        ended = len(self._row)
-        if not ended and self._strict:
-            self._checked = 1
-            self._check()
-        self._ended = True
-        if ended and self._strict:
-            self._last = self._uneven(ended, 0)
+    def _end(self, last: Exception | None) -> NoReturn:
+        """Raise what this row raises, then `last`, then `StopIteration` for ever."""
+        self._ended, self._last = True, last
         if self._failed is not None and type(self._failed) is not LeftOut:
             self._raise_failed()
         self._raise_last()
-
-    def _check(self) -> NoReturn:
-        """Check, after the end of the first branch, that the others have ended too."""
-        while self._checked < len(self._pulls):
-            try:
-                self._pulls[self._checked]()
-            except StopIteration:
-                self._checked += 1
-                continue
-            except Exception as error:
-                if not takes_a_place(error):
-                    raise
-                if type(error) is not LeftOut:
-                    self._failed = error
-            self._ended, self._last = True, self._uneven(0, self._checked)
-            if self._failed is not None:
-                self._raise_failed()
-            self._raise_last()
-        self._ended = True
-        raise StopIteration
 
     def _uneven(self, ended: int, other: int) -> ValueError:
         return ValueError(

@@ -14,7 +14,7 @@ from hybridloader._support.errors import IteratorClosed, NotReady, StateError, W
 from hybridloader.engine.feed import is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import FINAL
-from hybridloader.pipeline.operators.iterators import OperatorIterator
+from hybridloader.pipeline.operators.base import OperatorIterator
 
 NO_ITEM = (NotReady, WorkerTimeout)
 """Errors of an iterator that are not raised in the place of an item."""

@@ -105,8 +105,11 @@ class Executor:
         with self._ending:
             if self.closed.cancelled:
                 raise IteratorClosed("the pipeline was closed")
-            running = self.relays.setdefault(node.path, RunningRelay(node, before))
-            running.replace(relay)
+            running = self.relays.get(node.path)
+            if running is None:
+                running = self.relays[node.path] = RunningRelay(node, before, relay)
+            else:
+                running.replace(relay)
         return running
 
     def pinner_of(self, node: RelayNode) -> Pinner | None:
@@ -213,42 +216,41 @@ class Executor:
             if stage is not None:
                 return stage.metrics.waited
             if relay is not None:
-                return relay.waited
+                return relay.relay.queue.waited
         inside = (*path, 0)
-        return sum(r.waited for p, r in self.relays.items() if p[: len(inside)] == inside)
+        return sum(
+            r.relay.queue.waited for p, r in self.relays.items() if p[: len(inside)] == inside
+        )
 
     # -- ending ----------------------------------------------------------------------------------------
 
     def break_off(self) -> None:
         """End the pass that runs; its workers stay."""
         self.left.cancelled = True
-        relays = self._relays()
-        for relay in relays:
-            relay.shut()
-        for stage in self.stages.values():
-            stage.stage.interrupt()
-        deadline = time.monotonic() + _PATIENCE
+        relays, deadline = self._interrupt(), time.monotonic() + _PATIENCE
         for relay in relays:
             relay.close(deadline)
 
-    def _relays(self) -> list[Relay]:
-        return [place.relay for place in self.relays.values() if place.relay is not None]
+    def _interrupt(self) -> list[Relay]:
+        """Interrupt all stages; return the relays, whose threads end now."""
+        relays = [place.relay for place in self.relays.values()]
+        for relay in relays:
+            relay.shut()
+        for running in self.stages.values():
+            running.stage.interrupt()
+        return relays
 
     def close(self) -> None:
         """End everything: from any thread, any number of times; within some 2 seconds."""
         if os.getpid() != self.owner:  # a fork may have copied the lock while somebody had it
             self.closed.cancelled = self.left.cancelled = True
             return
-        with self._ending:
+        with self._ending:  # no relay comes after this
             self.closed.cancelled = self.left.cancelled = True
-            relays = self._relays()
         self._ended = self._ended or time.monotonic()
         deadline = time.monotonic() + _PATIENCE
-        for relay in relays:
-            relay.shut()
+        relays = self._interrupt()
         stages = [running.stage for running in self.stages.values()]
-        for stage in stages:
-            stage.interrupt()
         for stage in stages:
             stage.leave(deadline)
         for stage in stages:

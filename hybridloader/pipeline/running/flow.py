@@ -19,7 +19,7 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
-from hybridloader.pipeline.operators.iterators import OperatorIterator
+from hybridloader.pipeline.operators.base import OperatorIterator
 from hybridloader.pipeline.running.stage_metrics import StageMetrics
 
 _NO_RESULT = (*FINAL, NotReady, WorkerTimeout)

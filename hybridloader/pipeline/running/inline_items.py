@@ -19,7 +19,7 @@ from hybridloader.fetching.on_error.item_loop import ItemLoop
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.on_error.task_results import TaskResults
-from hybridloader.pipeline.operators.iterators import OperatorIterator
+from hybridloader.pipeline.operators.base import OperatorIterator
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 

@@ -51,47 +51,24 @@ class RunningStage:
 
 
 class RunningRelay:
-    """A relay that runs, with the metrics of all relays that had its place before.
+    """A relay that runs; its queue counts on from those of the relays that had its place before.
 
     `before` are the nodes of its chain that are before it; `stage` is the one that it pulls, if any.
     """
 
-    def __init__(self, node: RelayNode, before: tuple[Node, ...]) -> None:
-        self.node, self.before = node, before
+    def __init__(self, node: RelayNode, before: tuple[Node, ...], relay: Relay) -> None:
+        self.node, self.before, self.relay = node, before, relay
         self.began = time.monotonic()
         self.ended: float | None = None
-        self.relay: Relay | None = None
         self.depth: RelayDepth | None = None
         self.stage: StageItems | None = None
-        self._blocked = self._waited = 0.0
-        self._items = 0
 
     def replace(self, relay: Relay) -> None:
         """Put `relay` in the place of the one before it."""
-        if self.relay is not None:
-            self.relay.shut()
-            self._blocked, self._waited, self._items = self.blocked, self.waited, self.items
+        self.relay.shut()
+        before, queue = self.relay.queue, relay.queue
+        queue.blocked, queue.waited, queue.count = before.blocked, before.waited, before.count
         self.relay = relay
-
-    @property
-    def blocked(self) -> float:
-        """Seconds that its thread waited for whoever takes."""
-        return self._blocked + (self.relay.queue.blocked if self.relay is not None else 0.0)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that whoever takes waited."""
-        return self._waited + (self.relay.queue.waited if self.relay is not None else 0.0)
-
-    @property
-    def items(self) -> int:
-        """Items that went through."""
-        return self._items + (self.relay.queue.count if self.relay is not None else 0)
-
-    @property
-    def queued(self) -> int:
-        """Items that wait now."""
-        return 0 if self.relay is None else len(self.relay.queue.items)
 
     @property
     def elapsed(self) -> float:

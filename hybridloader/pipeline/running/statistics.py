@@ -164,10 +164,10 @@ def _line(executor: Executor) -> Iterator[StageStats]:
         if not names:
             continue
         waited = executor.waited_before(where)
-        busy = max(0.0, relay.elapsed - relay.blocked - waited)
+        queue = relay.relay.queue
+        busy = max(0.0, relay.elapsed - queue.blocked - waited)
         name = " + ".join(names)
-        items = relay.items
-        blocked, queued = relay.blocked, relay.queued
+        items, blocked, queued = queue.count, queue.blocked, len(queue.items)
         skipped = sum(executor.stages.failure_log.counts[node.path] for node in works)
         yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
 
