@@ -78,7 +78,8 @@ class Case:
         Factor from the value of `measure` (seconds, mostly) to `unit`.
     kind
         "rounds": interleaved rounds of all loaders. "weigh": memory while an epoch is under way, one
-        fresh process after the other. "pass": one repetition, passed or failed.
+        fresh process after the other; `measure` weighs itself, or leaves the epoch as it is and
+        gives no value. "pass": one repetition, passed or failed.
     check
         True if all loaders must deliver the same batches.
     """

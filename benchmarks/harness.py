@@ -237,7 +237,11 @@ def _weigh(
                 try:
                     loader = "inline" if name == "limit" else name
                     answer = runner.ask(case.measure, loader, spec)
-                    if "skipped" not in answer:
+                    if "value" in answer:
+                        row.values.append(answer["value"])
+                        for key, value in answer.get("details", {}).items():
+                            row.details.setdefault(key, []).append(value)
+                    elif "skipped" not in answer:
                         row.values.append(usage.memory_mb(runner.pid, files=True))
                         row.details.setdefault("processes", []).append(len(usage.tree(runner.pid)))
                         runner.ask(release, loader, spec)

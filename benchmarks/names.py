@@ -8,7 +8,13 @@ LIMITS = ("limit", "together")
 BACKENDS = ("threads", "fork", "shared-memory")
 """Backends of hybridloader that take part in nearly every case."""
 
-PROCESS_BACKENDS = ("fork", "shared-memory", "shared-memory (loky)", "spawn")
+FRESH = ("spawn", "shared-memory (loky)", "shared-memory (forkserver)")
+"""Forms of hybridloader whose workers are fresh processes, not forks of the user's."""
+
+TORCH_FORKSERVER = "torch forkserver"
+"""torch's loader with `multiprocessing_context="forkserver"`, where ``torch`` has ``"spawn"``."""
+
+PROCESS_BACKENDS = ("fork", "shared-memory", *FRESH)
 WITH_WORKERS = ("threads", *PROCESS_BACKENDS)
 DATALOADERS = ("inline", *WITH_WORKERS)
 """Forms of hybridloader's `DataLoader`."""

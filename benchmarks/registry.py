@@ -9,16 +9,20 @@ from benchmarks.cases import (
     device,
     endurance,
     epochs,
+    fresh_start,
     hybrid,
     image_batches,
     jpegs,
+    many_workers,
     memory,
+    replacement,
     resuming,
     seeding,
     small_batches,
     stage_metrics,
     stages,
     training_loop,
+    worker_memory,
 )
 from benchmarks.targets import Target
 
@@ -34,6 +38,10 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "P9": image_batches.cpu_time,
     "P11": device.to_device,
     "P12": small_batches.many,
+    "P17": many_workers.many_workers,
+    "fresh": fresh_start.fresh_start,
+    "footprint": worker_memory.worker_memory,
+    "replace": replacement.replacement,
     "stage": stages.stage,
     "tick": training_loop.tick,
     "metrics": stage_metrics.metrics,
@@ -48,6 +56,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
 _WITH_TARGETS = (
     *(image_batches, small_batches, jpegs, hybrid, epochs, memory),
     *(device, stages, stage_metrics, endurance),
+    *(fresh_start, worker_memory, replacement, many_workers),
 )
 
 TARGETS: tuple[Target, ...] = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -156,6 +157,37 @@ def at_most(
             return NOT_MEASURED
         worst = max(rows, key=lambda m: m.median)
         return f"{short(worst.median)} {worst.unit} ({worst.loader})", worst.median <= bound
+
+    return judge
+
+
+def flat(
+    word: str, first: float, bound: float, loaders: tuple[str, ...], last: float = math.inf
+) -> Judge:
+    """From `first` (workers, samples) to `last`, no more than `bound` times the value at `first`.
+
+    Parameters
+    ----------
+    word
+        End of the names of the variants, which begin with the number.
+    """
+
+    def judge(results: Results, case: str) -> Found:
+        found = []
+        for loader in loaders:
+            rows = {
+                float(m.variant.split(" ")[0]): m
+                for m in results.of(case)
+                if m.loader == loader and m.variant.endswith(word)
+            }
+            base = rows.get(first)
+            for size, row in rows.items():
+                if base is not None and first < size <= last:
+                    found.append((row.median / base.median, row))
+        if not found:
+            return NOT_MEASURED
+        worst, row = max(found, key=lambda pair: pair[0])
+        return f"{short(worst)}x ({row.loader}, {row.variant})", worst <= bound
 
     return judge
 

@@ -12,12 +12,11 @@ from benchmarks.results import Results
 from benchmarks.targets import (
     NOT_MEASURED,
     Found,
-    Judge,
     Target,
     ahead_of,
     chosen,
     faster_than_torch,
-    short,
+    flat,
 )
 
 
@@ -60,29 +59,6 @@ def many(options: Options) -> Case:
         for name, spec in specs.items()
     )
     return Case("P12", "many workers, many samples", "us / batch", steady, variants, scale=1e6)
-
-
-def flat(word: str, first: float, bound: float, loaders: tuple[str, ...]) -> Judge:
-    """From `first` (workers, samples) on, no more than `bound` times the time taken there."""
-
-    def judge(results: Results, case: str) -> Found:
-        found = []
-        for loader in loaders:
-            rows = {
-                float(m.variant.split(" ")[0]): m
-                for m in results.of(case)
-                if m.loader == loader and m.variant.endswith(word)
-            }
-            base = rows.get(first)
-            for size, row in rows.items():
-                if base is not None and size > first:
-                    found.append((row.median / base.median, row))
-        if not found:
-            return NOT_MEASURED
-        worst, row = max(found, key=lambda pair: pair[0])
-        return f"{short(worst)}x ({row.loader}, {row.variant})", worst <= bound
-
-    return judge
 
 
 def _little_memory(results: Results, case: str) -> Found:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.datasets.plain import ENDLESS, Ints, Numbers, Paths, Spinning, path_strings
+from benchmarks.datasets.plain import (
+    ENDLESS,
+    Dying,
+    Ints,
+    Numbers,
+    Paths,
+    Spinning,
+    path_strings,
+)
 from benchmarks.datasets.remote import Remote, server_of
-from benchmarks.datasets.tensors import Blocks, Images, Jpegs, table
+from benchmarks.datasets.tensors import Blocks, DyingTensors, Images, Jpegs, PathTensors, table
 
 
 def paths(count: int, container: str = "list") -> Paths:
@@ -18,6 +26,11 @@ def paths(count: int, container: str = "list") -> Paths:
     from hybridloader import SharedList
 
     return Paths(SharedList(names))
+
+
+def path_tensors(count: int) -> PathTensors:
+    """Names of files in a list, and samples that need torch."""
+    return PathTensors(path_strings(count))
 
 
 def remote(width: int, loops: int, delay_ms: float) -> Remote:
@@ -33,6 +46,9 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "table": table,
     "numbers": Numbers,
     "paths": paths,
+    "path tensors": path_tensors,
+    "dying": Dying,
+    "dying tensors": DyingTensors,
     "remote": remote,
     "spinning": Spinning,
 }

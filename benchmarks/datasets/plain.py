@@ -1,11 +1,15 @@
 """Datasets that need neither torch nor hybridloader, so that a fresh worker imports neither.
 
-Nothing but numpy is imported here, and that only when a sample is made.
+Nothing but numpy and small modules of Python's own is imported here, and numpy only when a sample is
+made.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from typing import Any
 
 ENDLESS = 1 << 40
@@ -52,6 +56,36 @@ class Paths:
     def __getitem__(self, index: int) -> int:
         path: str = self.paths[index]
         return len(path)
+
+
+class Dying:
+    """Samples that say who made them: process id, and when it made its first one (monotonic clock).
+
+    Parameters
+    ----------
+    length
+        Number of samples.
+    at
+        Index of the sample that kills its process, once.
+    note
+        File into which that process writes the time just before; as long as it exists, none dies.
+    """
+
+    def __init__(self, length: int, at: int, note: str) -> None:
+        self.length, self.at, self.note = length, at, note
+        self.since: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        pid = os.getpid()
+        since = self.since.setdefault(pid, time.monotonic())
+        if index == self.at and not os.path.exists(self.note):
+            with open(self.note, "w") as file:
+                file.write(repr(time.monotonic()))
+            os.kill(pid, signal.SIGKILL)
+        return pid, since
 
 
 class Spinning:

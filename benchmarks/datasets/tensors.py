@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import torch
 import torch.utils.data
 
 from benchmarks.datasets.pictures import as_jpeg, photographs
-from benchmarks.datasets.plain import ENDLESS
+from benchmarks.datasets.plain import ENDLESS, Dying, Paths
 
 POOL = 64
 """Different images in a dataset of images: 10 MB, so that they don't all stay in the caches."""
@@ -46,6 +47,20 @@ class Blocks(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((self.size,), index % 251, dtype=torch.uint8)
+
+
+class PathTensors(Paths):
+    """Lengths of `paths` as tensors, so that a worker needs torch."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(super().__getitem__(index))
+
+
+class DyingTensors(Dying):
+    """Samples that say who made them, as tensors, so that a worker needs torch."""
+
+    def __getitem__(self, index: int) -> Any:
+        return [torch.tensor(value, dtype=torch.float64) for value in super().__getitem__(index)]
 
 
 class Jpegs(torch.utils.data.Dataset[torch.Tensor]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.utils.data
 
 from benchmarks.case import CannotDo
 from benchmarks.loaders.work import PREFETCH, Opener, Running, Work
-from benchmarks.names import DATALOADERS
+from benchmarks.names import DATALOADERS, TORCH_FORKSERVER
 
 
 class Loader:
@@ -53,6 +54,22 @@ def open_torch(work: Work, **more: Any) -> Running:
     )
 
 
+def open_torch_forkserver(work: Work) -> Running:
+    """Torch's loader with workers that a server forks. The server outlives the loader."""
+    return open_torch(replace(work, start_method="forkserver"))
+
+
+def _backend(name: str) -> Any:
+    """The backend that a loader of ours is called after: ``"kind"`` or ``"kind (start method)"``."""
+    from hybridloader import SharedMemory
+
+    started: dict[str, Any] = {
+        "shared-memory (loky)": SharedMemory(start_method="loky"),
+        "shared-memory (forkserver)": SharedMemory(start_method="forkserver"),
+    }
+    return started.get(name, name)
+
+
 def open_ours(name: str, work: Work, **more: Any) -> Running:
     """hybridloader's loader with the backend `name`; `more` are further arguments of it."""
     import hybridloader
@@ -62,14 +79,12 @@ def open_ours(name: str, work: Work, **more: Any) -> Running:
         options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
     if name == "fork" and work.start_method != "fork":
         raise CannotDo("it forks")
-    if name == "shared-memory (loky)":
-        backend: Any = hybridloader.SharedMemory(start_method="loky")
-    else:
-        backend = name if options["num_workers"] else None
+    backend = _backend(name) if options["num_workers"] else None
     return Loader(hybridloader.DataLoader(work.dataset, backend=backend, **options, **more))
 
 
 DATALOADER_OPENERS: dict[str, Opener] = {
     "torch": open_torch,
+    TORCH_FORKSERVER: open_torch_forkserver,
     **{name: partial(open_ours, name) for name in DATALOADERS},
 }

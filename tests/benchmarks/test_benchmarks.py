@@ -21,14 +21,14 @@ pytest.importorskip("matplotlib")
 from benchmarks import harness, measurements, plot, registry, report, timing
 from benchmarks.__main__ import main
 from benchmarks.case import Case, Measure, Options, Spec, Variant
-from benchmarks.cases import image_batches, small_batches
+from benchmarks.cases import image_batches
 from benchmarks.display import Display, cell, number, steps_of
 from benchmarks.harness import Mismatch
 from benchmarks.measurements import digest, steady
 from benchmarks.names import BACKENDS
 from benchmarks.results import Measurement, Results, relate
 from benchmarks.runner import Runner, RunnerFailed
-from benchmarks.targets import verdicts
+from benchmarks.targets import flat, verdicts
 
 ROOT = Path(__file__).parents[2]
 
@@ -225,7 +225,7 @@ def test_flat_targets_compare_sizes() -> None:
         Measurement("P12", f"{workers} workers", "fork", "us", values=[value])
         for workers, value in ((1, 50.0), (2, 20.0), (8, 26.0), (64, 40.0))
     ]
-    judged = small_batches.flat("workers", 2, 1.5, ("fork",))(Results({}, rows), "P12")
+    judged = flat("workers", 2, 1.5, ("fork",))(Results({}, rows), "P12")
     assert judged == ("2x (fork, 64 workers)", False)
 
 
