@@ -49,14 +49,14 @@ _PLAIN = (
 
 
 class Inherited:
-    """Table of objects that go along with the start of each process."""
+    """Table of objects that go along with the start of each process.
+
+    `blame` makes an error that names the object. If `at_once`, each object is pickled as it is taken, to
+    find the one that raises.
+    """
 
     def __init__(
-        self,
-        blame: Callable[[Exception], Exception]
-        | None = None,  # makes an error that names the object
-        *,
-        at_once: bool = False,  # pickle each object as it is taken, to find the one that raises
+        self, blame: Callable[[Exception], Exception] | None = None, *, at_once: bool = False
     ) -> None:
         self.objects: list[Any] = []
         self.error: Exception | None = None  # the objects could not be made in this process
@@ -238,6 +238,5 @@ class Shared:
 
 
 def _known(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
-    """Return those classes whose module this process has imported."""
     modules = ((sys.modules.get(module), name) for module, name in names)
     return tuple(getattr(module, name) for module, name in modules if module is not None)

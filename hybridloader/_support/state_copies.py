@@ -67,12 +67,13 @@ class _Fingerprint:
         stream = io.BytesIO()
         pickler = _Pickler(stream)
         pickler.dump(state)
-        self._text = stream.getvalue()
-        self._tensors, self._shared = pickler.tensors, pickler.shared
-        self._marks = [*map(_mark_of, self._tensors), *map(id, self._shared)]
+        self._text, self._beside = stream.getvalue(), pickler.beside
+        self._marks = [
+            _mark_of(thing) if _is_tensor(thing) else id(thing) for thing in self._beside
+        ]
 
     def copy(self) -> Any:
-        return _Unpickler(io.BytesIO(self._text), self._tensors, self._shared).load()
+        return _Unpickler(io.BytesIO(self._text), self._beside).load()
 
     def is_like(self, other: _Fingerprint) -> bool:
         return self._marks == other._marks and self._text == other._text
@@ -91,12 +92,13 @@ def _mark_of(tensor: Any) -> Any:
     return version, *where, tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
-def _copy_of(number: int) -> Any:
-    raise AssertionError(f"tensor {number} is found by _Unpickler")
+def _is_tensor(thing: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and type(thing) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _same(number: int) -> Any:
-    raise AssertionError(f"shared object {number} is found by _Unpickler")
+def _found(number: int) -> Any:
+    raise AssertionError(f"object {number} beside a pickle is found by _Unpickler")
 
 
 class _Pickler(pickle.Pickler):
@@ -104,38 +106,33 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)
-        torch = sys.modules.get("torch")
-        self._plain: Any = () if torch is None else (torch.Tensor, torch.nn.Parameter)
         self._never_copied = Shared()
-        self.tensors: list[Any] = []
-        self.shared: list[Any] = []
+        self.beside: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in self._plain:
-            self.tensors.append(obj)
-            return _copy_of, (len(self.tensors) - 1,)
-        if obj in self._never_copied:
-            self.shared.append(obj)
-            return _same, (len(self.shared) - 1,)
-        return NotImplemented
+        if not _is_tensor(obj) and obj not in self._never_copied:
+            return NotImplemented
+        self.beside.append(obj)
+        return _found, (len(self.beside) - 1,)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, tensors: list[Any], shared: list[Any]) -> None:
+    def __init__(self, stream: io.BytesIO, beside: list[Any]) -> None:
         super().__init__(stream)
-        self._tensors = tensors
-        self._ways = {_copy_of.__name__: self._copy, _same.__name__: shared.__getitem__}
+        self._beside = beside
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == __name__ and name in self._ways:
-            return self._ways[name]
+        if module == __name__ and name == _found.__name__:
+            return self._copy
         return super().find_class(module, name)
 
     def _copy(self, number: int) -> Any:
-        tensor = self._tensors[number]
-        if tensor.requires_grad or not tensor.is_contiguous():
-            return copy.deepcopy(tensor)
-        return tensor.clone()  # copy.deepcopy takes 10 us more
+        thing = self._beside[number]
+        if not _is_tensor(thing):
+            return thing
+        if thing.requires_grad or not thing.is_contiguous():
+            return copy.deepcopy(thing)
+        return thing.clone()  # copy.deepcopy takes 10 us more
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -260,7 +257,6 @@ def load_into(thing: Any, state: Any, what: str) -> None:
 
 
 def check_takes(thing: Any, what: str) -> None:
-    """Raise `StateError` if `thing` can't load a state."""
     if not is_stateful(thing):
         raise StateError(
             f"the state to go on from holds one of {what}, and {type(thing).__name__} has no "

@@ -36,7 +36,6 @@ class Contender:
 
     @property
     def rate(self) -> float:
-        """Median of `rates`."""
         return statistics.median(self.rates)
 
 

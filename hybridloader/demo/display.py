@@ -38,7 +38,6 @@ class ProgressBar:
             self.draw()
 
     def draw(self) -> None:
-        """Show the present state."""
         self._drawn = time.perf_counter()
         said = f"{self._done / max(1e-9, self._drawn - self._start):,.0f} images/s"
         said += "" if self._loss is None else f", loss {self._loss:.3f}"

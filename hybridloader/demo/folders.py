@@ -21,8 +21,6 @@ class DemoError(Exception):
 
 
 class Sample(NamedTuple):
-    """Image file and the number of its class."""
-
     path: str
     label: int
 

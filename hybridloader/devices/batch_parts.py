@@ -112,7 +112,6 @@ def pins_itself(part: Any) -> bool:
 
 
 def is_tensor_or_movable(part: Any) -> bool:
-    """Return True if `part` is moved as a whole."""
     return is_tensor(part) or takes_device(type(part))
 
 
@@ -139,7 +138,6 @@ def takes_device(kind: type) -> bool:
 
 
 def takes_non_blocking(kind: type) -> bool:
-    """Return True if the `to()` of `kind` takes `non_blocking`."""
     return any(
         p.name == "non_blocking" or p.kind is inspect.Parameter.VAR_KEYWORD
         for p in _parameters_of_to(kind)

@@ -287,7 +287,6 @@ class Mover(Pinner):
         return part
 
     def _ask(self, part: Any) -> Any:
-        """Have an object move itself."""
         name = self.accelerator.name
         if self.accelerator.queues_copies and takes_non_blocking(type(part)):
             return part.to(name, non_blocking=True)

@@ -77,7 +77,6 @@ def is_forwarded(item: Any) -> bool:
 
 
 def items_in(index: Any) -> int:
-    """Return the number of items in a task with this index."""
     if type(index) is int:  # a reader is asked for so many
         return index
     return len(index) if type(index) is list else (index.count or 1)

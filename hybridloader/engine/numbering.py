@@ -41,7 +41,6 @@ class NumberedSending:
         self._expected: dict[int, tuple[int, int]] = {}  # by worker: the same of its next task
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
-        """Start a worker, as `Crew.start`."""
         epoch = self._counter.epoch
         if spec.seeding is not None:
             spec = replace(spec, seeding=replace(spec.seeding, epoch=epoch))

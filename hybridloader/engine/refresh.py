@@ -58,7 +58,6 @@ class Watch:
 
 
 def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
-    """Rebind the attributes of `dataset` in `changes`."""
     for path, value in changes:
         target = dataset
         for step in path[:-1]:

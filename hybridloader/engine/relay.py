@@ -153,7 +153,6 @@ class RelayQueue:
         wake()
 
     def close(self) -> None:
-        """Drop the items, and let the thread end."""
         if os.getpid() != self._owner:
             return  # a fork has copied the lock, perhaps locked, and not the thread
         with self.came:
@@ -218,7 +217,6 @@ class Relay(Iterator[Any]):
             self.start()
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def __next__(self) -> Any:
@@ -246,5 +244,4 @@ class Relay(Iterator[Any]):
 
     @property
     def alive(self) -> bool:
-        """True if the thread runs."""
         return self._thread.is_alive()

@@ -30,8 +30,6 @@ from hybridloader.engine.messages import Done, Event, Exhausted, Exited, Failed,
 
 
 class RunState(Enum):
-    """States of a run."""
-
     NEW = "NEW"
     RUNNING = "RUNNING"
     DRAINING = "DRAINING"
@@ -41,8 +39,6 @@ class RunState(Enum):
 
 
 class WorkerState(Enum):
-    """States of a worker."""
-
     STARTING = "STARTING"
     READY = "READY"
     EXHAUSTED = "EXHAUSTED"
@@ -291,7 +287,6 @@ class Scheduler:
         return self.run is RunState.IDLE
 
     def stop(self, worker: int) -> None:
-        """Note that the worker was told to stop."""
         self.workers[worker] = self._worker_after(worker, "stop")
 
     def replace(self, worker: int) -> list[int]:

@@ -153,7 +153,6 @@ class Worker:
         del before
 
     def _let_go(self) -> None:
-        """Close what the fetcher reads."""
         fetcher, self._fetcher = self._fetcher, None
         if fetcher is None:
             return

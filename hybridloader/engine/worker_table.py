@@ -84,7 +84,6 @@ class WorkerTable:
     # -- words -----------------------------------------------------------------------------------
 
     def report(self) -> list[WorkerReport]:
-        """Return a row for each worker; from any thread."""
         now, handles = self.clock(), self.crew.handles()
         rows = []
         for worker, state in enumerate(self.scheduler.workers):

@@ -134,5 +134,4 @@ class ItemsFetcher(Fetcher):
         return results.hand_over(self._context) if results.notes else results.values
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Leave out the items that can't be sent; see `Fetcher.mend`."""
         return sendable_items(self._handler, self._context, value, check)

@@ -17,6 +17,7 @@ from typing import Any
 from hybridloader._support.attributes import attribute
 from hybridloader.engine.fetcher import Abandoned, Fetcher, GivenUp, Spared, TaskContext
 from hybridloader.fetching.gather import Odd, gatherer
+from hybridloader.seeding.sample_rng import SeededDataset
 from hybridloader.seeding.sample_seeds import key_of
 
 Spread = Callable[[Callable[[Any], Any], Any], list[Any]]
@@ -98,7 +99,7 @@ def seeded_samples(
     rng = context.rng
     if rng is None:
         return dataset, collate_fn
-    return rng.seeded_dataset(dataset, whole=whole), rng.seeded_collate(collate_fn)
+    return SeededDataset(rng, dataset, whole=whole), rng.seeded_collate(collate_fn)
 
 
 def key_of_sample(index: Any) -> bytes:

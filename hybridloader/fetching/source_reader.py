@@ -101,5 +101,4 @@ class SourceReader(TolerantReader):
                 raise Abandoned
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Leave out the items that can't be sent; see `Fetcher.mend`."""
         return sendable_items(self._handler, self._context, value, check)

@@ -142,7 +142,6 @@ def text_of(path: Path) -> str:
 
 
 def number_in(path: Path) -> int | None:
-    """Read a file that is one number."""
     return whole_number(text_of(path).strip())
 
 

@@ -83,13 +83,11 @@ class MappedSegment:
                 self.locks = locks
 
     def unlock_soon(self) -> None:
-        """Unlock the pages as soon as no batch over it is open."""
         self._ended = True  # first this: a finalizer on another thread does it the other way round
         if self.locks is not None and not self._lent:
-            self.locks.unlock(self.mapped())
+            self.locks.unlock(self.mapped().address)
 
     def unkeep(self) -> None:
-        """Close the descriptor, if it was kept."""
         if self.kept is not None:
             self.kept.close()
             self.kept = None

@@ -106,10 +106,8 @@ def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
         return pickle.loads(header, buffers=buffers)
     except _NO_PICKLE as error:
         # In no variable: this frame is in that traceback, and the cycle would keep the buffers.
-        if (
-            getattr(error.__traceback__, "tb_next", None) is not None
-        ):  # an object's own code raised it
-            raise
+        if getattr(error.__traceback__, "tb_next", None) is not None:
+            raise  # by an object's own code
         raise DamagedMessage(f"a pickle of {len(header):,} bytes is damaged: {error!r}") from error
 
 

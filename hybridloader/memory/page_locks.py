@@ -131,14 +131,11 @@ class PageLocks:
             self.refusal = str(error)
             return False
         self._locked[mapping.address] = mapping.size
-        mapping.at_end(self._unlock, mapping.address)
+        mapping.at_end(self.unlock, mapping.address)
         return True
 
-    def unlock(self, mapping: Mapping) -> None:
-        """Unlock the pages of `mapping` before it goes. Nobody may be looking at them."""
-        self._unlock(mapping.address)
-
-    def _unlock(self, address: int) -> None:
+    def unlock(self, address: int) -> None:
+        """Unlock the pages at `address`. Nobody may be looking at them."""
         if not self.here or self._locked.pop(address, None) is None:
             return
         try:

@@ -68,7 +68,6 @@ def _end(ends: list[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
 
 
 def nameless_available() -> bool:
-    """True if this platform has nameless segments."""
     return hasattr(os, "memfd_create") or (os.name == "posix" and _posix_shm() is not None)
 
 

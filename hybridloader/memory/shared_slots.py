@@ -128,7 +128,6 @@ class SlotWriter:
             segments.unlink(f"{self._names}{number}")
 
     def _find(self, buffer: memoryview) -> Span | None:
-        """Find `buffer` in the slots."""
         address = segments.address_of(buffer)
         found = None if address is None else self.pool.find(address, buffer.nbytes)
         return None if found is None else Span(*found, buffer.nbytes)
@@ -348,7 +347,6 @@ class SlotReader:
 
 
 def slots_of(slot_map: SlotMap) -> list[int]:
-    """Numbers of the slots that it names, each once."""
     return list(dict.fromkeys(span.slot for span in slot_map.spans if span is not None))
 
 

@@ -78,7 +78,6 @@ class Segment:
 
     @property
     def unused(self) -> bool:
-        """True if nobody uses any of its slots."""
         return len(self.free) == len(self.references)
 
     def hand_over(self) -> list[int]:
@@ -176,12 +175,10 @@ class Pool:
         return number
 
     def retain(self, number: int) -> None:
-        """Add a reference to a slot."""
         segment, place = place_of(number)
         self.segments[segment].references[place] += 1
 
     def release(self, number: int) -> None:
-        """Take a reference off a slot."""
         found, place = place_of(number)
         segment = self.segments.get(found)
         if segment is None:  # the pool was closed meanwhile
@@ -335,7 +332,6 @@ class PrivateSlots:
 
     @property
     def size(self) -> int:
-        """Bytes of all slots."""
         return self.pool.size
 
     def page_lock(self, locks: PageLocks) -> None:

@@ -107,7 +107,6 @@ class Staging:
         return _map(self._file.fileno(), self.size, self.what)
 
     def close(self) -> None:
-        """Free the bytes. Idempotent."""
         self._file.close()
 
     def share(self) -> SharedBuffer:

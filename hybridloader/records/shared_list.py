@@ -169,9 +169,6 @@ class SharedList(Unchanging, Sequence[T]):
     def __reversed__(self) -> Iterator[T]:
         return iter(self[::-1])
 
-    def __contains__(self, value: object) -> bool:
-        return operator.contains(iter(self), value)  # type: ignore[arg-type]
-
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
         """The index of the first element that equals `value`. Raises `ValueError` if there is none."""
         first = range(len(self))[start:stop].start

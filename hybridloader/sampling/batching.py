@@ -38,16 +38,8 @@ class EpochPlan(NamedTuple):
 class PlannedBatchSampler(ResumableSampler[list[int]]):
     """A sampler of batches, each of samples of one class or of neighbouring ones.
 
-    A subclass sets `_classes`, a number for each sample, and `_cuts`, or it overrides `_cut`.
-
-    Parameters
-    ----------
-    lengths
-        Checked lengths of the samples.
-    seed, epoch
-        See `ResumableSampler`.
-    shuffle
-        Shuffle the samples within a class, and the batches.
+    A subclass sets `_classes`, a number for each sample, and `_cuts`, or it overrides `_cut`. `shuffle`
+    shuffles the samples within a class, and the batches. The lengths have been checked.
     """
 
     _BLOCK = 256

@@ -37,11 +37,7 @@ def _distinct(lengths: Ints) -> tuple[Ints, Any]:
 def _cut_filling(counts: Ints, sizes: Ints) -> Cuts:
     """Cut the samples into batches; a batch may continue into the next classes.
 
-    Parameters
-    ----------
-    counts, sizes
-        For each class, the number of samples and the size of a batch. Sizes do not grow, so a batch
-        within the size of its last class is within all.
+    Sizes of batches do not grow from class to class, so one within that of its last class is within all.
     """
     starts: list[int] = []
     at = opened = 0  # the start of the class; that of the batch which is not cut yet

@@ -58,14 +58,7 @@ class Feistel:
 
     A value that is not below `n` is mapped again until it is (Black and Rogaway, Ciphers with arbitrary
     finite domains, CT-RSA 2002): less than twice on average, as more than half of the domain is below
-    `n`.
-
-    Parameters
-    ----------
-    n
-        Size, from 3.
-    keys
-        One for each round.
+    `n`, which is at least 3. There is a key for each round.
     """
 
     def __init__(self, n: int, keys: Words) -> None:

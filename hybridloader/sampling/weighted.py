@@ -48,12 +48,8 @@ def uniform_draws(seed: int, epoch: int, start: int, stop: int) -> npt.NDArray[n
 class Sums:
     """Running sums of the weights, in which a number below the total finds a category.
 
-    They have two levels: the runs of `RUN` weights, and the sums within each.
-
-    Parameters
-    ----------
-    weights
-        Finite, not negative, not all 0.
+    They have two levels: the runs of `RUN` weights, and the sums within each. No weight is negative, and
+    not all are 0.
     """
 
     def __init__(self, weights: Floats) -> None:

@@ -87,7 +87,6 @@ class SampleRng:
         self.begin(origin)
 
     def begin(self, origin: Origin) -> None:
-        """Begin a pass."""
         self.origin = origin
         self._next = 0  # number of the next item of this stage's input
         self._root = root(origin, origin.stages[self._number])
@@ -107,7 +106,6 @@ class SampleRng:
         return first
 
     def for_function(self, number: int) -> SampleRng:
-        """Return the sample RNG of function `number` of the stage."""
         if number not in self._parts:
             self._parts[number] = self._part(number)
         return self._parts[number]
@@ -161,10 +159,6 @@ class SampleRng:
     def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return `collate_fn`, seeded by the first sample of the task in hand."""
         return lambda samples: self.call(COLLATE, self.first, collate_fn, samples)
-
-    def seeded_dataset(self, dataset: Any, *, whole: bool) -> Any:
-        """Return `dataset` with each sample seeded; if `whole`, each batch that it makes in one go."""
-        return _SeededDataset(self, dataset, whole=whole)
 
     def seeded_shard(
         self, make: Callable[[], Iterator[Any]], *, later: bool = False
@@ -223,7 +217,9 @@ def item_key(_: Any) -> bytes:
     return now.item
 
 
-class _SeededDataset:
+class SeededDataset:
+    """Dataset with each sample seeded; if `whole`, each batch that it makes in one go."""
+
     def __init__(self, rng: SampleRng, dataset: Any, *, whole: bool) -> None:
         self._one = rng.seeded(functools.partial(operator.getitem, dataset))
         if whole:

@@ -72,13 +72,8 @@ class SeedTriple(NamedTuple):
     torch: int  # 63 bits, of which torch's generator for the CPU uses the lowest 32
 
 
-# Why blake2b: torch's generators and numpy's spread similar seeds badly, so what they get must be mixed
-# already, all bits by all bits. A cryptographic hash does so for keys of any kind and length in 0.5 us,
-# from its state after (seed, epoch, stage). SplitMix64 takes 64 bits, and in Python as long.
-
-
 def root(origin: Origin, stage: str) -> Any:
-    """Return the hash of everything but the sample."""
+    """Return the hash of everything but the sample; docs/decisions/0015 says why it is blake2b."""
     told = _framed((origin.seed, origin.epoch, stage))
     return blake2b(told, digest_size=32, person=b"hybridloader-1")
 

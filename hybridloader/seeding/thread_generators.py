@@ -1,16 +1,7 @@
 """Patches by which `random`, `numpy.random` and torch use a thread's generators instead of theirs.
 
 They are installed only while workers on threads run under ``seeding="sample"``, or run their
-`init_fn`:
-
-- `random`: its one hidden instance gets a class that asks the thread first. So do all of the module's
-  functions, however they were imported, except `random` and `getrandbits` themselves, which are C:
-  those are replaced in the module.
-- `numpy.random`: its one hidden instance is an object of C whose class can't be exchanged. It and its
-  methods are replaced in the modules.
-- torch: a `TorchFunctionMode`, on that thread alone, passes its generator to each function that
-  takes one. The functions that seed or read the default generator get other code.
-
+`init_fn`. docs/randomness.md says what each covers, docs/decisions/0015 why they differ by library.
 Threads that make no sample draw as ever, and are counted. The state of a global generator is never
 changed here.
 """
@@ -266,11 +257,9 @@ class _Installation:
         with self._lock:
             self.count -= 1
             if not self.count:
-                for home, attribute, before, value in reversed(self._replaced):
-                    if (
-                        getattr(home, attribute, None) is value
-                    ):  # else other code has replaced it since
-                        setattr(home, attribute, before)
+                for home, name, before, value in reversed(self._replaced):
+                    if getattr(home, name, None) is value:  # else other code has replaced it since
+                        setattr(home, name, before)
                 self._replaced.clear()
                 self.done.clear()
 

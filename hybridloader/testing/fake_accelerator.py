@@ -39,9 +39,7 @@ class FakeStream:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.queue: deque[Callable[[], object]] = (
-            deque()
-        )  # one that returns False could not happen yet
+        self.queue: deque[Callable[[], object]] = deque()  # one that returns False comes again
 
     def __repr__(self) -> str:
         return f"FakeStream({self.name!r}, {len(self.queue)} queued)"

@@ -131,14 +131,12 @@ class ErrorBudget:
             return float("inf")
         if isinstance(self._limit, int):
             return self._limit
-        return int(
-            self._limit * max(self.attempted, LEAST) + 1e-9
-        )  # 0.07 * 100 is 7.000000000000001
+        # 0.29 * 100 is 28.999999999999996.
+        return int(self._limit * max(self.attempted, LEAST) + 1e-9)
 
     def _exceeded_by(
         self, attempted: int, failures: Iterable[FailureRecord], worker: int | None
     ) -> bool:
-        """Record `failures`, and return True if they exceed the budget."""
         self.attempted += attempted
         before = len(self.records)
         for failed in failures:

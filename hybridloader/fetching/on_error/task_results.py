@@ -35,7 +35,6 @@ class TaskResults:
 
     @property
     def failures(self) -> list[FailureRecord]:
-        """Records of all failures, in order."""
         return [failed for note in self.notes for failed in note.failures]
 
     def rescue(
@@ -89,7 +88,6 @@ class TaskResults:
                 self.add_failure(index, error)
 
     def extend(self, other: TaskResults) -> None:
-        """Add results that follow these."""
         before = len(self.values)
         self.values.extend(other.values)
         for note in other.notes:

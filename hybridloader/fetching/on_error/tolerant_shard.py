@@ -136,7 +136,6 @@ class TolerantShardFetcher(TolerantReader, ShardFetcher):
         raise EndOfShard
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Leave out the batch that can't be sent; see `Fetcher.mend`."""
         assert self._context.extras is not None
         outcome: Outcome = self._context.extras["outcome"]
         if not self._handler.skips or outcome.short is not None:
