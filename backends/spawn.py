@@ -6,6 +6,7 @@ notebook cell, and whatever lives in ``__main__`` arrive. The main script is not
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,10 +22,18 @@ class Spawn(ProcessBackend):
     ----------
     memory
         Limit and kind of the slots through which large tensors and arrays come back.
+    zygote
+        True: one process is started afresh and loads the dataset, with all that it imports, and the
+        workers are forked from that (on Linux, unless what it loads has started threads or opened
+        files). False: each worker is started afresh, and loads for itself.
     """
 
     memory: Memory = DEFAULT_MEMORY
+    zygote: bool = True
     name: ClassVar[str] = "spawn"
 
     def _method(self) -> str:
         return "loky"
+
+    def _from_zygote(self) -> Collection[str]:
+        return super()._from_zygote() if self.zygote else ()

@@ -8,12 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from abc import abstractmethod
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from hybridloader._support.caller import warn
 from hybridloader._support.devices_in_use import device_in_use
 from hybridloader._support.errors import BackendUnavailable
-from hybridloader.backends.process import socket_transport
+from hybridloader.backends.process import fork_safety, socket_transport
 from hybridloader.backends.process.crew import ProcessCrew, slot_kind
 from hybridloader.engine.contract import Backend, Crew
 
@@ -36,6 +37,10 @@ class ProcessBackend(Backend):
     def _method(self) -> str:
         """Give the method that starts the processes: one of multiprocessing's, or ``"loky"``."""
 
+    def _from_zygote(self) -> Collection[str]:
+        """Give the methods for which one fresh process forks the workers, where it can."""
+        return ("loky", "forkserver")
+
     @property
     def fresh(self) -> bool:
         return self._method() != "fork"
@@ -57,15 +62,16 @@ class ProcessBackend(Backend):
             check_threads(self.name)
 
     def open(self) -> Crew:
-        method = self._method()
+        method, sockets = self._method(), socket_transport.available()
+        zygote = sockets and method in self._from_zygote() and fork_safety.available()
         context: Any
-        if method == "loky":  # its processes do not import the main module
+        if zygote or method == "loky":  # its processes do not import the main module
             from loky.backend import get_context
 
             context = get_context("loky")
         else:
             context = multiprocessing.get_context(method)
-        return ProcessCrew(context, self.memory, sockets=socket_transport.available())
+        return ProcessCrew(context, self.memory, sockets=sockets, zygote=zygote)
 
 
 def check_children_allowed(name: str) -> None:

@@ -10,13 +10,14 @@ import threading
 import traceback
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridloader._support.errors import Failure, ResultNotSendable
 from hybridloader._support.import_hooks import when_imported
 from hybridloader._support.inheritance import Inherited
 from hybridloader._support.native_threads import one_thread_in_this_process
 from hybridloader.backends.process import codec
+from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.parent_watch import ParentWatch, leave_signals
 from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
@@ -48,16 +49,38 @@ class _Result(Payload):
         return None
 
 
+class FirstFrame(NamedTuple):
+    """Work that comes as the first frame of the connection.
+
+    Attributes
+    ----------
+    inherited
+        Objects of the work that could only come with the start of the process.
+    loaded
+        Work that this process has already; the frame is dropped.
+    """
+
+    inherited: Inherited | None = None
+    loaded: WorkerSpec | None = None
+
+    def load(self, frame: Frame) -> WorkerSpec:
+        """Return the work, and close the descriptors of `frame`."""
+        if self.loaded is None:
+            return received(frame.parts, frame.fds, self.inherited)
+        for fd in frame.fds:
+            os.close(fd)
+        return self.loaded
+
+
 def main(
     number: int,
     endpoint_class: Any,
     pipe: Any,
-    spec: WorkerSpec | None,
+    work: WorkerSpec | FirstFrame,
     parent: int,
     slots: tuple[int, str | None] | None,
     strays: Sequence[int],
     record: int | None = None,
-    inherited: Inherited | None = None,
 ) -> None:
     """Run one worker until it is told to stop or the parent is gone.
 
@@ -67,8 +90,8 @@ def main(
         The worker's number.
     endpoint_class
         Class of the worker's end of the connection; `pipe` is its argument.
-    spec
-        Work to do; None if it comes as the first frame.
+    work
+        Work to do, or how it comes as the first frame, as it does in a fresh process.
     parent
         Process id of the parent.
     slots
@@ -79,8 +102,6 @@ def main(
     record
         Descriptor of this worker's postmortem record; -1 if it is the last that comes with the first
         frame, None if there is no record.
-    inherited
-        Objects of the first frame that could only come with the start of the process.
     """
     # A collection would touch, and so copy, every page that a fork shares. And garbage of the parent's
     # would close descriptors by numbers that are others by then.
@@ -95,17 +116,19 @@ def main(
     endpoint = endpoint_class(pipe)
     connection = _WorkerConnection(number, endpoint, slots)
     watch = ParentWatch(endpoint, parent, connection.sweep)
-    fresh = spec is None
+    fresh = isinstance(work, FirstFrame)
     try:
         one_thread_in_this_process(fresh)
         set_slots(connection.results)
         when_imported("torch", teach_torch)
-        if spec is None:
+        if isinstance(work, FirstFrame):
             frame = endpoint.get()
             if record is not None and frame.fds:  # the kernel drops descriptors without room
                 postmortem = PostmortemWriter.open(frame.fds.pop())
-            spec = received(frame.parts, frame.fds, inherited)
+            spec = work.load(frame)
             del frame
+        else:
+            spec = work
         if postmortem is not None:
             connection.postmortem = postmortem
             if spec.tracked:

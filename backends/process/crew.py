@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hybridloader._support.errors import BackendUnavailable, DamagedMessage
 from hybridloader.backends.process import codec
-from hybridloader.backends.process.child import main
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import GRACE, ProcessHandle, bury, join_all
 from hybridloader.backends.process.memory_report import OomWatch
@@ -23,9 +23,17 @@ from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.result import ProcessResult, SlottedResult
 from hybridloader.backends.process.slot_channel import SlotChannel
 from hybridloader.backends.process.socket_transport import SocketEndpoint, SocketTransport
-from hybridloader.backends.process.starting import occupy_standard_descriptors, starting
+from hybridloader.backends.process.starters import (
+    ZYGOTE,
+    ContextStarter,
+    Starter,
+    WorkerStart,
+    duplicates,
+)
+from hybridloader.backends.process.starting import occupy_standard_descriptors
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.messages import (
+    Begin,
     Done,
     Event,
     Exhausted,
@@ -37,7 +45,7 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
-from hybridloader.memory import descriptors, segments
+from hybridloader.memory import segments
 from hybridloader.memory.limits import Memory, warn_of_overflow
 from hybridloader.memory.shipping import Shipment, ship
 
@@ -101,27 +109,40 @@ class ProcessCrew(Crew):
         Limit and kind of the slots for large buffers.
     sockets
         Whether the POSIX transport is used, or the portable one.
+    zygote
+        Whether one process, which the context starts, forks the workers; needs `sockets`.
     """
 
-    def __init__(self, context: Any, memory: Memory, *, sockets: bool) -> None:
+    def __init__(
+        self, context: Any, memory: Memory, *, sockets: bool, zygote: bool = False
+    ) -> None:
         self._context = context
-        self._method = context.get_start_method()
-        self._forks = self._method == "fork"
         self._kind = slot_kind(memory, sockets=sockets)
         self._limit = memory.bytes()
         self._sockets = sockets
         occupy_standard_descriptors()
         self.transport: SocketTransport | PipeTransport
-        self.transport = SocketTransport() if sockets else PipeTransport()
+        self._starter: Starter = ContextStarter(
+            context, SocketEndpoint if sockets else PipeEndpoint
+        )
+        if sockets:
+            self.transport = SocketTransport()
+            if zygote:
+                from hybridloader.backends.process.zygote_starter import ZygoteStarter
+
+                self._starter = ZygoteStarter(context, self.transport, self._starter)
+        else:
+            self.transport = PipeTransport()
         # All the mutable state:
         self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
         self._workers: list[_ProcessWorker] = []
-        self._gone: set[int] = set()
+        self._gone: set[int] = {ZYGOTE}  # those whose frames are no events
         self._asked: set[int] = set()
         self._shipments: dict[int, tuple[WorkerSpec, Shipment]] = {}  # to workers not yet ready
         self._left: float | None = None  # when the workers were told to leave
         self._warned = False
         self._overflow: str | None = None
+        self._warning: Callable[[], None] | None = None
         self._locks: PageLocks | None = None
         self._oom = OomWatch()
         _crews.add(self)
@@ -135,63 +156,32 @@ class ProcessCrew(Crew):
         return [worker.channel for worker in self._workers]
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
-        shipment = None if self._forks else self._shipment(spec)
+        starter = self._starter
+        shipment = self._shipment(spec) if starter.ships(spec) else None
         record = PostmortemRecord.make() if self._sockets else None
-        try:
-            self._start(worker, spec, record, shipment)
-        except BaseException:  # no process or descriptor can be had any more, for instance
-            if record is not None and not any(other.record is record for other in self._workers):
-                record.close()
-            self._close_unless_awaited(shipment)
-            raise
-        if shipment is not None:
-            self._shipments[worker] = spec, shipment
-            fds: list[int] = []
-            try:
-                for fd in shipment.fds if record is None else [*shipment.fds, record.fd]:
-                    fds.append(os.dup(fd))
-            except OSError:
-                for fd in fds:
-                    os.close(fd)
-                raise
-            self.transport.send(worker, shipment.parts, fds)
-
-    def _start(
-        self,
-        worker: int,
-        spec: WorkerSpec,
-        record: PostmortemRecord | None,
-        shipment: Shipment | None,
-    ) -> None:
         share = max(1, self._limit // max(1, spec.workers))
-        channel = SlotChannel(share, self._kind, forks=self._forks, locks=self._locks)
-        record_fd = None if record is None else (record.fd if self._forks else -1)
-        ours, theirs = self._context.Pipe(duplex=True)
-        self.transport.connect(worker, ours)
-        process = self._context.Process(
-            target=main,
-            args=(
-                worker,
-                SocketEndpoint if self._sockets else PipeEndpoint,
-                theirs,
-                spec if self._forks else None,
-                os.getpid(),
-                channel.slots,
-                tuple(descriptors.ours - {record_fd}) if self._forks else (),
-                record_fd,
-                None if shipment is None else shipment.inherited,
-            ),
-            name=f"hybridloader-{spec.stage}-{worker}",
-            daemon=True,
-        )
+        channel = SlotChannel(share, self._kind, forks=starter.forks, locks=self._locks)
+        place = _ProcessWorker(channel, record)
         try:
-            with starting(self._method):
-                process.start()
-                handle = ProcessHandle(process)
-                self._take_place(worker, handle, _ProcessWorker(channel, record))
-        finally:
-            theirs.close()
-        self.transport.watch(worker, handle)
+            if shipment is not None:
+                self._shipments[worker] = spec, shipment
+            ours, theirs = self._context.Pipe(duplex=True)
+            self.transport.connect(worker, ours)
+            try:
+                fd = None if record is None else record.fd
+                start = WorkerStart(worker, spec, theirs, channel.slots, fd, shipment)
+                starter.start(start, partial(self._take_place, worker, place))
+            finally:
+                theirs.close()
+            if not starter.forks:
+                fds = [] if shipment is None else shipment.fds
+                fds = duplicates(fds if record is None else [*fds, record.fd])
+                self.transport.send(worker, [b""] if shipment is None else shipment.parts, fds)
+        except BaseException:  # no process or descriptor can be had any more, for instance
+            if record is not None and not any(other is place for other in self._workers):
+                record.close()
+            self._arrived(worker)
+            raise
 
     def send(self, worker: int, message: Message) -> None:
         channel = self._workers[worker].channel
@@ -201,8 +191,11 @@ class ProcessCrew(Crew):
                 if self._left is not None:
                     channel.answered(message.seq)
             return
-        if isinstance(message, Stop):
-            self._asked.add(worker)
+        if type(message) is not Task:
+            if isinstance(message, Stop):
+                self._asked.add(worker)
+            elif isinstance(message, Begin) and message.changes:
+                self._starter.changed()
         self.transport.send(worker, *channel.encode(message))
         if channel.refusal is not None:
             self._overflow, channel.refusal = self._overflow or channel.refusal, None
@@ -215,6 +208,9 @@ class ProcessCrew(Crew):
         if reason is not None and not self._warned:
             self._warned = True
             warn_of_overflow(reason)  # before anything is taken in: a warning may be an error
+        if self._warning is not None:
+            warning, self._warning = self._warning, None
+            warning()
         if self._locks is not None:
             self._locks.warn()
         events: list[Event] = []
@@ -222,6 +218,8 @@ class ProcessCrew(Crew):
             event = None
             try:
                 if worker in self._gone:
+                    if worker == ZYGOTE:
+                        self._warning = self._starter.hear(frame) or self._warning
                     continue
                 if frame is not None:
                     event = self._decode(worker, frame)
@@ -243,8 +241,10 @@ class ProcessCrew(Crew):
 
     def stack(self, worker: int) -> str:
         handle, record = self._handles[worker], self._workers[worker].record
-        if record is None or handle.pid is None:
+        if record is None:
             return "Its stack can't be had on this platform."
+        if handle.pid is None:
+            return self._starter.stack()
         return (
             record.stack(handle.pid, send=handle.send_signal)
             or f"Its stack could not be had: {record.why_none}."
@@ -264,6 +264,7 @@ class ProcessCrew(Crew):
         for handle in running:
             handle.kill()
         join_all(running, time.monotonic() + _DYING)
+        self._starter.close()
         for handle in self._handles:
             handle.release()
         bury()
@@ -283,6 +284,7 @@ class ProcessCrew(Crew):
         for handle in self._handles:
             handle.disown()
         self._handles.clear()
+        self._starter.disown()
 
     def _decode(self, worker: int, frame: Frame) -> Event:
         found = codec.decode_fields(frame.parts)
@@ -295,12 +297,14 @@ class ProcessCrew(Crew):
             if channel.forwarded:
                 channel.answered(seq)
             if slot_map is None:
-                result = ProcessResult(body, frame.parts[1:], count, self._forks)
+                result = ProcessResult(body, frame.parts[1:], count, self._starter.forks)
             else:
                 slots = channel.results
                 slots.learn(slot_map, frame.fds)
                 self._overflow = self._overflow or slot_map.refusal or slots.overflow
-                result = SlottedResult(body, frame.parts[1:], count, self._forks, slots, slot_map)
+                result = SlottedResult(
+                    body, frame.parts[1:], count, self._starter.forks, slots, slot_map
+                )
             return Done(worker, seq, result, seconds, position, told)
         if kind == codec.FAILED:
             channel.answered(seq)
@@ -328,24 +332,28 @@ class ProcessCrew(Crew):
         if shipment is not None and not any(s is shipment for _, s in self._shipments.values()):
             shipment.close()
 
-    def _take_place(self, number: int, handle: ProcessHandle, worker: _ProcessWorker) -> None:
-        """Note a worker that has started, and free what belonged to the one before it."""
+    def _take_place(self, number: int, worker: _ProcessWorker, handle: ProcessHandle) -> None:
+        """Note a worker that has started, and free what belonged to the one before it.
+
+        It is the same worker if it had to be started another way.
+        """
         if number == len(self._workers):
-            self.place(number, handle)
             self._workers.append(worker)
-            return
-        former = self._workers[number]
-        # Tasks that will be sent again, and answered by the new one:
-        worker.channel.forwarded.update(former.channel.forwarded)
-        former.channel.forwarded.clear()
-        former.channel.close()
-        if former.record is not None:
-            former.record.close()
-        self._handles[number].join(GRACE)
-        self._handles[number].release()
+        else:
+            former = self._workers[number]
+            if former is not worker:
+                # Tasks that will be sent again, and answered by the new one:
+                worker.channel.forwarded.update(former.channel.forwarded)
+                former.channel.forwarded.clear()
+                former.channel.close()
+                if former.record is not None:
+                    former.record.close()
+            self._handles[number].join(GRACE)
+            self._handles[number].release()
+            self._workers[number] = worker
+            self._gone.discard(number)
         self.place(number, handle)
-        self._workers[number] = worker
-        self._gone.discard(number)
+        self.transport.watch(number, handle)
 
     def _exited(self, worker: int) -> Exited:
         """Describe the end of a worker that is gone."""
@@ -368,4 +376,5 @@ class ProcessCrew(Crew):
             return Exited(worker, cause, memory=memory, slots=slots)
         task = record.task
         at = -1 if task is None else record.at
-        return Exited(worker, cause, task, at, record.crash(), memory, slots)
+        crash = record.crash() or self._starter.evidence()
+        return Exited(worker, cause, task, at, crash, memory, slots)

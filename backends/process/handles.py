@@ -47,7 +47,7 @@ does not see the result: there the child seems to be alive, while its number is 
 another process. Stages of a pipeline run on several threads.
 """
 
-_dying: set[ProcessHandle] = set()
+dying: set[ProcessHandle] = set()
 """Killed processes that the kernel had not yet removed when their crew was closed."""
 
 
@@ -81,7 +81,7 @@ class ProcessHandle(WorkerHandle):
             pass
         else:
             ours.add(self.pidfd)
-            self._releasing = weakref.finalize(self, _close_pidfd, self.pidfd)
+            self._releasing = weakref.finalize(self, close_pidfd, self.pidfd)
             self._releasing.atexit = False
         popen = getattr(process, "_popen", None)
         if popen is not None and hasattr(signal, "SIGKILL"):
@@ -109,6 +109,10 @@ class ProcessHandle(WorkerHandle):
         if self._terminated and self._code == -getattr(signal, "SIGKILL", 0):
             return -signal.SIGTERM
         return self._code
+
+    def told_end(self) -> bool:
+        """Tell whether the worker is gone, now that its pidfd or its sentinel is readable."""
+        return True  # or it has closed its files, and counts as gone
 
     def is_alive(self) -> bool:
         with reaping:
@@ -171,9 +175,9 @@ class ProcessHandle(WorkerHandle):
         """Close the pidfd once the process has ended; nobody may wait by it any more."""
         with reaping:
             if self.is_alive():
-                _dying.add(self)
+                dying.add(self)
                 return
-            _dying.discard(self)
+            dying.discard(self)
             if self.pidfd is not None:
                 self._releasing()
                 self.pidfd = None
@@ -187,16 +191,20 @@ class ProcessHandle(WorkerHandle):
             return "closed its connection while it was running, and was killed"
         code = self.exitcode
         if self._code is None or code is None:
-            return (
-                "ended; its exit code is not known, because SIGCHLD is ignored in this process or other "
-                "code in it has waited for the worker"
-            )
+            return self.unknown()
         if code < 0:
             try:
                 return f"was killed by signal {signal.Signals(-code).name} ({-code})"
             except ValueError:
                 return f"was killed by signal {-code}"
         return f"exited with code {code}"
+
+    def unknown(self) -> str:
+        """Describe how the worker ended if no exit code tells."""
+        return (
+            "ended; its exit code is not known, because SIGCHLD is ignored in this process or other "
+            "code in it has waited for the worker"
+        )
 
     def _duplicate(self) -> int | None:
         """Duplicate the pidfd, to wait by: another thread may release the original meanwhile."""
@@ -223,7 +231,7 @@ class ProcessHandle(WorkerHandle):
         self.disown()
 
 
-def _close_pidfd(fd: int) -> None:
+def close_pidfd(fd: int) -> None:
     ours.discard(fd)
     os.close(fd)
 
@@ -240,7 +248,7 @@ def _forked() -> None:
     """Forget, in a fork, the parent's dying processes, and a lock that a lost thread may have."""
     global reaping
     reaping = threading.RLock()
-    _dying.clear()
+    dying.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -250,7 +258,7 @@ if hasattr(os, "register_at_fork"):
 @before_each
 def bury() -> None:
     """Reap processes that were still dying when their crew was closed, lest they stay zombies."""
-    for handle in list(_dying):
+    for handle in list(dying):
         handle.release()
 
 

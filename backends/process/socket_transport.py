@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -90,6 +90,7 @@ class _Connection:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.sentinel = -1  # a descriptor that tells the worker's end, once it runs
+        self.told_end: Callable[[], bool] = bool  # asked when that is readable
         self.decoder = Decoder()
         self.pending: list[Buffer] = []  # to be written at the next flush
         # Pieces that did not fit yet, with descriptors that are to be closed once they are sent.
@@ -178,8 +179,11 @@ class SocketTransport:
 
     def watch(self, worker: int, handle: Any) -> None:
         """Watch for the end of the worker's process, by its pidfd or multiprocessing's sentinel."""
+        connection = self._connections[worker]
+        if self._worker_of.pop(connection.sentinel, None) is not None:  # started another way now
+            self._poll.unregister(connection.sentinel)
         fd = handle.sentinel if handle.pidfd is None else handle.pidfd
-        self._connections[worker].sentinel = fd
+        connection.sentinel, connection.told_end = fd, handle.told_end
         self._worker_of[fd] = worker
         self._poll.register(fd, select.POLLIN)
 
@@ -237,7 +241,8 @@ class SocketTransport:
                 continue
             connection = self._connections[worker]
             if fd != connection.sock.fileno():
-                gone.append(worker)
+                if connection.told_end():
+                    gone.append(worker)
                 continue
             if event & select.POLLOUT and connection.flush():
                 self._poll.modify(fd, select.POLLIN)
@@ -306,6 +311,11 @@ class SocketEndpoint:
         while not self._frames:
             self._read()
         return self._frames.popleft()
+
+    @property
+    def ready(self) -> bool:
+        """True if `get` will not wait."""
+        return bool(self._frames)
 
     def _read(self) -> None:
         try:

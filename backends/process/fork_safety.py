@@ -1,0 +1,112 @@
+"""Checks that a process may fork workers from itself: no thread, no device, no open file of its own.
+
+They look at the process, by /proc, and do not guess by what was imported.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from hybridloader._support.devices_in_use import device_in_use
+
+_PROCESS = Path("/proc/self")
+
+_SETTLING = 0.1
+"""Seconds that threads which were told to end get to be gone: the kernel lists a thread for some
+microseconds after it was joined."""
+
+_MEMORY_DEVICES = 1
+"""Major number of /dev/null, /dev/zero, /dev/random and /dev/urandom, which have no position."""
+
+
+@cache
+def available() -> bool:
+    """True if this platform forks, tells of threads and files of a process, and has pidfds."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))  # also an old kernel, or a sandbox, may have none
+    except (AttributeError, OSError):
+        return False
+    return hasattr(os, "fork") and (_PROCESS / "task").exists()
+
+
+def open_descriptors() -> set[int]:
+    """Return the descriptors that this process has open."""
+    found = set()
+    for entry in os.scandir(_PROCESS / "fd"):
+        with suppress(OSError):  # that of the listing itself
+            os.stat(entry.path)
+            found.add(int(entry.name))
+    return found
+
+
+def refusal(before: Collection[int]) -> str:
+    """Return why a fork of this process could hang or fail, as a predicate; "" if it may fork.
+
+    Parameters
+    ----------
+    before
+        Descriptors that do not count, as they were open before the work was loaded.
+    """
+    device = device_in_use()
+    if device is not None:
+        return f"uses {device}, which does not survive a fork"
+    deadline = time.monotonic() + _SETTLING
+    while (names := _other_threads()) and time.monotonic() < deadline:
+        time.sleep(_SETTLING / 100)
+    if names:
+        return f"has started threads ({_listed(names)}), which would be missing after a fork"
+    files = _files(open_descriptors().difference(before))
+    if files:
+        return f"has opened {_listed(files)}, and after a fork all workers would share its position"
+    return ""
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
+def _other_threads() -> list[str]:
+    """Return the names of all threads but this one, those that Python knows nothing of included."""
+    known = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found = []
+    for task in (_PROCESS / "task").iterdir():
+        ident = int(task.name)
+        if ident != threading.get_native_id():
+            with suppress(OSError):  # it has just ended
+                found.append(known.get(ident) or (task / "comm").read_text().strip())
+    return found
+
+
+def _files(descriptors: Collection[int]) -> list[str]:
+    """Return the names of those files that forks could not share.
+
+    They can share what has no position: memory, and files that are mapped and not locked, such as
+    those of `numpy.memmap`.
+    """
+    found = []
+    mapped = (_PROCESS / "maps").read_text()
+    for fd in sorted(descriptors):
+        with suppress(OSError):  # closed meanwhile
+            about = os.stat(fd)
+            name = os.readlink(_PROCESS / "fd" / str(fd))
+            if stat.S_ISCHR(about.st_mode) and os.major(about.st_rdev) == _MEMORY_DEVICES:
+                continue
+            if stat.S_ISREG(about.st_mode) and (
+                name.startswith("/memfd:")
+                or (f" {name}\n" in mapped and "lock:" not in _information(fd))
+            ):
+                continue
+            found.append(name)
+    return found
+
+
+def _information(fd: int) -> str:
+    return (_PROCESS / "fdinfo" / str(fd)).read_text()

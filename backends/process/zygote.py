@@ -1,0 +1,297 @@
+"""Zygote: a fresh process that loads the work of a stage once, and forks the workers from itself.
+
+It is started as a fresh worker is, so nothing of the user's ``__main__`` runs in it. It runs no sample
+and no `init_fn`, and has no thread when it forks. It forks nothing if what it has loaded has started
+threads, uses a device or has opened files: a fork would lose the threads, and all workers would
+read from one position of the file. The parent starts fresh processes then.
+
+Each request brings two descriptors: the worker's end of its connection, and a status socket by which
+the parent hears of the worker's process and of its end. A refused request is answered by both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import multiprocessing.popen_fork
+import multiprocessing.process
+import multiprocessing.util
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, NoReturn
+
+from hybridloader._support.inheritance import Inherited
+from hybridloader._support.native_threads import one_thread_in_this_process
+from hybridloader.backends.process import fork_safety
+from hybridloader.backends.process.child import FirstFrame, main
+from hybridloader.backends.process.frames import Frame
+from hybridloader.backends.process.handles import GRACE
+from hybridloader.backends.process.parent_watch import leave_signals
+from hybridloader.backends.process.postmortem import PostmortemWriter
+from hybridloader.backends.process.socket_transport import SocketEndpoint
+from hybridloader.backends.process.starting import starting
+from hybridloader.engine.messages import WorkerSpec
+from hybridloader.engine.serving import received
+
+STATUS = struct.Struct("=ii")
+"""Message on a status socket: one of the kinds below, and a number."""
+
+FORKED, ENDED, FAILED = range(3)
+"""Kinds of status: a process number, of which the pidfd goes along; an exit code; an `errno`."""
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+class Request(NamedTuple):
+    """One worker to be forked.
+
+    Attributes
+    ----------
+    worker
+        Its number in the stage.
+    name
+        Name of its process.
+    slots
+        As `child.main` takes it.
+    recorded
+        True if a postmortem record comes with the first frame of the worker's connection.
+    changes
+        Fields of the specification, by name, that differ from the one that was loaded.
+    """
+
+    worker: int
+    name: str
+    slots: tuple[int, str | None] | None
+    recorded: bool
+    changes: dict[str, Any]
+
+
+class Loaded(NamedTuple):
+    """First message to the parent: the work is loaded; `refusal` says why nothing is forked, if so."""
+
+    refusal: str
+
+
+class Refused(NamedTuple):
+    """Answer to a request that is not carried out; its descriptors go back along with it."""
+
+    worker: int
+
+
+def serve(connection: Any, parent: int, record: bool, inherited: Inherited | None) -> NoReturn:
+    """Be the zygote until the parent hangs up, or is gone.
+
+    Parameters
+    ----------
+    connection
+        Connection to the parent. The work of the stage comes as the first frame.
+    parent
+        Process id of the parent.
+    record
+        True if the descriptor of a postmortem record is the last that comes with the first frame.
+    inherited
+        Objects of the work that could only come with the start of the process.
+    """
+    leave_signals()
+    # multiprocessing forbids a daemonic process to have children; ours end when the parent hangs up.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    try:
+        _Zygote(SocketEndpoint(connection), parent).run(record, inherited)
+    except EOFError:
+        os._exit(0)  # the parent wants no workers any more
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+class _Zygote:
+    def __init__(self, endpoint: SocketEndpoint, parent: int) -> None:
+        self._endpoint, self._parent = endpoint, parent
+        self._watched = os.pidfd_open(parent)
+        self._libc = ctypes.CDLL(None)
+        self._pid = os.getpid()
+        self._poll = select.poll()
+        # All the other mutable state:
+        self._frames: deque[Frame] = deque()  # requests that have come
+        self._workers: dict[int, tuple[Any, int]] = {}  # by pidfd: process and status socket
+        self._refusal = ""
+
+    def run(self, record: bool, inherited: Inherited | None) -> NoReturn:
+        spec = self._load(record, inherited)
+        self._endpoint.send([pickle.dumps(Loaded(self._refusal))])
+        connection = self._endpoint.fileno()
+        for fd in (connection, self._watched):
+            self._poll.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._watched:
+                    os._exit(1)  # and the workers with it
+                elif fd == connection:
+                    self._read()
+                else:
+                    self._poll.unregister(fd)
+                    self._tell_end(fd)
+            while self._frames:
+                self._answer(self._frames.popleft(), spec)
+
+    def _read(self) -> None:
+        try:
+            self._frames.append(self._endpoint.get())
+            while self._endpoint.ready:
+                self._frames.append(self._endpoint.get())
+        except EOFError:
+            self._end_workers()
+
+    def _load(self, record: bool, inherited: Inherited | None) -> WorkerSpec:
+        """Load the work, and find out whether this process may fork then."""
+        with _ending_with(self._watched, self._endpoint.fileno()):
+            one_thread_in_this_process(True)
+            frame = self._endpoint.get()
+            if record and frame.fds:
+                PostmortemWriter.open(frame.fds.pop())
+            before = fork_safety.open_descriptors() - set(frame.fds)
+            spec = received(frame.parts, frame.fds, inherited)
+            del frame
+        self._refusal = fork_safety.refusal(before)
+        gc.collect()
+        gc.freeze()  # a collection in a worker would touch, and so copy, all that is shared
+        return spec
+
+    def _answer(self, frame: Frame, loaded: WorkerSpec) -> None:
+        request: Request = pickle.loads(frame.parts[0])
+        if self._refusal:
+            self._endpoint.send([pickle.dumps(Refused(request.worker))], frame.fds)
+        elif len(frame.fds) == 2:  # the kernel drops those for which there is no room
+            self._fork(request, replace(loaded, **request.changes), *frame.fds)
+            return
+        for fd in frame.fds:
+            os.close(fd)
+
+    def _fork(self, request: Request, spec: WorkerSpec, connection: int, status: int) -> None:
+        strays = [self._endpoint.fileno(), self._watched, status, *self._workers]
+        strays += [status for _, status in self._workers.values()]
+        strays += [fd for frame in self._frames for fd in frame.fds]
+        process = _Process(
+            target=self._work,
+            args=(request, spec, connection, strays),
+            name=request.name,
+            daemon=True,
+        )
+        try:
+            with starting("fork"):
+                process.start()  # type: ignore[no-untyped-call]
+            _tell(status, FORKED, process.pid or 0, process.sentinel)
+        except OSError as error:  # no process can be had any more, or no descriptor
+            _tell(status, FAILED, error.errno or 0)
+            os.close(status)
+            return
+        finally:
+            os.close(connection)
+        self._workers[process.sentinel] = process, status
+        self._poll.register(process.sentinel, select.POLLIN)
+
+    def _work(self, request: Request, spec: WorkerSpec, connection: int, strays: list[int]) -> None:
+        """Run one worker, in the process that was forked for it."""
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the zygote
+        if os.getppid() != self._pid:
+            os._exit(1)  # which was gone before
+        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # as in a fresh one
+        main(
+            request.worker,
+            SocketEndpoint,
+            Connection(connection),
+            FirstFrame(loaded=spec),
+            self._parent,
+            request.slots,
+            strays,
+            -1 if request.recorded else None,
+        )
+
+    def _tell_end(self, pidfd: int) -> None:
+        process, status = self._workers.pop(pidfd)
+        process.join()
+        _tell(status, ENDED, process.exitcode)
+        os.close(status)
+        process.close()
+
+    def _end_workers(self) -> NoReturn:
+        """End: the parent has hung up, on all workers, too."""
+        deadline = time.monotonic() + GRACE
+        for process, _ in self._workers.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+        for pidfd, (process, _) in list(self._workers.items()):
+            if process.is_alive():
+                process.kill()
+            self._tell_end(pidfd)
+        os._exit(0)
+
+
+class _Process(multiprocessing.process.BaseProcess):
+    _start_method = "fork"
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:
+        return _Popen(process_obj)
+
+
+class _Popen(multiprocessing.popen_fork.Popen):
+    """Fork of a process without threads. Its sentinel is a pidfd: one descriptor, not four."""
+
+    sentinel: int
+
+    def _launch(self, process_obj: Any) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                code = process_obj._bootstrap()
+            finally:
+                os._exit(code)
+        self.sentinel = os.pidfd_open(self.pid)
+        self.finalizer = multiprocessing.util.Finalize(self, os.close, (self.sentinel,))
+
+
+def _tell(status: int, kind: int, number: int, *fds: int) -> None:
+    """Write to a status socket. Nobody may be there to read it any more."""
+    with suppress(OSError), socket.socket(fileno=os.dup(status)) as sock:
+        socket.send_fds(sock, [STATUS.pack(kind, number)], fds)
+
+
+@contextmanager
+def _ending_with(parent: int, connection: int) -> Iterator[None]:
+    """End this process if the parent ends or hangs up within the block.
+
+    A thread looks, as what is imported may take long. It is gone at the end of the block.
+    """
+    stop, stopper = os.pipe()
+
+    def look() -> None:
+        poll = select.poll()
+        poll.register(parent, select.POLLIN)
+        poll.register(connection, 0)  # POLLHUP is always told
+        poll.register(stop, 0)
+        if all(fd != stop for fd, _ in poll.poll()):
+            os._exit(1)
+
+    thread = threading.Thread(target=look, name="hybridloader-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(stopper)  # the other end has hung up then
+        thread.join()
+        os.close(stop)
