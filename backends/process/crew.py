@@ -243,10 +243,11 @@ class ProcessCrew(Crew):
         handle, record = self._handles[worker], self._workers[worker].record
         if record is None:
             return "Its stack can't be had on this platform."
-        if handle.pid is None:
+        pid = handle.known_pid
+        if pid is None:
             return self._starter.stack()
         return (
-            record.stack(handle.pid, send=handle.send_signal)
+            record.stack(pid, send=handle.send_signal)
             or f"Its stack could not be had: {record.why_none}."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import multiprocessing.connection
 import os
@@ -14,6 +15,9 @@ from hybridloader.backends.process import handles
 from hybridloader.backends.process.handles import GRACE, ProcessHandle
 from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS
 from hybridloader.memory.descriptors import ours
+
+_ROOM = socket.CMSG_SPACE(array.array("i").itemsize)
+_CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC
 
 
 class ForkedHandle(ProcessHandle):
@@ -42,6 +46,16 @@ class ForkedHandle(ProcessHandle):
 
     @property
     def pid(self) -> int | None:
+        """Process id; waits until the worker is forked. None if it never was.
+
+        Not None before, because a caller may take that for its own process, as `psutil.Process` does.
+        """
+        while self.known_pid is None and self._await_status(None):
+            pass
+        return self._pid
+
+    @property
+    def known_pid(self) -> int | None:
         self.is_alive()
         return self._pid
 
@@ -56,14 +70,12 @@ class ForkedHandle(ProcessHandle):
         with handles.reaping:
             while not self._ended:
                 try:
-                    data, fds, _, _ = socket.recv_fds(
-                        self._status, STATUS.size, 1, socket.MSG_CMSG_CLOEXEC
-                    )
+                    data, extra, _, _ = self._status.recvmsg(STATUS.size, _ROOM, _CLOSE_ON_EXEC)
                 except BlockingIOError:
                     return True
-                except OSError:
-                    data, fds = b"", []
-                self._take_in(data, fds)
+                except OSError:  # the other end was closed with something unread
+                    data, extra = b"", []
+                self._take_in(data, [fd for _, _, body in extra for fd in array.array("i", body)])
             return False
 
     def _take_in(self, data: bytes, fds: list[int]) -> None:
@@ -101,18 +113,20 @@ class ForkedHandle(ProcessHandle):
 
     def join(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with handles.reaping:
-                if not self.is_alive():
-                    return
-                status = os.dup(self._status.fileno())  # another thread may release the original
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                told = multiprocessing.connection.wait([status], left)
-            finally:
-                os.close(status)
-            if not told:
-                return
+        while self._await_status(deadline):
+            pass
+
+    def _await_status(self, deadline: float | None) -> bool:
+        """Wait for news; False if the worker has ended, or the deadline has passed."""
+        with handles.reaping:
+            if not self.is_alive():
+                return False
+            status = os.dup(self._status.fileno())  # another thread may release the original
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            return bool(multiprocessing.connection.wait([status], left)) and self.is_alive()
+        finally:
+            os.close(status)
 
     def disown(self) -> None:
         """Do nothing: the workers are the zygote's children, and that is disowned itself."""

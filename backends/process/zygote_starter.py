@@ -200,7 +200,10 @@ class ZygoteStarter(Starter):
         if zygote is None or zygote.record is None or zygote.handle is None:
             return ""
         pid = zygote.handle.pid
-        return "" if pid is None else zygote.record.stack(pid, send=zygote.handle.send_signal)
+        if pid is None:
+            return ""
+        stack = zygote.record.stack(pid, send=zygote.handle.send_signal)
+        return f"The process that is to fork it has yet to load the work:\n{stack}" if stack else ""
 
     def close(self) -> None:
         zygote, self._zygote = self._zygote, None

@@ -59,6 +59,11 @@ class WorkerHandle(ABC):
         return os.getpid()
 
     @property
+    def known_pid(self) -> int | None:
+        """Process id, or None if it is not known yet; for reports, which never wait."""
+        return self.pid
+
+    @property
     def ident(self) -> int | None:
         """Identity of the process or thread; None if there is none yet."""
         return self.pid

@@ -54,7 +54,7 @@ def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
     if worker >= len(handles):
         return f"worker {worker}"
     handle = handles[worker]
-    return f"worker {worker} ({handle.name}, pid {handle.pid})"
+    return f"worker {worker} ({handle.name}, pid {handle.known_pid})"
 
 
 def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
@@ -64,9 +64,9 @@ def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
     empty if the worker is no process, or has not ended.
     """
     handle = handles[worker] if worker < len(handles) else None
-    if handle is None or handle.pid == os.getpid() or handle.exitcode is None:
+    if handle is None or handle.known_pid == os.getpid() or handle.exitcode is None:
         return ""
-    who, code = f"{stage} worker (pid {handle.pid})", handle.exitcode
+    who, code = f"{stage} worker (pid {handle.known_pid})", handle.exitcode
     if code >= 0:
         return f"{who} exited unexpectedly with exit code {code}. "
     try:

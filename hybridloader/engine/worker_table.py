@@ -93,7 +93,7 @@ class WorkerTable:
                 WorkerReport(
                     worker=worker,
                     name=handle.name if handle else "",
-                    pid=handle.pid if handle else None,
+                    pid=handle.known_pid if handle else None,
                     state=_STATES.get(state, "busy" if held else "idle"),
                     done=self.answered[worker],
                     restarts=self.restarts[worker],

@@ -20,6 +20,7 @@ from support.plain_datasets import as_is, told
 from torch.utils.data import default_collate, default_convert
 
 from hybridloader import DataLoader
+from hybridloader.backends.spawn import Spawn
 from hybridloader.fetching.collate import (
     WithoutTorch,
     _collate,
@@ -277,10 +278,13 @@ def test_what_the_user_has_set_for_native_code_stays(
 # -- the dataset's way to the workers --------------------------------------------------------------
 
 
-def test_the_dataset_is_pickled_once_for_all_workers(plain: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("zygote", "loads"), [(True, 1), (False, 3)])
+def test_the_dataset_is_pickled_once_for_all_workers(
+    plain: Any, tmp_path: Path, zygote: bool, loads: int
+) -> None:
     log = tmp_path / "log"
-    assert sorted(told(plain.Counted(str(log)), 3)) == list(range(12))
-    assert sorted(log.read_text().split()) == ["loaded"] * 3 + ["pickled"]
+    assert sorted(told(plain.Counted(str(log)), 3, backend=Spawn(zygote=zygote))) == list(range(12))
+    assert sorted(log.read_text().split()) == ["loaded"] * loads + ["pickled"]
 
 
 @pytest.mark.parametrize("kind", ["array", "tensor"])

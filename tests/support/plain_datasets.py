@@ -212,7 +212,7 @@ as_is_everywhere: Any = eval("lambda sample: sample", {})  # a function that nam
 
 def told(dataset: Any, workers: int = 1, **options: Any) -> list[Any]:
     """Samples of the dataset from fresh workers, one by one and not collated."""
-    options = {"batch_size": None, "collate_fn": as_is_everywhere, **options}
-    loader = DataLoader(dataset, num_workers=workers, backend="spawn", **options)
+    options = {"batch_size": None, "collate_fn": as_is_everywhere, "backend": "spawn", **options}
+    loader = DataLoader(dataset, num_workers=workers, **options)
     with iter(loader) as items:
         return list(items)
