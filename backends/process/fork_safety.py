@@ -39,10 +39,10 @@ def available() -> bool:
 def open_descriptors() -> set[int]:
     """Return the descriptors that this process has open."""
     found = set()
-    for entry in os.scandir(_PROCESS / "fd"):
-        with suppress(OSError):  # that of the listing itself
-            os.stat(entry.path)
-            found.add(int(entry.name))
+    for name in os.listdir(_PROCESS / "fd"):
+        with suppress(OSError):  # that of the listing itself is closed by now
+            os.fstat(int(name))
+            found.add(int(name))
     return found
 
 
@@ -62,7 +62,7 @@ def refusal(before: Collection[int]) -> str:
         time.sleep(_SETTLING / 100)
     if names:
         return f"has started threads ({_listed(names)}), which would be missing after a fork"
-    files = _files(open_descriptors().difference(before))
+    files = open_files(before)
     if files:
         return f"has opened {_listed(files)}, and after a fork all workers would share its position"
     return ""
@@ -85,15 +85,15 @@ def _other_threads() -> list[str]:
     return found
 
 
-def _files(descriptors: Collection[int]) -> list[str]:
-    """Return the names of those files that forks could not share.
+def open_files(before: Collection[int]) -> list[str]:
+    """Return the names of the open files that forks could not share, but for those open `before`.
 
     They can share what has no position: memory, and files that are mapped and not locked, such as
     those of `numpy.memmap`.
     """
     found = []
     mapped = (_PROCESS / "maps").read_text()
-    for fd in sorted(descriptors):
+    for fd in sorted(open_descriptors().difference(before)):
         with suppress(OSError):  # closed meanwhile
             about = os.stat(fd)
             name = os.readlink(_PROCESS / "fd" / str(fd))

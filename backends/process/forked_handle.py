@@ -41,8 +41,8 @@ class ForkedHandle(ProcessHandle):
         self._ended = self._terminated = False
         self._code: int | None = None
         ours.add(status.fileno())
-        self._releasing = weakref.finalize(self, _close_status, status, status.fileno())
-        self._releasing.atexit = False
+        # Not at `release`: as that of `multiprocessing.Process`, the sentinel outlives the worker.
+        weakref.finalize(self, _close, status).atexit = False
 
     @property
     def pid(self) -> int | None:
@@ -138,7 +138,6 @@ class ForkedHandle(ProcessHandle):
                 handles.dying.add(self)
                 return
             handles.dying.discard(self)
-            self._releasing()
             if self.pidfd is not None:
                 self._closing()
                 self.pidfd = None
@@ -156,6 +155,6 @@ class ForkedHandle(ProcessHandle):
         return f"{how} the process that forks the workers, which {self._zygote.cause()}"
 
 
-def _close_status(status: socket.socket, fd: int) -> None:
-    ours.discard(fd)
+def _close(status: socket.socket) -> None:
+    ours.discard(status.fileno())
     status.close()

@@ -16,6 +16,7 @@ from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.handles import ProcessHandle
 from hybridloader.backends.process.starting import starting
 from hybridloader.engine.messages import WorkerSpec
+from hybridloader.engine.refresh import Change
 from hybridloader.memory import descriptors
 from hybridloader.memory.shipping import Shipment
 
@@ -79,8 +80,8 @@ class Starter(ABC):
         """Take in what `ZYGOTE` says; None: it is gone. May return what the next `wait` is to call."""
         return None
 
-    def changed(self) -> None:  # noqa: B027  # most keep nothing that could be out of date
-        """Note that the dataset of the workers is no longer the one that was shipped."""
+    def change(self, changes: tuple[Change, ...]) -> None:  # noqa: B027  # most keep no dataset
+        """Apply changes, of which the workers were told, to the dataset for workers yet to start."""
 
     def evidence(self) -> str:
         """Return the stack at which the process that starts workers has crashed; "" if there is none."""

@@ -44,6 +44,7 @@ from hybridloader.backends.process.postmortem import PostmortemWriter
 from hybridloader.backends.process.socket_transport import SocketEndpoint
 from hybridloader.backends.process.starting import starting
 from hybridloader.engine.messages import WorkerSpec
+from hybridloader.engine.refresh import Change, apply
 from hybridloader.engine.serving import received
 
 STATUS = struct.Struct("=ii")
@@ -77,6 +78,12 @@ class Request(NamedTuple):
     slots: tuple[int, str | None] | None
     recorded: bool
     changes: dict[str, Any]
+
+
+class Changed(NamedTuple):
+    """Plain values that attributes of the dataset were given, for workers yet to be forked."""
+
+    changes: tuple[Change, ...]
 
 
 class Loaded(NamedTuple):
@@ -172,8 +179,10 @@ class _Zygote:
         return spec
 
     def _answer(self, frame: Frame, loaded: WorkerSpec) -> None:
-        request: Request = pickle.loads(frame.parts[0])
-        if self._refusal:
+        request: Request | Changed = pickle.loads(frame.parts[0])
+        if isinstance(request, Changed):
+            apply(loaded.fetch.dataset, request.changes)
+        elif self._refusal:
             self._endpoint.send([pickle.dumps(Refused(request.worker))], frame.fds)
         elif len(frame.fds) == 2:  # the kernel drops those for which there is no room
             self._fork(request, replace(loaded, **request.changes), *frame.fds)
@@ -193,7 +202,7 @@ class _Zygote:
         )
         try:
             with starting("fork"):
-                process.start()  # type: ignore[no-untyped-call]
+                process.start()
             _tell(status, FORKED, process.pid or 0, process.sentinel)
         except OSError as error:  # no process can be had any more, or no descriptor
             _tell(status, FAILED, error.errno or 0)
@@ -261,7 +270,12 @@ class _Popen(multiprocessing.popen_fork.Popen):
                 code = process_obj._bootstrap()
             finally:
                 os._exit(code)
-        self.sentinel = os.pidfd_open(self.pid)
+        try:
+            self.sentinel = os.pidfd_open(self.pid)
+        except OSError:  # no descriptor left
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            raise
         self.finalizer = multiprocessing.util.Finalize(self, os.close, (self.sentinel,))
 
 

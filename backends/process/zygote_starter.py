@@ -29,8 +29,9 @@ from hybridloader.backends.process.starters import (
     duplicates,
 )
 from hybridloader.backends.process.starting import starting
-from hybridloader.backends.process.zygote import Loaded, Refused, Request, serve
+from hybridloader.backends.process.zygote import Changed, Loaded, Refused, Request, serve
 from hybridloader.engine.messages import WorkerSpec
+from hybridloader.engine.refresh import Change, plain
 
 
 class _Zygote:
@@ -156,6 +157,7 @@ class ZygoteStarter(Starter):
             self._start_afresh(*zygote.asked.pop(message.worker), frame)
             if not zygote.asked:
                 self._transport.drop(ZYGOTE)  # which ends it
+                self.close()
             return None
         assert isinstance(message, Loaded)
         if not message.refusal:
@@ -187,9 +189,14 @@ class ZygoteStarter(Starter):
         finally:
             connection.close()
 
-    def changed(self) -> None:
-        if self._zygote is not None:
-            self._zygote.spec = None
+    def change(self, changes: tuple[Change, ...]) -> None:
+        zygote = self._zygote
+        if zygote is None:
+            return
+        if all(plain(value) for _, value in changes):
+            self._transport.send(ZYGOTE, [pickle.dumps(Changed(changes))])
+        else:  # to load other values could import modules, which may start threads
+            zygote.spec = None
 
     def evidence(self) -> str:
         record = None if self._zygote is None else self._zygote.record

@@ -38,7 +38,7 @@ class Watch:
         for path, (value, by_epoch) in self._before.items():
             if path in before and _same(before[path][0], value):
                 continue
-            if _plain(value) or (by_epoch and self._picklable(path, value)):
+            if plain(value) or (by_epoch and self._picklable(path, value)):
                 found.append((path, value))
         return tuple(found)
 
@@ -72,12 +72,13 @@ _MISSING = object()
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and _plain(a) and bool(a == b))
+    return a is b or (type(a) is type(b) and plain(a) and bool(a == b))
 
 
-def _plain(value: Any) -> bool:
+def plain(value: Any) -> bool:
+    """True if it is a number, a string, None, or a tuple of such."""
     if isinstance(value, (tuple, frozenset)):
-        return type(value) in (tuple, frozenset) and all(map(_plain, value))
+        return type(value) in (tuple, frozenset) and all(map(plain, value))
     return type(value) in _PLAIN
 
 

@@ -1,0 +1,337 @@
+"""Fresh workers that one process forks: what is shared, when it refuses, and how all of it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.failing_datasets import Samples, at_gate, load, start
+from support.forking import in_a_fork
+
+from hybridloader import RestartPolicy, WorkerDied
+from hybridloader._support.caller import warn_once
+from hybridloader.backends.process import fork_safety
+from hybridloader.backends.shared_memory import SharedMemory
+from hybridloader.backends.spawn import Spawn
+from hybridloader.testing import Gate
+from hybridloader.testing.tools import DEADLINE
+
+pytestmark = pytest.mark.skipif(not fork_safety.available(), reason="needs fork, /proc and pidfds")
+
+KINDS: dict[str, Any] = {
+    "spawn": Spawn(),
+    "shared-memory-loky": SharedMemory(start_method="loky"),
+    "shared-memory-forkserver": SharedMemory(start_method="forkserver"),
+}
+
+
+def zygotes() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "-zygote" in " ".join(one.cmdline())]
+
+
+def zygote() -> psutil.Process:
+    (found,) = zygotes()
+    return found
+
+
+def of_process(index: int) -> tuple[int, int, int]:
+    return index, os.getpid(), os.getppid()
+
+
+class Loading:
+    """A dataset that does something when it is loaded in another process."""
+
+    def __init__(self, act: Callable[[], Any], function: Callable[[int], Any] = int) -> None:
+        self.act, self.function = act, function
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.function(index)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.kept = self.act()
+
+
+# -- the way it is meant -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_workers_are_forks_of_one_process_that_loads_the_dataset_once(
+    kind: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+
+    def note() -> None:
+        with log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    with start(load(Loading(note, of_process), KINDS[kind], workers=2)) as iterator:
+        found = [sample for batch in iterator for sample in batch]
+        pids = [worker.pid for worker in iterator._workers]
+    assert [index for index, *_ in found] == list(range(8))
+    assert {pid for _, pid, _ in found} == set(pids)
+    (parent,) = {parent for *_, parent in found}
+    assert log.read_text().split() == [str(parent)]
+    assert parent != os.getpid()
+    assert [worker.exitcode for worker in iterator._workers] == [0, 0]
+
+
+def test_without_a_zygote_each_worker_is_a_child_of_this_process() -> None:
+    with start(load(Samples(of_process), Spawn(zygote=False), workers=2)) as iterator:
+        assert {parent for batch in iterator for *_, parent in batch} == {os.getpid()}
+
+
+def test_a_process_number_is_waited_for() -> None:
+    with start(load(Samples(of_process), "spawn", workers=2)) as iterator:
+        pids = [worker.pid for worker in iterator._workers]  # before any worker can be there
+        assert {pid for batch in iterator for _, pid, _ in batch} == set(pids)
+
+
+class Epochs(Samples):
+    """A dataset whose worker is killed at one sample of one epoch, the first time."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        if (self.epoch, index) == (3, 5) and self.function(index):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.epoch, index, os.getppid()
+
+
+def test_what_the_parent_sets_is_seen_by_a_worker_that_is_forked_later(tmp_path: Path) -> None:
+    def first_time(index: int) -> bool:
+        try:
+            (tmp_path / "died").mkdir()
+        except FileExistsError:
+            return False
+        return True
+
+    dataset = Epochs(first_time)
+    loader = load(dataset, "spawn", persistent_workers=True, on_worker_death="restart")
+    with start(loader) as iterator:
+        found = [sample for batch in iterator for sample in batch]
+        dataset.set_epoch(3)
+        found += [sample for batch in iter(loader) for sample in batch]
+    assert (tmp_path / "died").exists()
+    assert [sample[:2] for sample in found] == [(e, k) for e in (0, 3) for k in range(8)]
+    assert len({parent for *_, parent in found}) == 1  # the new worker was forked, too
+
+
+# -- deaths ------------------------------------------------------------------------------------------
+
+
+def test_workers_that_die_are_forked_again_without_loading_the_dataset(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def note() -> None:
+        with log.open("a") as file:
+            file.write("loaded\n")
+
+    def dies_once(index: int) -> tuple[int, int]:
+        mark = tmp_path / f"died-{index}"
+        if index % 3 == 2 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index, os.getppid()
+
+    loader = load(Loading(note, dies_once), "spawn", workers=2, on_worker_death="restart")
+    with start(loader) as iterator:
+        found = [sample for batch in iterator for sample in batch]
+    assert [index for index, _ in found] == list(range(8))
+    assert len({parent for _, parent in found}) == 1
+    assert log.read_text() == "loaded\n"
+
+
+@pytest.mark.parametrize(
+    ("death", "words"),
+    [
+        (lambda: os._exit(3), r"exited with code 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"SIGKILL"),
+        (lambda: ctypes.string_at(0), r"SIGSEGV.*(.|\n)*string_at"),
+    ],
+    ids=["exit", "kill", "crash"],
+)
+def test_a_dataset_that_ends_the_process_that_loads_it_ends_the_stage_with_the_cause(
+    death: Callable[[], Any], words: str
+) -> None:
+    with (
+        start(load(Loading(death), "spawn", workers=2)) as iterator,
+        pytest.raises(
+            WorkerDied, match=rf"was not forked by the process that forks the workers, .*{words}"
+        ),
+    ):
+        next(iterator)
+    assert [worker.pid for worker in iterator._workers] == [None, None]
+
+
+def test_the_death_of_the_zygote_is_that_of_its_workers() -> None:
+    gate = Gate()
+    with start(load(Samples(at_gate(gate, 2)), "spawn", workers=2)) as iterator:
+        assert next(iterator) == [0]
+        gate.await_arrivals(1)
+        workers = [psutil.Process(worker.pid) for worker in iterator._workers]
+        zygote().kill()
+        psutil.wait_procs(workers, DEADLINE)
+        assert not any(worker.is_running() for worker in workers)
+        with pytest.raises(
+            WorkerDied, match=r"ended with the process that forks the workers, .* SIGKILL"
+        ):
+            list(iterator)
+
+
+def test_a_zygote_that_died_is_replaced_with_its_workers_if_workers_are() -> None:
+    policy = RestartPolicy(max_restarts=8)
+    loader = load(Samples(of_process, 64), "spawn", workers=2, on_worker_death=policy)
+    with start(loader) as iterator:
+        found = next(iterator)
+        first = zygote()
+        first.kill()
+        for batch in iterator:
+            found += batch
+    assert [index for index, *_ in found] == list(range(64))
+    assert {parent for *_, parent in found} > {first.pid}
+
+
+def test_a_worker_that_is_not_there_yet_can_be_ended() -> None:
+    gate = Gate()
+    with start(load(Loading(gate.arrive), "spawn")) as iterator:
+        gate.await_arrivals(1)
+        [worker] = iterator._workers
+        assert worker.is_alive()
+        assert worker.exitcode is None
+        worker.kill()
+        worker.join(DEADLINE)
+        assert not worker.is_alive()
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            next(iterator)
+
+
+def test_a_loader_that_is_closed_while_the_dataset_loads_does_not_wait_for_it() -> None:
+    gate = Gate()
+    iterator = start(load(Loading(gate.arrive), "spawn", workers=2))
+    gate.await_arrivals(1)
+    found = zygote()
+    iterator.close()
+    assert not found.is_running()
+
+
+def test_a_stack_is_that_of_the_process_that_loads_while_no_worker_is_there() -> None:
+    gate = Gate()
+
+    def load_slowly() -> None:
+        gate.arrive()
+
+    with start(load(Loading(load_slowly), "spawn", timeout=0.2)) as iterator:
+        gate.await_arrivals(1)
+        with pytest.raises(RuntimeError, match=r"has yet to load(.|\n)*load_slowly"):
+            next(iterator)
+
+
+def test_a_fork_of_the_users_leaves_the_zygote_alone() -> None:
+    with start(load(Samples(of_process), "spawn", workers=2)) as iterator:
+        found = next(iterator)
+        assert in_a_fork(iterator.close) == 0
+        found += [sample for batch in iterator for sample in batch]
+    assert [index for index, *_ in found] == list(range(8))
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _unwarned() -> None:
+    warn_once.cache_clear()
+
+
+def a_thread() -> threading.Thread:
+    thread = threading.Thread(target=threading.Event().wait, name="of-the-dataset", daemon=True)
+    thread.start()
+    return thread
+
+
+def a_file() -> Any:
+    return open(__file__)  # it is to stay open
+
+
+def a_pipe() -> Any:
+    return os.pipe()
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "thread": (a_thread, r"has started threads \(of-the-dataset\)"),
+    "file": (a_file, r"has opened .*test_zygote\.py, and"),
+    "pipe": (a_pipe, r"has opened pipe:\[\d+\], pipe:\[\d+\], and"),
+}
+
+
+@pytest.mark.usefixtures("_unwarned")
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("kind", ["spawn", "shared-memory-forkserver"])
+def test_workers_are_started_one_by_one_where_a_fork_could_do_harm(what: str, kind: str) -> None:
+    act, words = REFUSED[what]
+    loader = load(Loading(act, of_process), KINDS[kind], workers=2, persistent_workers=True)
+    with start(loader) as iterator:
+        with pytest.warns(UserWarning, match=rf"one by one.* it {words}"):
+            found = [sample for batch in iterator for sample in batch]
+        assert not zygotes()
+        found += [sample for batch in iter(loader) for sample in batch]
+    assert [index for index, *_ in found] == [*range(8), *range(8)]
+    assert {parent for *_, parent in found} == {os.getpid()}
+    assert len({pid for _, pid, _ in found}) == 2
+
+
+@pytest.mark.usefixtures("_unwarned")
+def test_a_worker_that_dies_after_a_refusal_is_started_afresh(tmp_path: Path) -> None:
+    def dies_once(index: int) -> int:
+        if index == 3 and not (mark := tmp_path / "died").exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    loader = load(Loading(a_thread, dies_once), "spawn", workers=2, on_worker_death="restart")
+    with pytest.warns(UserWarning, match="one by one"), start(loader) as iterator:
+        assert [sample for batch in iterator for sample in batch] == list(range(8))
+
+
+def test_a_file_that_is_mapped_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    import numpy as np
+
+    path = tmp_path / "array"
+    np.arange(8, dtype=np.int64).tofile(path)
+
+    class Mapped(Loading):
+        def __getitem__(self, index: int) -> Any:
+            return int(self.kept[index]), os.getppid()
+
+    dataset = Mapped(lambda: np.memmap(path, np.int64))
+    with start(load(dataset, "spawn", workers=2)) as iterator:
+        found = [sample for batch in iterator for sample in batch]
+    assert [value for value, _ in found] == list(range(8))
+    assert {parent for _, parent in found} != {os.getpid()}
+
+
+def test_a_locked_file_is_a_reason_to_refuse_even_if_it_is_mapped(tmp_path: Path) -> None:
+    import fcntl
+    import mmap
+
+    path = tmp_path / "locked"
+    path.write_bytes(bytes(4096))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        before = fork_safety.open_descriptors() - {file.fileno()}
+        assert not fork_safety.open_files(before)
+        fcntl.lockf(file, fcntl.LOCK_SH)
+        assert fork_safety.open_files(before) == [str(path)]
+        del mapped
