@@ -32,17 +32,18 @@ class ForkedHandle(ProcessHandle):
     """
 
     def __init__(self, zygote: ProcessHandle, status: socket.socket) -> None:
-        self._zygote, self._status = zygote, status
+        self._zygote = zygote
         status.setblocking(False)
+        self._status = status.detach()  # a socket object would warn at exit that it is open
         # All the mutable state:
         self.pidfd: int | None = None  # once it is forked, until `release`
         self._pid: int | None = None
         self._failure = ""  # why it could not be started
         self._ended = self._terminated = False
         self._code: int | None = None
-        ours.add(status.fileno())
+        ours.add(self._status)
         # Not at `release`: as that of `multiprocessing.Process`, the sentinel outlives the worker.
-        weakref.finalize(self, _close, status).atexit = False
+        weakref.finalize(self, handles.close_ours, self._status).atexit = False
 
     @property
     def pid(self) -> int | None:
@@ -61,7 +62,7 @@ class ForkedHandle(ProcessHandle):
 
     @property
     def sentinel(self) -> int:
-        return self._status.fileno()
+        return self._status
 
     def told_end(self) -> bool:
         return not self.is_alive()
@@ -69,12 +70,15 @@ class ForkedHandle(ProcessHandle):
     def is_alive(self) -> bool:
         with handles.reaping:
             while not self._ended:
+                status = socket.socket(fileno=self._status)
                 try:
-                    data, extra, _, _ = self._status.recvmsg(STATUS.size, _ROOM, _CLOSE_ON_EXEC)
+                    data, extra, _, _ = status.recvmsg(STATUS.size, _ROOM, _CLOSE_ON_EXEC)
                 except BlockingIOError:
                     return True
                 except OSError:  # the other end was closed with something unread
                     data, extra = b"", []
+                finally:
+                    status.detach()
                 self._take_in(data, [fd for _, _, body in extra for fd in array.array("i", body)])
             return False
 
@@ -89,7 +93,7 @@ class ForkedHandle(ProcessHandle):
             self._pid = number
             for self.pidfd in fds:  # none, if this process may have no more descriptors
                 ours.add(self.pidfd)
-                self._closing = weakref.finalize(self, handles.close_pidfd, self.pidfd)
+                self._closing = weakref.finalize(self, handles.close_ours, self.pidfd)
                 self._closing.atexit = False
         elif kind == ENDED:
             self._code, self._ended = number, True
@@ -121,7 +125,7 @@ class ForkedHandle(ProcessHandle):
         with handles.reaping:
             if not self.is_alive():
                 return False
-            status = os.dup(self._status.fileno())  # another thread may release the original
+            status = os.dup(self._status)  # another thread may release the original
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             return bool(multiprocessing.connection.wait([status], left)) and self.is_alive()
@@ -153,8 +157,3 @@ class ForkedHandle(ProcessHandle):
             )
         how = "was not forked by" if self._pid is None else "ended with"
         return f"{how} the process that forks the workers, which {self._zygote.cause()}"
-
-
-def _close(status: socket.socket) -> None:
-    ours.discard(status.fileno())
-    status.close()

@@ -81,7 +81,7 @@ class ProcessHandle(WorkerHandle):
             pass
         else:
             ours.add(self.pidfd)
-            self._releasing = weakref.finalize(self, close_pidfd, self.pidfd)
+            self._releasing = weakref.finalize(self, close_ours, self.pidfd)
             self._releasing.atexit = False
         popen = getattr(process, "_popen", None)
         if popen is not None and hasattr(signal, "SIGKILL"):
@@ -231,7 +231,7 @@ class ProcessHandle(WorkerHandle):
         self.disown()
 
 
-def close_pidfd(fd: int) -> None:
+def close_ours(fd: int) -> None:
     ours.discard(fd)
     os.close(fd)
 

@@ -93,6 +93,10 @@ class TestSpawn(BackendContract):
     backend = Spawn()
 
 
+class TestSpawnWithoutZygote(BackendContract):
+    backend = Spawn(zygote=False)
+
+
 class TestSharedMemory(BackendContract):
     backend = SharedMemory()
 

@@ -26,7 +26,7 @@ import hybridloader
 TOGETHER = 120
 """Trials that are made by one set of interpreters."""
 
-BACKENDS = ("inline", "threads", "fork", "spawn", "shared-memory")
+BACKENDS = ("inline", "threads", "fork", "spawn", "fresh", "shared-memory")
 MODES = (*LOADERS, "run", "epochs")
 CODES = {
     "raise": 1,
@@ -102,14 +102,15 @@ def part(trials: list[Trial]) -> list[Trial]:
 
 
 def _other_process(cause: str) -> str:
-    """The backend that a cause meets in a full run only: each ends the processes of both alike."""
-    return ("spawn", "shared-memory")[list(CAUSES).index(cause) % 2]
+    """The backend that a cause meets in a full run only: each ends the processes of all alike."""
+    return ("spawn", "shared-memory", "fresh")[list(CAUSES).index(cause) % 3]
 
 
 def _turn(trial: Trial) -> int:
     """One mode further for each cause and each backend: so each of these meets all modes."""
-    backend = _other_process(trial.cause) if trial.backend == "named" else trial.backend
-    return list(CAUSES).index(trial.cause) + BACKENDS.index(backend)
+    left_out = _other_process(trial.cause)
+    backends = [*(name for name in BACKENDS if name != left_out), left_out, "named"]
+    return list(CAUSES).index(trial.cause) + backends.index(trial.backend)
 
 
 class Outcome(NamedTuple):

@@ -17,21 +17,19 @@ SEED = int(os.environ.get("HYBRIDLOADER_CHAOS_SEED", "20261121"))
 FORMS = ("loader", "pipeline", "iterable")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "shared-memory"])
+@pytest.mark.parametrize(
+    ("backend", "form"),
+    [
+        # A loader starts fresh workers for each epoch, which takes a second.
+        pytest.param(backend, form, marks=pytest.mark.full if backend == "spawn" else ())
+        for backend in ("inline", "threads", "fork", "spawn", "shared-memory")
+        for form in FORMS
+    ],
+)
 def test_each_index_comes_out_exactly_once_whatever_happens(backend: str, form: str) -> None:
     weather = Weather(SEED, backend, form, length=60, strikes=0.05)
     account = ride_out(weather)
     assert account.faults, f"nothing happened in {weather}"
-
-
-@pytest.mark.full
-def test_fresh_processes_are_replaced_as_forks_are() -> None:
-    weather = Weather(
-        SEED, "spawn", "loader", workers=2, length=40, share=0.1, strikes=0.0,
-        kinds=("kill", "raise", "exit"),
-    )  # fmt: skip
-    assert ride_out(weather).restarts
 
 
 @pytest.mark.parametrize(

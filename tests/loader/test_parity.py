@@ -38,7 +38,7 @@ from support.parity_cases import (
 )
 
 import hybridloader
-from hybridloader import Threads
+from hybridloader import Spawn, Threads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # 3 workers, 2 CPUs
@@ -321,6 +321,7 @@ def backends(number: int, cell: Cell) -> Iterator[Any]:
         yield Threads(copy_dataset=True) if cell.copies else "threads"
     if cell.name in SPAWNED:
         yield "spawn"
+        yield Spawn(zygote=False)
 
 
 SPAWNED = {
@@ -336,6 +337,8 @@ CELLS = [(cell, None) for cell in ALONE] + [(cell, b) for cell in GRID for b in 
 
 
 def name_of(backend: Any) -> str:
+    if isinstance(backend, Spawn):
+        return "fresh"
     return backend if isinstance(backend, str) else "default" if backend is None else backend.name
 
 
@@ -364,8 +367,9 @@ def test_with_workers_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
 def test_no_cell_of_the_grid_is_there_twice(cells: list[tuple[Cell, Any]]) -> None:
     names = [(cell.name, name_of(backend)) for cell, backend in cells]
     assert [name for name, times in Counter(names).items() if times > 1] == []
-    assert {name for _, name in names} == {"default", *hybridloader.backend_names()}
-    assert {name for name, backend in names if backend == "spawn"} == SPAWNED
+    assert {name for _, name in names} == {"default", "fresh", *hybridloader.backend_names()}
+    for fresh in ("spawn", "fresh"):
+        assert {name for name, backend in names if backend == fresh} == SPAWNED
 
 
 # -- beyond the grid -------------------------------------------------------------------------------

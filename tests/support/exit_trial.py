@@ -25,7 +25,7 @@ import numpy as np
 from support.exit_supervisor import KILL_AFTER, LOADERS, SIGNALS, Trial, next_trial
 
 ENDLESS = 10**9
-PROCESSES = ("fork", "spawn", "shared-memory", "named")
+PROCESSES = ("fork", "spawn", "fresh", "shared-memory", "named")
 
 trial: Trial
 folder: Path
@@ -80,8 +80,10 @@ def as_it_is(batch: Any) -> Any:
 
 
 def backend_of(name: str) -> Any:
-    from hybridloader import Memory, SharedMemory
+    from hybridloader import Memory, SharedMemory, Spawn
 
+    if name == "fresh":  # each by itself, and not forked from one
+        return Spawn(zygote=False)
     return SharedMemory(memory=Memory(kind="named")) if name == "named" else name
 
 
