@@ -8,9 +8,10 @@ never waits for items, so no slow source holds up a task.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import NotReady
@@ -31,22 +32,23 @@ _GATHERING = 1e-3
 """Seconds that gathering the items of one task may take, where they are made on the way."""
 
 
-@runtime_checkable
-class Feed(Protocol):
+class Feed(ABC):
     """A source of indices that is never waited for, and that goes on behind an error."""
 
+    final: tuple[type[Exception], ...] = ()
+    """Errors after which nothing more will come."""
+
+    @abstractmethod
     def draw(self, most: int | None) -> Any:
         """Return the next index, of at most `most` items. Raises `NotReady` if there is none yet."""
 
     def when_ready(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once, from any thread, as soon as `draw` may have something."""
+        """Call `wake` once, from any thread, when `draw` may have something: by default, now."""
+        wake()
 
     def take_apart(self, index: Any) -> bool:
         """Give each item of `index`, which could not be sent, again alone. False if it is only one."""
-
-    @property
-    def final(self) -> tuple[type[Exception], ...]:
-        """Errors after which nothing more will come."""
+        return False
 
 
 class FlowControl(Protocol):
@@ -82,7 +84,7 @@ def items_in(index: Any) -> int:
     return len(index) if type(index) is list else (index.count or 1)
 
 
-class TaskBatching:
+class TaskBatching(Feed):
     """Feed of lists of several items from an iterator; forwarded payloads as they come.
 
     If `items` has `next_nowait` and `when_ready`, as a relay has, it is not waited for. Else pulling it
@@ -96,7 +98,7 @@ class TaskBatching:
         forwarded: bool = False,  # some of `items` are payloads of several items
         least: int = 1,  # items of a task if they are there, for workers that do several at once
         most: int | None = None,  # items of a task; None: `MOST`
-        final: tuple[type[Exception], ...] = (),  # errors after which nothing more will come
+        final: tuple[type[Exception], ...] = (),
     ) -> None:
         self._next: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
         self._when_ready = attribute(items, "when_ready")

@@ -42,9 +42,7 @@ class ByReference(Payload):
     def open(self) -> Any:
         return self._value
 
-    def peek(self) -> Any:
-        """Return the value, without taking it."""
-        return self._value
+    peek = open  # without taking it
 
     def discard(self) -> None:
         self._value = None

@@ -42,8 +42,7 @@ class RelayQueue:
         self.came = threading.Condition(lock)
         self._left = threading.Condition(lock)
         # All the mutable state, under that lock:
-        self.items: deque[Any] = deque()
-        self._weights: deque[int] = deque()  # of the items, if there is a `weigh`
+        self.items: deque[tuple[Any, int]] = deque()  # each with its weight
         self.weight = 0  # of all items
         self.closed = False  # nobody wants items any more
         self.ended = False  # the thread gives no more items
@@ -71,10 +70,8 @@ class RelayQueue:
                 self.blocked += time.monotonic() - began
             if self.closed:
                 return False
-            self.items.append(item)
-            if self._weigh is not None:
-                self._weights.append(weight)
-                self.weight += weight
+            self.items.append((item, weight))
+            self.weight += weight
             self._tell()
             return True
 
@@ -86,8 +83,7 @@ class RelayQueue:
         """Give no more items after `error`, if there is one; there is always room for that."""
         with self.came:
             if error is not None and not self.closed:
-                self.items.append(Raised(error))
-                self._weights.append(0)
+                self.items.append((Raised(error), 0))
             self.ended, self._failed = True, error is not None
             self._tell()
 
@@ -108,9 +104,8 @@ class RelayQueue:
         with self.came:
             if not self.items:
                 self._sleep(timeout)
-            item = self.items.popleft()
-            if self._weigh is not None:
-                self.weight -= self._weights.popleft()
+            item, weight = self.items.popleft()
+            self.weight -= weight
             self.count += 1
             if self.full:
                 self._left.notify()
@@ -158,7 +153,6 @@ class RelayQueue:
         with self.came:
             self.closed = True
             self.items.clear()
-            self._weights.clear()
             self.weight = 0
             self._left.notify_all()
             self._tell()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerTimeout, add_note
 from hybridloader.devices.pinning import Pinner, Sent
+from hybridloader.engine.feed import Feed
 from hybridloader.engine.messages import Last
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import FINAL, Relay
@@ -41,7 +42,7 @@ class _QueuedResult(NamedTuple):
     final: bool = False
 
 
-class IndexFeed:
+class IndexFeed(Feed):
     """Feed of a stage with indices that the consumer's thread draws.
 
     Holds no sampler: a thread holds the stage, and a sampler may hold the loader.
@@ -83,9 +84,6 @@ class IndexFeed:
         self._wake = wake
         if self._indices or self._ended:  # it came meanwhile
             self._tell()
-
-    def take_apart(self, index: Any) -> bool:
-        return False
 
     def _tell(self) -> None:
         wake, self._wake = self._wake, None

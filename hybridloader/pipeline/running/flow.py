@@ -224,13 +224,11 @@ class ReaderItems(StageIterator):
         self.metrics.items_out += self._waiting[worker].add(results, self._notes() or (), worker)
 
 
-class ReaderTaskSizes:
+class ReaderTaskSizes(Feed):
     """Feed of a stage of readers: how many items a reader is to give, few at first to be quick.
 
     It never ends: the readers do.
     """
-
-    final: tuple[type[Exception], ...] = ()
 
     def __init__(self) -> None:
         self._drawn = 0
@@ -239,12 +237,6 @@ class ReaderTaskSizes:
         size = min(1 << (self._drawn // 32), 16)
         self._drawn += 1
         return size if most is None else min(size, most)
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        wake()
-
-    def take_apart(self, index: Any) -> bool:
-        return False
 
 
 class SourceItems(OperatorIterator):
