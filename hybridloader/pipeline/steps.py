@@ -1,16 +1,18 @@
 """The steps that a pipeline can be given: a method for each, which makes another pipeline.
 
-Nothing is checked here that an operator checks itself, and nothing runs.
+Most methods are made of an operator, and have its parameters and its description. Nothing is checked
+here that an operator checks itself, and nothing runs.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from hybridloader._support.attributes import has
-from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
+from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
 from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.fingerprint import fingerprint_of_steps
@@ -30,11 +32,24 @@ from hybridloader.pipeline.operators.work import Filter, FlatMap, Map, Prefetch
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from hybridloader.pipeline.operators.pin import Ahead
     from hybridloader.pipeline.operators.work import Where
 
 
 _Steps = TypeVar("_Steps", bound="Steps")
+_P = ParamSpec("_P")
+
+
+def _step(name: str, kind: Callable[_P, Operator]) -> Callable[Concatenate[_Steps, _P], _Steps]:
+    """Make the method that adds an operator of `kind`."""
+
+    def method(self: _Steps, /, *args: _P.args, **kwargs: _P.kwargs) -> _Steps:
+        return self._then(kind(*args, **kwargs))
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(kind).parameters.values()
+    method.__name__, method.__qualname__, method.__doc__ = name, f"Steps.{name}", kind.__doc__
+    method.__signature__ = inspect.Signature([own, *parameters], return_annotation="Self")  # type: ignore[attr-defined]
+    return method
 
 
 class Steps(Chain):
@@ -84,93 +99,21 @@ class Steps(Chain):
 
     # -- groups --------------------------------------------------------------------------------------
 
-    def batch(
-        self,
-        batch_size: int,
-        *,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        memory: Memory = DEFAULT_MEMORY,
-    ) -> Self:
-        """Batches of `batch_size` items; see `Batch`."""
-        return self._then(Batch(batch_size, drop_last, collate_fn, memory))
-
-    def unbatch(
-        self, columns: bool | None = None, *, split: Callable[[Any], Any] | None = None
-    ) -> Self:
-        """The samples of batches; see `Unbatch`."""
-        return self._then(Unbatch(columns, split))
-
-    def padded_batch(
-        self,
-        batch_size: int,
-        *,
-        padding_value: float = 0,
-        drop_last: bool = False,
-        lengths: bool = False,
-        memory: Memory = DEFAULT_MEMORY,
-    ) -> Self:
-        """Batches of samples of different lengths; see `PaddedBatch`."""
-        return self._then(PaddedBatch(batch_size, padding_value, drop_last, lengths, memory))
-
-    def batch_by(
-        self,
-        cost: Callable[[Any], float],
-        budget: float,
-        *,
-        drop_last: bool = False,
-        padded: bool = False,
-        max_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        oversize: str = "raise",
-        memory: Memory = DEFAULT_MEMORY,
-    ) -> Self:
-        """Batches that cost at most `budget` together, such as tokens; see `BatchBy`."""
-        return self._then(
-            BatchBy(cost, budget, drop_last, padded, max_size, collate_fn, oversize, memory)
-        )
-
-    def bucket_by(
-        self,
-        key: Callable[[Any], Any],
-        batch_size: int | Mapping[Any, int] | Callable[[Any], int],
-        *,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        memory: Memory = DEFAULT_MEMORY,
-    ) -> Self:
-        """Batches of items with the same key; see `BucketBy`."""
-        return self._then(BucketBy(key, batch_size, drop_last, collate_fn, memory))
+    batch = _step("batch", Batch)
+    unbatch = _step("unbatch", Unbatch)
+    padded_batch = _step("padded_batch", PaddedBatch)
+    batch_by = _step("batch_by", BatchBy)
+    bucket_by = _step("bucket_by", BucketBy)
 
     # -- order ---------------------------------------------------------------------------------------
 
-    def shuffle(self, buffer_size: int, seed: int | None = None) -> Self:
-        """The items in another order, as far as a buffer allows; see `Shuffle`."""
-        return self._then(Shuffle(buffer_size, seed))
-
-    def take(self, count: int) -> Self:
-        """The first `count` items."""
-        return self._then(Take(count))
-
-    def skip(self, count: int) -> Self:
-        """All but the first `count` items."""
-        return self._then(SkipFirst(count))
-
-    def enumerate(self, start: int = 0) -> Self:
-        """``(number, item)`` for each item."""
-        return self._then(Enumerate(start))
-
-    def repeat(self, times: int | None = None) -> Self:
-        """All of this `times` times, or for ever; each time is an epoch of its own."""
-        return self._then(Repeat(times))
-
-    def shard(self, num_replicas: int | None = None, rank: int | None = None) -> Self:
-        """Every `num_replicas`-th item, from number `rank` on.
-
-        None takes what torch.distributed says. It comes before the `map` stages that it follows, so
-        that no work is thrown away.
-        """
-        return self._then(ShardByRank(num_replicas, rank))
+    shuffle = _step("shuffle", Shuffle)
+    take = _step("take", Take)
+    skip = _step("skip", SkipFirst)
+    enumerate = _step("enumerate", Enumerate)
+    repeat = _step("repeat", Repeat)
+    shard = _step("shard", ShardByRank)
+    prefetch = _step("prefetch", Prefetch)
 
     def cache(self, path: Any = None, *, fingerprint: str | None = None) -> Self:
         """Keep the items of the first whole pass, in memory or in a file; see `Cache`.
@@ -186,10 +129,6 @@ class Steps(Chain):
         if fingerprint is None:
             fingerprint = "" if path is None else fingerprint_of_steps(self)
         return self._then(Cache(path, fingerprint=fingerprint))
-
-    def prefetch(self, count: int) -> Self:
-        """Keep `count` items at hand, made by a thread of their own."""
-        return self._then(Prefetch(count))
 
     # -- several pipelines ---------------------------------------------------------------------------
 
@@ -230,16 +169,14 @@ class Steps(Chain):
 
     # -- the end -------------------------------------------------------------------------------------
 
-    def pin_memory(self, device: Any = None, **ahead: Unpack[Ahead]) -> Self:
-        """Batches in page-locked memory, made so by a thread of its own; see `PinMemory`."""
-        return self._then(PinMemory(device, **ahead))
+    pin_memory = _step("pin_memory", PinMemory)
 
-    def to(self, device: Any, **ahead: Unpack[Ahead]) -> Self:
+    def to(self, device: Any, *, prefetch: int = AHEAD, buffer_bytes: int = BUFFER_BYTES) -> Self:
         """Batches on a device, copied there ahead by a thread of its own; see `ToDevice`.
 
         ``"cpu"`` changes nothing.
         """
-        step = ToDevice(device, **ahead)
+        step = ToDevice(device, prefetch=prefetch, buffer_bytes=buffer_bytes)
         return self if str(device).partition(":")[0] == "cpu" else self._then(step)
 
     def apply(self, step: Operator | Callable[[Self], Self]) -> Self:

@@ -114,20 +114,26 @@ def size_of(key: str) -> int:
 CASES: dict[str, tuple[Operator, Reference]] = {
     "batch": (Batch(3, collate_fn=list), in_batches(3, False)),
     "batch of one": (Batch(1, collate_fn=list), in_batches(1, False)),
-    "batch, full": (Batch(3, True, collate_fn=list), in_batches(3, True)),
+    "batch, full": (Batch(3, drop_last=True, collate_fn=list), in_batches(3, True)),
     "unbatch": (Unbatch(split=double), lambda given: [x for item in given for x in (item, item)]),
     "batch_by": (BatchBy(cost, 12, collate_fn=list), by_cost(12, False, None, False)),
     "batch_by, padded": (
         BatchBy(cost, 12, padded=True, collate_fn=list),
         by_cost(12, True, None, False),
     ),
-    "batch_by, at most": (BatchBy(cost, 12, True, False, 4, list), by_cost(12, False, 4, True)),
+    "batch_by, at most": (
+        BatchBy(cost, 12, drop_last=True, max_size=4, collate_fn=list),
+        by_cost(12, False, 4, True),
+    ),
     "batch_by, alone": (
         BatchBy(cost, 4, collate_fn=list, oversize="alone"),
         by_cost(4, False, None, False),
     ),
     "bucket_by": (BucketBy(kind, 2, collate_fn=list), by_kind(lambda key: 2, False)),
-    "bucket_by, full": (BucketBy(kind, 3, True, list), by_kind(lambda key: 3, True)),
+    "bucket_by, full": (
+        BucketBy(kind, 3, drop_last=True, collate_fn=list),
+        by_kind(lambda key: 3, True),
+    ),
     "bucket_by, sizes": (
         BucketBy(kind, SIZES, collate_fn=list),
         by_kind(SIZES.__getitem__, False),
@@ -213,7 +219,7 @@ FORK = ForkPoint(CHAINS[0], 2)
 
 DESCRIPTIONS: list[Any] = [
     *(operator for operator, _ in CASES.values()),
-    PaddedBatch(3, -1, True, True, Memory(limit=0.1)),
+    PaddedBatch(3, padding_value=-1, drop_last=True, lengths=True, memory=Memory(limit=0.1)),
     Pad(1.5, True),
     Unbatch(columns=True),
     Shuffle(5, 3),
@@ -252,16 +258,20 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Batch(0), ValueError, "batch: batch_size must be at least 1, got 0"),
     (lambda: Batch(2.0), TypeError, "batch: batch_size must be a whole number, got 2.0"),  # type: ignore[arg-type]
     (lambda: Batch(True), TypeError, "batch_size must be a whole number, got True"),
-    (lambda: Batch(2, 1), TypeError, "drop_last must be True or False, got 1"),  # type: ignore[arg-type]
+    (lambda: Batch(2, drop_last=1), TypeError, "drop_last must be True or False, got 1"),  # type: ignore[arg-type]
     (lambda: Batch(2, collate_fn="list"), TypeError, "collate_fn must be a function"),  # type: ignore[arg-type]
     (lambda: Batch(2, memory=1), TypeError, r"Memory\(limit"),  # type: ignore[arg-type]
     (lambda: PaddedBatch(0), ValueError, "padded_batch: batch_size must be"),
-    (lambda: PaddedBatch(2, "x"), TypeError, "padded_batch: padding_value must be a number"),  # type: ignore[arg-type]
+    (
+        lambda: PaddedBatch(2, padding_value="x"),
+        TypeError,
+        "padded_batch: padding_value must be a number",
+    ),  # type: ignore[arg-type]
     (lambda: PaddedBatch(2, lengths=1), TypeError, "lengths must be True or False"),  # type: ignore[arg-type]
     (lambda: PaddedBatch(2, memory=None), TypeError, "memory must be"),  # type: ignore[arg-type]
     (lambda: Unbatch(columns="yes"), TypeError, "columns must be True or False"),  # type: ignore[arg-type]
     (lambda: Unbatch(split=3), TypeError, "split must be a function"),  # type: ignore[arg-type]
-    (lambda: Unbatch(True, list), ValueError, "leave one of them out"),
+    (lambda: Unbatch(True, split=list), ValueError, "leave one of them out"),
     (lambda: BatchBy(3, 4), TypeError, "cost must be a function from an item"),  # type: ignore[arg-type]
     (lambda: BatchBy(len, "4"), TypeError, "budget must be a number"),  # type: ignore[arg-type]
     (lambda: BatchBy(len, 0), ValueError, "budget must be above 0 and finite, not 0"),

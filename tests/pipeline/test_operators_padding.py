@@ -46,7 +46,7 @@ def test_one_dimension_is_padded_as_by_torch(
 
 def test_large_ones_are_padded_as_by_torch_into_slots() -> None:
     samples = [torch.randn(length, 1000) for length in (300, 5, 299)]
-    (batch,) = outcome(PaddedBatch(3, 0.5), *samples)
+    (batch,) = outcome(PaddedBatch(3, padding_value=0.5), *samples)
     same(batch, pad_sequence(samples, True, 0.5))
 
 

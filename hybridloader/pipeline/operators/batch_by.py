@@ -10,7 +10,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from hybridloader._support import arguments
@@ -53,6 +53,7 @@ class BucketBy(Operator):
 
     key: Callable[[Any], Any]
     batch_size: int | Mapping[Any, int] | Callable[[Any], int]
+    _: KW_ONLY
     drop_last: bool = False
     collate_fn: CollateFn | None = None
     memory: Memory = DEFAULT_MEMORY
@@ -184,6 +185,7 @@ class BatchBy(Operator):
 
     cost: Callable[[Any], Any]
     budget: float
+    _: KW_ONLY
     drop_last: bool = False
     padded: bool = False
     max_size: int | None = None

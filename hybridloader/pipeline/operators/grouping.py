@@ -8,7 +8,7 @@ collate function over batches made with ``collate_fn=list``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any
 
@@ -71,6 +71,7 @@ class Batch(_OfSize):
     """
 
     batch_size: int
+    _: KW_ONLY
     drop_last: bool = False
     collate_fn: CollateFn | None = None
     memory: Memory = DEFAULT_MEMORY
@@ -100,6 +101,7 @@ class PaddedBatch(_OfSize):
     """
 
     batch_size: int
+    _: KW_ONLY
     padding_value: float = 0
     drop_last: bool = False
     lengths: bool = False
@@ -171,6 +173,7 @@ class Unbatch(Operator):
     """
 
     columns: bool | None = None
+    _: KW_ONLY
     split: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:

@@ -254,7 +254,7 @@ class EnumerateIterator(OperatorIterator):
 
 @dataclass(frozen=True)
 class Repeat(Operator):
-    """All items again and again: every time a new pass over what comes before, shuffled anew.
+    """All items again and again: every time a new pass over what comes before, an epoch of its own.
 
     Parameters
     ----------
@@ -311,7 +311,7 @@ class ShardByRank(Operator):
     """The items of one of several processes: every `num_replicas`-th, from number `rank` on.
 
     When the number of items is no multiple of `num_replicas`, the first shards have one more than the
-    others.
+    others. It comes before the `map` stages that it follows, so that no work is thrown away.
 
     Parameters
     ----------

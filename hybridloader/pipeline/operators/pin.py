@@ -7,8 +7,8 @@ runs it: one iterator for the thread, one for whoever takes what that has made r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 from hybridloader._support.errors import add_note
 from hybridloader.devices.accelerator import current, find
@@ -23,13 +23,6 @@ from hybridloader.devices.pinning import (
 )
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.pipeline.operators.base import Context, OneForOne, OperatorIterator
-
-
-class Ahead(TypedDict, total=False):
-    """Limits of what may wait: keywords of `Pipeline.pin_memory` and `Pipeline.to`."""
-
-    prefetch: int
-    buffer_bytes: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +43,7 @@ class PinMemory(OneForOne):
     """
 
     device: Any = None
+    _: KW_ONLY
     prefetch: int = AHEAD
     buffer_bytes: int = BUFFER_BYTES
 
