@@ -13,11 +13,10 @@ import weakref
 
 from hybridloader.backends.process import handles
 from hybridloader.backends.process.handles import GRACE, ProcessHandle
+from hybridloader.backends.process.socket_transport import CLOSE_ON_EXEC, ROOM
 from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS
+from hybridloader.engine.contract import SLICE
 from hybridloader.memory.descriptors import ours
-
-_ROOM = socket.CMSG_SPACE(array.array("i").itemsize)
-_CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC
 
 
 class ForkedHandle(ProcessHandle):
@@ -51,8 +50,8 @@ class ForkedHandle(ProcessHandle):
 
         Not None before, because a caller may take that for its own process, as `psutil.Process` does.
         """
-        while self.known_pid is None and self._await_status(None):
-            pass
+        while self.known_pid is None and self.is_alive():
+            self._await_status(SLICE)
         return self._pid
 
     @property
@@ -72,7 +71,7 @@ class ForkedHandle(ProcessHandle):
             while not self._ended:
                 status = socket.socket(fileno=self._status)
                 try:
-                    data, extra, _, _ = status.recvmsg(STATUS.size, _ROOM, _CLOSE_ON_EXEC)
+                    data, extra, _, _ = status.recvmsg(STATUS.size, ROOM, CLOSE_ON_EXEC)
                 except BlockingIOError:
                     return True
                 except OSError:  # the other end was closed with something unread
@@ -117,18 +116,20 @@ class ForkedHandle(ProcessHandle):
 
     def join(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self._await_status(deadline):
-            pass
+        while self.is_alive():
+            left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
+            if left <= 0:
+                return
+            self._await_status(left)
 
-    def _await_status(self, deadline: float | None) -> bool:
-        """Wait for news; False if the worker has ended, or the deadline has passed."""
+    def _await_status(self, seconds: float) -> None:
+        """Wait for news; in slices, because another thread may take in those that have come."""
         with handles.reaping:
-            if not self.is_alive():
-                return False
+            if self._ended:
+                return
             status = os.dup(self._status)  # another thread may release the original
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            return bool(multiprocessing.connection.wait([status], left)) and self.is_alive()
+            multiprocessing.connection.wait([status], seconds)
         finally:
             os.close(status)
 

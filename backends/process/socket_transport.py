@@ -25,8 +25,8 @@ from hybridloader.backends.process.frames import MOST_FDS, Buffer, Decoder, Fram
 from hybridloader.memory.descriptors import ours
 
 _READ = 64 * 1024
-_ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
-_CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+ROOM = socket.CMSG_SPACE(MOST_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """Flag without which a program that the user starts would inherit descriptors that have just arrived;
 Python sees to that for all others (PEP 446). macOS has no such flag."""
 _SEND_BUFFER = 1 << 20
@@ -70,12 +70,12 @@ def read_some(sock: socket.socket, decoder: Decoder) -> Iterable[Frame]:
         if count == 0:
             raise EOFError
         return decoder.advance(count)
-    data, extra, _, _ = sock.recvmsg(_READ, _ROOM, _CLOSE_ON_EXEC)
+    data, extra, _, _ = sock.recvmsg(_READ, ROOM, CLOSE_ON_EXEC)
     for level, kind, body in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds = array.array("i")
             fds.frombytes(body[: len(body) - len(body) % 4])
-            if not _CLOSE_ON_EXEC:
+            if not CLOSE_ON_EXEC:
                 for fd in fds:
                     os.set_inheritable(fd, False)
             decoder.fds.extend(fds)

@@ -145,7 +145,7 @@ def test_what_is_kept_to_be_sent_on_is_not_inherited_either() -> None:
 @pytest.mark.parametrize("flag", ["the platform's", "none"])
 def test_descriptors_that_arrive_close_on_exec(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if flag == "none":
-        monkeypatch.setattr(socket_transport, "_CLOSE_ON_EXEC", 0)
+        monkeypatch.setattr(socket_transport, "CLOSE_ON_EXEC", 0)
     ours, theirs = Pipe()
     endpoint = SocketEndpoint(theirs)
     fd = os.dup(1)

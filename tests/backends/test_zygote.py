@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,9 @@ from support.forking import in_a_fork
 from hybridloader import RestartPolicy, WorkerDied
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.process import fork_safety
+from hybridloader.backends.process.forked_handle import ForkedHandle
+from hybridloader.backends.process.handles import ProcessHandle
+from hybridloader.backends.process.zygote import ENDED, FORKED, STATUS
 from hybridloader.backends.shared_memory import SharedMemory
 from hybridloader.backends.spawn import Spawn
 from hybridloader.testing import Gate
@@ -335,3 +339,21 @@ def test_a_locked_file_is_a_reason_to_refuse_even_if_it_is_mapped(tmp_path: Path
         fcntl.lockf(file, fcntl.LOCK_SH)
         assert fork_safety.open_files(before) == [str(path)]
         del mapped
+
+
+def test_whoever_waits_for_a_process_number_need_not_be_the_one_who_hears_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    handle = ForkedHandle(ProcessHandle.__new__(ProcessHandle), ours)
+
+    def heard_by_another_thread(*_: Any) -> list[Any]:
+        theirs.send(STATUS.pack(FORKED, 4321))
+        assert handle.known_pid == 4321
+        return []  # nothing is left to be read
+
+    monkeypatch.setattr("multiprocessing.connection.wait", heard_by_another_thread)
+    assert handle.pid == 4321
+    theirs.send(STATUS.pack(ENDED, 3))
+    theirs.close()
+    assert handle.exitcode == 3
