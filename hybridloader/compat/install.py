@@ -9,7 +9,6 @@ to torch's own method, so that code which ran before still runs.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -25,8 +24,6 @@ from hybridloader.engine.registry import get_backend
 from hybridloader.loader.options import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.utils.data.dataloader import _BaseDataLoaderIter
     from typing_extensions import Unpack
 
@@ -37,27 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Place:
-    """State of the process: the replaced method of torch's class.
-
-    Attributes
-    ----------
-    lock
-        Held while any of the others changes.
-    installed
-        The installation that makes iterators, if there is one. Read without the lock.
-    torchs
-        torch's own method, once ours has replaced it.
-    covered
-        Whether ours was left in place because other code had put another one over it.
-    awaits
-        Whether ours replaces it as soon as torch is imported.
-    """
+    """State of the process: the replaced method of torch's class."""
 
     lock: Any = field(default_factory=threading.Lock)
+    """Held while any of the others changes."""
     installed: Installation | None = None
+    """The installation that makes iterators, if there is one. Read without the lock."""
     torchs: Any = None
+    """torch's own method, once ours has replaced it."""
     covered: bool = False
+    """True if ours was left in place because other code had put another one over it."""
     awaits: bool = False
+    """True if ours replaces it as soon as torch is imported."""
 
     def forked(self) -> None:
         """Make a new lock in the child of a fork: a thread of the parent may have held the old one."""
@@ -108,6 +96,8 @@ class Installation:
 
     def iterator(self, loader: Any) -> _BaseDataLoaderIter:
         """Return an iterator over one of torch's loaders: torch's own where ours refuses it."""
+        import torch
+
         from hybridloader.loader.iterator import LoaderIterator
         from hybridloader.loader.plan import LoaderPlan
 
@@ -120,10 +110,13 @@ class Installation:
             return _torchs_own(loader, error)
         if self.backend is None or not get_backend(self.backend).in_process:
             loader.check_worker_number_rationality()  # as torch's own method does
+        generator = torch.default_generator if loader.generator is None else loader.generator
+        before = generator.get_state()
         try:
-            with _generator_restored(loader):
-                return LoaderIterator(loader, plan)
+            return LoaderIterator(loader, plan)
         except (BackendUnavailable, ShippingError) as error:
+            # No worker has started yet, and only the sampler's iterator was made: torch draws the same.
+            generator.set_state(before)
             return _torchs_own(loader, error)
 
     def _check_context(self, plan: LoaderPlan) -> None:
@@ -288,23 +281,6 @@ def _torchs_own(loader: Any, refusal: Exception) -> _BaseDataLoaderIter:
     )
     iterator: _BaseDataLoaderIter = _place.torchs(loader)
     return iterator
-
-
-@contextlib.contextmanager
-def _generator_restored(loader: Any) -> Iterator[None]:
-    """Restore the loader's generator if the loader is refused within: torch draws the same again.
-
-    No worker has started by then, and only the sampler's iterator was made.
-    """
-    import torch
-
-    generator = torch.default_generator if loader.generator is None else loader.generator
-    before = generator.get_state()
-    try:
-        yield
-    except (BackendUnavailable, ShippingError):
-        generator.set_state(before)
-        raise
 
 
 def _name(function: Any) -> str:

@@ -25,23 +25,16 @@ class NotThere(Exception):
 
 
 class Program(NamedTuple):
-    """Code to run.
-
-    Attributes
-    ----------
-    name, file
-        Its ``sys.argv[0]`` and ``__file__``.
-    spec
-        Spec of a module; None for a script.
-    folder
-        First entry of its import path.
-    """
+    """Code to run."""
 
     name: str
+    """Its ``sys.argv[0]``."""
     file: str
     code: CodeType
     spec: ModuleSpec | None
+    """Spec of a module; None for a script."""
     folder: str
+    """First entry of its import path."""
 
 
 @contextlib.contextmanager
@@ -70,13 +63,7 @@ def _beginning_with_its_own() -> Iterator[None]:
 
 @_beginning_with_its_own()
 def script(path: str) -> Program:
-    """Return the file at `path`, or the ``__main__.py`` of the folder or archive there.
-
-    Raises
-    ------
-    NotThere
-        It can't be read.
-    """
+    """Return the file at `path`, or the ``__main__.py`` of the folder or archive there."""
     file = os.path.join(os.getcwd(), path)  # as Python does: absolute, but not normalised
     finder: Any = pkgutil.get_importer(file)
     if finder is not None:
@@ -95,13 +82,7 @@ def script(path: str) -> Program:
 
 @_beginning_with_its_own()
 def module(name: str) -> Program:
-    """Return the module called `name`, or the ``__main__`` of a package of that name.
-
-    Raises
-    ------
-    NotThere
-        There is no such module.
-    """
+    """Return the module called `name`, or the ``__main__`` of a package of that name."""
     folder = os.getcwd()
     _import_from(folder)
     # A private function, which pdb and trace of the standard library call too (Python 3.10 to 3.14).

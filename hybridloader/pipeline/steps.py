@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from hybridloader._support.attributes import has
 from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
 from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
@@ -132,15 +131,17 @@ class Steps(Chain):
 
     # -- several pipelines ---------------------------------------------------------------------------
 
+    # The operator comes first: it refuses what is no pipeline, `self` too, as in ``Pipeline.zip(3, b)``.
+
     def zip(self, *others: Self, strict: bool = True) -> Self:
         """Tuples of one item from each; also as ``Pipeline.zip(a, b)``."""
-        parts = _pipelines("zip", self, others)
-        return parts[0]._made([Zip(parts, strict)])
+        join = Zip((self, *others), strict)
+        return self._made([join])
 
     def concat(self, *others: Self) -> Self:
         """All items of this, then all of the next."""
-        parts = _pipelines("concat", self, others)
-        return parts[0]._made([Concat(parts)])
+        join = Concat((self, *others))
+        return self._made([join])
 
     def mix(
         self,
@@ -150,14 +151,13 @@ class Steps(Chain):
         stop: str = "all",
     ) -> Self:
         """Items of all, drawn by weight; see `Mix`."""
-        weights = None if weights is None else tuple(weights)
-        parts = _pipelines("mix", self, others)
-        return parts[0]._made([Mix(parts, weights, seed, stop)])
+        join = Mix((self, *others), weights, seed, stop)
+        return self._made([join])
 
     def interleave(self, *others: Self, block: int = 1) -> Self:
         """`block` items of each in turn, until all have ended."""
-        parts = _pipelines("interleave", self, others)
-        return parts[0]._made([Interleave(parts, block)])
+        join = Interleave((self, *others), block)
+        return self._made([join])
 
     def fork(self, count: int = 2) -> tuple[Self, ...]:
         """`count` pipelines that all give the items of this one, which runs once.
@@ -189,12 +189,3 @@ class Steps(Chain):
         if not isinstance(made, Steps):
             raise TypeError(f"apply: {step!r} returned {made!r}, which is not a Pipeline")
         return cast("Self", made)
-
-
-def _pipelines(what: str, first: _Steps, others: Sequence[_Steps]) -> tuple[_Steps, ...]:
-    pipelines: tuple[Any, ...] = (first, *others)
-    for pipeline in pipelines:
-        if not isinstance(pipeline, Steps):
-            hint = "; make one with Pipeline.from_iterable" if has(pipeline, "__iter__") else ""
-            raise TypeError(f"{what} joins pipelines, not {pipeline!r}{hint}")
-    return pipelines

@@ -79,11 +79,8 @@ def _who_else(found: os.stat_result) -> str | None:
 class Writer:
     """A file that is being written. Whoever lets go of it without `commit` has written nothing.
 
-    Raises
-    ------
-    OSError
-        From any method: there is no room, say, or the file system gives files to others. Call `discard`
-        then.
+    Any method may raise `OSError`: there is no room, say, or the file system gives files to others.
+    Call `discard` then.
     """
 
     def __init__(self, path: str, fingerprint: str) -> None:
@@ -108,13 +105,7 @@ class Writer:
             raise
 
     def add(self, item: Any) -> None:
-        """Write one more record.
-
-        Raises
-        ------
-        ResultNotSendable
-            The item can't be pickled. Nothing was written.
-        """
+        """Write one more record; nothing of an item that raises `ResultNotSendable`, as it can't be."""
         header, buffers = pack(item)
         sizes = _SIZES.pack(len(header), len(buffers))
         if buffers:

@@ -26,13 +26,7 @@ def leaves_out(pipelines: Sequence[Chain]) -> bool:
 
 
 def check(name: str, number: int, pipeline: Chain) -> None:
-    """Refuse a pipeline that leaves items out by policy and loses count of them.
-
-    Raises
-    ------
-    ValueError
-        After such an item, rows could not be matched with those of other pipelines.
-    """
+    """Raise `ValueError` for a pipeline that leaves items out by policy and loses count of them."""
     skipping: str | None = None
     for operator in steps_in(pipeline):
         culprit = None

@@ -32,22 +32,10 @@ def is_array(value: Any) -> bool:
 
 
 def samples_of(batch: Any, columns: bool | None, place: str = "the batch") -> Sequence[Any]:
-    """Return the samples of one batch.
+    """Return the samples of one batch, which errors call `place`; for `columns` see `Unbatch`.
 
-    Parameters
-    ----------
-    columns
-        True if lists and tuples, there and in fields, hold columns, False if one thing for each sample;
-        None goes by what is in them.
-    place
-        Name of the batch in errors.
-
-    Raises
-    ------
-    TypeError
-        It is no batch, or could be either.
-    ValueError
-        Its columns are of different lengths.
+    Raises `TypeError` if it is no batch, or could be either, and `ValueError` if its columns are of
+    different lengths.
     """
     if is_array(batch):
         torch = sys.modules.get("torch")

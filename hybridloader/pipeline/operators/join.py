@@ -93,7 +93,7 @@ class Mix(Join):
         ends when one that was drawn has ended.
     """
 
-    weights: tuple[float, ...] | None = None
+    weights: Sequence[float] | None = None
     seed: int | None = None
     stop: str = "all"
 
@@ -127,7 +127,7 @@ class Mix(Join):
         return tuple(map(float, found))
 
     def start(self, context: Context) -> Iterator[Any]:
-        weights = self.weights or (1.0,) * len(self.pipelines)
+        weights = tuple(self.weights or (1.0,) * len(self.pipelines))
         generator = context.random(self.seed)
         branches = self.opened(context)
         return MixIterator(branches, weights, generator, self.stop == "first")

@@ -173,15 +173,7 @@ class SkipFirst(Operator):
 
 
 class EveryIterator(OperatorIterator):
-    """Skips some items, gives one, skips some, gives one, ...
-
-    Parameters
-    ----------
-    first
-        Items before the first one that is given.
-    step
-        From one that is given to the next one.
-    """
+    """Skips `first` items, then gives every `step`-th one."""
 
     def __init__(self, items: Iterator[Any], first: int, step: int) -> None:
         super().__init__(items)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from hybridloader._support.arguments import flag, whole
+from hybridloader._support.attributes import has
 from hybridloader._support.text import short
 from hybridloader.pipeline.operators.base import INFINITE, Chain, Length
 
@@ -61,28 +62,16 @@ def check_source(name: str, source: Any, hint: str = "") -> None:
         )
 
 
-def several(described: Named, pipelines: Any) -> tuple[Chain, ...]:
-    """Return `pipelines` as a tuple of at least one."""
-    if not isinstance(pipelines, Iterable) or isinstance(pipelines, str):
-        raise TypeError(
-            f"{described.name}: pipelines must be several pipelines, not {short(pipelines)}; "
-            "give a tuple or list of them"
-        )
+def several(described: Named, pipelines: Iterable[Any]) -> tuple[Chain, ...]:
+    """Return `pipelines` as a tuple; refuse none, and what is none."""
     found = tuple(pipelines)
     if not found:
         raise ValueError(f"{described.name}: there are no pipelines; give at least one")
-    for number, pipeline in enumerate(found):
-        one(described, f"pipelines[{number}]", pipeline)
+    for pipeline in found:
+        if not isinstance(pipeline, Chain):
+            hint = "; make one with Pipeline.from_iterable" if has(pipeline, "__iter__") else ""
+            raise TypeError(f"{described.name} joins pipelines, not {pipeline!r}{hint}")
     return found
-
-
-def one(described: Named, parameter: str, pipeline: Any) -> None:
-    """Raise `TypeError` unless `pipeline` is one."""
-    if not isinstance(pipeline, Chain):
-        raise TypeError(
-            f"{described.name}: {parameter} must be a pipeline, not {short(pipeline)}; make one of "
-            "an iterable or a dataset first"
-        )
 
 
 def sum_of(lengths: Iterable[Length]) -> Length:

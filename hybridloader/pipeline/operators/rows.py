@@ -19,7 +19,6 @@ from hybridloader.pipeline.operators.base import (
     JoinIterator,
     Length,
     Mark,
-    OperatorIterator,
     Source,
     UpstreamPart,
     close_all,
@@ -218,14 +217,3 @@ class ZipIterator(JoinIterator):
         self._ended, self._row = True, []
         self._failed = self._last = None
         super().close()
-
-
-class GapsClosed(OperatorIterator):
-    """Items without the places of left-out ones, for steps that join no rows."""
-
-    def __next__(self) -> Any:
-        while True:
-            try:
-                return self._pull()
-            except LeftOut:
-                continue

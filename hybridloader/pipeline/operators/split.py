@@ -26,7 +26,7 @@ from hybridloader.pipeline.operators.base import (
     steps_in,
 )
 from hybridloader.pipeline.operators.counting import leaves_out
-from hybridloader.pipeline.operators.parameters import one, settle_whole
+from hybridloader.pipeline.operators.parameters import settle_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,11 @@ class ForkPoint:
         return "fork"
 
     def __post_init__(self) -> None:
-        one(self, "pipeline", self.pipeline)
+        if not isinstance(self.pipeline, Chain):
+            raise TypeError(
+                f"{self.name}: pipeline must be a pipeline, not {short(self.pipeline)}; make one of an "
+                "iterable or a dataset first"
+            )
         settle_whole(self, "count", 1, "give the number of branches")
 
 

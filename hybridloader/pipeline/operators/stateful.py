@@ -29,19 +29,9 @@ ITEMS = 64
 
 
 class Opened:
-    """A pass over an iterable, begun where the run that this one goes on from had come to.
+    """A pass over an iterable, begun behind the `at` items that the run before had come to.
 
-    Parameters
-    ----------
-    iterable
-        It has been told the number of the pass.
-    drawn
-        True if a generator in it was made for this pass.
-
-    Attributes
-    ----------
-    at
-        Number of items of the pass before it.
+    The iterable has been told the number of the pass; a `drawn` one has a generator made for it.
     """
 
     def __init__(self, iterable: Any, context: Context, name: str, *, drawn: bool = False) -> None:

@@ -165,21 +165,12 @@ def _cpus() -> int:
 
 @dataclass(frozen=True)
 class Work(Operator):
-    """A function for each item; the kinds differ in what they make of what it returns.
-
-    Parameters
-    ----------
-    function
-        Takes an item.
-    placement
-        Backend and options that it runs with.
-    label
-        Name in errors and tables; None: the operator and the function.
-    """
+    """A function for each item; the kinds differ in what they make of what it returns."""
 
     function: Any
     placement: Placement = field(default_factory=Placement)
     label: str | None = None
+    """Name in errors and tables; None: the operator and the function."""
 
     kind = "map"
 
@@ -247,15 +238,11 @@ class Readers(Source):
     """Several readers of an iterable source, each a worker with its own iterator.
 
     They are read in turn: the first item of each, the second of each, and so on.
-
-    Parameters
-    ----------
-    source
-        An iterable, of which every worker gets a copy, or a function that returns one.
-        `get_worker_info()` tells it which part to read.
     """
 
     source: Any
+    """An iterable, of which every worker gets a copy, or a function that returns one.
+    `get_worker_info()` tells it which part to read."""
     placement: Placement = field(default_factory=Placement)
     label: str | None = None
 

@@ -16,7 +16,7 @@ from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.engine.scheduler import ACTIVE, Scheduler
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
-from hybridloader.fetching.on_error.places import alike
+from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
 from hybridloader.pipeline.operators.base import OperatorIterator
@@ -240,19 +240,23 @@ class ReaderTaskSizes(Feed):
 
 
 class SourceItems(OperatorIterator):
-    """Items of a source, until the pass is left.
+    """Items of a source, until the pass is left, and the places of left-out ones for those in `rows`.
 
     So steps that give nothing for a long time end, however long the source would go on.
     """
 
-    def __init__(self, items: Iterator[Any], left: TaskContext) -> None:
+    def __init__(self, items: Iterator[Any], left: TaskContext, *, rows: bool) -> None:
         super().__init__(items)
-        self._left = left
+        self._left, self._rows = left, rows
 
     def __next__(self) -> Any:
-        if self._left.cancelled:
-            raise IteratorClosed("this pass was left")
-        return self._pull()
+        while not self._left.cancelled:
+            try:
+                return self._pull()
+            except LeftOut:
+                if self._rows:
+                    raise
+        raise IteratorClosed("this pass was left")
 
     def close(self) -> None:
         close(self._items)

@@ -19,10 +19,8 @@ from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Source, Upstream
-from hybridloader.pipeline.operators.counting import leaves_out
 from hybridloader.pipeline.operators.order import Repeat
 from hybridloader.pipeline.operators.pin import Sending, Taking
-from hybridloader.pipeline.operators.rows import GapsClosed
 from hybridloader.pipeline.running.dropping import Dropping
 from hybridloader.pipeline.running.executor import Executor
 from hybridloader.pipeline.running.flow import (
@@ -167,9 +165,7 @@ class ChainPass:
                 "return iter(...) of it"
             )
         if isinstance(operator, Source):
-            items = SourceItems(items, self.left)
-            if not self._in_rows and leaves_out(operator.branches()):
-                items = GapsClosed(items)
+            items = SourceItems(items, self.left, rows=self._in_rows)
         elif isinstance(items, GeneratorType):
             items = GeneratorItems(items, node.name)
         return self.drop(items, dropped, node.name)

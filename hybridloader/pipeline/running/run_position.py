@@ -130,13 +130,7 @@ class RunPosition:
     # -- the way back ----------------------------------------------------------------------------------
 
     def position(self) -> tuple[Counts, dict[str, Mark]]:
-        """Return the counts until now, and copies of the marks from which to go on; from any thread.
-
-        Raises
-        ------
-        StateError
-            A source could not tell its state.
-        """
+        """Return the counts until now, and copies of the marks from which to go on; from any thread."""
         found: dict[str, Mark] = {}
         with self._lock:
             counts = self.counts

@@ -12,15 +12,9 @@ from hybridloader.pipeline.running.plan import ChainPlan, OperatorNode, Path, Re
 
 
 def check(plan: ChainPlan) -> None:
-    """Find what can't run, before anything is started.
+    """Find what can't run, before anything is started: forks, devices and backends.
 
-    Raises
-    ------
-    ValueError
-        A fork of which some branches lead nowhere; a device that is not there, or that something comes
-        behind which another thread would run.
-    BackendUnavailable
-        A backend that can't serve here.
+    Raises `ValueError`, or `BackendUnavailable` for a backend that can't serve here.
     """
     _check_devices(plan)
     met: dict[ForkPoint, set[int]] = {}
