@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import add_note
+from hybridloader._support.errors import Raised, add_note
 from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Abandoned, TaskContext
@@ -79,12 +79,8 @@ class Fanout:
             job.wait()
             if job.errors:
                 place = min(job.errors)
-                error = job.errors[place]
-                add_note(error, f"{what} {brief(job.items[place])}")
-                try:
-                    raise error
-                finally:
-                    del error  # it has this frame in its traceback
+                add_note(job.errors[place], f"{what} {brief(job.items[place])}")
+                Raised(job.errors[place]).throw()
             return job.results
         finally:
             set_slots(before)

@@ -55,7 +55,7 @@ class SourceReader(TolerantReader):
     def __init__(self, items: Iterator[Any], on_error: Policy | None, context: TaskContext) -> None:
         super().__init__(items, context)
         self._handler = ErrorHandler(on_error, context)
-        self._tolerant = on_error is not None  # then `read` counts `position`, and else `fetch`
+        self._tolerant = on_error is not None
         # All the mutable state: an error to be raised where the rest of the items would have been.
         self._lost: ShardLost | None = None
 
@@ -67,32 +67,27 @@ class SourceReader(TolerantReader):
             return results.hand_over(self._context)
         if self.ended:
             raise EndOfShard
-        try:
-            self._read(most, results)
-        finally:
-            if not self._tolerant:
-                self.position += len(results.values) + len(results.notes)
+        self._read(most, results)
         if not (results.values or results.notes):
             raise EndOfShard
         return results.hand_over(self._context)
 
     def _read(self, most: int, results: TaskResults) -> None:
         """Add items to `results`, up to one that can't be had."""
-        values, notes, tolerant = results.values, results.notes, self._tolerant
-        draw = self._samples.__next__
+        values, notes = results.values, results.notes
         until = time.monotonic() + _READING
         while len(values) < most and not (values and time.monotonic() > until):
             try:
-                if tolerant:
+                if self._tolerant:
                     self.read(results)
                 else:
-                    values.append(draw())
+                    values.append(self.next_sample())
             except StopIteration:
                 self.ended = True
                 return
             except Exception as error:
-                number = self.position + (-1 if tolerant else len(values))
-                if not tolerant and isinstance(innermost(self._samples), GeneratorType):
+                number = self.position - 1
+                if not self._tolerant and isinstance(innermost(self._samples), GeneratorType):
                     self._lost = rest_is_lost(f"item {number} of this reader", error)
                 results.add_failure(number, error)
             if notes and notes[-1].item is not None:

@@ -35,7 +35,7 @@ class TolerantReader(ShardReader):
             raise StopIteration
         number = self.position
         try:
-            results.values.append(self._next())
+            results.values.append(self.next_sample())
             return
         except (StopIteration, ShardLost):
             raise
@@ -53,7 +53,8 @@ class TolerantReader(ShardReader):
         finally:
             del error
 
-    def _next(self) -> Any:
+    def next_sample(self) -> Any:
+        """Return the next sample and count it, or the error in its place."""
         try:
             sample = next(self._samples)
         except Exception as error:
@@ -64,7 +65,7 @@ class TolerantReader(ShardReader):
 
     def _retry(self, _: None) -> Any:
         try:
-            return (self._next(),)
+            return (self.next_sample(),)
         except StopIteration:
             raise _Ended from None
 
