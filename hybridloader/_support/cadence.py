@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-SHARE = 50
-"""Reciprocal of the share of time that taking states may take: 1/50, or 2 %."""
-
-FREE = 50e-6
-"""Seconds; a state that takes no longer is taken with every step."""
+SHARE = 50  # reciprocal of the share of time that taking states may take: 1/50, or 2 %
+FREE = 50e-6  # seconds; a state that takes no longer is taken with every step
 
 ASKED = 2e-3
 """Seconds; replaces `FREE` where the user has chosen how often a state is taken, and so pays."""

@@ -10,14 +10,12 @@ _short = reprlib.Repr()
 _short.maxlist = _short.maxtuple = 8
 _short.maxother = _short.maxstring = 120
 
-brief = _short.repr
-"""Function: the repr of a value, cut where it is long."""
+brief = _short.repr  # function: the repr of a value, cut where it is long
 
 _cell = reprlib.Repr()
 _cell.maxother = _cell.maxstring = 60
 
-cell = _cell.repr
-"""Shorter form, for the cell of a table, or one of several values."""
+cell = _cell.repr  # shorter form, for the cell of a table, or one of several values
 
 
 def short(value: Any) -> str:

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from hybridloader.demo.comparison import Contender
 
-_REDRAW = 0.1
-"""Seconds between two drawings of a bar."""
+_REDRAW = 0.1  # seconds between two drawings of a bar
 
 
 class ProgressBar:

@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 import hybridloader
 from hybridloader.demo.folders import DemoError, Sample
 
-SIDE = 96
-"""Pixels of the square that the network sees."""
+SIDE = 96  # pixels of the square that the network sees
 
 
 class Photographs(Dataset[tuple[torch.Tensor, int]]):

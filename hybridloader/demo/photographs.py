@@ -38,17 +38,10 @@ PHOTOGRAPHS = {
 }
 
 SIZE = (320, 240)
-CROPS = 450
-"""Crops per photograph: 4,500 in all, 4,050 to train on and 450 held out (every tenth)."""
-
-QUALITY = 90
-"""JPEG quality: some 11 kB a file, 51 MB in all."""
-
-WINDOW = 0.2
-"""Width of a held-out window, as a part of the photograph's width."""
-
-SMALLEST = 0.6
-"""Width of the smallest crop, as a part of a window's width."""
+CROPS = 450  # crops per photograph: 4,500 in all, 4,050 to train on and 450 held out (every tenth)
+QUALITY = 90  # JPEG quality: some 11 kB a file, 51 MB in all
+WINDOW = 0.2  # width of a held-out window, as a part of the photograph's width
+SMALLEST = 0.6  # width of the smallest crop, as a part of a window's width
 
 REACH = 3
 """Pixels that resizing reads beyond the edge of the box: two for bicubic, times the scale (at most 1.15,

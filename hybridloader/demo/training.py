@@ -12,8 +12,7 @@ from torch import nn
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
-PEAK_RATE = 3e-3
-"""Learning rate at the top of the one-cycle schedule, with Adam, for batches of 64."""
+PEAK_RATE = 3e-3  # learning rate at the top of the one-cycle schedule, with Adam, for batches of 64
 
 
 class Network(nn.Sequential):

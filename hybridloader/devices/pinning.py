@@ -32,8 +32,7 @@ from hybridloader.devices.batch_parts import (
 from hybridloader.memory.accelerator import Accelerator, StreamMark
 from hybridloader.memory.page_locks import PageLocks
 
-AHEAD = 2
-"""Default number of batches that wait: one to take, one that is copied meanwhile."""
+AHEAD = 2  # default number of batches that wait: one to take, one that is copied meanwhile
 
 BUFFER_BYTES = 1 << 30
 """Default number of bytes that wait: several batches of vision or language, and little beside the
@@ -124,8 +123,7 @@ class Pinner:
     The `locks` are those of the workers' slots: they are told which streams read them.
     """
 
-    stage = "pin_memory"
-    """Name of the stage in errors."""
+    stage = "pin_memory"  # name of the stage in errors
 
     def __init__(
         self, accelerator: Accelerator, prefetch: int = AHEAD, buffer_bytes: int = BUFFER_BYTES

@@ -41,8 +41,7 @@ def before_each(chore: Callable[[], None]) -> Callable[[], None]:
     return chore
 
 
-_runners: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Objects whose threads use crews."""
+_runners: weakref.WeakSet[Any] = weakref.WeakSet()  # objects whose threads use crews
 
 exiting = False
 

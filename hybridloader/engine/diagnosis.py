@@ -170,8 +170,7 @@ def workers_table(rows: Sequence[WorkerReport]) -> str:
     return "\n".join(table([heading, *map(_cells, rows)], left=(0, 1, len(heading) - 1)))
 
 
-_MOST = 40
-"""Characters of a task in the table."""
+_MOST = 40  # characters of a task in the table
 
 
 def _cells(row: WorkerReport) -> tuple[str, ...]:

@@ -22,11 +22,8 @@ TASK_SECONDS = 1e-3
 """Seconds that a task of several items should take. Handing one to a process and back costs some 0.1 ms
 here, to a thread some 0.03 ms: a tenth of it at most."""
 
-MOST = 64
-"""Items in one task at most."""
-
-_MEMORY = 0.9
-"""Decay of the running mean of task sizes and seconds, per task."""
+MOST = 64  # items in one task at most
+_MEMORY = 0.9  # decay of the running mean of task sizes and seconds, per task
 
 _GATHERING = 1e-3
 """Seconds that gathering the items of one task may take, where they are made on the way."""

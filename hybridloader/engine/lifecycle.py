@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE = 2.0
-"""Seconds that `close` waits for the thread that pulls."""
+_PATIENCE = 2.0  # seconds that `close` waits for the thread that pulls
 
 
 class Lifecycle(ABC):

@@ -20,11 +20,8 @@ from hybridloader._support.attributes import close
 from hybridloader._support.errors import IteratorClosed, NotReady, Raised, WorkerDied
 from hybridloader.engine.contract import SLICE
 
-_PATIENCE = 2.0
-"""Seconds that `close` waits for the thread."""
-
-FINAL = (IteratorClosed, WorkerDied)
-"""Errors of an iterator that would be raised again and again."""
+_PATIENCE = 2.0  # seconds that `close` waits for the thread
+FINAL = (IteratorClosed, WorkerDied)  # errors of an iterator that would be raised again and again
 
 
 class RelayQueue:

@@ -95,8 +95,7 @@ WORK_TABLE: dict[tuple[WorkerState, str], WorkerState] = {
 }
 # fmt: on
 
-ACTIVE = (WorkerState.READY, WorkerState.STARTING)
-"""States of workers that get tasks."""
+ACTIVE = (WorkerState.READY, WorkerState.STARTING)  # states of workers that get tasks
 
 _RUNNING = RunState.RUNNING  # bound once: Python 3.11 takes 0.2 us to look it up
 _OVER = (RunState.CLOSING, RunState.CLOSED)

@@ -56,8 +56,7 @@ class Supervisor:
         self._begun = False
         self._killed: dict[int, tuple[str, str]] = {}
         """Reason and stack of each worker that was killed and has not exited yet."""
-        self.refusal = ""
-        """Reason why the last worker that died was not replaced."""
+        self.refusal = ""  # reason why the last worker that died was not replaced
 
     def begin(self, shared_seed: int | None, absent: Sequence[int]) -> None:
         """Begin an epoch: start workers for the places in `absent`."""

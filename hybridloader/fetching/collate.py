@@ -36,8 +36,7 @@ class Slots(Protocol):
 
 
 class _OnThisThread(threading.local):
-    slots: Slots | None = None
-    """Slots to collate into; None: each batch gets memory of its own."""
+    slots: Slots | None = None  # slots to collate into; None: each batch gets memory of its own
 
 
 on_this_thread = _OnThisThread()

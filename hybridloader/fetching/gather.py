@@ -16,8 +16,7 @@ from typing import Any
 from hybridloader.fetching.collate import is_default_collate, slot_for
 from hybridloader.memory.slots import OWN
 
-Gather = Callable[[Any], Any]
-"""Makes a batch of a tensor of indices."""
+Gather = Callable[[Any], Any]  # makes a batch of a tensor of indices
 
 
 class Odd(Exception):

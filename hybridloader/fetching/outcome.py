@@ -38,8 +38,7 @@ class Outcome(NamedTuple):
     wanted: int = 0  # samples that it should have had
 
 
-Attempt = tuple[Any, Outcome]
-"""Value of a task, and the outcome of its samples."""
+Attempt = tuple[Any, Outcome]  # value of a task, and the outcome of its samples
 
 
 def short(

@@ -12,11 +12,8 @@ import os
 import threading
 from functools import cache
 
-MOST = 256
-"""Descriptors kept at most, whatever the limit: 256 segments of 38 MB are 10 GB."""
-
-_SHARE = 4
-"""Divisor of the descriptors that this process may have."""
+MOST = 256  # descriptors kept at most, whatever the limit: 256 segments of 38 MB are 10 GB
+_SHARE = 4  # divisor of the descriptors that this process may have
 
 ours: set[int] = set()
 """All descriptors of backends that are this process's own. In a forked worker they would keep memory

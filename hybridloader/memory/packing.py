@@ -120,8 +120,7 @@ _NO_PICKLE = (
 _LARGE_HEADER = 64 * 1024
 """Bytes of a header above which its packer is not used again: it would keep as much memory."""
 
-_CLASSES = 1000
-"""Classes that a packer remembers, and so keeps, at most."""
+_CLASSES = 1000  # classes that a packer remembers, and so keeps, at most
 
 
 class _Packer:

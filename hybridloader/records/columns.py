@@ -24,8 +24,7 @@ _CODES = {"int": "q", "float": "d"}
 _PIECE = 1 << 20
 """Bytes that are encoded or decoded at a time, about: more than a cache holds is no faster."""
 
-_MOST = 8192
-"""The most elements that are encoded at a time."""
+_MOST = 8192  # the most elements that are encoded at a time
 
 _READ = 256
 """Elements that an iterator makes at a time. In a forked child a new object may fill a hole in a page

@@ -19,8 +19,7 @@ _DEEP = 2
 _WIDE = 1000
 """The longest container that is searched: a list of datasets is shorter, one of samples is not."""
 
-_MOST = 2_000
-"""The most objects that are searched, in some 2 milliseconds for every new iterator."""
+_MOST = 2_000  # the most objects that are searched, in some 2 milliseconds for every new iterator
 
 _NOT_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
              str, bytes, int, float, type(None))  # fmt: skip

@@ -19,8 +19,7 @@ from hybridloader.records.shared_buffer import SharedBuffer
 
 T = TypeVar("T")
 
-SHOWN = 3
-"""Elements in a repr."""
+SHOWN = 3  # elements in a repr
 
 
 class ReadOnly(AttributeError, TypeError):

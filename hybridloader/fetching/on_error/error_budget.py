@@ -17,11 +17,8 @@ from hybridloader.fetching.on_error.places import LeftOut, beside
 from hybridloader.fetching.on_error.policies import LEAST, Policy, Skip, final
 from hybridloader.fetching.outcome import FailureRecord
 
-_SHOWN = 20
-"""Lines of the table in `TooManyErrors`."""
-
-_WIDE = 120
-"""Characters of an exception in that table."""
+_SHOWN = 20  # lines of the table in `TooManyErrors`
+_WIDE = 120  # characters of an exception in that table
 
 _TRACEBACKS = 1000
 """Records of a pass that keep a traceback: at some 2 KB each, a pass that loses millions would hold

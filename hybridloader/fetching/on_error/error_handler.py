@@ -16,8 +16,7 @@ from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip
 from hybridloader.seeding.sample_rng import SampleRng
 from hybridloader.seeding.sample_seeds import key_of
 
-_SLICE = 0.02
-"""Seconds between two looks at the context while waiting for a retry."""
+_SLICE = 0.02  # seconds between two looks at the context while waiting for a retry
 
 
 def seeded(policy: Any, rng: SampleRng | None, key: Callable[[Any], bytes] = key_of) -> Any:
