@@ -94,15 +94,14 @@ def _line_up(
 ) -> Any:
     """Return the tensor that `torchs` makes of numbers; by way of an array, in a third of the time.
 
-    A worker gives the tensor over the array itself: torch can't resize it, no more than a batch from its
-    own workers. A copy would let the GIL go, for which a thread would wait again.
+    It is a copy, so that its memory is torch's. A tensor over the array itself would take the GIL once
+    more when it is freed, which a consumer of threads waits for. `torch.tensor` lets the GIL go here.
     """
     import torch
 
     if type(batch) in (list, tuple) and type(batch[0]) is not bool:
-        copy = True if get_worker_info() is None else None
         try:
-            return torch.asarray(array(code, batch), dtype=dtype, copy=copy)
+            return torch.asarray(array(code, batch), dtype=dtype, copy=True)
         except Exception:
             pass  # torch raises it
     return torchs(batch, collate_fn_map=collate_fn_map)

@@ -17,7 +17,6 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import collate as torchs
 
 from hybridloader import DataLoader, Memory, Threads
-from hybridloader.engine.worker_info import worker_info_set
 from hybridloader.fetching.collate import set_slots, slot_for, teach_torch
 from hybridloader.memory.slots import OWN, PrivateSlots
 
@@ -202,11 +201,8 @@ NUMBERS = [
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("worker", [None, object()], ids=["caller", "worker"])
 @pytest.mark.parametrize("numbers", NUMBERS, ids=repr)
-def test_numbers_collate_to_what_torch_makes_of_them(
-    numbers: Any, worker: Any, device: str
-) -> None:
+def test_numbers_collate_to_what_torch_makes_of_them(numbers: Any, device: str) -> None:
     def tensor(batch: Any) -> Any:
         return torch.tensor(batch, dtype=torch.float64 if type(batch[0]) is float else None)
 
@@ -218,12 +214,13 @@ def test_numbers_collate_to_what_torch_makes_of_them(
         return made.dtype, made.device, None if device == "meta" else repr(made), made.requires_grad
 
     teach_torch()
-    with torch.device(device), worker_info_set(worker):
+    with torch.device(device):
         assert outcome(default_collate) == outcome(tensor)
 
 
-def test_a_batch_of_numbers_can_be_resized_by_the_caller_as_torchs_can() -> None:
-    [batch, *_] = ours(index_alone, "inline", 0)
+@pytest.mark.parametrize("backend", ["inline", "threads"])
+def test_a_batch_of_numbers_can_be_resized_as_torchs_can(backend: str) -> None:
+    [batch, *_] = ours(index_alone, backend, 1 if backend == "threads" else 0)
     assert batch.resize_(9).shape == (9,)
 
 
