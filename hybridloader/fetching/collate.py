@@ -6,9 +6,9 @@ A user's own collate function gains too, if it calls one of these two functions 
 `default_collate_fn_map` on. `collate_int_fn` and `collate_float_fn` get one that takes a third of the
 time.
 
-A worker process that has not imported torch collates plain numbers and arrays with numpy, to arrive as
-the tensor that torch would have made. Anything else makes it import torch, so that odd cases and errors
-are torch's own.
+A worker process that has not imported torch collates plain numbers and numpy's arrays itself, to arrive
+as the tensor that torch would have made, the former without numpy. Anything else makes it import torch,
+so that odd cases and errors are torch's own.
 """
 
 from __future__ import annotations
@@ -231,19 +231,20 @@ def _collate(batch: Any) -> Any:
 
 def _numbers(batch: Sequence[Any], kind: type) -> Any:
     """Return numbers or arrays of one type as one array that arrives as a tensor."""
-    if kind.__module__ not in ("builtins", "numpy"):
+    count = (len(batch),)
+    if kind is float:
+        return AsTensor(array("d", batch), "float64", count)
+    if kind is bool:
+        return AsTensor(bytearray(batch), "bool", count)
+    if kind is int:
+        try:
+            return AsTensor(array("q", batch), "int64", count)
+        except OverflowError:
+            raise _NeedsTorch from None
+    if kind.__module__ != "numpy":
         raise _NeedsTorch
     import numpy as np
 
-    if kind is float:
-        return AsTensor(np.array(batch, np.float64))
-    if kind is bool:
-        return AsTensor(np.array(batch, np.bool_))
-    if kind is int:
-        try:
-            return AsTensor(np.array(batch, np.int64))
-        except OverflowError:
-            raise _NeedsTorch from None
     if kind is np.ndarray:
         first = batch[0]
         if any(a.dtype != first.dtype or a.shape != first.shape for a in batch):
@@ -254,10 +255,15 @@ def _numbers(batch: Sequence[Any], kind: type) -> Any:
             raise _NeedsTorch
         shape, dtype = (len(batch), *first.shape), first.dtype
         out = slot_for(shape, dtype, lambda buffer, *_: np.frombuffer(buffer, dtype).reshape(shape))
-        return AsTensor(np.stack(batch, out=np.empty(shape, dtype) if out is None else out))
+        return _as_tensor(np.stack(batch, out=np.empty(shape, dtype) if out is None else out))
     if issubclass(kind, (np.bool_, np.number)) and np.dtype(kind).name in _DTYPES:
-        return AsTensor(np.array(batch))
+        return _as_tensor(np.array(batch))
     raise _NeedsTorch
+
+
+def _as_tensor(numpys: Any) -> AsTensor:
+    """Return an array of numpy's, C-contiguous and of a dtype that torch has, to arrive as a tensor."""
+    return AsTensor(numpys, numpys.dtype.name, numpys.shape)
 
 
 def _convert(data: Any) -> Any:
@@ -272,5 +278,5 @@ def _convert(data: Any) -> Any:
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         plain = data.dtype.name in _DTYPES and data.dtype.isnative
         if plain and data.flags.c_contiguous and data.flags.writeable:
-            return AsTensor(data)
+            return _as_tensor(data)
     raise _NeedsTorch

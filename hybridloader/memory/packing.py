@@ -12,6 +12,7 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import prod
 from operator import methodcaller
 from typing import Any
 
@@ -29,17 +30,26 @@ Packed = tuple[bytes, list[memoryview]]
 
 
 class AsTensor:
-    """Array, C-contiguous and of a dtype that torch has, to arrive as a tensor; made without torch."""
+    """Numbers that are to arrive as a tensor; made without torch.
 
-    __slots__ = ("array",)
+    Parameters
+    ----------
+    numbers
+        Them, C-contiguous, as an object with the buffer protocol.
+    dtype
+        Name of their dtype, which torch has.
+    shape
+        Shape of the tensor.
+    """
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    __slots__ = ("dtype", "numbers", "shape")
+
+    def __init__(self, numbers: Any, dtype: str, shape: tuple[int, ...]) -> None:
+        self.numbers, self.dtype, self.shape = numbers, dtype, shape
 
     def __reduce__(self) -> Any:
-        array = self.array
-        data = pickle.PickleBuffer(array) if array.size else b""
-        return rebuild_tensor, (data, array.dtype.name, array.shape, None, False)
+        data = pickle.PickleBuffer(self.numbers) if prod(self.shape) else b""
+        return rebuild_tensor, (data, self.dtype, self.shape, None, False)
 
 
 def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Packed:
