@@ -8,8 +8,13 @@ LIMITS = ("limit", "together")
 BACKENDS = ("threads", "fork", "shared-memory")
 """Backends of hybridloader that take part in nearly every case."""
 
-FRESH = ("spawn", "shared-memory (loky)", "shared-memory (forkserver)")
-"""Forms of hybridloader whose workers are fresh processes, not forks of the user's."""
+FRESH = (
+    "spawn",
+    "spawn (zygote=False)",
+    "shared-memory (loky)",
+    "shared-memory (forkserver)",
+)
+"""Forms of hybridloader whose workers are fresh processes, or forks of one, not of the user's."""
 
 TORCH_FORKSERVER = "torch forkserver"
 """torch's loader with `multiprocessing_context="forkserver"`, where ``torch`` has ``"spawn"``."""

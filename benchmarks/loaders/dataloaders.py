@@ -60,10 +60,11 @@ def open_torch_forkserver(work: Work) -> Running:
 
 
 def _backend(name: str) -> Any:
-    """The backend that a loader of ours is called after: ``"kind"`` or ``"kind (start method)"``."""
-    from hybridloader import SharedMemory
+    """The backend that a loader of ours is called after: ``"kind"`` or ``"kind (option)"``."""
+    from hybridloader import SharedMemory, Spawn
 
     started: dict[str, Any] = {
+        "spawn (zygote=False)": Spawn(zygote=False),
         "shared-memory (loky)": SharedMemory(start_method="loky"),
         "shared-memory (forkserver)": SharedMemory(start_method="forkserver"),
     }
