@@ -9,9 +9,11 @@ import numbers
 import operator
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridloader._support.text import short
+
+T = TypeVar("T")
 
 
 def whole(
@@ -81,11 +83,11 @@ def keywords(caller: str, given: Collection[str], known: Collection[str], before
 def policy(
     name: str,
     value: Any,
-    words: Mapping[str, Callable[[], Any] | None],
-    kinds: tuple[type, ...],
+    words: Mapping[str, Callable[[], T] | None],
+    kinds: tuple[type[T], ...],
     told: str,
     hint: str = "",
-) -> Any:
+) -> T | None:
     """Return `value` if it is a policy of one of `kinds`, or the policy that `words` makes of its name.
 
     Raises `ValueError`, with the choices that `told` describes, for all else.

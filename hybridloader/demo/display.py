@@ -29,7 +29,6 @@ class ProgressBar:
         self._start = self._drawn = time.perf_counter()
 
     def advance(self, images: int, loss: float | None = None) -> None:
-        """Add `images` that are done, and their loss."""
         self._done += images
         if loss is not None:
             self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
@@ -55,7 +54,6 @@ class Display:
 
     @contextmanager
     def task(self, title: str, total: int) -> Iterator[ProgressBar]:
-        """Show the progress of the work within the block."""
         columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[said]}")
         # auto_refresh would be a thread; redirected streams would be inherited by forked workers.
         with Progress(

@@ -96,7 +96,6 @@ def cut_folder(cache: Path | None = None, crops: int = CROPS) -> Path:
 
 
 def is_complete(folder: Path, crops: int = CROPS) -> bool:
-    """Return True if `folder` holds all crops of all photographs."""
     wanted = {f"{index:04d}.jpg" for index in range(crops)}
     try:
         return all(set(os.listdir(folder / name)) == wanted for name in PHOTOGRAPHS)

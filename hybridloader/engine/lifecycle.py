@@ -149,7 +149,6 @@ class Lifecycle(ABC):
         return scheduler.workers[worker] not in ACTIVE and not scheduler.load[worker]
 
     def report(self) -> list[WorkerReport]:
-        """Report what each worker is doing; from any thread."""
         return self._table.report()
 
     def lateness(self, timeout: float) -> str:

@@ -1,11 +1,10 @@
 """Changes of the dataset since the last epoch, so that persistent workers see them.
 
-A persistent worker that has a copy of its own would go on with the dataset of the first epoch:
-``dataset.set_epoch(3)`` in the training script would never reach it. So before each new epoch the
-attributes that were *rebound* since are sent along: on any object, those whose new value is plain
-(a number, a string, None, or a tuple of such); on an object that has a `set_epoch` method, every
-one that can be pickled. Changes in place, and those of a worker to its own copy, are left alone.
-The same goes for the datasets that it holds in attributes or lists, and so on.
+Before each new epoch the attributes that were *rebound* since the last one are sent along: on any
+object, those whose new value is plain (a number, a string, None, or a tuple of such); on an object that
+has a `set_epoch` method, every one that can be pickled. Changes in place, and those of a worker to its
+own copy, are left alone. The same goes for the datasets that it holds in attributes or lists, and so
+on. docs/decisions/0005 says why.
 """
 
 from __future__ import annotations

@@ -47,9 +47,7 @@ class RestartPolicy:
         if value is None:
             return None
         told = '"raise", "restart" or a RestartPolicy'
-        words = {"raise": None, "restart": cls}
-        found: RestartPolicy | None = policy(name, value, words, (cls,), told)
-        return found
+        return policy(name, value, {"raise": None, "restart": cls}, (cls,), told)
 
 
 class Deaths:

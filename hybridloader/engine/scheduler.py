@@ -223,7 +223,6 @@ class Scheduler:
         return seq
 
     def source_ended(self) -> None:
-        """Note that there is nothing more to assign in this epoch."""
         self.run = self._after(self.run, "ended")
         self.free = 0
 

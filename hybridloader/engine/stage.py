@@ -110,7 +110,6 @@ class Stage(Lifecycle, Iterator[Any]):
     # -- from the source to the workers ------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Send tasks while there is room and the source has indices."""
         scheduler, flow, feed = self._scheduler, self._flow, self._feed
         self._hungry = starved = False
         while scheduler.free:
@@ -248,7 +247,6 @@ class Stage(Lifecycle, Iterator[Any]):
             discard(stale)
 
     def _hear_of(self, event: Ready | Exhausted | Exited) -> None:
-        """Take in the begin or end of a worker."""
         if isinstance(event, Exited):
             if self._closing:
                 return

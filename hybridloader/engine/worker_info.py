@@ -1,15 +1,8 @@
 """`get_worker_info` for workers of every kind.
 
-torch keeps the answer in one global of the process, which is right for a worker process and wrong
-for a worker thread. Ours is kept per thread. Much code calls torch's function through a reference
-that it took at import (``from torch.utils.data import get_worker_info``), so replacing the attribute
-would not reach it. The code of the function is replaced instead: it asks the thread first.
-
-One caller must not see a worker: torch's `collate_tensor_fn` asks in order to put the batch into
-shared memory of its own. Our batches travel another way, so that would be a copy too many (and a
-thread's batch would come out ``is_shared()``). That one caller is told None.
-
-Limits:
+torch keeps the answer in one global of the process, which is wrong for a worker thread. Ours is kept
+per thread, and the code of torch's function is replaced, so that it asks the thread first, however it
+was imported. torch's `collate_tensor_fn` is told None (docs/decisions/0004 says why). Limits:
 
 - In a worker thread the answer belongs to that thread and to those of `threads_per_worker`. A thread or
   an executor that a dataset starts by itself is told None, as in the training script; hand it the

@@ -64,7 +64,6 @@ class WorkerTable:
         self.proven = True
 
     def replaced(self, worker: int) -> None:
-        """Note that the place of a worker is given to another."""
         self.since[worker] = self.clock()
         self.restarts[worker] += 1
 

@@ -261,7 +261,6 @@ class _Surroundings:
                 self._mode = torch.no_grad
 
     def around(self, job: _Job) -> None:
-        """Work at `job` on this thread."""
         # In a process of its own a worker is known on every thread.
         strange = self._info is not None and get_worker_info() is None
         if strange:

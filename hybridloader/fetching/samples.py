@@ -103,7 +103,6 @@ def seeded_samples(
 
 
 def key_of_sample(index: Any) -> bytes:
-    """Return the key that seeds the collation of a single sample."""
     return key_of(index.index if type(index) is GivenUp else index)
 
 

@@ -102,7 +102,6 @@ class ShardFetcher(ShardReader):
         return b"" if self._rng is None else self._rng.shard_key(self.position)
 
     def resume(self, start: ShardStart) -> None:
-        """Go on from `start`, where another run or worker stopped."""
         if start.iterator is not None:
             load_into(
                 self._samples, pickle.loads(start.iterator.kept), "the iterator over the dataset"

@@ -114,7 +114,6 @@ class SlotWriter:
                 self.pool.release(number)
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Drop the reader's references to these slots."""
         for number in numbers:
             self.pool.drop(number)
 

@@ -1,8 +1,7 @@
 """Recycled slots: memory that large tensors and arrays are made in, again and again.
 
-Fresh pages, not bytes, are what a loader spends its time on: filling 38 MB of fresh memory takes
-some 17 ms, of recycled memory 1 ms. So a slot is mapped once and used again when the last array over
-it has died.
+Fresh pages, not bytes, are what a loader spends its time on (docs/internals.md has figures). So a slot
+is mapped once and used again when the last array over it has died.
 
 A slot counts its references: one for every buffer of this process over it, and, between processes,
 one for every batch in which the other side has it. The count goes down only by way of a queue that

@@ -159,7 +159,6 @@ DECODERS: dict[str, Callable[[bytes], Any] | None] = {
 
 
 def _encode(kind: str, chunk: Sequence[Any]) -> tuple[Any, Iterable[int] | None]:
-    """The bytes of all elements, and the length of each."""
     if kind in _CODES:
         return array(_CODES[kind], chunk), None
     if kind == "str":

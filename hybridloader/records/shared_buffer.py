@@ -91,7 +91,6 @@ class Staging:
         self.write(self._token)
 
     def write(self, data: Any) -> None:
-        """Append `data`, which has the buffer protocol."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         try:
             while len(view):  # Linux writes 2 GiB at most, and reserves the pages: no SIGBUS

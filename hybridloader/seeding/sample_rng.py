@@ -152,7 +152,6 @@ class SampleRng:
     # -- seeded calls ----------------------------------------------------------------------------------
 
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
-        """Return `function` of an index, seeded by that index."""
         call = self.call
         return lambda index: call(kind, key_of(index), function, index)
 
@@ -172,7 +171,6 @@ class SampleRng:
         return SeededIterator(self, worker, made, make)
 
     def shard_key(self, position: int) -> bytes:
-        """Return the key of a sample of this worker's shard."""
         return b"%d/%d" % (self.worker, position)
 
     def seeded_replacement(

@@ -50,8 +50,7 @@ def parse(value: Any, name: str = "seeding") -> SampleSeeding | None:
     told = '"worker" (as torch), "sample" or a SampleSeeding'
     hint = f"; for a seed write SampleSeeding(seed={value})" if type(value) is int else ""
     words = {"worker": None, "sample": SampleSeeding}
-    found: SampleSeeding | None = policy(name, value, words, (SampleSeeding,), told, hint)
-    return found
+    return policy(name, value, words, (SampleSeeding,), told, hint)
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ def root(origin: Origin, stage: str) -> Any:
 
 
 def seeds(digest: bytes) -> SeedTriple:
-    """Return the seeds for the digest of a sample."""
     number = int.from_bytes
     python, numpy = number(digest[:16], "little"), number(digest[16:20], "little")
     # Not Seeds(...), which takes as long as all of this.

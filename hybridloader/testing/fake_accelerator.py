@@ -3,10 +3,8 @@
 Work queued on its streams is done when the test calls `run`, and a copy reads its source only then.
 Memory of the device is used again as a caching allocator does it: at once on the stream that it was
 made for, with other streams heeded only if `keep_for` was told of them. So memory that is used again
-too early, on either side, shows as a wrong batch, as on a real device.
-
-It refuses the same things as torch or a driver: streams of another device, `keep_for` of a tensor on
-the host, pages that are locked already, any use in a fork of a process that has used it.
+too early, on either side, shows as a wrong batch, as on a real device. It refuses what torch or a driver
+would refuse; docs/devices.md lists that.
 """
 
 from __future__ import annotations

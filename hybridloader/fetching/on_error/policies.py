@@ -117,9 +117,8 @@ def parse(value: Any, name: str = "on_error") -> Policy | None:
     if value is None:
         return None
     told = '"raise", "skip", a Skip, a Retry or a Replace'
-    kinds = (Skip, Retry, Replace)
-    found: Policy | None = policy(name, value, {"raise": None, "skip": Skip}, kinds, told)
-    return found
+    kinds: tuple[type[Policy], ...] = (Skip, Retry, Replace)
+    return policy(name, value, {"raise": None, "skip": Skip}, kinds, told)
 
 
 def final(policy: Policy | None) -> Skip | Replace | None:

@@ -111,7 +111,6 @@ class TolerantBatchFetcher(BatchFetcher):
             return all_failed(indices, no_stop(error), failures, attempted)
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Leave out the samples that can't be sent, or the batch; see `Fetcher.mend`."""
         if not self._skips:
             super().mend(value, error, check)
         assert self._context.extras is not None
