@@ -35,8 +35,8 @@ class _QueuedResult(NamedTuple):
     seq: int
     worker: int
     position: int
-    extras: dict[str, Any] | None
-    found: Any
+    extras: dict[str, Any] | None = None
+    found: Any = None
     size: int = 0
     error: Raised | None = None
     final: bool = False
@@ -108,36 +108,32 @@ class _PinningIterator(Iterator[Any]):
         if self._over:
             raise StopIteration
         stage = self._stage
+        self._number += 1
         try:
             result = [stage.pull(self._epoch, wait=True)]
         except StopIteration:
             raise
         except Exception as error:
             self._over = stage.closed or isinstance(error, FINAL)
-            self._number += 1
-            return self._queued(None, error=Raised(error), final=self._over)
-        self._number += 1
+            return _QueuedResult(*self._place, error=Raised(error), final=self._over)
         try:
             extras = stage.last.extras
             if extras is not None and "outcome" in extras and extras["outcome"].short is not None:
-                return self._queued(result.pop())  # samples, of which a batch is yet to be made
+                # Samples, of which a batch is yet to be made.
+                return _QueuedResult(*self._place, extras, result.pop())
             sent = self._pinner.send(result)
-            return self._queued(sent, sent.size)
+            return _QueuedResult(*self._place, extras, sent, sent.size)
         except Exception as error:
             add_note(
                 error,
                 f"In stage {self._pinner.stage!r} of the loader, at batch {self._number} of this pass.",
             )
-            return self._queued(None, error=Raised(error))
+            return _QueuedResult(*self._place, error=Raised(error))
 
-    def _queued(
-        self, found: Any, size: int = 0, error: Raised | None = None, final: bool = False
-    ) -> _QueuedResult:
+    @property
+    def _place(self) -> tuple[int, int, int]:
         last = self._stage.last
-        extras = last.extras if error is None else None
-        return _QueuedResult(
-            last.seq, last.worker, last.position, extras, found, size, error, final
-        )
+        return last.seq, last.worker, last.position
 
     def close(self) -> None:
         """Close the stage, if that was left to this thread."""

@@ -173,16 +173,9 @@ class MarkedIterator(ReadIterator):
         self._due = at + every
 
     def __next__(self) -> Any:
-        if self._given < self._due or not self._cadence.due():
-            item = self._draw()
-        else:
-            self._due = self._given + self._every
-            at, state = self._given, self._state()
-            item = self._draw()
-            self._mark(at, state)
-        return item
-
-    def _draw(self) -> Any:
+        due, at, state = self._given >= self._due and self._cadence.due(), self._given, None
+        if due:
+            self._due, state = at + self._every, self._state()
         try:
             item = self._pull()
         except StopIteration:
@@ -192,6 +185,8 @@ class MarkedIterator(ReadIterator):
             self._given += 1
             raise
         self._given += 1
+        if due:
+            self._mark(at, state)
         return item
 
     def _state(self) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.caller import warn
-from hybridloader._support.errors import IteratorClosed, StateError
+from hybridloader._support.errors import IteratorClosed
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
@@ -94,12 +94,6 @@ class Executor:
 
     # -- passes --------------------------------------------------------------------------------------
 
-    def begin_run(self) -> None:
-        """Break off the run before, and begin another."""
-        self.break_off()
-        self.left = TaskContext()
-        self.stages.failure_log.new_run()
-
     def add_relay(self, node: RelayNode, before: tuple[Node, ...], relay: Relay) -> RunningRelay:
         """Take charge of a relay, which takes the place of the one `before` it."""
         with self._ending:
@@ -173,23 +167,13 @@ class Executor:
     ) -> dict[str, Any]:
         """Return the state of a run in an epoch."""
         drawn = dict(self._drawn)
-        position = Position(self.seed, self.seeded, epoch, counts, finished, drawn, saved)
+        position = Position(self.seed, self.seeded, epoch, *counts, finished, drawn, saved)
         return position.as_dict(self.descriptions)
 
     @functools.cached_property
     def descriptions(self) -> list[str]:
         """Descriptions of the steps, for states of runs."""
         return descriptions(self.chain)
-
-    def refuse_disorder(self) -> None:
-        """Raise `StateError` if the order of the items depends on timing."""
-        for stage in self.stages.values():
-            node = stage.node
-            if not node.reads and not node.placement.in_order and node.placement.num_workers > 1:
-                raise StateError(
-                    f"stage {node.name!r} is in_order=False, so which items came depends on timing, and "
-                    "no state can say which are left; leave in_order out, or take it between epochs"
-                )
 
     @functools.cached_property
     def in_rows(self) -> set[Path]:
@@ -202,10 +186,6 @@ class Executor:
     def seconds(self) -> float:
         """Seconds since it began, until it was closed."""
         return (time.monotonic() if self._ended is None else self._ended) - self.began
-
-    def places(self) -> list[Path]:
-        """Return the paths of all stages and relays."""
-        return [*self.stages, *self.relays]
 
     def waited_before(self, where: Path) -> float:
         """Return the seconds that the thread of the relay at `where` has waited for what it pulls."""

@@ -62,7 +62,9 @@ NodeOpener = Generator[tuple[int, Offset], Iterator[Any], Iterator[Any]]
 
 def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
     """Make the iterators of one run, and start them. The run before is broken off."""
-    executor.begin_run()
+    executor.break_off()
+    executor.left = TaskContext()
+    executor.stages.failure_log.new_run()
     position.opened = True
     run = ChainPass(executor, position, executor.plan, position.epoch, {}, executor.left)
     return run.open(Offset(position.start.given))

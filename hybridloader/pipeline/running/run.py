@@ -54,8 +54,7 @@ class Run(Iterator[Any]):
         self._executor, self.epoch = executor, epoch
         if self._epochs is None:
             self._finalizer = closed_with(self, executor)
-        counts, saved = (Counts(), {}) if resumed is None else (resumed.counts, resumed.saved)
-        self._position = RunPosition(executor.plan, epoch, counts, saved)
+        self._position = RunPosition(executor.plan, epoch, resumed)
         self._items: Iterator[Any] = iter(())
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
         if resumed is not None and resumed.finished:
@@ -235,8 +234,13 @@ class Run(Iterator[Any]):
 def _state(executor: Executor, position: RunPosition) -> dict[str, Any]:
     finished = position.finished
     counts, saved = (position.counts, {}) if finished else position.position()
-    if counts.given and not finished:
-        executor.refuse_disorder()
+    for stage in executor.stages.values() if counts.given and not finished else ():
+        node = stage.node
+        if not node.reads and not node.placement.in_order and node.placement.num_workers > 1:
+            raise StateError(
+                f"stage {node.name!r} is in_order=False, so which items came depends on timing, and "
+                "no state can say which are left; leave in_order out, or take it between epochs"
+            )
     return executor.state(position.epoch, counts, saved, finished=finished)
 
 

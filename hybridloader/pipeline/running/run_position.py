@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridloader._support.errors import StateError
@@ -25,6 +25,7 @@ from hybridloader.pipeline.running.plan import (
     RelayNode,
     WorkerNode,
 )
+from hybridloader.pipeline.running.state import Position
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.running.dropping import Dropping
@@ -69,21 +70,15 @@ class _Stop(NamedTuple):
 
 
 class RunPosition:
-    """Position of one run; `counts` and `saved` marks, by place, are of the run that it goes on from."""
+    """Position of one run, which may go on from a position that another run had come to."""
 
-    def __init__(
-        self,
-        plan: ChainPlan,
-        epoch: int,
-        counts: Counts = Counts(),  # noqa: B008 - it can't be changed
-        saved: Mapping[str, Mark] | None = None,
-    ) -> None:
+    def __init__(self, plan: ChainPlan, epoch: int, resumed: Position | None = None) -> None:
         self._plan, self.epoch = plan, epoch
-        self._saved = dict(saved or {})
-        self.start = counts
+        self._saved = {} if resumed is None else resumed.marks
+        self.start = Counts() if resumed is None else Counts(resumed.given, resumed.raised)
         self.opened = False
         # All the mutable state. One thread counts, errors first:
-        self.given, self.raised = counts
+        self.given, self.raised = self.start
         self.finished = False  # that it ended was told
         self.droppings: list[Dropping] = []
         # And under the lock:

@@ -7,7 +7,7 @@ gone on from exactly is refused before anything is started; the error names the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridloader._support.attributes import attribute
@@ -27,7 +27,6 @@ from hybridloader.pipeline.operators.order import ShardByRank
 from hybridloader.pipeline.operators.pin import PinMemory
 from hybridloader.pipeline.operators.sources import Indices
 from hybridloader.pipeline.operators.work import Prefetch, Readers, Work
-from hybridloader.pipeline.running.run_position import Counts
 
 VERSION = 1
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
@@ -55,29 +54,22 @@ class Position:
     seeded: bool
     """True if the user gave the seed of the run."""
     epoch: int
-    counts: Counts = Counts()  # noqa: RUF009 - it can't be changed
+    given: int
+    """Items that your loop was given, and errors in the places of items."""
+    raised: int
+    """Those of them that were errors."""
     finished: bool = False
     """True if your loop had been told that these were all."""
     draws: Mapping[str, int] = field(default_factory=dict)
     """Seeds of sources, by path; see `Executor.draw`."""
-    saved: Mapping[str, Mark] = field(default_factory=dict)
+    marks: Mapping[str, Mark] = field(default_factory=dict)
     """Marks, by place."""
 
     def as_dict(self, operators: list[str]) -> dict[str, Any]:
         """Return the state."""
-        return {
-            "version": VERSION,
-            "kind": KIND,
-            "seed": self.seed,
-            "seeded": self.seeded,
-            "epoch": self.epoch,
-            "given": self.counts.given,
-            "raised": self.counts.raised,
-            "finished": self.finished,
-            "operators": list(operators),
-            "draws": dict(self.draws),
-            "marks": {place: mark._asdict() for place, mark in self.saved.items()},
-        }
+        marks = {place: mark._asdict() for place, mark in self.marks.items()}
+        own = {**vars(self), "draws": dict(self.draws), "marks": marks}
+        return {"version": VERSION, "kind": KIND, **own, "operators": list(operators)}
 
 
 _FIELDS = Schema(
@@ -157,22 +149,16 @@ def checked(
     """
     _FIELDS.check(state)
     _same_operators(state["operators"], descriptions(pipeline))
-    position = Position(
-        seed=state["seed"],
-        seeded=state["seeded"],
-        epoch=state["epoch"],
-        counts=Counts(state["given"], state["raised"]),
-        finished=state["finished"],
-        draws=dict(state["draws"]),
-        saved={place: Mark(**mark) for place, mark in state["marks"].items()},
-    )
+    own = {each.name: state[each.name] for each in fields(Position)}
+    own["marks"] = {place: Mark(**mark) for place, mark in state["marks"].items()}
+    position = Position(**own)
     for name, said, meant in (("epoch", epoch, position.epoch), ("seed", seed, position.seed)):
         if said is not None and said != meant:
             raise StateError(
                 f"{name}: the state is of {name} {meant}, and the run is to have {name} {said}; leave "
                 f"{name}= out to go on"
             )
-    given, raised = position.counts
+    given, raised = position.given, position.raised
     if raised > given:
         raise StateError(f"raised: {raised} errors among given={given} items; the state is damaged")
     length = pipeline.length

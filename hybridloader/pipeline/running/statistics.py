@@ -136,7 +136,7 @@ def report(executor: Executor) -> str:
 
 def _line(executor: Executor) -> Iterator[StageStats]:
     """Yield the stages and threads of a pipeline, those of its branches before them."""
-    for where in sorted(executor.places()):
+    for where in sorted([*executor.stages, *executor.relays]):
         running = executor.stages.get(where)
         if running is not None:
             metrics = running.metrics
