@@ -168,7 +168,7 @@ class PassStart:
         made = Progress(self.replay, self.epoch, plan.readers, iterable=plan.iterable)
         made.base_seed, made.shared_seed = int(iterator._base_seed), iterator._shared_seed
         before = record.progress if self._again else None
-        if before is not None and before.finished:
+        if before is not None and before.finished and before.stateful:
             made.resume_workers(before.ends())
         if resume is not None and not resume.over:
             made.replay, made.finished = resume.replay, resume.empty

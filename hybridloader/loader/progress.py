@@ -77,7 +77,9 @@ class Progress:
         """The last of the first `count` items."""
         self.end = -1
         """Number of all items, once the sampler has ended; -1 before."""
-        self.resume_workers(readers * [ShardStart()])
+        self.places = [ShardStart(again=[]) for _ in range(readers)]
+        """Places of the workers after the results that were handed out, if the dataset is iterable or
+        workers hold its state. `ShardStart.again` is a list that grows."""
         self.remainders: dict[int, ShardStart] = {}
         """Places of workers before the last samples of their shards, which wait to be joined."""
         self.own_dataset = Latest()
@@ -91,6 +93,8 @@ class Progress:
         """Workers that are to be asked first and have not answered."""
         self.exhausted: Mapping[int, Exhausted] = {}
         """Ends of shards, by worker; the last results of these may still be on their way."""
+        self._rereading = readers * [0]  # samples that each worker has yet to read again
+        self._reread_in_all = 0
         self._before = ShardStart(), 0  # place of the last worker, and its tasks to repeat, before
         self._latest: DrawnItem | None = None
         self._shift = 0  # from the numbers of tasks to those of the sampler's items
@@ -102,10 +106,13 @@ class Progress:
     def resume_workers(self, starts: Sequence[ShardStart]) -> None:
         """Note where each worker begins."""
         self.places = [start._replace(again=list(start.again)) for start in starts]
-        """Places of the workers after the results that were handed out, if the dataset is iterable or
-        workers hold its state. `ShardStart.again` is a list that grows."""
         self._rereading = [max(0, start.skip - start.position) for start in starts]
         self._reread_in_all = sum(self._rereading)
+
+    @property
+    def stateful(self) -> bool:
+        """True if a worker's next pass may begin elsewhere than at the beginning, as `ends` tells."""
+        return bool(self.exhausted) or any(place.stateful for place in self.places)
 
     @property
     def resuming(self) -> tuple[int, int] | None:

@@ -36,25 +36,13 @@ class Samplers(NamedTuple):
     generator: Any
     """The loader's own generator."""
 
+    chain: list[Any]
+    """The outer sampler, and those that it draws from, down to the sampler of samples."""
+
     @classmethod
     def of(cls, loader: Any) -> Samplers:
-        return cls(loader._index_sampler, loader.generator)
-
-    @property
-    def chain(self) -> list[Any]:
-        """The outer sampler, and those that it draws from, down to the sampler of samples.
-
-        accelerate puts one sampler of batches around another, as its `batch_sampler`.
-        """
-        found = [self.outer]
-        while True:
-            last = found[-1]
-            inner = attribute(last, "batch_sampler")
-            if inner is None:
-                inner = attribute(last, "sampler")
-            if inner is None or any(inner is one for one in found):
-                return found
-            found.append(inner)
+        outer = loader._index_sampler
+        return cls(outer, loader.generator, _chain(outer))
 
     @property
     def names(self) -> list[str]:
@@ -166,6 +154,22 @@ class Samplers(NamedTuple):
             )
 
         return take, Cadence()
+
+
+def _chain(outer: Any) -> list[Any]:
+    """Return `outer` and the samplers that it draws from.
+
+    accelerate puts one sampler of batches around another, as its `batch_sampler`.
+    """
+    found = [outer]
+    while True:
+        last = found[-1]
+        inner = attribute(last, "batch_sampler")
+        if inner is None:
+            inner = attribute(last, "sampler")
+        if inner is None or any(inner is one for one in found):
+            return found
+        found.append(inner)
 
 
 def is_ours(sampler: Any) -> bool:
