@@ -12,7 +12,7 @@ import io
 import pickle
 import traceback
 import types
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hybridloader._support.attributes import attribute
 
@@ -268,13 +268,12 @@ def _alike(found: BaseException, sent: BaseException) -> bool:
     )
 
 
-class _Parts:
+class _Parts(NamedTuple):
     """Parts of an exception that can't be pickled whole."""
 
-    def __init__(
-        self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
-    ) -> None:
-        self.kind, self.args, self.state = kind, args, state
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    state: dict[str, Any]
 
     def assemble(self) -> BaseException:
         # By the `__new__` of the built-in class: one in Python may want other arguments, as __init__.

@@ -104,14 +104,13 @@ class Sent:
     of the thread that takes the batch.
     """
 
-    __slots__ = ("data", "late", "mark", "size", "used")
+    data: Any = None  # the batch
+    size = 0  # bytes of its tensors, as far as they can be found
+    mark: StreamMark | None = None  # behind the copies; None if there are none
+    late = False  # a part has yet to be moved, by the thread that takes it
 
     def __init__(self) -> None:
-        self.data: Any = None  # the batch
-        self.size = 0  # bytes of its tensors, as far as they can be found
-        self.mark: StreamMark | None = None  # behind the copies; None if there are none
         self.used: list[Any] = []
-        self.late = False  # a part has yet to be moved, by the thread that takes it
 
 
 class Pinner:

@@ -119,16 +119,11 @@ class Failed(NamedTuple):
 
 
 class Last:
-    """Record of the result handed out last, as `Done` has it, without the value.
+    """Record of the result handed out last, as `Done` has it, without the value; outlives the stage."""
 
-    It outlives the stage. `seq` is -1 where there was none.
-    """
-
-    __slots__ = ("extras", "position", "seq", "worker")
-
-    def __init__(self) -> None:
-        self.seq, self.worker, self.position = -1, 0, 0
-        self.extras: dict[str, Any] | None = None
+    seq = -1  # there was none
+    worker = position = 0
+    extras: dict[str, Any] | None = None
 
 
 class Exhausted(NamedTuple):

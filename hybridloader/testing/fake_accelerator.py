@@ -16,42 +16,39 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
+@dataclass(eq=False)
 class FakeMark:
     """Point in a `FakeStream`."""
 
-    def __init__(self) -> None:
-        self.reached = False
+    reached: bool = False
 
     def query(self) -> bool:
         return self.reached
 
 
+@dataclass(eq=False)
 class FakeStream:
     """Stream that does its work in order, as far as marks of other streams let it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.queue: deque[Callable[[], object]] = deque()  # one that returns False comes again
-
-    def __repr__(self) -> str:
-        return f"FakeStream({self.name!r}, {len(self.queue)} queued)"
+    name: str
+    queue: deque[Callable[[], object]] = field(default_factory=deque)  # a False: not possible yet
 
 
+@dataclass(eq=False)
 class _Block:
     """Memory of the device, and the marks that must be reached before it is used again."""
 
-    __slots__ = ("keepers", "marks", "memory", "stream")
-
-    def __init__(self, memory: Any, stream: FakeStream) -> None:
-        self.memory, self.stream = memory, stream
-        self.keepers: list[FakeStream] = []
-        self.marks: list[FakeMark] = []
+    memory: Any
+    stream: FakeStream
+    keepers: list[FakeStream] = field(default_factory=list)
+    marks: list[FakeMark] = field(default_factory=list)
 
 
 class FakeAccelerator:
