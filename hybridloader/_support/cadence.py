@@ -28,8 +28,6 @@ class Cadence:
     state seem expensive.
     """
 
-    __slots__ = ("_began", "_clock", "_cost", "_every", "_free", "_left", "_next")
-
     def __init__(
         self, clock: Callable[[], float] = perf_counter, *, every: int = 1, free: float = FREE
     ) -> None:

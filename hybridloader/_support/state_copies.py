@@ -142,12 +142,8 @@ def _refuse(reason: str) -> NoReturn:
 class Given:
     """State that is kept; `kept` itself is never handed out."""
 
-    __slots__ = ("_one", "kept")
-
-    keep: ClassVar[staticmethod[[Any], Any]]
-    """Function that makes `kept` from a state."""
-    opened: ClassVar[staticmethod[[Any], Any]]
-    """Function that makes a state from `kept`."""
+    keep: ClassVar[staticmethod[[Any], Any]]  # makes `kept` from a state
+    opened: ClassVar[staticmethod[[Any], Any]]  # makes a state from `kept`
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
@@ -170,21 +166,18 @@ class Given:
 class Kept(Given):
     """State kept as a copy."""
 
-    __slots__ = ()
     keep = opened = staticmethod(copied)
 
 
 class Frozen(Given):
     """State kept as a pickle, as it travels between processes."""
 
-    __slots__ = ()
     keep, opened = staticmethod(pickle.dumps), staticmethod(pickle.loads)
 
 
 class Missing(Given):
     """State that could not be taken: asking for it raises the reason."""
 
-    __slots__ = ()
     opened = staticmethod(_refuse)
 
 

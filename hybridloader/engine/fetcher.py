@@ -94,13 +94,8 @@ class GivenUp:
     `text` is the message of its error.
     """
 
-    __slots__ = ("index", "text")
-
     def __init__(self, index: Any, text: str) -> None:
         self.index, self.text = index, text
-
-    def __reduce__(self) -> Any:
-        return GivenUp, (self.index, self.text)
 
     def error(self) -> WorkerDied:
         return WorkerDied(self.text)

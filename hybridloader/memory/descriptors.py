@@ -44,8 +44,6 @@ def _most() -> int:
 class KeptDescriptor:
     """Kept descriptor of a segment. One thread may close it while another duplicates it."""
 
-    __slots__ = ("_fd",)
-
     def __init__(self, fd: int) -> None:
         self._fd: int | None = fd
 

@@ -29,10 +29,6 @@ class MappedSegment:
     their processes know it, too.
     """
 
-    __slots__ = (
-        "_ended", "_lent", "_lock_asked", "alias", "capacity", "kept", "listeners", "locks", "mapping"
-    )  # fmt: skip
-
     def __init__(
         self,
         mapping: Mapping | OSError,  # the memory, or the error why it could not be mapped

@@ -30,8 +30,6 @@ class Ticket(NamedTuple):
 class Mapping:
     """Bytes mapped into this process, `size` of them; given back when nobody refers to them any more."""
 
-    __slots__ = ("__weakref__", "_ends", "_owner", "address", "size")
-
     def __init__(self, address: int, size: int, owner: Any = None) -> None:
         self.address, self.size, self._owner = address, size, owner
         self._ends: list[tuple[Callable[..., object], tuple[Any, ...]]] = []

@@ -62,10 +62,6 @@ def place_of(number: int) -> tuple[int, int]:
 class Segment:
     """Mapping that is cut into slots of `capacity` bytes; its pages are locked by `locks`, if any."""
 
-    __slots__ = (
-        "_fds", "capacity", "free", "last", "locks", "mapping", "number", "references", "ticket"
-    )  # fmt: skip
-
     def __init__(self, number: int, capacity: int, slots: int, made: Made) -> None:
         self.number, self.capacity = number, capacity
         self.mapping, self.ticket, fd = made  # no ticket: the reader was told

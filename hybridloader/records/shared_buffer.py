@@ -48,8 +48,6 @@ class SharedBuffer:
     own. A pickle can be read while a process that made or pickled the buffer keeps it.
     """
 
-    __slots__ = ("__weakref__", "_ticket", "data")
-
     def __init__(self, data: mmap.mmap, ticket: BufferTicket) -> None:
         self.data, self._ticket = data, ticket
         _here[ticket.token] = self
