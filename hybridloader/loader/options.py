@@ -43,13 +43,7 @@ class Options(NamedTuple):
 
     @classmethod
     def said(cls, caller: str, words: Mapping[str, Any]) -> Options:
-        """Make options of the keywords that a user gave to `caller`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            There is no such keyword, or no loader could take its value.
-        """
+        """Make options of the keywords that a user gave to `caller`; check words and values."""
         keywords(caller, words, OptionWords.__annotations__, "backend, ")
         options = cls(**words)
         options.check()

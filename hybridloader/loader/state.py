@@ -108,13 +108,7 @@ START, WITHIN, END = "start", "within", "end"
 
 
 def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
-    """Return the state of a pass; before any pass and after an end, that of the next pass.
-
-    Raises
-    ------
-    StateError
-        The dataset's state can't be taken.
-    """
+    """Return the state of a pass; before any pass and after an end, that of the next pass."""
     over, iterable, replay = where != WITHIN, progress.iterable, progress.replay
     dataset = None
     if (over or not iterable) and is_stateful(plan.dataset):
@@ -233,13 +227,7 @@ _COUNTED = Schema("sampler", (COUNT, "samples_yielded"))
 
 
 def read(plan: LoaderPlan, state: Any) -> ResumePoint:
-    """Return the place that `state` describes, checked as far as that changes nothing.
-
-    Raises
-    ------
-    StateError
-        It is not the state of such a loader; the message names the field.
-    """
+    """Return the place that `state` describes, checked as far as that changes nothing."""
     own: Any = state.get(OWN) if isinstance(state, Mapping) else None
     if isinstance(state, Mapping) and not isinstance(own, Mapping):
         more = ""

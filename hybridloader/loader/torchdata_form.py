@@ -179,15 +179,7 @@ def _packed(state: bytes) -> str:
 
 
 def read(plan: LoaderPlan, state: Any) -> dict[str, Any]:
-    """Return `state` in our own form.
-
-    Raises
-    ------
-    WorkersDiffer
-        It holds the states of another number of workers.
-    StateError
-        It is in none of torchdata's two shapes.
-    """
+    """Return `state` in our own form; raise `WorkersDiffer` if it is of another number of workers."""
     if not isinstance(state, Mapping):
         raise StateError(f"the state of a loader is a dict, got {type(state).__name__}")
     if "_snapshot" not in state and "_num_workers" in state:

@@ -101,14 +101,17 @@ class Pipeline(Steps):
         dataset
             Its samples are fetched by index, on the stage's backend if one is given.
         sampler
-            An iterable of indices, such as torch's samplers.
+            An iterable of indices, such as torch's samplers. If it has a `set_epoch`, that is called
+            with the number of the pass before every pass, the first one too: do not call it yourself.
         batch_sampler
-            An iterable of lists of indices; each gives one batch, as in torch's DataLoader.
+            An iterable of lists of indices; each gives one batch, as in torch's DataLoader. `set_epoch`
+            as above.
         shuffle
             Draw the order as torch's `RandomSampler` does.
         seed
-            Seed of the order; the epoch is added to it, as in torch's `DistributedSampler`. None: drawn
-            from torch's default generator.
+            Seed of the order; the epoch is added to it, as in torch's `DistributedSampler`. None: that
+            of the run, if it was given one, else drawn from torch's default generator, as torch's
+            loader does.
         collate_fn
             With `batch_sampler`: makes a batch of a list of samples; None takes torch's
             `default_collate`.
@@ -143,10 +146,11 @@ class Pipeline(Steps):
         Parameters
         ----------
         items
-            An iterable, or a function that returns one, which is called for each pass. One reader reads
-            it, whatever stages come after. With `num_workers`, there are several readers, each with its
-            own copy of the iterable or its own call of the function; what `get_worker_info()` says there
-            tells them which part is theirs.
+            An iterable, or a function that returns one, which is called for each pass; or an iterator,
+            such as a generator, for one pass. A `set_epoch` is called as for `from_dataset`. One reader
+            reads it, whatever stages come after. With `num_workers`, there are several readers, each with
+            its own copy of the iterable or its own call of the function; what `get_worker_info()` says
+            there tells them which part is theirs.
         name
             Name of this stage in errors and tables.
         **where

@@ -175,14 +175,8 @@ class Reader:
     """A whole file, record by record.
 
     It is mapped copy-on-write: arrays lie over the mapping, can be written to, and keep it
-    for as long as they live; what is written to them never reaches the file.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is none.
-    CacheError
-        It is damaged, was written by another pipeline, or may have been by somebody else.
+    for as long as they live; what is written to them never reaches the file. `CacheError` is raised if
+    it is damaged, was written by another pipeline, or may have been by somebody else.
     """
 
     def __init__(self, path: str, fingerprint: str) -> None:

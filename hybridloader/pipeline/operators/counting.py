@@ -12,7 +12,7 @@ from hybridloader.fetching.on_error.policies import Skip, final
 from hybridloader.pipeline.operators.base import Chain, Operator, steps_in
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.order import Repeat, ShardByRank, SkipFirst, Take
-from hybridloader.pipeline.operators.work import Lookup, Map, Readers, Work
+from hybridloader.pipeline.operators.work import Lookup, Map, Placed, Readers
 
 
 def loses_count(pipeline: Chain) -> str | None:
@@ -45,7 +45,7 @@ def check(name: str, number: int, pipeline: Chain) -> None:
 
 
 def _skips(operator: Operator) -> bool:
-    if not isinstance(operator, (Work, Readers)):
+    if not isinstance(operator, Placed):
         return False
     return isinstance(final(operator.placement.on_error), Skip)
 

@@ -38,28 +38,8 @@ from hybridloader.pipeline.operators.stateful import (
 class Indices(Source):
     """The indices of a map-style dataset, in the order in which it is to be read.
 
-    Without a sampler and without `shuffle` they are those of ``range(len(dataset))``.
-
-    Parameters
-    ----------
-    dataset
-        Asked for its length when a pass begins, and for nothing else.
-    sampler
-        An iterable of indices. If it has a `set_epoch`, that is called with the number of the pass
-        before every pass, the first one too: do not call it yourself.
-    batch_sampler
-        An iterable of lists of indices; these lists are what comes. `set_epoch` as above.
-    shuffle
-        True reads all in a random order, that of `torch.utils.data.RandomSampler`.
-    seed
-        The order of a pass is then that of ``seed + epoch``, as with torch's `DistributedSampler`.
-        None takes the seed of the run, if it was given one, else draws from torch's default generator,
-        as torch's loader does: after the same ``torch.manual_seed`` the order is the same.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Parameters that contradict each other, or a dataset that can't be read by index.
+    See `Pipeline.from_dataset`. The dataset is asked for its length when a pass begins, and for nothing
+    else. Without a sampler and without `shuffle` the indices are those of ``range(len(dataset))``.
     """
 
     dataset: Any = field(repr=False)
@@ -161,22 +141,7 @@ def _is_iterable_dataset(dataset: Any) -> bool:
 
 @dataclass(frozen=True)
 class Items(Source):
-    """Items of an iterable, read by one reader.
-
-    Parameters
-    ----------
-    source
-        An iterable, which is iterated in every pass. Or a function without parameters that gives
-        one, called in every pass. Or an iterator, such as a generator, for one pass.
-
-        If the iterable, or what the function gives, has a `set_epoch`, it is called with the number
-        of the pass before every pass, the first one too: do not call it yourself.
-
-    Raises
-    ------
-    TypeError
-        `source` is none of these.
-    """
+    """Items of an iterable, read by one reader; see `Pipeline.from_iterable`."""
 
     source: Any = field(repr=False)
     # Not a part of the description: an entry once the one pass over an iterator has begun.

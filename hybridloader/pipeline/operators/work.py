@@ -106,15 +106,7 @@ class Placement:
 
     @classmethod
     def of(cls, stage: str, where: Where) -> Placement:
-        """Check what a user said about `stage`.
-
-        Raises
-        ------
-        BackendUnavailable
-            There is no such backend.
-        TypeError, ValueError
-            A number is none, or too small, or there are workers but no backend.
-        """
+        """Make a placement of what a user said about `stage`, and check it."""
         keywords(f"stage {stage!r}", where, Where.__annotations__)
         given: dict[str, Any] = {key: value for key, value in where.items() if value is not None}
         faults = {
@@ -163,14 +155,31 @@ def _cpus() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
+class Placed(Operator):
+    """Base of the steps that the engine runs, each with a placement of its own."""
+
+    placement: Placement
+    label: str | None
+    """Name in errors and tables; None: the operator and the function."""
+
+    def __post_init__(self) -> None:
+        if self.label is not None and not isinstance(self.label, str):
+            raise TypeError(f"the name of a stage is a text, not {self.label!r}")
+
+    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
+        raise TypeError(f"{self.name} is opened by the engine, on its backend")
+
+    def describe(self, longest: int | None = None) -> str:
+        return self.name
+
+
 @dataclass(frozen=True)
-class Work(Operator):
+class Work(Placed):
     """A function for each item; the kinds differ in what they make of what it returns."""
 
     function: Any
     placement: Placement = field(default_factory=Placement)
     label: str | None = None
-    """Name in errors and tables; None: the operator and the function."""
 
     kind = "map"
 
@@ -180,7 +189,7 @@ class Work(Operator):
         return cls(function, Placement.of(cls(function, label=label).name, where), label)
 
     def __post_init__(self) -> None:
-        check_label(self.label)
+        super().__post_init__()
         check_function(self.name, self.function)
 
     @property
@@ -189,12 +198,6 @@ class Work(Operator):
 
     def step(self) -> Step:
         return Step(self.kind, self.function)
-
-    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        raise TypeError(f"{self.name} is opened by the engine, on its backend")
-
-    def describe(self, longest: int | None = None) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,7 @@ class Lookup(Map):
     function: MapFetch
 
     def __post_init__(self) -> None:
-        check_label(self.label)
+        Placed.__post_init__(self)
 
     @property
     def name(self) -> str:
@@ -234,7 +237,7 @@ class Lookup(Map):
 
 
 @dataclass(frozen=True)
-class Readers(Source):
+class Readers(Placed, Source):
     """Several readers of an iterable source, each a worker with its own iterator.
 
     They are read in turn: the first item of each, the second of each, and so on.
@@ -247,7 +250,7 @@ class Readers(Source):
     label: str | None = None
 
     def __post_init__(self) -> None:
-        check_label(self.label)
+        super().__post_init__()
         check_source(self.name, self.source)
         if hasattr(type(self.source), "__next__"):
             raise TypeError(
@@ -261,9 +264,6 @@ class Readers(Source):
 
     def start(self, context: Context) -> Iterator[Any]:
         raise TypeError(f"{self.name} is opened by the engine, on its backend")
-
-    def describe(self, longest: int | None = None) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)
@@ -289,12 +289,6 @@ def name_of_function(function: Any) -> str:
     """Return a short name for tables: ``decode``, ``Decoder``, ``lambda``."""
     name = attribute(function, "__qualname__") or type(function).__qualname__
     return str(name).rpartition(".")[2].strip("<>")
-
-
-def check_label(label: Any) -> None:
-    """Raise `TypeError` unless `label` can be the name of a stage."""
-    if label is not None and not isinstance(label, str):
-        raise TypeError(f"the name of a stage is a text, not {label!r}")
 
 
 def check_function(stage: str, function: Any) -> None:

@@ -187,17 +187,14 @@ class Executor:
         """Seconds since it began, until it was closed."""
         return (time.monotonic() if self._ended is None else self._ended) - self.began
 
-    def waited_before(self, where: Path) -> float:
-        """Return the seconds that the thread of the relay at `where` has waited for what it pulls."""
-        *path, at = where
-        while at > 0:
-            at -= 1
-            stage, relay = self.stages.get((*path, at)), self.relays.get((*path, at))
-            if stage is not None:
-                return stage.metrics.waited
-            if relay is not None:
-                return relay.relay.queue.waited
-        inside = (*path, 0)
+    def waited_before(self, relay: RunningRelay) -> float:
+        """Return the seconds that the thread of a relay has waited for what it pulls."""
+        for node in reversed(relay.before):
+            if node.path in self.stages:
+                return self.stages[node.path].metrics.waited
+            if node.path in self.relays:
+                return self.relays[node.path].relay.queue.waited
+        inside = relay.before[0].path
         return sum(
             r.relay.queue.waited for p, r in self.relays.items() if p[: len(inside)] == inside
         )

@@ -26,7 +26,7 @@ from hybridloader.pipeline.operators.base import INFINITE, Chain, Mark, Operator
 from hybridloader.pipeline.operators.order import ShardByRank
 from hybridloader.pipeline.operators.pin import PinMemory
 from hybridloader.pipeline.operators.sources import Indices
-from hybridloader.pipeline.operators.work import Prefetch, Readers, Work
+from hybridloader.pipeline.operators.work import Placed, Prefetch, Readers
 
 VERSION = 1
 """Version of states; it changes with the meaning of a field, and with the order that a seed gives."""
@@ -116,7 +116,7 @@ def _description(operator: Operator) -> str:
         num_replicas, rank = operator.resolved()
         return f"shard(num_replicas={num_replicas}, rank={rank})"
     told = operator.describe()
-    if isinstance(operator, (Work, Readers)):
+    if isinstance(operator, Placed):
         policy = operator.placement.on_error
         if isinstance(operator, Readers):
             told = f"{operator.placement.num_workers} x {told}"

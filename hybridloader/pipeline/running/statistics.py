@@ -163,7 +163,7 @@ def _line(executor: Executor) -> Iterator[StageStats]:
             names.append(relay.node.name)
         if not names:
             continue
-        waited = executor.waited_before(where)
+        waited = executor.waited_before(relay)
         queue = relay.relay.queue
         busy = max(0.0, relay.elapsed - queue.blocked - waited)
         name = " + ".join(names)
