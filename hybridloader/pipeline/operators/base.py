@@ -271,7 +271,9 @@ def nothing() -> NoReturn:
 
 
 class OperatorIterator(Iterator[Any]):
-    """Base of the iterators over one other, which is closed with this."""
+    """Base of the iterators over one other, which is closed with this if it `owns` it."""
+
+    owns = True
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
@@ -300,7 +302,7 @@ class OperatorIterator(Iterator[Any]):
         """Give up the rest, and close the iterator before. Idempotent."""
         self._end()
         # Called from here: a function between would double the nested calls of a long chain.
-        shut = getattr(self._items, "close", None)
+        shut = getattr(self._items, "close", None) if self.owns else None
         if shut is not None:
             shut()
 

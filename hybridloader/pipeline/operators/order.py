@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridloader._support.attributes import close
 from hybridloader._support.errors import Raised
 from hybridloader.fetching.on_error.places import LeftOut, beside, takes_a_place
 from hybridloader.pipeline.operators.base import (
@@ -145,8 +144,7 @@ class TakeIterator(OperatorIterator):
 
     def close(self) -> None:
         self._left = -1
-        self._end()
-        close(self._items)
+        super().close()
 
 
 @dataclass(frozen=True)

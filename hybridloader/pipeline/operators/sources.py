@@ -16,7 +16,7 @@ from hybridloader._support.attributes import attribute
 from hybridloader._support.errors import no_stop
 from hybridloader._support.state_copies import is_stateful
 from hybridloader._support.text import short
-from hybridloader.pipeline.operators.base import Context, Length, Source
+from hybridloader.pipeline.operators.base import Context, Length, OperatorIterator, Source
 from hybridloader.pipeline.operators.parameters import (
     SEED,
     check_flags,
@@ -28,7 +28,6 @@ from hybridloader.pipeline.operators.stateful import (
     INDICES,
     ITEMS,
     Opened,
-    ReadIterator,
     draws_a_seed,
     with_drawn_seed,
 )
@@ -101,7 +100,7 @@ class Indices(Source):
             _tell_epoch(order, context)
             told = with_drawn_seed(order, context)
             opened = Opened(told, context, self.name, drawn=told is not order)
-            return context.drop(opened.items(context, INDICES, ours=True), opened.at)
+            return context.drop(opened.items(context, INDICES), opened.at)
         count = len(self.dataset)
         start = min(context.start, count)
         if self.shuffle and count:  # torch refuses to shuffle nothing
@@ -113,8 +112,8 @@ class Indices(Source):
             seed = context.draw() if seed is None else seed + context.epoch
             sampler = RandomSampler(range(count), generator=Generator().manual_seed(seed))
             rest = islice(iter(sampler), start, None)  # 10 times as fast as one by one
-            return context.drop(ReadIterator(rest, ours=True), start)
-        return context.drop(ReadIterator(iter(range(start, count)), ours=True), start)
+            return context.drop(OperatorIterator(rest), start)
+        return context.drop(OperatorIterator(iter(range(start, count))), start)
 
     def seek(self, n: int) -> int:
         return n
@@ -175,7 +174,9 @@ class Items(Source):
                 )
             _tell_epoch(source, context)
             self._begun.append(True)
-            return self._read(source, context, ours=False)
+            items, at = self._read(source, context)
+            items.owns = False
+            return context.drop(items, at)
         if not hasattr(type(source), "__iter__"):
             try:
                 source = source()
@@ -190,12 +191,12 @@ class Items(Source):
         if context.start and type(source) in (list, tuple, range):
             start = min(context.start, len(source))
             rest = map(source.__getitem__, range(start, len(source)))
-            return context.drop(ReadIterator(rest, ours=True), start)
-        return self._read(source, context, ours=True)
+            return context.drop(OperatorIterator(rest), start)
+        return context.drop(*self._read(source, context))
 
-    def _read(self, source: Any, context: Context, *, ours: bool) -> Iterator[Any]:
+    def _read(self, source: Any, context: Context) -> tuple[OperatorIterator, int]:
         opened = Opened(source, context, self.name)
-        return context.drop(opened.items(context, ITEMS, ours=ours), opened.at)
+        return opened.items(context, ITEMS), opened.at
 
     def seek(self, n: int) -> int:
         return n

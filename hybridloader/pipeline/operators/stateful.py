@@ -72,16 +72,16 @@ class Opened:
         except Exception as error:
             raise StateError(f"{name}: the state of the generator is damaged: {error}") from error
 
-    def items(self, context: Context, every: int, *, ours: bool) -> Iterator[Any]:
+    def items(self, context: Context, every: int) -> OperatorIterator:
         """Return the rest of the pass, marked every so many items."""
         if self._told is not None:
-            return MarkedIterator(self.iterator, self.at, self._told, context, every, ours=ours)
+            return MarkedIterator(self.iterator, self.at, self._told, context, every)
         if self._generator is not None:  # all of the order follows from how it is now
             state = self._generator.get_state().numpy().tobytes()
             context.mark(0, base64.b64encode(state).decode())
         if isinstance(self.iterator, GeneratorType):
-            return GeneratorIterator(self.iterator, ours=ours)
-        return ReadIterator(self.iterator, ours=ours)
+            return GeneratorIterator(self.iterator)
+        return OperatorIterator(self.iterator)
 
 
 def _generator_of(order: Any) -> Any:
@@ -120,24 +120,11 @@ def with_drawn_seed(order: Any, context: Context) -> Any:
     return order
 
 
-class ReadIterator(OperatorIterator):
-    """Iterator of a source that is one; `ours` if it was made for this pass, and is closed with it."""
-
-    def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
-        super().__init__(items)
-        self._ours = ours
-
-    def close(self) -> None:
-        self._end()
-        if self._ours:
-            super().close()
-
-
-class GeneratorIterator(ReadIterator):
+class GeneratorIterator(OperatorIterator):
     """Iterator over a generator. An error ends it, which must not look like the end of the source."""
 
-    def __init__(self, items: Iterator[Any], *, ours: bool) -> None:
-        super().__init__(items, ours=ours)
+    def __init__(self, items: Iterator[Any]) -> None:
+        super().__init__(items)
         # All the mutable state:
         self._lost: ShardLost | None = None
 
@@ -154,16 +141,16 @@ class GeneratorIterator(ReadIterator):
             raise
 
 
-class MarkedIterator(ReadIterator):
+class MarkedIterator(OperatorIterator):
     """Iterator that takes a state of `told` every `every` items, or less often if that takes long.
 
     A state from behind the last item is never used: it may mean the beginning of the next epoch.
     """
 
     def __init__(
-        self, items: Iterator[Any], at: int, told: Any, context: Context, every: int, *, ours: bool
+        self, items: Iterator[Any], at: int, told: Any, context: Context, every: int
     ) -> None:
-        super().__init__(items, ours=ours)
+        super().__init__(items)
         self._told, self._mark, self._every = told, context.mark, every
         self._cadence = Cadence()
         # All the other mutable state:
