@@ -22,8 +22,9 @@ class SharedMemory(ProcessBackend):
     Parameters
     ----------
     start_method
-        ``"fork"``, ``"loky"`` (as the `spawn` backend), ``"spawn"`` or ``"forkserver"``
-        (multiprocessing's own, which run the main script again and so need a ``__main__`` guard).
+        ``"fork"``, ``"loky"`` (as the `spawn` backend), ``"spawn"`` or ``"forkserver"``. These two are
+        multiprocessing's own, which run the main script again and so need a ``__main__`` guard; but
+        on Linux ``"forkserver"`` is ``"loky"``, which forks workers from one process as well.
         None takes fork where that is multiprocessing's default and safe, that is on Linux before
         Python 3.14 while no device such as CUDA is initialised, else loky.
     memory
