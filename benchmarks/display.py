@@ -167,6 +167,8 @@ def cost_of(row: Measurement) -> str:
         found.append(f"{number(row.memory_mb)} MB")
     if row.details.get("first_batch"):
         found.append(f"first after {number(statistics.median(row.details['first_batch']))} s")
+    if row.details.get("end_of_epoch_mb"):
+        found.append(f"{number(statistics.median(row.details['end_of_epoch_mb']))} MB at the end")
     if row.details.get("close"):
         found.append(f"closed in {number(statistics.median(row.details['close']))} s")
     if row.details.get("max"):

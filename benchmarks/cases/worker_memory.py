@@ -40,9 +40,9 @@ def _begun_and_done(loader: str, spec: Spec) -> tuple[float, float]:
 
 
 def worker_memory(options: Options) -> Case:
-    """16 fresh workers, over 300,000 paths whose samples are tensors, and over integers."""
+    """16 fresh workers: over paths in a list and in a `SharedList`, as tensors, and over integers."""
     common: dict[str, Any] = {
-        "batch": 1000,
+        "batch": 16,
         "workers": 16,
         "start_method": "spawn",
         "shuffled": True,
@@ -50,9 +50,11 @@ def worker_memory(options: Options) -> Case:
     count = 100_000 if options.quick else 300_000
     specs = {
         "tensors": common | {"dataset": "path tensors", "arguments": {"count": count}},
+        "tensors, SharedList": common
+        | {"dataset": "path tensors", "arguments": {"count": count, "container": "shared"}},
         "ints": common | {"dataset": "ints", "arguments": {"length": count}},
     }
-    loaders = ("torch", FRESH[0]) if options.quick else ("torch", TORCH_FORKSERVER, *FRESH)
+    loaders = FRESH[:1] if options.quick else ("torch", TORCH_FORKSERVER, *FRESH)
     variants = tuple(
         Variant(f"{count:,} {words}, 16 workers", spec, loaders, most_rounds=options.most(2, 1))
         for words, spec in specs.items()

@@ -28,9 +28,9 @@ def paths(count: int, container: str = "list") -> Paths:
     return Paths(SharedList(names))
 
 
-def path_tensors(count: int) -> PathTensors:
-    """Names of files in a list, and samples that need torch."""
-    return PathTensors(path_strings(count))
+def path_tensors(count: int, container: str = "list") -> PathTensors:
+    """Names of files as in `paths`, and samples that need torch."""
+    return PathTensors(paths(count, container).paths)
 
 
 def remote(width: int, loops: int, delay_ms: float) -> Remote:
