@@ -138,7 +138,6 @@ class ZipIterator(JoinIterator):
             self._raise_last()
         row, pulls = self._row, self._pulls
         while len(row) < len(pulls):
-            at_end = bool(row) and row[0] is _END  # then the others must have ended, too
             try:
                 item = pulls[len(row)]()
             except StopIteration:
@@ -147,15 +146,10 @@ class ZipIterator(JoinIterator):
                 if not takes_a_place(error):
                     raise
                 item = None
-                if not at_end:
-                    self._spoil(error)
-                elif type(error) is not LeftOut:
-                    self._failed = error
-            if item is _END and not self._strict:
-                self._end(None)
-            if row and at_end != (item is _END):
-                self._end(self._uneven(0, len(row)) if at_end else self._uneven(len(row), 0))
+                self._spoil(error)
             row.append(item)
+            if item is _END or row[0] is _END:
+                self._check_end(row)
         if row[0] is _END:
             self._end(None)
         self._count += 1
@@ -167,6 +161,9 @@ class ZipIterator(JoinIterator):
     def _spoil(self, error: Exception) -> None:
         """Note that an item of this row failed: the row fails after all branches gave theirs."""
         number, first = len(self._row), self._failed
+        if number and self._row[0] is _END:  # the others go on
+            self._failed = None if type(error) is LeftOut else error
+            return
         culprit = self._lost[number]
         if goes_astray(error) or culprit is not None:
             why = f"behind {culprit}" if culprit is not None else "after such an error"
@@ -186,6 +183,14 @@ class ZipIterator(JoinIterator):
             self._failed = error
         elif type(error) is not LeftOut and repr(error) != repr(first):
             add_note(first, f"In the same row of zip, pipeline {number} raised {error!r}.")
+
+    def _check_end(self, row: list[Any]) -> None:
+        """End, unless the pipelines must be of the same length and all until now have ended."""
+        first, last = row[0] is _END, row[-1] is _END
+        if not self._strict:
+            self._end(None)
+        if first != last:
+            self._end(self._uneven(0, len(row) - 1) if first else self._uneven(len(row) - 1, 0))
 
     def _raise_failed(self) -> NoReturn:
         assert self._failed is not None

@@ -70,7 +70,7 @@ def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
     return run.open(Offset(position.start.given))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChainPass:
     """One pass over a chain."""
 
