@@ -318,6 +318,13 @@ class PostmortemWriter:
             return
         self._cells[_SIGNAL].value = signum  # from now on the parent may send it
 
+    def close(self) -> None:
+        """Let go of the file, in a fork of the process that the record is about."""
+        faulthandler.disable()
+        if signum := self._cells[_SIGNAL].value:
+            faulthandler.unregister(signum)
+        os.close(self.fd)
+
     @classmethod
     def open(cls, fd: int) -> PostmortemWriter | None:
         """Take over `fd`; None if it can't be used, and then the worker does without."""

@@ -131,11 +131,13 @@ class _Zygote:
         self._watched = os.pidfd_open(parent)
         self._libc = ctypes.CDLL(None)
         self._pid = os.getpid()
+        self._parent_process = multiprocessing.parent_process()
         self._poll = select.poll()
         # All the other mutable state:
         self._frames: deque[Frame] = deque()  # requests that have come
         self._workers: dict[int, tuple[Any, int]] = {}  # by pidfd: process and status socket
         self._refusal = ""
+        self._postmortem: PostmortemWriter | None = None
 
     def run(self, record: bool, inherited: Inherited | None) -> NoReturn:
         spec = self._load(record, inherited)
@@ -169,7 +171,7 @@ class _Zygote:
             one_thread_in_this_process(True)
             frame = self._endpoint.get()
             if record and frame.fds:
-                PostmortemWriter.open(frame.fds.pop())
+                self._postmortem = PostmortemWriter.open(frame.fds.pop())
             before = fork_safety.open_descriptors() - set(frame.fds)
             spec = received(frame.parts, frame.fds, inherited)
             del frame
@@ -218,7 +220,10 @@ class _Zygote:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the zygote
         if os.getppid() != self._pid:
             os._exit(1)  # which was gone before
-        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # as in a fresh one
+        # As in a fresh worker, the parent is the user's process.
+        multiprocessing.process._parent_process = self._parent_process  # type: ignore[attr-defined]
+        if self._postmortem is not None:
+            self._postmortem.close()
         main(
             request.worker,
             SocketEndpoint,
@@ -250,7 +255,7 @@ class _Zygote:
 
 
 class _Process(multiprocessing.process.BaseProcess):
-    _start_method = "fork"
+    _start_method = None  # that of the zygote stays multiprocessing's, as in a fresh worker
 
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:
