@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import itertools
 import json
 import os
@@ -172,8 +173,10 @@ def _any_umask() -> Iterator[None]:
 
 def named() -> set[str]:
     """Memory that this process and its children have mapped with a name, now or before, in /dev/shm."""
-    family = [psutil.Process(), *psutil.Process().children()]
-    maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in family)
+    maps = ""
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(OSError):  # it has just ended
+            maps += Path(f"/proc/{process.pid}/maps").read_text()
     return {name for name in re.findall(r"/dev/shm/(\S+)", maps) if not name.startswith("sem.")}
 
 
