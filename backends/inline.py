@@ -68,8 +68,6 @@ class Inline(Backend):
 
 
 class _Handle(WorkerHandle):
-    """Handle of a played worker."""
-
     name = "inline"
 
     def __init__(self, crew: _InlineCrew, worker: int) -> None:

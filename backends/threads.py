@@ -60,9 +60,7 @@ class Threads(Backend):
         return _ThreadCrew(self.copies, PrivateSlots(self.memory.bytes()))
 
 
-class _Thread(WorkerHandle):
-    """Handle of a worker thread; the thread itself has no reference to it."""
-
+class _Thread(WorkerHandle):  # the thread itself has no reference to it
     name = "thread"
 
     def __init__(
@@ -172,7 +170,6 @@ class _ThreadCrew(Crew):
         self._slots.close()
 
     def _report(self, event: Event) -> None:
-        """Report an event from a worker's thread."""
         if self._slots.refusal is not None:  # for a warning on the thread that takes batches
             self.upkeep = self._slots.warn
         self.report(event)

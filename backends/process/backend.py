@@ -28,8 +28,6 @@ _warned = threading.Event()
 
 
 class ProcessBackend(Backend):
-    """Base of a backend whose workers are processes."""
-
     children: ClassVar[bool] = True
     forwards: ClassVar[bool] = True
 
@@ -37,8 +35,7 @@ class ProcessBackend(Backend):
     def _method(self) -> str:
         """Give the method that starts the processes: one of multiprocessing's, or ``"loky"``."""
 
-    def _from_zygote(self) -> Collection[str]:
-        """Give the methods for which one fresh process forks the workers, where it can."""
+    def _from_zygote(self) -> Collection[str]:  # methods for which a zygote forks the workers
         return ("loky", "forkserver")
 
     @property

@@ -61,10 +61,7 @@ when the next crew is made or closed (`handles.bury`)."""
 def slot_kind(memory: Memory, *, sockets: bool) -> str:
     """Choose the kind of slots: ``"nameless"``, ``"named"`` or ``"stream"``.
 
-    Raises
-    ------
-    BackendUnavailable
-        `memory` asks for a kind that this platform does not have.
+    Raises `BackendUnavailable` if `memory` asks for a kind that this platform does not have.
     """
     nameless = sockets and segments.nameless_available()
     if memory.kind == "nameless" and not nameless:
@@ -92,29 +89,18 @@ if hasattr(os, "register_at_fork"):
 
 
 class _ProcessWorker(NamedTuple):
-    """One worker's slots, and what it leaves behind if there is a record."""
-
     channel: SlotChannel
     record: PostmortemRecord | None
 
 
 class ProcessCrew(Crew):
-    """Workers of one stage, each in a process.
-
-    Parameters
-    ----------
-    context
-        A multiprocessing context, or loky's.
-    memory
-        Limit and kind of the slots for large buffers.
-    sockets
-        Whether the POSIX transport is used, or the portable one.
-    zygote
-        Whether one process, which the context starts, forks the workers; needs `sockets`.
-    """
-
     def __init__(
-        self, context: Any, memory: Memory, *, sockets: bool, zygote: bool = False
+        self,
+        context: Any,  # of multiprocessing, or loky's
+        memory: Memory,
+        *,
+        sockets: bool,  # True: the POSIX transport, False: the portable one
+        zygote: bool = False,  # one process, which the context starts, forks the workers; needs sockets
     ) -> None:
         self._context = context
         self._kind = slot_kind(memory, sockets=sockets)
@@ -151,8 +137,7 @@ class ProcessCrew(Crew):
         self._locks = locks
 
     @property
-    def channels(self) -> list[SlotChannel]:
-        """Slot channels of the workers, in the order of their numbers."""
+    def channels(self) -> list[SlotChannel]:  # in the order of the workers' numbers
         return [worker.channel for worker in self._workers]
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
@@ -281,7 +266,6 @@ class ProcessCrew(Crew):
         self._gone.update(range(len(self._workers)))
 
     def disown(self) -> None:
-        """Forget the processes."""
         for handle in self._handles:
             handle.disown()
         self._handles.clear()

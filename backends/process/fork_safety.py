@@ -36,8 +36,7 @@ def available() -> bool:
     return hasattr(os, "fork") and (_PROCESS / "task").exists()
 
 
-def open_descriptors() -> set[int]:
-    """Return the descriptors that this process has open."""
+def open_descriptors() -> set[int]:  # of this process
     found = set()
     for name in os.listdir(_PROCESS / "fd"):
         with suppress(OSError):  # that of the listing itself is closed by now
@@ -46,14 +45,8 @@ def open_descriptors() -> set[int]:
     return found
 
 
-def refusal(before: Collection[int]) -> str:
-    """Return why a fork of this process could hang or fail, as a predicate; "" if it may fork.
-
-    Parameters
-    ----------
-    before
-        Descriptors that do not count, as they were open before the work was loaded.
-    """
+def refusal(before: Collection[int]) -> str:  # as for `open_files`
+    """Return why a fork of this process could hang or fail, as a predicate; "" if it may fork."""
     device = device_in_use()
     if device is not None:
         return f"uses {device}, which does not survive a fork"
@@ -86,8 +79,9 @@ def _other_threads() -> list[str]:
 
 
 def open_files(before: Collection[int]) -> list[str]:
-    """Return the names of the open files that forks could not share, but for those open `before`.
+    """Return the names of the files that forks could not share.
 
+    Those open `before`, when the work had yet to be loaded, do not count.
     They can share what has no position: memory, and files that are mapped and not locked, such as
     those of `numpy.memmap`.
     """

@@ -20,17 +20,13 @@ from hybridloader.memory.descriptors import ours
 
 
 class ForkedHandle(ProcessHandle):
-    """Handle of a worker that was asked for, is forked, or has ended.
+    """Handle of a worker that was asked for, is forked, or has ended."""
 
-    Parameters
-    ----------
-    zygote
-        Handle of the process that forks it.
-    status
-        Socket on which that process tells of it; owned by the handle.
-    """
-
-    def __init__(self, zygote: ProcessHandle, status: socket.socket) -> None:
+    def __init__(
+        self,
+        zygote: ProcessHandle,  # the process that forks it
+        status: socket.socket,  # on which that process tells of it; owned by the handle
+    ) -> None:
         self._zygote = zygote
         status.setblocking(False)
         self._status = status.detach()  # a socket object would warn at exit that it is open
@@ -99,8 +95,7 @@ class ForkedHandle(ProcessHandle):
         else:
             self.failed(f"could not be forked: {os.strerror(number)}")
 
-    def failed(self, why: str) -> None:
-        """Note that the worker was not started."""
+    def failed(self, why: str) -> None:  # to start
         self._failure, self._ended = why, True
 
     def send_signal(self, signum: int) -> None:
@@ -137,7 +132,6 @@ class ForkedHandle(ProcessHandle):
         """Do nothing: the workers are the zygote's children, and that is disowned itself."""
 
     def release(self) -> None:
-        """Close the descriptors once the worker has ended; nobody may wait by them any more."""
         with handles.reaping:
             if self.is_alive():
                 handles.dying.add(self)

@@ -52,25 +52,14 @@ dying: set[ProcessHandle] = set()
 
 
 class ProcessHandle(WorkerHandle):
-    """Handle of a worker process, which also tells how it ended.
-
-    Parameters
-    ----------
-    process
-        A `multiprocessing.Process`, or loky's, that was started by now.
-
-    Attributes
-    ----------
-    pidfd
-        Readable once the process has ended; None where there is none. It is open until `release`.
-    """
+    """Handle of a worker process, which also tells how it ended."""
 
     name = "process"
 
-    def __init__(self, process: Any) -> None:
+    def __init__(self, process: Any) -> None:  # of multiprocessing or loky; it was started by now
         self._process = process
         # All the mutable state:
-        self.pidfd: int | None = None
+        self.pidfd: int | None = None  # readable once the process has ended; open until `release`
         self._ended = self._terminated = False
         self._code: int | None = None  # once it has ended; None: not known
         try:
@@ -98,7 +87,7 @@ class ProcessHandle(WorkerHandle):
 
     @property
     def exitcode(self) -> int | None:
-        """Exit code: None while it runs, then the code, ``-N`` if signal N has ended it, or `UNKNOWN`.
+        """None while it runs, then the code, ``-N`` if signal N has ended it, or `UNKNOWN`.
 
         After `terminate` it is ``-SIGTERM``, as multiprocessing has it on all platforms.
         """
@@ -262,7 +251,6 @@ def bury() -> None:
         handle.release()
 
 
-def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:
-    """Join each, until `deadline` by `time.monotonic`."""
+def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:  # by `time.monotonic`
     for handle in handles:
         handle.join(max(0.0, deadline - time.monotonic()))

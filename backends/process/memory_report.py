@@ -20,33 +20,16 @@ _TIGHT = 0.9
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Figures of the kernel; each is None where it is not told.
+    """Figures of the kernel, in bytes but for the kills by its OOM killer; None where not told."""
 
-    Attributes
-    ----------
-    limit, used
-        Bytes that the tightest cgroup on the way up allows, and has in use with its caches.
-    cgroup_kills
-        Number of processes of this process's own cgroup that the kernel's OOM killer has killed,
-        whoever's limit it was.
-    machine_kills
-        Number of processes that it has killed on the whole machine, other containers too.
-    shm_size, shm_free
-        Bytes of /dev/shm.
-    available
-        Bytes that the machine can give without swapping (MemAvailable).
-    address_space
-        RLIMIT_AS in bytes.
-    """
-
-    limit: int | None = None
-    used: int | None = None
-    cgroup_kills: int | None = None
-    machine_kills: int | None = None
-    shm_size: int | None = None
+    limit: int | None = None  # of the tightest cgroup on the way up
+    used: int | None = None  # in that cgroup, with its caches
+    cgroup_kills: int | None = None  # processes of our own cgroup, whoever's limit it was
+    machine_kills: int | None = None  # on the whole machine, other containers too
+    shm_size: int | None = None  # of /dev/shm
     shm_free: int | None = None
-    available: int | None = None
-    address_space: int | None = None
+    available: int | None = None  # what the machine can give without swapping (MemAvailable)
+    address_space: int | None = None  # RLIMIT_AS
 
     @property
     def cgroup_full(self) -> bool:
@@ -59,14 +42,7 @@ class MemoryReport:
         )
 
 
-def read(root: Path = _ROOT) -> MemoryReport:
-    """Read the figures as they are now.
-
-    Parameters
-    ----------
-    root
-        Folder in which /proc, /sys and /dev are looked for.
-    """
+def read(root: Path = _ROOT) -> MemoryReport:  # folder in which /proc, /sys and /dev are looked for
     limit, used, cgroup_kills = _cgroup(root)
     shm_size, shm_free = _shm(root)
     return MemoryReport(
@@ -91,11 +67,8 @@ class OomWatch:
     def describe(self, signal: str = "SIGKILL") -> str:
         """Name the likely cause of a death by `signal`, and the memory there is, in two lines at most.
 
-        Parameters
-        ----------
-        signal
-            ``"SIGKILL"``, which the OOM killer sends, or ``"SIGBUS"``, of shared memory that could not
-            be had. For others there is only the second line.
+        The first is for ``"SIGKILL"``, which the OOM killer sends, and ``"SIGBUS"``, of shared memory
+        that could not be had.
         """
         now, cause = read(self._root), ""
         if signal == "SIGKILL":

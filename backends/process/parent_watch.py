@@ -59,14 +59,14 @@ class ParentWatch:
     When the iterator is closed the rest of a batch is left out; when the parent is gone the process
     ends, whatever it is doing. `multiprocessing.parent_process().sentinel` would not do: it is None
     under loky.
-
-    Parameters
-    ----------
-    sweep
-        Called before the process ends because the parent is gone.
     """
 
-    def __init__(self, endpoint: Any, parent: int, sweep: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        endpoint: Any,
+        parent: int,  # process id
+        sweep: Callable[[], None],  # called before the process ends because the parent is gone
+    ) -> None:
         self.context = TaskContext()
         self._sweep = sweep
         self._changing = threading.Lock()
@@ -107,7 +107,7 @@ class ParentWatch:
         self._end()
 
     def _end(self) -> NoReturn:
-        """Let the worker close what it reads, and end the process in any case: the parent is gone."""
+        """Let the worker close what it reads, and end the process in any case."""
         with self._changing:
             self.context.cancelled = True
         # The worker, which reads the end of its stream, ends the process meanwhile.

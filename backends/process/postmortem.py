@@ -79,40 +79,24 @@ def _has(status: Mapping[str, str] | None, field: str, signum: int) -> bool:
 
 
 class PostmortemRecord:
-    """The parent's side of a record: one for each worker process, never used again for the next.
-
-    Parameters
-    ----------
-    fd
-        Descriptor of the file, its offset at its end; owned by the record from now on.
-    clock, sleep, kill, status
-        Functions that tell the time, sleep, send signals and read /proc/PID/status. For tests.
-
-    Attributes
-    ----------
-    fd
-        Descriptor for the worker: by fork, or a duplicate with its first frame. -1 once closed.
-    why_none
-        Why the last `stack` gave nothing, as the end of a sentence; "" if it gave a dump.
-    """
+    """The parent's side of a record: one for each worker process, never used again for the next."""
 
     def __init__(
         self,
-        fd: int,
-        *,
+        fd: int,  # of the file, its offset at its end; owned by the record from now on
+        *,  # the rest for tests
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         kill: Callable[[int, int], None] = os.kill,
         status: Callable[[int], Mapping[str, str] | None] = _status_of,
     ) -> None:
-        self.fd = fd
-        self.why_none = ""
+        self.fd = fd  # for the worker, by fork or as a duplicate in its first frame; -1 once closed
+        self.why_none = ""  # reason that the last `stack` gave nothing, as the end of a sentence
         self._clock, self._sleep, self._kill, self._status = clock, sleep, kill, status
         ours.add(fd)
 
     @classmethod
-    def make(cls) -> PostmortemRecord | None:
-        """Make a new record; None where there can be none."""
+    def make(cls) -> PostmortemRecord | None:  # None: there can be none here
         if not hasattr(faulthandler, "register"):  # Windows
             return None
         try:
@@ -122,32 +106,27 @@ class PostmortemRecord:
         return cls(fd)
 
     @property
-    def task(self) -> int | None:
-        """Number of the task that the worker was at, as `Task.seq`; None: between two, or not known."""
+    def task(self) -> int | None:  # `Task.seq`; None: the worker was between two, or not known
         task = self._numbers()[_TASK]
         return None if task < 0 else task
 
     @property
-    def at(self) -> int | None:
-        """Number of the sample within that task, from 0; None: not known."""
+    def at(self) -> int | None:  # number of the sample within that task, from 0; None: not known
         at = self._numbers()[_AT]
         return None if at < 0 else at
 
     def stack(
-        self, pid: int, patience: float = 0.5, *, send: Callable[[int], None] | None = None
+        self,
+        pid: int,
+        patience: float = 0.5,  # seconds
+        *,
+        send: Callable[[int], None] | None = None,  # sends a signal; None: by the process number
     ) -> str:
-        """Ask the living worker for a stack dump of its threads.
+        """Ask the living worker for a stack dump of its threads: `stack_dump.MOST` characters at most.
 
-        This interrupts one system call of the worker, as signals do: Python's own are begun anew,
-        but a `sleep` or `poll` in native code may return early. So it is for workers that are
-        overdue, not for those that do well.
-
-        `patience` is in seconds; `send` sends the worker a signal, by default by its process number.
-
-        Returns
-        -------
-        str
-            At most `stack_dump.MOST` characters; "" if nothing came, and then `why_none` says why.
+        It is "" if nothing came, and then `why_none` says why. This interrupts one system call of the
+        worker, as signals do: Python's own are begun anew, but a `sleep` or `poll` in native code may
+        return early. So it is for workers that are overdue, not for those that do well.
         """
         try:
             return self._stack(pid, patience, send or partial(self._kill, pid))
@@ -266,18 +245,12 @@ def _nameless_file() -> int:
 
 
 class PostmortemContext(TaskContext):
-    """Context of a task whose `at` outlives its process.
-
-    Parameters
-    ----------
-    cell
-        A `ctypes.c_int64` in the mapped memory of a record, which is set a little faster than an item
-        of an array or of a memoryview.
-    """
+    """Context of a task whose `at` outlives its process."""
 
     __slots__ = ("_cell",)
 
     def __init__(self, cell: Any) -> None:
+        # A `ctypes.c_int64` in a record's memory: set a little faster than an array's item.
         self._cell = cell
         super().__init__(tracked=True)
 
@@ -338,16 +311,13 @@ class PostmortemWriter:
             return None
 
     def context(self) -> PostmortemContext:
-        """Make a context that notes which sample the worker is at."""
         return PostmortemContext(self._cells[_AT])
 
     def begin(self, task: int) -> None:
-        """Note that the worker is at `task`, and at none of its samples yet."""
         self._cells[_AT].value = -1
         self._cells[_TASK].value = task
 
     def end(self) -> None:
-        """Note that it is at no task."""
         self._cells[_TASK].value = -1
 
 

@@ -40,40 +40,22 @@ class SlotReference:
 
 
 class ProcessResult(Payload):
-    """Result of a worker process, none of it in slots unless `slots` and `slot_map` are given.
-
-    Attributes
-    ----------
-    header
-        The pickle; empty if it is the last of the buffers.
-    buffers
-        Buffers that came through the stream.
-    count
-        Number of items, if the worker's value was a list; else None.
-    nbytes
-        Bytes of the header and of all buffers, wherever they lie; 0 once they were let go.
-    forks
-        True if the worker is a fork of this process.
-    slots, slot_map
-        Reader of the worker's slots, and where the other buffers lie in them.
-    forwardable
-        True: it can be the index of a `Task` for another crew of processes.
-    """
+    """Result of a worker process, none of it in slots unless `slots` and `slot_map` are given."""
 
     __slots__ = (
         "_references", "_state", "buffers", "count", "forks", "header", "slot_map", "slots"
     )  # fmt: skip
 
-    forwardable = True
+    forwardable = True  # it can be the index of a `Task` for another crew of processes
 
     def __init__(
         self,
-        header: memoryview,
-        buffers: list[memoryview],
-        count: int | None,
-        forks: bool,
-        slots: SlotReader | None = None,
-        slot_map: SlotMap | None = None,
+        header: memoryview,  # the pickle; empty if it is the last of the buffers
+        buffers: list[memoryview],  # that came through the stream
+        count: int | None,  # items, if the worker's value was a list
+        forks: bool,  # the worker is a fork of this process
+        slots: SlotReader | None = None,  # the worker's
+        slot_map: SlotMap | None = None,  # where the other buffers lie in them
     ) -> None:
         self.header, self.buffers, self.count, self.forks = header, buffers, count, forks
         self.slots, self.slot_map = slots, slot_map
@@ -81,7 +63,7 @@ class ProcessResult(Payload):
         self._state = ""
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # of the header and all buffers, wherever they lie; 0 once let go
         slotted = sum(span.size for span in self.spans() if span is not None)
         return len(self.header) + sum(buffer.nbytes for buffer in self.buffers) + slotted
 
@@ -135,8 +117,7 @@ class ProcessResult(Payload):
         stream, view = iter(self.buffers), self.slots.view
         return [next(stream) if span is None else view(span) for span in self.spans()]
 
-    def pickled(self) -> memoryview:
-        """Give the header, wherever it lies."""
+    def pickled(self) -> memoryview:  # the header, wherever it lies
         return self.header or self.buffers_in_place()[-1]
 
     def peek(self) -> Any:

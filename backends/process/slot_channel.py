@@ -51,40 +51,25 @@ Encoded = tuple[list[Any], Sequence[int]]
 
 
 class SlotChannel:
-    """The parent's side of one worker's slots.
-
-    Parameters
-    ----------
-    share
-        Bytes that all slots of this worker may take, both ways together.
-    kind
-        ``"nameless"``, ``"named"`` or ``"stream"``.
-    forks
-        Whether the worker is a fork of this process.
-    locks
-        Locks the pages of results that are opened here.
-
-    Attributes
-    ----------
-    slots
-        Bytes that the worker's slots may take, and the prefix of their names if they have any; None
-        without slots.
-    refusal
-        Why a large task went through the stream, until somebody takes it from here.
-    """
+    """The parent's side of one worker's slots."""
 
     def __init__(
-        self, share: int, kind: str, *, forks: bool, locks: PageLocks | None = None
+        self,
+        share: int,  # bytes that all slots of this worker may take, both ways together
+        kind: str,  # "nameless", "named" or "stream"
+        *,
+        forks: bool,  # the worker is a fork of this process
+        locks: PageLocks | None = None,  # to lock the pages of results that are opened here
     ) -> None:
         self._share, self._kind, self._forks = share, kind, forks
         names = None
         if kind == "named":  # short: macOS allows 31 characters
             names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
         self._names = names
-        self.slots = None if kind == "stream" else (share, names)
+        self.slots = None if kind == "stream" else (share, names)  # as `child.main` takes it
         self.results = shared_slots.SlotReader(share // 2, names, kind == "nameless", locks)
         # All the other mutable state:
-        self.refusal: str | None = None
+        self.refusal: str | None = None  # why a large task got no slot, until it is told
         self.forwarded: dict[int, ProcessResult] = {}  # by the task, until that is answered
         self.tasks: shared_slots.SlotWriter | None = None  # None before the first large task
         self.known: dict[int, MappedSegment] = {}  # segments of other workers, by alias
@@ -93,7 +78,7 @@ class SlotChannel:
 
     @property
     def taken(self) -> tuple[int, int] | None:
-        """Bytes that the slots for results take, and that all slots of this worker may; None without."""
+        """Bytes that the slots for results take, and `share`; None without slots."""
         return None if self.slots is None else (self.results.size, self._share)
 
     def encode(self, message: Message) -> Encoded:

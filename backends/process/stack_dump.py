@@ -55,13 +55,7 @@ class _Thread(NamedTuple):
 
 
 def of_dump(text: str, home: int) -> str:
-    """Shorten the stack dump of a living worker.
-
-    Parameters
-    ----------
-    home
-        The thread that does the tasks, by `threading.get_ident`; it comes first.
-    """
+    """Shorten the dump of a living worker, its thread `home` (`threading.get_ident`) first."""
     _, threads = _parsed(text)
     for at, thread in enumerate(threads):
         if thread.ident == home:

@@ -1,8 +1,4 @@
-"""Starters: the ways to start a worker process, each with the same interface for the crew.
-
-`ContextStarter` starts every worker by a multiprocessing context, or loky's. `ZygoteStarter`, in a
-module of its own, has one fresh process fork them.
-"""
+"""Starters: the ways to start a worker process, each with the same interface for the crew."""
 
 from __future__ import annotations
 
@@ -28,30 +24,14 @@ Note = Callable[[ProcessHandle], None]
 
 
 class WorkerStart(NamedTuple):
-    """One worker that is to be started.
-
-    Attributes
-    ----------
-    worker
-        Its number in the stage.
-    spec
-        Its work.
-    connection
-        Its end of the connection, which stays the caller's.
-    slots
-        Bytes that its slots may take, and the prefix of their names, as `child.main` takes them.
-    record
-        Descriptor of its postmortem record; None if it has none.
-    shipment
-        The work, packed; None if the worker will have it already.
-    """
+    """One worker that is to be started."""
 
     worker: int
     spec: WorkerSpec
-    connection: Any
-    slots: tuple[int, str | None] | None
-    record: int | None
-    shipment: Shipment | None
+    connection: Any  # the worker's end, which stays the caller's
+    slots: tuple[int, str | None] | None  # as `child.main` takes it
+    record: int | None  # descriptor of its postmortem record
+    shipment: Shipment | None  # the work, packed; None if the worker will have it already
 
     @property
     def name(self) -> str:
@@ -61,11 +41,9 @@ class WorkerStart(NamedTuple):
 class Starter(ABC):
     """Way to start the workers of one crew."""
 
-    forks: bool = False
-    """True if workers are forks of this process, which have the work already."""
+    forks: bool = False  # workers are forks of this process, which have the work already
 
-    def ships(self, spec: WorkerSpec) -> bool:
-        """Tell whether the first frame to a new worker must bring `spec`."""
+    def ships(self, spec: WorkerSpec) -> bool:  # the first frame to a new worker must bring `spec`
         return not self.forks
 
     @abstractmethod
@@ -112,15 +90,7 @@ def duplicates(fds: Sequence[int]) -> list[int]:
 
 
 class ContextStarter(Starter):
-    """Starter that has a multiprocessing context start each worker.
-
-    Parameters
-    ----------
-    context
-        A multiprocessing context, or loky's.
-    endpoint_class
-        Class of the worker's end of the connection.
-    """
+    """Starter that has a context of multiprocessing, or loky's, start each worker."""
 
     def __init__(self, context: Any, endpoint_class: Any) -> None:
         self._context, self._endpoint_class = context, endpoint_class

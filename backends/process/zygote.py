@@ -1,12 +1,8 @@
 """Zygote: a fresh process that loads the work of a stage once, and forks the workers from itself.
 
-It is started as a fresh worker is, so nothing of the user's ``__main__`` runs in it. It runs no sample
-and no `init_fn`, and has no thread when it forks. It forks nothing if what it has loaded has started
-threads, uses a device or has opened files: a fork would lose the threads, and all workers would
-read from one position of the file. The parent starts fresh processes then.
-
-Each request brings two descriptors: the worker's end of its connection, and a status socket by which
-the parent hears of the worker's process and of its end. A refused request is answered by both.
+Decision 26 says what is shared, when nothing is forked, and how all of it ends. Each request brings two
+descriptors: the worker's end of its connection, and a status socket by which the parent hears of the
+worker's process and of its end. A refused request is answered by both.
 """
 
 from __future__ import annotations
@@ -57,27 +53,13 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class Request(NamedTuple):
-    """One worker to be forked.
-
-    Attributes
-    ----------
-    worker
-        Its number in the stage.
-    name
-        Name of its process.
-    slots
-        As `child.main` takes it.
-    recorded
-        True if a postmortem record comes with the first frame of the worker's connection.
-    changes
-        Fields of the specification, by name, that differ from the one that was loaded.
-    """
+    """One worker to be forked."""
 
     worker: int
-    name: str
-    slots: tuple[int, str | None] | None
-    recorded: bool
-    changes: dict[str, Any]
+    name: str  # of its process
+    slots: tuple[int, str | None] | None  # as `child.main` takes it
+    recorded: bool  # a postmortem record comes with the first frame of the worker's connection
+    changes: dict[str, Any]  # fields of the specification that differ from the one that was loaded
 
 
 class Changed(NamedTuple):
@@ -98,20 +80,13 @@ class Refused(NamedTuple):
     worker: int
 
 
-def serve(connection: Any, parent: int, record: bool, inherited: Inherited | None) -> NoReturn:
-    """Be the zygote until the parent hangs up, or is gone.
-
-    Parameters
-    ----------
-    connection
-        Connection to the parent. The work of the stage comes as the first frame.
-    parent
-        Process id of the parent.
-    record
-        True if the descriptor of a postmortem record is the last that comes with the first frame.
-    inherited
-        Objects of the work that could only come with the start of the process.
-    """
+def serve(
+    connection: Any,  # the work of the stage comes as its first frame
+    parent: int,  # process id
+    record: bool,  # the descriptor of a postmortem record is the last that comes with that frame
+    inherited: Inherited | None,  # objects of the work that could only come as the process starts
+) -> NoReturn:
+    """Be the zygote until the parent hangs up, or is gone."""
     leave_signals()
     # multiprocessing forbids a daemonic process to have children; ours end when the parent hangs up.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

@@ -35,8 +35,6 @@ from hybridloader.engine.refresh import Change, plain
 
 
 class _Zygote:
-    """Record of a zygote process."""
-
     def __init__(self, spec: WorkerSpec, record: PostmortemRecord | None) -> None:
         self.record = record
         # All the mutable state:
@@ -68,18 +66,14 @@ class ZygoteStarter(Starter):
     """Starter that has one process, which has loaded the work, fork the workers.
 
     If that process ends, so do its workers, and the next start begins another.
-
-    Parameters
-    ----------
-    context
-        loky's, which starts the zygote.
-    transport
-        That of the crew.
-    fallback
-        Starts workers where none can be forked.
     """
 
-    def __init__(self, context: Any, transport: SocketTransport, fallback: Starter) -> None:
+    def __init__(
+        self,
+        context: Any,  # loky's, which starts the zygote
+        transport: SocketTransport,  # that of the crew
+        fallback: Starter,  # starts workers where none can be forked
+    ) -> None:
         self._context, self._transport, self._fallback = context, transport, fallback
         # All the mutable state:
         self._zygote: _Zygote | None = None
