@@ -50,18 +50,10 @@ class _Result(Payload):
 
 
 class FirstFrame(NamedTuple):
-    """Work that comes as the first frame of the connection.
+    """Work that comes as the first frame of the connection."""
 
-    Attributes
-    ----------
-    inherited
-        Objects of the work that could only come with the start of the process.
-    loaded
-        Work that this process has already; the frame is dropped.
-    """
-
-    inherited: Inherited | None = None
-    loaded: WorkerSpec | None = None
+    inherited: Inherited | None = None  # objects of it that could only come as the process starts
+    loaded: WorkerSpec | None = None  # it, if this process has it already; the frame is dropped
 
     def load(self, frame: Frame) -> WorkerSpec:
         """Return the work, and close the descriptors of `frame`."""
@@ -73,36 +65,19 @@ class FirstFrame(NamedTuple):
 
 
 def main(
-    number: int,
-    endpoint_class: Any,
-    pipe: Any,
-    work: WorkerSpec | FirstFrame,
-    parent: int,
+    number: int,  # the worker's
+    endpoint_class: Any,  # of the worker's end of the connection
+    pipe: Any,  # its argument
+    work: WorkerSpec | FirstFrame,  # the latter in a fresh process
+    parent: int,  # process id
+    # Bytes that the slots of this worker may take, both ways, and the prefix of the names of its own if
+    # they have any; None for no slots.
     slots: tuple[int, str | None] | None,
-    strays: Sequence[int],
+    strays: Sequence[int],  # descriptors that the fork has copied, and that are the parent's alone
+    # Descriptor of the postmortem record; -1: the last that comes with the first frame, None: no record.
     record: int | None = None,
 ) -> None:
-    """Run one worker until it is told to stop or the parent is gone.
-
-    Parameters
-    ----------
-    number
-        The worker's number.
-    endpoint_class
-        Class of the worker's end of the connection; `pipe` is its argument.
-    work
-        Work to do, or how it comes as the first frame, as it does in a fresh process.
-    parent
-        Process id of the parent.
-    slots
-        Bytes that the slots of this worker may take, both ways, and the prefix of the names of its own
-        if they have any; None for no slots.
-    strays
-        Descriptors that the fork has copied and that belong to the parent alone.
-    record
-        Descriptor of this worker's postmortem record; -1 if it is the last that comes with the first
-        frame, None if there is no record.
-    """
+    """Run one worker until it is told to stop or the parent is gone."""
     # A collection would touch, and so copy, every page that a fork shares. And garbage of the parent's
     # would close descriptors by numbers that are others by then.
     gc.freeze()
@@ -161,17 +136,7 @@ def _leave() -> None:
 
 
 class _WorkerConnection:
-    """The worker's side of its connection: messages in, events out, large buffers through slots.
-
-    Parameters
-    ----------
-    worker
-        The worker's number.
-    endpoint
-        Reads and writes frames.
-    slots
-        Bytes and names of the slots, as for `main`.
-    """
+    """The worker's side of its connection: messages in, events out, large buffers through slots."""
 
     def __init__(self, worker: int, endpoint: Any, slots: tuple[int, str | None] | None) -> None:
         self._worker = worker

@@ -5,9 +5,8 @@ back, and a body, which is a pickle. That is all of a small task or result, the 
 of every batch without a large array, so it is kept short. Large buffers lie in slots, and the first part
 tells where; without slots they follow as further parts. The codec never writes to a stream.
 
-Whatever is wrong with a frame is a `DamagedMessage`. The fixed fields have a check of their own, as a
-wrong number there would be a wrong batch. Pickles have none; they are code, and come from our own
-processes only.
+Whatever is wrong with a frame is a `DamagedMessage` (docs/security.md). The fixed fields have a check of
+their own, as a wrong number there would be a wrong batch.
 """
 
 from __future__ import annotations
@@ -49,33 +48,15 @@ class Unreadable(Exception):
 def encode_fields(
     kind: int,
     seq: int,
-    body: Any,
-    returned: Sequence[int] = (),
-    slot_map: SlotMap | None = None,
-    extras: bytes | None = None,
-    items: int = -1,
-    seconds: float = 0.0,
-    position: int = 0,
+    body: Any,  # a pickle, as bytes or a view of them; empty if it is the last of the buffers
+    returned: Sequence[int] = (),  # slots of the reader's that the writer is done with
+    slot_map: SlotMap | None = None,  # where the buffers lie; None: all follow as further parts
+    extras: bytes | None = None,  # metadata of the result, pickled
+    items: int = -1,  # in the result; -1: it is no list
+    seconds: float = 0.0,  # that the task took
+    position: int = 0,  # of the worker in its shard
 ) -> bytes:
-    """Make the first part of a frame.
-
-    Parameters
-    ----------
-    body
-        A pickle, as bytes or a view of them; empty if it is the last of the buffers.
-    returned
-        Slots of the reader's that the writer is done with.
-    slot_map
-        Where the buffers lie; None if all follow as further parts.
-    extras
-        Metadata of the result, pickled.
-    items
-        Number of items in the result; -1 if it is no list.
-    seconds
-        Seconds that the task took.
-    position
-        Position of the worker in its shard.
-    """
+    """Make the first part of a frame."""
     meta = b"" if slot_map is None and extras is None else pickle.dumps((slot_map, extras), 5)
     size, back, spent = len(meta), len(returned), int(seconds * 1e9)
     folded = kind ^ seq ^ size ^ back ^ items ^ spent ^ position
@@ -94,10 +75,7 @@ def decode_fields(
 ]:
     """Read the parameters of `encode_fields`, in their order; items is None where there is no list.
 
-    Raises
-    ------
-    DamagedMessage
-        It was not written by `encode_fields`.
+    Raises `DamagedMessage` if `encode_fields` has not written it.
     """
     part = parts[0] if parts else memoryview(b"")
     if len(part) < _BEGIN:
@@ -124,7 +102,7 @@ def decode_fields(
 
 
 def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
-    """Load a pickle of an object of one of these types."""
+    """Load a pickle of an object of one of these types. Raises `DamagedMessage`."""
     try:
         found = unpack(pickled, ())
     except Exception as error:  # bytes that are no pickle may raise anything
@@ -153,12 +131,7 @@ def decode_message(
 ) -> tuple[Message, Sequence[int]]:
     """Decode a message, and the slots to use again. Takes over `fds` if it is a task.
 
-    Raises
-    ------
-    Unreadable
-        The index of a task can't be loaded.
-    DamagedMessage
-        It was not written by `encode_message`.
+    Raises `Unreadable` if the index of a task can't be loaded, and `DamagedMessage`.
     """
     kind, seq, body, returned, slot_map, *_ = decode_fields(parts)
     if kind == OTHER:
@@ -203,7 +176,6 @@ def open_packed(
 
 
 def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()) -> list[Any]:
-    """Encode any event but a result."""
     if isinstance(event, Failed):
         try:
             failure = pickle.dumps(event.failure)
@@ -218,17 +190,14 @@ def encode_event(event: Ready | Failed | Exhausted, returned: Sequence[int] = ()
 
 
 def decode_told(body: memoryview) -> Any:
-    """Load news of a worker besides its results. Raises `DamagedMessage`."""
     return _loaded(body, (ShardStart, Failure), "the news of a worker") if len(body) else None
 
 
 def decode_failure(body: memoryview) -> Failure:
-    """Load the error of a task that a worker failed at. Raises `DamagedMessage`."""
     return _loaded(body, Failure, "a worker's error")  # type: ignore[no-any-return]
 
 
 def decode_extras(extras: bytes | memoryview) -> dict[str, Any]:
-    """Load the metadata of a result. Raises `DamagedMessage`."""
     return _loaded(extras, dict, "the metadata of a result")  # type: ignore[no-any-return]
 
 
@@ -237,17 +206,14 @@ def encode_done(
     packed: Packed,
     slots: SlotWriter | None,
     *,
-    count: int | None = None,
+    count: int | None = None,  # items, if the result is a list
     seconds: float = 0.0,
     returned: Sequence[int] = (),
-    refusal: str | None = None,
+    refusal: str | None = None,  # text for the parent to warn of
     position: int = 0,
     extras: bytes | None = None,
 ) -> tuple[list[Any], Sequence[int]]:
-    """Encode a result, large buffers into slots as far as there are any. Gives parts and descriptors.
-
-    `count` is the number of items if the result is a list, `refusal` a text for the parent to warn of.
-    """
+    """Encode a result, large buffers into slots as far as there are any. Gives parts and descriptors."""
     header, buffers = packed
     slot_map: SlotMap | None = None
     fds: Sequence[int] = ()

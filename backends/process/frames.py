@@ -5,10 +5,7 @@ parts and of descriptors, a check, the bytes of all parts together), the sizes o
 several, then the parts, each beginning at a multiple of `ALIGN` so that arrays can be used where they
 lie. Descriptors travel with the first byte.
 
-The check is there because the streams lie in processes that run the user's code: a program that
-writes to a descriptor that is not its own puts bytes between ours. A head that was not written here is
-refused at once, before anybody waits, or asks for memory, for the bytes that it claims. The parts
-themselves are not looked at.
+The check finds bytes that are not ours (docs/security.md); the parts themselves are not looked at.
 """
 
 from __future__ import annotations

@@ -143,13 +143,7 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 class SocketTransport:
-    """Connections of one crew, and the poll that waits for any of them.
-
-    Attributes
-    ----------
-    damaged
-        Why nothing more is read from a worker, by its number, although it may be alive.
-    """
+    """Connections of one crew, and the poll that waits for any of them."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -161,7 +155,7 @@ class SocketTransport:
         ours.update((self._alarm_r, self._alarm_w))
         self._poll.register(self._alarm_r, select.POLLIN)
         self._dirty: list[int] = []
-        self.damaged: dict[int, str] = {}
+        self.damaged: dict[int, str] = {}  # why no more is read from a worker, which may be alive
         self._open = True
         # A `wake` of a closed crew must not write to another file that has its descriptor now.
         # Reentrant, because `wake` may be called by a finalizer, at any point of another `wake`.
@@ -283,8 +277,7 @@ class SocketTransport:
         connection.drop_unsent()
         _close_all(connection.decoder.fds)
 
-    def hang_up(self) -> None:
-        """Hang up on all workers; they leave."""
+    def hang_up(self) -> None:  # on all workers; they leave
         for worker in list(self._connections):
             self.drop(worker)
 
@@ -313,8 +306,7 @@ class SocketEndpoint:
         return self._frames.popleft()
 
     @property
-    def ready(self) -> bool:
-        """True if `get` will not wait."""
+    def ready(self) -> bool:  # `get` will not wait
         return bool(self._frames)
 
     def _read(self) -> None:

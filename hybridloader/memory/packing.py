@@ -30,21 +30,16 @@ Packed = tuple[bytes, list[memoryview]]
 
 
 class AsTensor:
-    """Numbers that are to arrive as a tensor; made without torch.
-
-    Parameters
-    ----------
-    numbers
-        Them, C-contiguous, as an object with the buffer protocol.
-    dtype
-        Name of their dtype, which torch has.
-    shape
-        Shape of the tensor.
-    """
+    """Numbers that are to arrive as a tensor; made without torch."""
 
     __slots__ = ("dtype", "numbers", "shape")
 
-    def __init__(self, numbers: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        numbers: Any,  # C-contiguous, with the buffer protocol
+        dtype: str,  # by its name in torch
+        shape: tuple[int, ...],
+    ) -> None:
         self.numbers, self.dtype, self.shape = numbers, dtype, shape
 
     def __reduce__(self) -> Any:
