@@ -121,7 +121,6 @@ class Lifecycle(ABC):
 
     @property
     def handles(self) -> Sequence[WorkerHandle]:
-        """Handles of the workers, with `pid`, `is_alive`, `terminate` and `join`."""
         return self._crew.handles()
 
     @property
@@ -129,13 +128,11 @@ class Lifecycle(ABC):
         return self._closing or self._elsewhere
 
     @property
-    def _elsewhere(self) -> bool:
-        """True if the workers are those of the process that this one was forked from."""
+    def _elsewhere(self) -> bool:  # this is a fork of the process that has the workers
         return os.getpid() != self._owner and not self.backend.in_caller
 
     @property
     def next_seq(self) -> int:
-        """Number of the next task."""
         return self._scheduler.next_in
 
     @property
@@ -250,7 +247,6 @@ class Lifecycle(ABC):
             )
 
     def _refuse(self) -> NoReturn:
-        """Raise the reason why there is no next item."""
         if self._scheduler.fault is not None:
             raise WorkerDied(self._death_report)
         if self._ended:

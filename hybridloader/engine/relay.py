@@ -128,7 +128,6 @@ class RelayQueue:
             self.waited += time.monotonic() - began
 
     def _check(self) -> None:
-        """Raise the reason why nothing will come any more, if there is one."""
         if self.closed:
             raise IteratorClosed(f"relay {self._name!r} is closed")
         if self._failed:

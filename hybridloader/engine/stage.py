@@ -185,8 +185,7 @@ class Stage(Lifecycle, Iterator[Any]):
             if deadline is not None and waits_for_source:
                 deadline = self._clock() + self._timeout  # until now nobody else was late
 
-    def _remaining(self, deadline: float | None) -> float | None:
-        """Return the seconds to wait for the workers; None: for ever."""
+    def _remaining(self, deadline: float | None) -> float | None:  # seconds; None: for ever
         remaining = None
         if deadline is not None:
             remaining = deadline - self._clock()

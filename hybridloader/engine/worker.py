@@ -108,7 +108,6 @@ class Worker:
         return None if starts and starts[self.worker].results_since else self._state_now()
 
     def _state_now(self) -> ShardStart | None:
-        """Return the state of the dataset, if it has one."""
         fetcher = self._fetcher
         if fetcher is None or fetcher.states is None:
             return None
@@ -204,8 +203,7 @@ class Worker:
             return Failed(self.worker, task.seq, Failure(no_stop(error)), self._position)
 
     @property
-    def _position(self) -> int:
-        """Number of samples of the shard that were read."""
+    def _position(self) -> int:  # samples of the shard that were read
         return 0 if self._fetcher is None else self._fetcher.position
 
     def _describe(self) -> Any:
@@ -227,7 +225,6 @@ class Worker:
 
 
 def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleRng | None:
-    """Return the sample RNG of a worker; None if samples are not seeded."""
     origin = spec.seeding
     if origin is None:
         return None

@@ -59,7 +59,6 @@ class WorkerTable:
                 self.position[worker] = result.position
 
     def ready(self, worker: int) -> None:
-        """Note that a worker can begin with its tasks."""
         self.since[worker] = self.clock()
         self.proven = True
 
@@ -110,7 +109,6 @@ class WorkerTable:
         return f"In stage {self.spec.stage!r}, {self.name(worker)}, {doing} {brief(index)}."
 
     def death_report(self, fault: Fault, refusal: str) -> str:
-        """Word the error for a worker that has died and was not replaced."""
         stage, worker = self.spec.stage, fault.worker
         torchs = end_of(stage, self.crew.handles(), worker)
         return self._with_table(
@@ -129,7 +127,6 @@ class WorkerTable:
         )
 
     def lateness(self, timeout: float) -> str:
-        """Word the error for no result within `timeout` seconds."""
         sent = dict(self.scheduler.sent)  # another thread may be pulling
         late_ones = sorted(sent)[:1] if self.scheduler.ordered else sorted(sent)
         workers = [self.name(sent[seq]) for seq in late_ones]

@@ -107,8 +107,7 @@ class PageLocks:
         return sum(list(self._locked.values()))
 
     @property
-    def here(self) -> bool:
-        """True in the process that it was made in, False in a fork of it."""
+    def here(self) -> bool:  # False in a fork of the process that it was made in
         return os.getpid() == self._owner
 
     def enter(self) -> None:

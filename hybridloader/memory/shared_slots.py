@@ -208,8 +208,7 @@ class SlotReader:
         self._free: list[int] = []  # returned, and not yet told
 
     @property
-    def size(self) -> int:
-        """Bytes of all segments that are known."""
+    def size(self) -> int:  # bytes of all segments that are known
         mapped = [segment.mapping for segment in list(self.segments.values())]
         return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
 
