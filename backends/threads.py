@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from hybridloader._support.datapipes import is_datapipe
 from hybridloader.engine import fetcher
 from hybridloader.engine.contract import Backend, Crew, WorkerHandle
-from hybridloader.engine.messages import Event, Message, Stop, WorkerSpec
+from hybridloader.engine.messages import Event, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.serving import serve, thread_worker
 from hybridloader.engine.worker import Worker
 from hybridloader.fetching.collate import set_slots, teach_torch
@@ -126,6 +126,7 @@ def _main(
 class _ThreadCrew(Crew):
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
+        self._queued: list[tuple[SimpleQueue[Message], Task]] = []  # to be sent by the next flush
         self._copies = copies
         self._slots = slots
         self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes
@@ -151,7 +152,16 @@ class _ThreadCrew(Crew):
             self._opening.pop().wait()
 
     def send(self, worker: int, message: Message) -> None:
-        self._threads[worker].messages.put(message)
+        if type(message) is not Task:
+            self.flush()
+            self._threads[worker].messages.put(message)
+        else:
+            self._queued.append((self._threads[worker].messages, message))
+
+    def flush(self) -> None:
+        for messages, task in self._queued:
+            messages.put(task)
+        self._queued.clear()
 
     def stack(self, worker: int) -> str:
         frame = sys._current_frames().get(self._threads[worker].thread.ident or 0)

@@ -184,6 +184,7 @@ class Crew(ABC):
         """
         if self.upkeep is not None:
             self.upkeep()
+        self.flush()
         timeout = SLICE if timeout is None else min(timeout, SLICE)
         events, found = self.__events, []
         try:

@@ -84,6 +84,7 @@ class Lifecycle(ABC):
         self.last = Last()
         self._source: Iterator[Any] = iter(())
         self._feed: Feed | None = None  # instead of a source that is waited for
+        self._quick = self._unsent = False  # the last task was `QUICK`; one has yet to be flushed
         self._hungry = False  # the feed had nothing when it was asked last
         self.epoch = -1  # number of the one that runs
         self._broken_off = -1  # the epoch of which nobody wants more
@@ -111,6 +112,8 @@ class Lifecycle(ABC):
                 table=self._table,
                 sender=self._sender,
             )
+        # Two tasks at a time leave two results at hand. A task's time counts from when it was assigned.
+        self._pairs = lookahead >= 4 and self._supervisor is None
         try:
             for worker in range(len(scheduler.workers)):
                 self._sender.start(worker, self.spec)

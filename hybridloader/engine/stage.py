@@ -45,6 +45,10 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.scheduler import WorkerState
 
+QUICK = 1e-4
+"""Seconds of a task so short that two are sent at a time: what it costs to wake a worker is then more
+than what the worker gains by being woken at once (decision 24)."""
+
 
 class Stage(Lifecycle, Iterator[Any]):
     """Running stage: an iterator over its results. See `Lifecycle` for the parameters."""
@@ -90,7 +94,11 @@ class Stage(Lifecycle, Iterator[Any]):
                 # Refill before the result is opened: the workers should not wait for the consumer.
                 if self._eager:
                     self._fill()
-                    self._crew.flush()
+                    if self._unsent or not (self._quick and self._scheduler.done):
+                        self._crew.flush()
+                        self._unsent = False
+                    else:
+                        self._unsent = True  # goes with the next one
                 last = self.last
                 last.worker, last.seq = result.worker, result.seq
                 last.position, last.extras = result.position, result.extras
@@ -234,6 +242,9 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._hear_of(event)
         if not results:
             return
+        if self._pairs:
+            latest = results[-1]
+            self._quick = type(latest) is Done and latest.seconds < QUICK
         stale = self._scheduler.take_in(results)
         self._table.take_in(results)
         if self._numbered is not None:

@@ -27,7 +27,7 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.payload import ByReference
-from hybridloader.engine.stage import Stage
+from hybridloader.engine.stage import QUICK, Stage
 from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 
 
@@ -422,3 +422,37 @@ def test_an_interrupt_of_one_pass_that_comes_late_leaves_the_next_alone() -> Non
     it.begin(iter("a"))
     it.interrupt(Slow(0))
     assert next(it) == "value 1"
+
+
+# -- two tasks at a time -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lookahead", "options", "flushed"),
+    [
+        # After `begin`, and then by the number of tasks that had been queued by then:
+        (QUICK / 2, 4, {}, [6, 8]),
+        (QUICK * 2, 4, {}, [5, 6, 7, 8]),
+        (QUICK / 2, 3, {}, [4, 5, 6]),  # one result at hand would be too few
+        (QUICK / 2, 4, {"task_timeout": 9.0}, [5, 6, 7, 8]),  # time counts from when it was queued
+    ],
+)
+def test_tasks_that_take_microseconds_are_sent_two_at_a_time_while_results_are_at_hand(
+    seconds: float,
+    lookahead: int,
+    options: dict[str, Any],
+    flushed: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = [
+        [*ready(), *(Done(0, seq, ByReference(seq), seconds) for seq in range(lookahead))],
+        [],
+    ]
+    made, backend = stage(script, lookahead=lookahead, **options)
+    made.begin(iter(range(100)))
+    queued: list[int] = []
+    monkeypatch.setattr(ScriptedCrew, "flush", lambda crew: queued.append(len(crew.sent)))
+    assert [made.pull() for _ in range(lookahead)] == list(range(lookahead))
+    assert queued == flushed
+    assert len(tasks(backend)) == 2 * lookahead  # the source is asked as ever
+    made.close()
