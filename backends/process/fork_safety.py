@@ -22,6 +22,11 @@ _SETTLING = 0.1
 """Seconds that threads which were told to end get to be gone: the kernel lists a thread for some
 microseconds after it was joined."""
 
+_HARMLESS = frozenset(["jemalloc_bg_thd"])
+"""Names of native threads that a process can be forked beside. jemalloc, which pyarrow brings along,
+holds its locks over a fork, and the child goes on without the thread (`background_thread_postfork_child`
+in jemalloc's src/background_thread.c)."""
+
 _MEMORY_DEVICES = 1
 """Major number of /dev/null, /dev/zero, /dev/random and /dev/urandom, which have no position."""
 
@@ -51,7 +56,7 @@ def refusal(before: Collection[int]) -> str:  # as for `open_files`
     if device is not None:
         return f"uses {device}, which does not survive a fork"
     deadline = time.monotonic() + _SETTLING
-    while (names := _other_threads()) and time.monotonic() < deadline:
+    while (names := other_threads()) and time.monotonic() < deadline:
         time.sleep(_SETTLING / 100)
     if names:
         return f"has started threads ({_listed(names)}), which would be missing after a fork"
@@ -66,7 +71,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:4]) + more
 
 
-def _other_threads() -> list[str]:
+def other_threads() -> list[str]:
     """Return the names of all threads but this one, those that Python knows nothing of included."""
     known = {thread.native_id: thread.name for thread in threading.enumerate()}
     found = []
@@ -75,7 +80,7 @@ def _other_threads() -> list[str]:
         if ident != threading.get_native_id():
             with suppress(OSError):  # it has just ended
                 found.append(known.get(ident) or (task / "comm").read_text().strip())
-    return found
+    return [name for name in found if name not in _HARMLESS]
 
 
 def open_files(before: Collection[int]) -> list[str]:

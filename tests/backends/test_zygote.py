@@ -310,6 +310,28 @@ def test_a_worker_that_dies_after_a_refusal_is_started_afresh(tmp_path: Path) ->
         assert [sample for batch in iterator for sample in batch] == list(range(8))
 
 
+@pytest.mark.parametrize(("name", "counts"), [("jemalloc_bg_thd", 0), ("native", 1)])
+def test_threads_that_python_does_not_know_are_seen_but_for_those_made_for_forks(
+    name: str, counts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, ended = threading.Event(), threading.Event()
+
+    def native() -> None:
+        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME
+        named.set()
+        ended.wait()
+
+    thread = threading.Thread(target=native)
+    thread.start()
+    try:
+        assert named.wait(DEADLINE)
+        monkeypatch.setattr(threading, "enumerate", list)
+        assert fork_safety.other_threads().count(name) == counts
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_a_file_that_is_mapped_is_no_reason_to_refuse(tmp_path: Path) -> None:
     import numpy as np
 
