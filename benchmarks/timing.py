@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,17 @@ def turns(epoch: Callable[[], Iterator[Any]], count: int, clock: Clock) -> list[
         # part of the turn.
         found.append(now - last)
     return found
+
+
+def first_batches(
+    batches: Iterator[Any], workers: int, start: float, clock: Clock
+) -> tuple[float, float]:
+    """Return the seconds from `start` to the first batch, and until each worker has delivered one."""
+    next(batches)
+    first = clock() - start
+    for _ in itertools.islice(batches, workers - 1):
+        pass
+    return first, clock() - start
 
 
 def fastest(function: Callable[[], Any], times: int = 9) -> float:

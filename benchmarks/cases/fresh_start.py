@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from typing import Any
 
-from benchmarks import usage
+from benchmarks import timing, usage
 from benchmarks.case import Answer, Case, Options, Spec, Variant
 from benchmarks.measurements import open_running, work_of
 from benchmarks.names import FRESH, TORCH_FORKSERVER
@@ -36,11 +35,7 @@ def first_batches(loader: str, spec: Spec) -> Answer:
     with open_running(loader, work) as running:
         batches = running.epoch()
         began = time.perf_counter() - start
-        next(batches)
-        first = time.perf_counter() - start
-        for _ in itertools.islice(batches, work.workers - 1):
-            pass
-        every = time.perf_counter() - start
+        first, every = timing.first_batches(batches, work.workers, start, time.perf_counter)
         cpu = meter.stop()
     return {"value": first, "cpu": cpu, "details": {"iter": began, "every_worker": every}}
 

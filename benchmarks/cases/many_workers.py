@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import time
 
@@ -33,11 +32,7 @@ def life(loader: str, spec: Spec) -> Answer:
     try:
         batches = running.epoch()
         began = time.perf_counter() - start
-        next(batches)
-        first = time.perf_counter() - start
-        for _ in itertools.islice(batches, work.workers - 1):
-            pass
-        every = time.perf_counter() - start
+        first, every = timing.first_batches(batches, work.workers, start, time.perf_counter)
         memory = usage.memory_mb(os.getpid(), files=False) - before
         for _ in batches:
             pass
