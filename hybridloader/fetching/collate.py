@@ -99,7 +99,7 @@ def _line_up(
     """
     import torch
 
-    if type(batch) in (list, tuple) and type(batch[0]) is not bool:
+    if type(batch) in (list, tuple) and batch and type(batch[0]) is not bool:
         try:
             return torch.asarray(array(code, batch), dtype=dtype, copy=True)
         except Exception:

@@ -224,6 +224,12 @@ def test_a_batch_of_numbers_can_be_resized_as_torchs_can(backend: str) -> None:
     assert batch.resize_(9).shape == (9,)
 
 
+def test_an_empty_batch_of_numbers_is_what_torch_makes_of_it() -> None:
+    teach_torch()
+    for collate in (torchs.collate_int_fn, torchs.collate_float_fn):
+        assert torch.equal(collate([]), torch.tensor([]))
+
+
 def test_torchs_function_is_the_same_and_is_changed_once() -> None:
     teach_torch()
     code = torchs.collate_tensor_fn.__code__
