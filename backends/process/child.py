@@ -92,6 +92,7 @@ def main(
     connection = _WorkerConnection(number, endpoint, slots)
     watch = ParentWatch(endpoint, parent, connection.sweep)
     fresh = isinstance(work, FirstFrame)
+    hung_up = False
     try:
         one_thread_in_this_process(fresh)
         set_slots(connection.results)
@@ -112,9 +113,12 @@ def main(
         set_process_info(worker.info)
         run(worker, connection.get, connection.report)
         connection.finish()
-    except EOFError:  # the parent has closed the iterator, or is gone, and reads nothing more
-        connection.sweep()
+    except EOFError:
+        hung_up = True
     finally:
+        # The watch may have noticed before the last message was read: then that is not an EOFError.
+        if hung_up or watch.context.cancelled:
+            connection.sweep()  # the parent has closed the iterator, or is gone, and reads nothing more
         endpoint.close()
     if fresh:
         _leave()

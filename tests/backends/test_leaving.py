@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import pickle
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.crew_driver import CrewDriver, echo
+from support.forking import in_a_fork
 
 from hybridloader import Fork, Spawn, Threads
+from hybridloader.backends.process import child, codec, handles, socket_transport
 from hybridloader.backends.process import crew as processes
-from hybridloader.backends.process import handles, socket_transport
+from hybridloader.backends.process.frames import Frame
 from hybridloader.engine import contract
+from hybridloader.engine.messages import WorkerSpec
 from hybridloader.testing.tools import DEADLINE, FakeClock, Gate
+from hybridloader.testing.work import Call
 
 BACKENDS = [
     pytest.param(Fork(), id="fork"),
@@ -100,3 +107,46 @@ def test_waking_a_closed_crew_writes_to_nobody() -> None:
         for pipe in pipes:
             for fd in pipe:
                 os.close(fd)
+
+
+def test_a_worker_that_reads_a_task_after_the_hang_up_leaves_no_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The watch notices the hang-up first: then nothing that the worker reads is the end."""
+    names = f"hl-{os.getpid()}-left-"
+
+    class Watch(child.ParentWatch):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            Endpoint.watch = self
+
+    class Endpoint:
+        watch: Watch
+
+        def __init__(self, pipe: Any) -> None:
+            self.line, self.parents_end = pipe
+            self.fileno = self.line.fileno
+            self.taken = 0
+
+        def get(self) -> Frame:
+            if self.taken:
+                assert os.path.exists(f"/dev/shm/{names}0")
+                self.parents_end.close()
+                while not self.watch.context.cancelled:
+                    os.sched_yield()
+            self.taken += 1
+            return Frame([memoryview(codec.encode_fields(codec.TASK, 0, pickle.dumps(7)))], [])
+
+        def send(self, parts: Any, fds: Any = ()) -> None:
+            assert not fds
+
+        def close(self) -> None:
+            self.line.close()
+
+    def be_a_worker() -> None:
+        spec = WorkerSpec("stage", 1, Call(lambda index: np.full(10**5, index)))
+        child.main(0, Endpoint, socket.socketpair(), spec, os.getppid(), (10**8, names), [])
+
+    monkeypatch.setattr(child, "ParentWatch", Watch)
+    assert in_a_fork(be_a_worker) == 0
+    assert not os.path.exists(f"/dev/shm/{names}0")
