@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -31,6 +31,8 @@ from hybridloader.loader.sampler_replay import (
 )
 from hybridloader.loader.samplers import DEFAULT
 from hybridloader.loader.state import END, START, WITHIN, ResumePoint, read, written
+
+_NOTHING = nullcontext()
 
 
 class ResumedDispatch:
@@ -70,13 +72,12 @@ class PassStart:
         """Number of the pass."""
         self._eager = False
 
-    @contextmanager
-    def generators_restored(self) -> Iterator[None]:
+    def generators_restored(self) -> AbstractContextManager[None]:
         """Keep the generators as in the state while the sampler's iterator is made."""
-        resume = self.resume
-        if resume is None:
-            yield
-            return
+        return _NOTHING if self.resume is None else self._restored(self.resume)
+
+    @contextmanager
+    def _restored(self, resume: ResumePoint) -> Iterator[None]:
         before = torch.get_rng_state()
         saved = resume.replay.generators.get(DEFAULT)
         # If the training code has restored torch's generator, a new pass draws from it as ever.

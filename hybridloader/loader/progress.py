@@ -42,6 +42,8 @@ DrawnItem = tuple[int, Any, "SamplerCheckpoint | None"]
 UNKNOWN = object()
 """Stands for an item that was drawn before the state from which a pass is resumed."""
 
+_BEGINNING = ShardStart()
+
 
 class Results(Protocol):
     """Iterator over results, with what the stage says of the last one."""
@@ -95,7 +97,7 @@ class Progress:
         """Ends of shards, by worker; the last results of these may still be on their way."""
         self._rereading = readers * [0]  # samples that each worker has yet to read again
         self._reread_in_all = 0
-        self._before = ShardStart(), 0  # place of the last worker, and its tasks to repeat, before
+        self._before = _BEGINNING, 0  # place of the last worker, and its tasks to repeat, before
         self._latest: DrawnItem | None = None
         self._shift = 0  # from the numbers of tasks to those of the sampler's items
         self._first = 0  # number of the first task

@@ -39,10 +39,13 @@ class Samplers(NamedTuple):
     chain: list[Any]
     """The outer sampler, and those that it draws from, down to the sampler of samples."""
 
+    stateful: Any
+    """Sampler whose state follows what is drawn; None if there is none."""
+
     @classmethod
     def of(cls, loader: Any) -> Samplers:
         outer = loader._index_sampler
-        return cls(outer, loader.generator, _chain(outer))
+        return cls(outer, loader.generator, _chain(outer), _stateful(outer))
 
     @property
     def names(self) -> list[str]:
@@ -60,15 +63,6 @@ class Samplers(NamedTuple):
                 if all(type(number) is int for number in share):
                     return share
         return None
-
-    @property
-    def stateful(self) -> Any:
-        """Sampler whose state follows what is drawn; None if there is none."""
-        if is_stateful(self.outer):
-            return self.outer
-        # Batch samplers of other classes may have drawn ahead of their batches.
-        inner = self.outer.sampler if is_plain(self.outer) else None
-        return inner if is_stateful(inner) else None
 
     @property
     def generators(self) -> dict[str, Any]:
@@ -112,8 +106,10 @@ class Samplers(NamedTuple):
     @property
     def _seeded(self) -> Any:
         """Sampler with a `set_epoch()`, whose order follows from the epoch."""
-        told = (s for s in self.chain if callable(attribute(s, "set_epoch")))
-        return next(told, None)
+        for sampler in self.chain:
+            if callable(attribute(sampler, "set_epoch")):
+                return sampler
+        return None
 
     @property
     def told_epoch(self) -> int | None:
@@ -170,6 +166,14 @@ def _chain(outer: Any) -> list[Any]:
         if inner is None or any(inner is one for one in found):
             return found
         found.append(inner)
+
+
+def _stateful(outer: Any) -> Any:
+    if is_stateful(outer):
+        return outer
+    # Batch samplers of other classes may have drawn ahead of their batches.
+    inner = outer.sampler if is_plain(outer) else None
+    return inner if is_stateful(inner) else None
 
 
 def is_ours(sampler: Any) -> bool:
