@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class LoaderPlan:
         plan, record = cls.__new__(cls), record_of(loader)
         # `__init__` of a frozen dataclass takes 8 us, and each `state_dict()` makes a plan, too.
         vars(plan).update(
-            {name: getattr(loader, name) for name in _OF_THE_LOADER},
+            zip(_OF_THE_LOADER, _read(loader), strict=True),
             iterable=loader._dataset_kind == _DatasetKind.Iterable,
             batched=loader._auto_collation,
             samplers=Samplers.of(loader),
@@ -242,6 +243,8 @@ class LoaderPlan:
 
 _OF_THE_LOADER = tuple(LoaderPlan.__dataclass_fields__)[:14]
 """Fields that have the names of attributes of the loader."""
+
+_read = attrgetter(*_OF_THE_LOADER)
 
 
 def _check_dataset(dataset: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -84,13 +85,10 @@ class Progress:
         workers hold its state. `ShardStart.again` is a list that grows."""
         self.remainders: dict[int, ShardStart] = {}
         """Places of workers before the last samples of their shards, which wait to be joined."""
-        self.own_dataset = Latest()
-        """Copy of the state of the caller's own dataset."""
         self.last_worker = -1
         """Worker of the result that was handed out last; -1 if there was none."""
         self.finished = False
         """True if the caller has met the end of the pass."""
-        self.waiting = WaitingSamples()
         self.first: tuple[int, ...] = ()
         """Workers that are to be asked first and have not answered."""
         self.exhausted: Mapping[int, Exhausted] = {}
@@ -104,6 +102,16 @@ class Progress:
         self._seq = -1
         self._counted = True
         self._last: Last | None = None  # if nothing is counted
+
+    @cached_property
+    def own_dataset(self) -> Latest:
+        """Copy of the state of the caller's own dataset."""
+        return Latest()
+
+    @cached_property
+    def waiting(self) -> WaitingSamples:
+        """Samples that came and were not handed out."""
+        return WaitingSamples()
 
     def resume_workers(self, starts: Sequence[ShardStart]) -> None:
         """Note where each worker begins."""
