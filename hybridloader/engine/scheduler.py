@@ -29,7 +29,11 @@ from hybridloader._support.errors import IllegalTransition
 from hybridloader.engine.messages import Done, Event, Exhausted, Exited, Failed, Ready, Result
 
 
-class RunState(Enum):
+class _State(Enum):
+    __hash__ = object.__hash__  # Enum's own is a call of Python's, for each look into a table
+
+
+class RunState(_State):
     NEW = "NEW"
     RUNNING = "RUNNING"
     DRAINING = "DRAINING"
@@ -38,7 +42,7 @@ class RunState(Enum):
     CLOSED = "CLOSED"
 
 
-class WorkerState(Enum):
+class WorkerState(_State):
     STARTING = "STARTING"
     READY = "READY"
     EXHAUSTED = "EXHAUSTED"
