@@ -171,6 +171,10 @@ def cost_of(row: Measurement) -> str:
         found.append(f"{number(statistics.median(row.details['end_of_epoch_mb']))} MB at the end")
     if row.details.get("close"):
         found.append(f"closed in {number(statistics.median(row.details['close']))} s")
+    if row.details.get("bound"):
+        found.append(f"{number(row.median / row.details['bound'][0])} of the bound")
+    if row.details.get("next_p99_ms"):
+        found.append(f"p99 of next() {number(statistics.median(row.details['next_p99_ms']))} ms")
     if row.details.get("max"):
         found.append(f"at most {number(max(row.details['max']))}")
     return ", ".join(found)

@@ -19,6 +19,12 @@ FRESH = (
 TORCH_FORKSERVER = "torch forkserver"
 """torch's loader with `multiprocessing_context="forkserver"`, where ``torch`` has ``"spawn"``."""
 
+TORCH_ANY_ORDER = "torch any order"
+"""torch's loader with `in_order=False`: batches come as they are ready."""
+
+SEEDED, FEW_PROCESSES = "fork by samples", "fork, 4 threads each"
+"""`fork` with `seeding="sample"`; and as many threads in a fourth of the processes."""
+
 PROCESS_BACKENDS = ("fork", "shared-memory", *FRESH)
 WITH_WORKERS = ("threads", *PROCESS_BACKENDS)
 DATALOADERS = ("inline", *WITH_WORKERS)
@@ -28,10 +34,13 @@ PIPELINE = "pipeline"
 HYBRIDS = (PIPELINE, f"{PIPELINE} fork", f"{PIPELINE} spread")
 """Forms of hybridloader's `Pipeline` of three stages."""
 
+BY_SAMPLES = (f"{PIPELINE} threads",)
+"""hybridloader's `Pipeline` that makes samples on threads, one task each, and batches behind them."""
+
 STAGES_ALONE = ("read alone", "decode alone", "augment alone")
 """The stages of that pipeline, each measured without the others."""
 
-OURS = (*DATALOADERS, *HYBRIDS)
+OURS = (*DATALOADERS, *HYBRIDS, *BY_SAMPLES, SEEDED, FEW_PROCESSES)
 
 FAMILIES = {"torchdata": "torchdata.nodes", "SPDL": "SPDL", "Grain": "Grain"}
 """First word of a rival's name -> the project. A rival may have several forms: 'SPDL threads'."""

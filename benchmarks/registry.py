@@ -18,6 +18,7 @@ from benchmarks.cases import (
     replacement,
     resuming,
     seeding,
+    slow_samples,
     small_batches,
     stage_metrics,
     stages,
@@ -38,6 +39,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "P9": image_batches.cpu_time,
     "P11": device.to_device,
     "P12": small_batches.many,
+    "P13": slow_samples.slow_samples,
     "P17": many_workers.many_workers,
     "fresh": fresh_start.fresh_start,
     "footprint": worker_memory.worker_memory,
@@ -56,7 +58,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
 _WITH_TARGETS = (
     *(image_batches, small_batches, jpegs, hybrid, epochs, memory),
     *(device, stages, stage_metrics, endurance),
-    *(fresh_start, worker_memory, replacement, many_workers),
+    *(fresh_start, worker_memory, replacement, many_workers, slow_samples),
 )
 
 TARGETS: tuple[Target, ...] = tuple(

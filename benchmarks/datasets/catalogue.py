@@ -16,6 +16,7 @@ from benchmarks.datasets.plain import (
 )
 from benchmarks.datasets.remote import Remote, server_of
 from benchmarks.datasets.tensors import Blocks, DyingTensors, Images, Jpegs, PathTensors, table
+from benchmarks.datasets.waiting import SlowSamples
 
 
 def paths(count: int, container: str = "list") -> Paths:
@@ -51,4 +52,5 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "dying tensors": DyingTensors,
     "remote": remote,
     "spinning": Spinning,
+    "slow samples": SlowSamples,
 }

@@ -11,14 +11,27 @@ import torch.utils.data
 
 from benchmarks.case import CannotDo
 from benchmarks.loaders.work import PREFETCH, Opener, Running, Work
-from benchmarks.names import DATALOADERS, TORCH_FORKSERVER
+from benchmarks.names import (
+    DATALOADERS,
+    FEW_PROCESSES,
+    SEEDED,
+    TORCH_ANY_ORDER,
+    TORCH_FORKSERVER,
+)
 
 
 class Loader:
-    """torch's loader, or one like it, running."""
+    """torch's loader, or one like it, running.
 
-    def __init__(self, loader: Any) -> None:
+    Parameters
+    ----------
+    partial
+        True if its batches come in any order, so that they are not compared.
+    """
+
+    def __init__(self, loader: Any, partial: bool = False) -> None:
         self._loader = loader
+        self.partial = partial
         self._iterator: Any = None
 
     def epoch(self) -> Iterator[Any]:
@@ -50,7 +63,8 @@ def open_torch(work: Work, **more: Any) -> Running:
     return Loader(
         torch.utils.data.DataLoader(
             work.dataset, multiprocessing_context=context, **_options(work), **more
-        )
+        ),
+        partial=not more.get("in_order", True),
     )
 
 
@@ -84,8 +98,17 @@ def open_ours(name: str, work: Work, **more: Any) -> Running:
     return Loader(hybridloader.DataLoader(work.dataset, backend=backend, **options, **more))
 
 
+def _few_processes(work: Work) -> Running:
+    """Forked workers of 4 threads each, as many threads in all as `work` has workers."""
+    workers = max(1, work.workers // 4)
+    return open_ours("fork", replace(work, workers=workers), threads_per_worker=4)
+
+
 DATALOADER_OPENERS: dict[str, Opener] = {
     "torch": open_torch,
     TORCH_FORKSERVER: open_torch_forkserver,
+    TORCH_ANY_ORDER: partial(open_torch, in_order=False),
     **{name: partial(open_ours, name) for name in DATALOADERS},
+    SEEDED: partial(open_ours, "fork", seeding="sample"),
+    FEW_PROCESSES: _few_processes,
 }

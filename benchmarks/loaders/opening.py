@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from benchmarks.case import CannotDo, check_installed
-from benchmarks.loaders import rival_grain, rival_spdl, rival_torchdata
+from benchmarks.loaders import pipelines, rival_grain, rival_spdl, rival_torchdata
 from benchmarks.loaders.dataloaders import DATALOADER_OPENERS
 from benchmarks.loaders.limits import LIMIT_OPENERS
-from benchmarks.loaders.pipelines import HYBRID_OPENERS, ONE_STAGE_OPENERS
 from benchmarks.loaders.work import Opener, Running, Work
 from benchmarks.names import is_rival
 
 _BATCHES: dict[str, Opener] = {
     **LIMIT_OPENERS,
     **DATALOADER_OPENERS,
+    **pipelines.BATCH_OPENERS,
     **rival_torchdata.BATCH_OPENERS,
     **rival_spdl.BATCH_OPENERS,
     **rival_grain.BATCH_OPENERS,
 }
 _BY_STAGES: dict[int, dict[str, Opener]] = {
     0: _BATCHES,
-    1: {**_BATCHES, **ONE_STAGE_OPENERS},
+    1: {**_BATCHES, **pipelines.ONE_STAGE_OPENERS},
     3: {
         **_BATCHES,
-        **HYBRID_OPENERS,
+        **pipelines.HYBRID_OPENERS,
         **rival_torchdata.STAGE_OPENERS,
         **rival_spdl.STAGE_OPENERS,
         **rival_grain.STAGE_OPENERS,

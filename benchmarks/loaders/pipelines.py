@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.loaders.work import READERS, Closing, Opener, Running, Work
-from benchmarks.names import BACKENDS, PIPELINE, STAGES_ALONE
+from benchmarks.names import BACKENDS, BY_SAMPLES, PIPELINE, STAGES_ALONE
 
 
 def _running(pipeline: Any, partial: bool = False) -> Running:
@@ -73,6 +73,7 @@ def _alone(stage: str, work: Work) -> Running:
 ONE_STAGE_OPENERS: dict[str, Opener] = {
     name: partial(_one_stage, name) for name in ("inline", *BACKENDS, "spawn")
 }
+BATCH_OPENERS: dict[str, Opener] = {name: partial(_one_stage, "threads") for name in BY_SAMPLES}
 HYBRID_OPENERS: dict[str, Opener] = {
     PIPELINE: partial(_hybrid, "shared-memory"),
     f"{PIPELINE} fork": partial(_hybrid, "fork"),

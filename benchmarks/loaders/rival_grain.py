@@ -46,12 +46,18 @@ def _as_tensors(value: Any) -> Any:
     return torch.from_numpy(value)
 
 
-def _open(work: Work, processes: int, threads: int, *, samples: bool) -> Running:
-    """Grain, running. An epoch ends by closing its iterator: with it go its workers."""
+def _open(work: Work, processes: int, threads: int, *, samples: bool, ahead: int = 1) -> Running:
+    """Grain, running. An epoch ends by closing its iterator: with it go its workers.
+
+    Parameters
+    ----------
+    ahead
+        Samples that a thread reads ahead, for each batch that it is to be ahead by.
+    """
     import grain
 
     logging.getLogger("absl").setLevel(logging.ERROR)
-    read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCH * threads)
+    read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCH * threads * ahead)
     source = grain.MapDataset.source(Arrays(work))
     if samples:
         dataset: Any = source.to_iter_dataset(read).batch(work.batch)
@@ -87,6 +93,9 @@ def _sample_processes(work: Work) -> Running:
 BATCH_OPENERS: dict[str, Opener] = {
     "Grain threads": lambda work: _open(work, 0, work.workers, samples=False),
     "Grain processes": _processes,
+    "Grain threads by samples": lambda work: _open(
+        work, 0, work.workers, samples=True, ahead=work.batch
+    ),
 }
 STAGE_OPENERS: dict[str, Opener] = {
     "Grain threads": lambda work: _open(work, 0, READERS, samples=True),

@@ -124,6 +124,17 @@ def _stages(work: Work, pool: Executor | None) -> Any:
     return builder
 
 
+def _one_by_one(work: Work) -> Generator[Any]:
+    """Samples by as many threads as there are workers, and batches of them."""
+    from spdl.pipeline import PipelineBuilder
+
+    builder: Any = PipelineBuilder()
+    builder.add_source(work.sampler())
+    builder.pipe(work.dataset.__getitem__, concurrency=work.workers, output_order="input")
+    builder.aggregate(work.batch).pipe(torch.utils.data.default_collate)
+    return _items(builder.add_sink(PREFETCH * work.workers), work.workers + 1)
+
+
 def items_to_device(work: Work, transfer: Any, thread: Executor) -> Generator[Any]:
     """Batches moved by `transfer` on a `thread` behind the pipeline, as its documentation has it."""
     builder = _batches(work).pipe(transfer, executor=thread).add_sink(PREFETCH)
@@ -134,6 +145,7 @@ BATCH_OPENERS: dict[str, Opener] = {
     "SPDL threads": _in_threads,
     "SPDL subprocess": _in_subprocess,
     "SPDL processes": LookAlike,
+    "SPDL threads by samples": lambda work: Closing(partial(_one_by_one, work)),
 }
 STAGE_OPENERS: dict[str, Opener] = {
     "SPDL threads": lambda work: Closing(partial(_samples, False, work)),

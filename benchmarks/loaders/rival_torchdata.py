@@ -38,7 +38,7 @@ def _batches(method: str, work: Work) -> Running:
     return Dropping(Loader(Prefetcher(node, prefetch_factor=PREFETCH * work.workers)))
 
 
-def _samples(staged: bool, work: Work) -> Running:
+def _samples(staged: bool, work: Work, threads: int = READERS, ahead: int = PREFETCH) -> Running:
     from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, SamplerWrapper
 
     node: Any = SamplerWrapper(work.sampler())
@@ -47,15 +47,21 @@ def _samples(staged: bool, work: Work) -> Running:
         node = _parallel(node, work.dataset.decode, work.cores, "thread", work)
         node = _parallel(node, work.dataset.augment, work.workers, "process", work)
     else:
-        node = _parallel(node, work.dataset.__getitem__, READERS, "thread", work)
+        node = _parallel(node, work.dataset.__getitem__, threads, "thread", work)
     node = Batcher(node, batch_size=work.batch, drop_last=False)
     node = Mapper(node, torch.utils.data.default_collate)
-    return Dropping(Loader(Prefetcher(node, prefetch_factor=PREFETCH)))
+    return Dropping(Loader(Prefetcher(node, prefetch_factor=ahead)))
+
+
+def _one_by_one(work: Work) -> Running:
+    """Samples by as many threads as there are workers, and batches of them."""
+    return _samples(False, work, work.workers, PREFETCH * work.workers)
 
 
 BATCH_OPENERS: dict[str, Opener] = {
     "torchdata threads": partial(_batches, "thread"),
     "torchdata processes": partial(_batches, "process"),
+    "torchdata threads by samples": _one_by_one,
 }
 STAGE_OPENERS: dict[str, Opener] = {
     "torchdata threads": partial(_samples, False),
