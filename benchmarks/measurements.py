@@ -6,14 +6,17 @@ loaders are imported when a measurement runs, so that the harness can name one w
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import hashlib
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import timing, usage
@@ -27,6 +30,8 @@ warnings.filterwarnings("ignore", "backend=.* has no workers")
 
 _datasets: dict[str, Any] = {}
 _held: list[Any] = []
+_lengths: dict[str, timing.Lengths] = {}
+"""Lengths of the epochs that were long enough in earlier rounds."""
 
 
 def dataset(name: str, arguments: dict[str, Any]) -> Any:
@@ -100,15 +105,65 @@ def digest(batches: list[Any]) -> str:
     return found.hexdigest()
 
 
-def steady(loader: str, spec: Spec) -> Answer:
-    """Seconds a batch in the middle of an epoch."""
-    warmup = spec.get("warmup", 2 * spec["workers"] + 4)
+def of_length(dataset: Any, samples: int) -> Any:
+    """A copy of an endless dataset that ends after so many samples."""
+    made = copy.copy(dataset)
+    made.length = samples
+    return made
+
+
+def whole_epochs(loader: str, spec: Spec) -> Answer:
+    """Seconds a batch, from a short whole epoch and a long one: see `timing.whole_epochs`.
+
+    Each epoch has a loader of its own, freshly opened. As details the seconds until the first batch
+    (`first_batch`) and the batches of the long epoch.
+    """
+    work = work_of(spec)
+    key = f"{loader} {spec}"
+    if key not in _lengths:
+        _lengths[key] = _trial(loader, work, spec)
+
+    def epoch(batches: int) -> timing.Epoch:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_collections())
+            ending = replace(work, dataset=of_length(work.dataset, batches * work.batch))
+
+            def request() -> Iterator[Any]:
+                return stack.enter_context(open_running(loader, ending)).epoch()
+
+            return timing.epoch_of(request, batches, time.perf_counter, usage.CpuMeter())
+
+    found, long = timing.whole_epochs(epoch, spec["seconds"], _lengths[key])
+    details = {"first_batch": long.start, "batches": long.batches}
+    return {"value": found.seconds, "cpu": found.cpu, "details": details}
+
+
+def _trial(loader: str, work: Work, spec: Spec) -> timing.Lengths:
+    """Lengths to begin with: the long epoch takes about `seconds` more than the short one."""
+    short = spec.get("short", 8 * work.workers + 8)
+    with open_running(loader, work) as running:
+        batches = running.epoch()
+        pace = timing.window(batches, spec["seconds"] / 4, warmup=short, ahead=0).seconds
+    return timing.Lengths(short, short + max(3 * short, math.ceil(spec["seconds"] / pace)))
+
+
+def per_item(loader: str, spec: Spec) -> Answer:
+    """Seconds an item, as `whole_epochs` has it of batches."""
+    answer = whole_epochs(loader, spec)
+    size = spec["batch"]
+    return answer | {"value": answer["value"] / size, "cpu": answer["cpu"] / size}
+
+
+def window(loader: str, spec: Spec) -> Answer:
+    """Seconds a batch in the first batches of a long epoch: see `timing.window`."""
     before = usage.rss_mb()
+    ahead = 3 * spec["workers"]  # two prefetched and one under way
     with opened(loader, spec) as running:
-        found = timing.steady(
+        found = timing.window(
             running.epoch(),
             spec["seconds"],
-            warmup=warmup,
+            warmup=2 * spec["workers"] + 4,
+            ahead=ahead,
             most=spec.get("most", 1 << 60),
             meter=usage.CpuMeter(),
         )
@@ -135,28 +190,6 @@ def first_batch(loader: str, spec: Spec) -> Answer:
         seconds = time.perf_counter() - start
         cpu = meter.stop()
     return {"value": seconds, "cpu": cpu}
-
-
-def sustained(loader: str, spec: Spec) -> Answer:
-    """Seconds an item in the middle of an epoch, and as a detail those until its first batch came."""
-    work = work_of(spec)
-    with without_collections():
-        start = time.perf_counter()
-        with open_running(loader, work) as running:
-            batches = running.epoch()
-            next(batches)
-            first = time.perf_counter() - start
-            found = timing.steady(
-                batches,
-                spec["seconds"],
-                warmup=2 * spec["workers"] + 4,
-                # Many workers finish at about the same time: two rounds of them at least.
-                least=max(4, 2 * spec["workers"]),
-                meter=usage.CpuMeter(),
-            )
-    details = {"first_batch": first, "batches": found.batches}
-    size = spec["batch"]
-    return {"value": found.seconds / size, "cpu": found.cpu / size, "details": details}
 
 
 def epoch_turn(loader: str, spec: Spec) -> Answer:

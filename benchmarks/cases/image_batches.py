@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.case import Case, Derived, Options, Variant
-from benchmarks.measurements import steady
+from benchmarks.measurements import whole_epochs
 from benchmarks.names import BACKENDS, FRESH_RIVALS, RIVAL_PROCESSES, RIVAL_THREADS, WITH_WORKERS
 from benchmarks.results import Measurement
 from benchmarks.targets import Target, ahead_of, at_least, faster_than_torch
@@ -54,7 +54,7 @@ def large_batches(options: Options) -> Case:
         "P1",
         "large batches: stack and carry",
         "ms / batch",
-        steady,
+        whole_epochs,
         tuple(variants),
         scale=1e3,
         derived=Derived("P9", "CPU time for what P1 delivers at 38 MB", cpu_per_gigabyte),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.case import Case, Options, Variant
 from benchmarks.cases.image_batches import IMAGE, most_loaders
-from benchmarks.measurements import steady
+from benchmarks.measurements import whole_epochs
 from benchmarks.names import PROCESS_BACKENDS, WITH_WORKERS
 from benchmarks.targets import Target, ahead_of, at_least
 
@@ -19,7 +19,7 @@ def jpegs(options: Options) -> Case:
         "seconds": 0.5 if options.quick else 1.5,
     }
     variant = Variant("500x375, batch 32", spec, ("together", *most_loaders(options)))
-    return Case("P3", "decode and resize JPEGs", "ms / batch", steady, (variant,), scale=1e3)
+    return Case("P3", "decode and resize JPEGs", "ms / batch", whole_epochs, (variant,), scale=1e3)
 
 
 _THREADS = ("threads",)

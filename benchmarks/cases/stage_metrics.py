@@ -34,7 +34,9 @@ def part_of_time(backend: str, spec: Spec) -> Answer:
     seconds = []
     for _ in range(spec["repeats"]):
         with handing_on(backend, workers, size) as run:
-            seconds.append(timing.steady(run, spec["seconds"], warmup=50).seconds)
+            seconds.append(
+                timing.window(run, spec["seconds"], warmup=50, ahead=4 * workers).seconds
+            )
     whole = timing.percentile(seconds, 0.5)
     details = {
         "us_per_batch": kept / batches * 1e6,

@@ -28,7 +28,9 @@ def empty_stage(loader: str, spec: Spec) -> Answer:
         pair = []
         for count in (0, stages):
             with _items(loader, count, workers) as items:
-                timed = timing.steady(items, seconds, warmup=spec["warmup"], meter=meter)
+                timed = timing.window(
+                    items, seconds, warmup=spec["warmup"], ahead=spec["ahead"], meter=meter
+                )
             pair.append(timed.seconds)
             spent += timed.cpu if count else -timed.cpu
         found.append((pair[0], pair[1]))
@@ -106,6 +108,7 @@ def stage(options: Options) -> Case:
         "seconds": 0.15 if options.quick else 0.5,
         "repeats": 3 if options.quick else 5,
         "warmup": 500,
+        "ahead": 100,
     }
     rivals = options.taking_part(
         "torchdata threads", "SPDL threads", "torchdata processes", "SPDL processes"

@@ -93,9 +93,10 @@ class Spinning:
 
     def __init__(self, loops: int) -> None:
         self.loops = loops
+        self.length = ENDLESS
 
     def __len__(self) -> int:
-        return ENDLESS
+        return self.length
 
     def __getitem__(self, index: int) -> int:
         return spin(self.loops, index) & 1

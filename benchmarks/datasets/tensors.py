@@ -22,6 +22,7 @@ class Images(torch.utils.data.Dataset[torch.Tensor]):
     """
 
     def __init__(self, dtype: str) -> None:
+        self.length = ENDLESS
         generator = torch.Generator().manual_seed(0)
         shape = (3, 224, 224) if dtype == "uint8" else (3, 56, 224)
         kind = torch.uint8 if dtype == "uint8" else torch.float32
@@ -30,7 +31,7 @@ class Images(torch.utils.data.Dataset[torch.Tensor]):
         ]
 
     def __len__(self) -> int:
-        return ENDLESS
+        return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.pool[index % POOL]
@@ -40,10 +41,10 @@ class Blocks(torch.utils.data.Dataset[torch.Tensor]):
     """Samples of `size` bytes: as batches of one they are just large enough for shared memory."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.length = size, ENDLESS
 
     def __len__(self) -> int:
-        return ENDLESS
+        return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((self.size,), index % 251, dtype=torch.uint8)
@@ -67,10 +68,10 @@ class Jpegs(torch.utils.data.Dataset[torch.Tensor]):
     """JPEG files of 500x375, held in memory: decode, resize to 224x224, as a tensor."""
 
     def __init__(self) -> None:
-        self.files = jpeg_files()
+        self.files, self.length = jpeg_files(), ENDLESS
 
     def __len__(self) -> int:
-        return ENDLESS
+        return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         import numpy

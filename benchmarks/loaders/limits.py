@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.utils.data
 
+from benchmarks.datasets.plain import ENDLESS
 from benchmarks.loaders.work import PREFETCH, Work
 
 
@@ -38,6 +39,7 @@ class Limit:
             pid = os.fork()
             if pid == 0:
                 try:
+                    self._work.dataset.length = ENDLESS  # it goes on until it is killed
                     while os.getppid() != 1:
                         for _ in make():
                             pass

@@ -24,7 +24,7 @@ from benchmarks.case import Case, Measure, Options, Spec, Variant
 from benchmarks.cases import image_batches
 from benchmarks.display import Display, cell, number, steps_of
 from benchmarks.harness import Mismatch
-from benchmarks.measurements import digest, steady
+from benchmarks.measurements import digest, whole_epochs
 from benchmarks.names import BACKENDS
 from benchmarks.results import Measurement, Results, relate
 from benchmarks.runner import Runner, RunnerFailed
@@ -88,7 +88,7 @@ def _fresh_script() -> None:
 
 def a_case(**spec: Any) -> Case:
     variant = Variant("tiny", {"limit_workers": 2, **spec}, tuple(FakeRunner.seconds))
-    return Case("P2", "small", "ms / batch", steady, (variant,), scale=1e3)
+    return Case("P2", "small", "ms / batch", whole_epochs, (variant,), scale=1e3)
 
 
 def run(case: Case, rounds: int = 3) -> Results:
@@ -106,32 +106,6 @@ def test_rounds_are_interleaved_and_each_begins_with_the_next_one() -> None:
     order = list(timing.interleaved(["a", "b", "c"], 3))
     assert [name for _, name in order] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert [number for number, _ in order] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
-def test_steady_counts_neither_the_warmup_nor_what_comes_after() -> None:
-    clock = FakeClock()
-
-    def batches() -> Iterator[int]:
-        for place in range(1000):
-            clock.now += 50.0 if place < 5 else 0.25
-            yield place
-
-    it = batches()
-    found = timing.steady(it, 2.0, warmup=5, clock=clock)
-    assert (found.seconds, found.batches) == (0.25, 8)
-    assert next(it) == 13, "took more than it counted"
-
-
-def test_steady_takes_at_least_four_and_at_most_what_is_said() -> None:
-    clock = FakeClock()
-
-    def batches(each: float) -> Iterator[int]:
-        for place in range(1000):
-            clock.now += each
-            yield place
-
-    assert timing.steady(batches(10.0), 2.0, warmup=1, clock=clock).batches == 4
-    assert timing.steady(batches(0.0), 2.0, warmup=1, most=20, clock=clock).batches == 20
 
 
 def test_a_turn_runs_from_the_last_batch_to_the_first_of_the_next_epoch() -> None:
@@ -161,14 +135,14 @@ def test_medians_spreads_and_ratios() -> None:
 
 def test_every_loader_is_checked_before_any_is_timed() -> None:
     run(a_case())
-    assert [job for job, _ in FakeRunner.log] == ["check"] * 4 + ["steady"] * 12
+    assert [job for job, _ in FakeRunner.log] == ["check"] * 4 + ["whole_epochs"] * 12
     assert [name for _, name in FakeRunner.log[4:8]] == [
         "limit",
         "torch",
         "threads",
         "SPDL threads",
     ]
-    assert FakeRunner.log[8] == ("steady", "torch")
+    assert FakeRunner.log[8] == ("whole_epochs", "torch")
     assert all(runner.closed for runner in FakeRunner.made)
 
 
@@ -363,14 +337,14 @@ def test_report_refuses_what_it_can_t_fill(
 def test_a_runner_that_dies_says_so() -> None:
     runner = Runner(prefix=["sh", "-c", "echo oh no >&2; exit 3"])
     with pytest.raises(RunnerFailed, match=r"died \(exit code 3\) oh no"):
-        runner.ask(steady, "torch", {})
+        runner.ask(whole_epochs, "torch", {})
     runner.close()
 
 
 def test_a_runner_that_does_not_answer_is_ended() -> None:
     runner = Runner(prefix=["sh", "-c", "exec sleep 60"], timeout=0.2)
     with pytest.raises(RunnerFailed, match="no answer within"):
-        runner.ask(steady, "torch", {})
+        runner.ask(whole_epochs, "torch", {})
 
 
 def test_a_run_shows_tables_and_writes_json(
@@ -378,7 +352,7 @@ def test_a_run_shows_tables_and_writes_json(
 ) -> None:
     loaders = ("torch", *BACKENDS)
     variant = Variant("64 ints", {}, loaders)
-    case = Case("P2", "small batches", "us / batch", steady, (variant,), scale=1e6)
+    case = Case("P2", "small batches", "us / batch", whole_epochs, (variant,), scale=1e6)
     monkeypatch.setattr(registry, "choose", lambda names, options: [case])
     monkeypatch.setattr(harness, "Runner", FakeRunner)
     FakeRunner.seconds = {loader: [0.001] for loader in loaders} | {"torch": [0.02]}

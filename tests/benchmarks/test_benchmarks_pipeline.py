@@ -164,22 +164,24 @@ def test_a_stage_alone_is_compared_with_nobody(loader: str, served: Remote) -> N
     assert answer == {"items": 2}
 
 
-def test_sustained_tells_an_item_s_time_and_that_of_the_first_batch(served: Remote) -> None:
-    answer = measurements.sustained("pipeline", SMALL)
-    assert answer["value"] > 0
-    assert answer["details"]["first_batch"] > 0
-    assert answer["details"]["batches"] >= 4
-
-
-def test_sustained_is_of_items(served: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "steady", lambda *_, **__: timing.Timing(0.5, 0.25, 4))
-    answer = measurements.sustained("together", SMALL)
+def test_an_item_has_its_part_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"value": 0.5, "cpu": 0.25, "details": {"first_batch": 0.1}}
+    monkeypatch.setattr(measurements, "whole_epochs", lambda *_: told)
+    answer = measurements.per_item("together", SMALL)
     assert (answer["value"], answer["cpu"]) == (0.25, 0.125)
+    assert answer["details"] == {"first_batch": 0.1}
 
 
 # -- what the machinery costs ------------------------------------------------------------------------
 
-EMPTY: dict[str, Any] = {"workers": 1, "stages": 1, "seconds": 0.0, "repeats": 2, "warmup": 3}
+EMPTY: dict[str, Any] = {
+    "workers": 1,
+    "stages": 1,
+    "seconds": 0.0,
+    "repeats": 2,
+    "warmup": 3,
+    "ahead": 1,
+}
 
 
 @pytest.mark.parametrize("loader", ["inline", "threads", "fork"])
@@ -191,7 +193,7 @@ def test_an_empty_stage_can_be_measured(loader: str) -> None:
 
 def test_what_a_stage_adds_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter([1.0, 1.5, 3.0, 3.25, 2.0, 3.0])  # without, with, without, ...
-    monkeypatch.setattr(timing, "steady", lambda *_, **__: timing.Timing(next(told), 0.0, 4))
+    monkeypatch.setattr(timing, "window", lambda *_, **__: timing.Timing(next(told), 0.0, 4))
     assert stages.empty_stage("inline", EMPTY | {"repeats": 3})["value"] == 0.5
 
 
@@ -366,7 +368,7 @@ def test_a_state_leads_to_the_middle_of_the_samples(loader: str) -> None:
 @pytest.mark.full
 def test_the_hybrid_runs_in_runners() -> None:
     variant = Variant("1 process", SMALL, ("torch", "pipeline"))
-    case = Case("P4", "small", "ms / item", measurements.sustained, (variant,), scale=1e3)
+    case = Case("P4", "small", "ms / item", measurements.per_item, (variant,), scale=1e3)
     rows = {m.loader: m for m in harness.run_case(case, 1, harness.Progress())}
     assert not [m.skipped for m in rows.values() if m.skipped]
     for found in rows.values():
