@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.names import FRESH_RIVALS, PACKAGES
+from benchmarks.names import FRESH_RIVALS, LIMITS, PACKAGES
 from benchmarks.results import Measurement
 
 Spec = dict[str, Any]
@@ -48,6 +48,10 @@ class Variant:
         Loader -> why it takes no part although it does in others.
     most_rounds
         Fewer rounds for work that is slow and steady, or takes long to start.
+    again
+        Loader that is measured twice, to see the noise; "" for torch's, or the first that is no limit.
+    seconds
+        Estimate of one repetition of one loader, where ``spec["seconds"]`` does not tell.
     """
 
     name: str
@@ -55,6 +59,14 @@ class Variant:
     loaders: tuple[str, ...]
     blanks: dict[str, str] = field(default_factory=dict)
     most_rounds: int = UNLIMITED
+    again: str = ""
+    seconds: float | None = None
+
+    def measured_again(self, measured: Sequence[str]) -> str:
+        """Loader out of those `measured` that is measured twice; "" if there is none."""
+        loaders = [name for name in measured if name not in LIMITS]
+        wished = [name for name in (self.again, "torch") if name in loaders]
+        return (wished or loaders or [""])[0]
 
 
 @dataclass(frozen=True)

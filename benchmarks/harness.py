@@ -1,16 +1,17 @@
-"""Running the cases: asking the runners in turn, comparing batches, making `Measurement`s."""
+"""Measuring variants: asking the runners in turn, comparing batches, making `Measurement`s."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks import usage
 from benchmarks.case import Answer, Case, Measure, Spec, Variant
 from benchmarks.measurements import check, release
 from benchmarks.names import LIMITS
-from benchmarks.results import Measurement
+from benchmarks.results import Measurement, Take
 from benchmarks.runner import Runner, RunnerFailed, RunnerLike, small_devshm
 from benchmarks.timing import interleaved
 
@@ -30,62 +31,62 @@ class Progress:
 Runners = dict[str, RunnerLike]
 """Runners that live, by the loader that each of them measures."""
 
+AGAIN = " again"
+"""End of the name under which a loader takes part a second time: their difference is noise."""
 
-def run_case(
-    case: Case,
-    rounds: int,
-    progress: Progress,
-    make_runner: Callable[[], RunnerLike] | None = None,
-    memory: Callable[[int], float] | None = None,
-    runners: Runners | None = None,
-) -> list[Measurement]:
-    """All measurements of a case.
 
-    Parameters
+@dataclass
+class Harness:
+    """Measurement of variants, in runners.
+
+    Attributes
     ----------
+    keep
+        True to go on with the same runners from case to case; else each case has new ones.
     make_runner, memory
         For tests: other runners, and the memory of a process and all below it.
-    runners
-        Runners to go on with, and to leave running; None for new ones that are closed in the end.
-
-    Raises
-    ------
-    Mismatch
-        Loaders did not deliver the same batches.
+    quiet
+        Waits for the machine, and says if it is quiet then; called before each round.
     """
-    make_runner = make_runner or Runner
-    if case.kind == "rounds":
-        found = _race(case, rounds, progress, make_runner, memory, runners)
-    else:
-        close_all(runners or {})  # neither beside a weighing, nor beside 200,000 batches
-        weigh = case.kind == "weigh"
-        found = _weigh(case, rounds, progress, make_runner) if weigh else _pass(case, progress)
-    return found + (case.derived.derive(found) if case.derived else [])
 
+    progress: Progress
+    keep: bool = False
+    make_runner: Callable[[], RunnerLike] = field(default_factory=lambda: Runner)
+    memory: Callable[[int], float] = lambda pid: usage.memory_mb(pid, files=False)
+    quiet: Callable[[Callable[[str], None]], bool] = lambda say: True
+    clock: Callable[[], float] = time.monotonic
+    runners: Runners = field(default_factory=dict)
+    _case: str = ""
 
-def _race(
-    case: Case,
-    rounds: int,
-    progress: Progress,
-    make_runner: Callable[[], RunnerLike],
-    memory: Callable[[int], float] | None,
-    runners: Runners | None,
-) -> list[Measurement]:
-    """All loaders of each variant in interleaved rounds."""
-    running: Runners = {} if runners is None else runners
-    found: list[Measurement] = []
-    try:
-        for variant in case.variants:
-            for loader in variant.loaders:
-                if loader not in running and loader not in variant.blanks:
-                    running[loader] = make_runner()
-        for variant in case.variants:
-            enough = min(rounds, variant.most_rounds)
-            found += _Race(case, variant, running, progress, make_runner, memory).run(enough)
-    finally:
-        if runners is None:
-            close_all(running)
-    return found
+    def measure(self, case: Case, variant: Variant, rounds: int) -> tuple[Take, list[Measurement]]:
+        """Measure all loaders of a variant.
+
+        Raises
+        ------
+        Mismatch
+            Loaders did not deliver the same batches.
+        """
+        began = self.clock()
+        rounds = min(rounds, variant.most_rounds)
+        # Neither beside a weighing, nor beside 200,000 batches.
+        if case.kind != "rounds" or (case.name != self._case and not self.keep):
+            self.close()
+        self._case = case.name
+        take = Take(case.name, variant.name)
+        if case.kind == "rounds":
+            found = _Race(case, variant, self, take).run(rounds)
+        elif case.kind == "weigh":
+            found = _weigh(case, variant, rounds, self)
+        else:
+            found = _pass(case, variant, self.progress)
+        take.seconds = self.clock() - began
+        return take, found
+
+    def close(self) -> None:
+        """End the runners."""
+        for runner in self.runners.values():
+            runner.close()
+        self.runners.clear()
 
 
 def not_run(cases: Sequence[Case]) -> list[str]:
@@ -96,13 +97,6 @@ def not_run(cases: Sequence[Case]) -> list[str]:
         if all(reasons):
             found.append(f"{case.name} {'; '.join(dict.fromkeys(map(str, reasons)))}")
     return found
-
-
-def close_all(runners: Runners) -> None:
-    """End the runners."""
-    for runner in runners.values():
-        runner.close()
-    runners.clear()
 
 
 def _rows(case: Case, variant: Variant) -> dict[str, Measurement]:
@@ -118,32 +112,42 @@ def _rows(case: Case, variant: Variant) -> dict[str, Measurement]:
 class _Race:
     """The loaders of one variant, side by side."""
 
-    def __init__(
-        self,
-        case: Case,
-        variant: Variant,
-        runners: Runners,
-        progress: Progress,
-        make_runner: Callable[[], RunnerLike],
-        memory: Callable[[int], float] | None,
-    ) -> None:
-        self._case, self._variant, self._runners = case, variant, runners
-        self._progress, self._make_runner = progress, make_runner
+    def __init__(self, case: Case, variant: Variant, harness: Harness, take: Take) -> None:
+        self._case, self._variant, self._take = case, variant, take
+        self._runners, self._make_runner = harness.runners, harness.make_runner
+        self._progress, self._memory, self._quiet = harness.progress, harness.memory, harness.quiet
         self._where = f"{case.name} {variant.name}"
-        self._memory = memory or (lambda pid: usage.memory_mb(pid, files=False))
         self._rows = _rows(case, variant)
+        measured = [name for name, row in self._rows.items() if not row.skipped]
+        for name in measured:
+            if name not in self._runners:
+                self._runners[name] = harness.make_runner()
+        take.again = variant.measured_again(measured)
+        if take.again:
+            twin = take.again + AGAIN
+            self._rows[twin] = Measurement(case.name, variant.name, twin, case.unit)
+            if twin not in self._runners:
+                self._runners[twin] = harness.make_runner()
 
     def run(self, rounds: int) -> list[Measurement]:
         if self._case.check:
             self._rehearse()
         names = [name for name, row in self._rows.items() if not row.skipped]
+        before = None
         for number, name in interleaved(names, rounds):
+            if number != before:
+                self._take.quiet &= self._quiet(self._progress.say)
+                before = number
             if not self._rows[name].skipped:
                 self._step(name, f"round {number + 1} of {rounds}")
                 self._round(name)
         for row in self._rows.values():
             if row.skipped:
                 row.values, row.cpu = [], []
+        twin = self._rows.pop(self._take.again + AGAIN, None)
+        if twin is not None:
+            pairs = zip(self._rows[self._take.again].values, twin.values, strict=False)
+            self._take.pairs = [[first, second] for first, second in pairs]
         return list(self._rows.values())
 
     def _step(self, name: str, what: str) -> None:
@@ -151,7 +155,7 @@ class _Race:
 
     def _ask(self, name: str, measure: Measure, idle: Callable[[], None] | None = None) -> Answer:
         recycled = name in LIMITS and self._variant.spec.get("recycled")
-        loader = f"{name} (recycled)" if recycled else name
+        loader = f"{name} (recycled)" if recycled else name.removesuffix(AGAIN)
         answer = self._try(name, measure, loader, idle)
         if answer.get("failed"):
             # Once is an accident: a worker of torch's that is ended while it starts may abort, and
@@ -215,68 +219,59 @@ class _Race:
             row.details.setdefault(key, []).append(value)
 
 
-def _weigh(
-    case: Case, rounds: int, progress: Progress, make_runner: Callable[[], RunnerLike]
-) -> list[Measurement]:
+def _weigh(case: Case, variant: Variant, rounds: int, harness: Harness) -> list[Measurement]:
     """Memory of whole trees, one after the other, each in fresh processes and with nothing beside it."""
-    found: list[Measurement] = []
-    for variant in case.variants:
-        rows = _rows(case, variant)
-        names = [name for name, row in rows.items() if not row.skipped]
-        rounds = min(rounds, variant.most_rounds)
-        for number, name in interleaved(names, rounds):
-            row = rows[name]
-            if row.skipped:
-                continue
-            progress.step(f"{case.name} {variant.name}: {name}, round {number + 1} of {rounds}")
-            # The limit is one process alone, whatever container the variant has.
-            spec: Spec = variant.spec | (
-                variant.spec.get("limit_spec", {}) if name == "limit" else {}
-            )
-            with contextlib.closing(make_runner()) as runner:
-                try:
-                    loader = "inline" if name == "limit" else name
-                    answer = runner.ask(case.measure, loader, spec)
-                    if "value" in answer:
-                        row.values.append(answer["value"])
-                        for key, value in answer.get("details", {}).items():
-                            row.details.setdefault(key, []).append(value)
-                    elif "skipped" not in answer:
-                        row.values.append(usage.memory_mb(runner.pid, files=True))
-                        row.details.setdefault("processes", []).append(len(usage.tree(runner.pid)))
-                        runner.ask(release, loader, spec)
-                    row.skipped, row.failed = answer.get("skipped", ""), answer.get("failed", False)
-                except RunnerFailed as error:
-                    row.skipped, row.failed = str(error), True
-            if row.skipped:
-                row.values = []
-                progress.say(f"{case.name} {variant.name}: {name} left out: {row.skipped}")
-        found += rows.values()
-    return found
+    progress = harness.progress
+    rows = _rows(case, variant)
+    names = [name for name, row in rows.items() if not row.skipped]
+    for number, name in interleaved(names, rounds):
+        row = rows[name]
+        if row.skipped:
+            continue
+        progress.step(f"{case.name} {variant.name}: {name}, round {number + 1} of {rounds}")
+        # The limit is one process alone, whatever container the variant has.
+        spec: Spec = variant.spec | (variant.spec.get("limit_spec", {}) if name == "limit" else {})
+        with contextlib.closing(harness.make_runner()) as runner:
+            try:
+                loader = "inline" if name == "limit" else name
+                answer = runner.ask(case.measure, loader, spec)
+                if "value" in answer:
+                    row.values.append(answer["value"])
+                    for key, value in answer.get("details", {}).items():
+                        row.details.setdefault(key, []).append(value)
+                elif "skipped" not in answer:
+                    row.values.append(usage.memory_mb(runner.pid, files=True))
+                    row.details.setdefault("processes", []).append(len(usage.tree(runner.pid)))
+                    runner.ask(release, loader, spec)
+                row.skipped, row.failed = answer.get("skipped", ""), answer.get("failed", False)
+            except RunnerFailed as error:
+                row.skipped, row.failed = str(error), True
+        if row.skipped:
+            row.values = []
+            progress.say(f"{case.name} {variant.name}: {name} left out: {row.skipped}")
+    return list(rows.values())
 
 
-def _pass(case: Case, progress: Progress) -> list[Measurement]:
+def _pass(case: Case, variant: Variant, progress: Progress) -> list[Measurement]:
     """One repetition each: passed or failed, and why."""
     found = []
-    for variant in case.variants:
-        for name in variant.loaders:
-            row = Measurement(case.name, variant.name, name, case.unit)
-            progress.step(f"{case.name} {variant.name}: {name}")
+    for name in variant.loaders:
+        row = Measurement(case.name, variant.name, name, case.unit)
+        found.append(row)
+        progress.step(f"{case.name} {variant.name}: {name}")
+        try:
+            prefix = small_devshm() if variant.spec.get("small_devshm") else []
+        except RunnerFailed as error:
+            row.skipped = str(error)
+            continue
+        with contextlib.closing(Runner(prefix, variant.spec["timeout"])) as runner:
             try:
-                prefix = small_devshm() if variant.spec.get("small_devshm") else []
+                answer = runner.ask(case.measure, name, variant.spec)
             except RunnerFailed as error:
-                row.skipped = str(error)
-                found.append(row)
-                continue
-            with contextlib.closing(Runner(prefix, variant.spec["timeout"])) as runner:
-                try:
-                    answer = runner.ask(case.measure, name, variant.spec)
-                except RunnerFailed as error:
-                    answer = {"skipped": str(error), "failed": True}
-            row.skipped, row.failed = answer.get("skipped", ""), answer.get("failed", False)
-            row.passed = False if answer.get("failed") else answer.get("passed")
-            row.details = answer.get("details", {})
-            if "value" in answer:
-                row.values = [answer["value"] * case.scale]
-            found.append(row)
+                answer = {"skipped": str(error), "failed": True}
+        row.skipped, row.failed = answer.get("skipped", ""), answer.get("failed", False)
+        row.passed = False if answer.get("failed") else answer.get("passed")
+        row.details = answer.get("details", {})
+        if "value" in answer:
+            row.values = [answer["value"] * case.scale]
     return found

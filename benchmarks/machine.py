@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import platform
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_SHOWING = ("__main__.py", "display.py", "plot.py", "report.py", "targets.py", "recording.py")
+"""Modules of the benchmarks that no figure depends on."""
 
 PACKAGES = ("hybridloader", "torch", "numpy", "pillow", "torchdata", "spdl-core", "grain")
 
@@ -23,8 +29,20 @@ def about(**more: Any) -> dict[str, Any]:
         "versions": {name: _version(name) for name in PACKAGES},
         "date": datetime.date.today().isoformat(),
         "load": round(os.getloadavg()[0], 1),
+        "revision": revision(),
         **more,
     }
+
+
+def revision(root: Path = ROOT) -> str:
+    """Hash of all code that a figure depends on: of the library, its backends and the benchmarks."""
+    found = hashlib.blake2b(digest_size=8)
+    for package in ("hybridloader", "backends", "benchmarks"):
+        for file in sorted((root / package).rglob("*.py")):
+            if package != "benchmarks" or file.name not in _SHOWING:
+                found.update(f"{file.relative_to(root)}\n".encode())
+                found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def sentence(about: dict[str, Any]) -> str:

@@ -28,6 +28,8 @@ class Target:
         Factor to torch that the target asks for, for the marks in the figure.
     variant
         Beginning of the names of the variants that the factor is about.
+    why
+        Reason why it is missed, if it is: one sentence or more of Markdown.
     """
 
     case: str
@@ -35,6 +37,7 @@ class Target:
     judge: Judge
     factor: float | None = None
     variant: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,14 @@ class Verdict:
     target: str
     reached: str
     met: bool | None
+    why: str = ""
 
 
 def verdicts(results: Results, targets: Iterable[Target]) -> list[Verdict]:
     """One verdict for each target whose case was run."""
     ran = set(results.cases())
     return [
-        Verdict(target.case, target.text, *target.judge(results, target.case))
+        Verdict(target.case, target.text, *target.judge(results, target.case), target.why)
         for target in targets
         if target.case in ran
     ]
@@ -115,11 +119,11 @@ def faster_than_torch(
     *,
     each: bool = False,
     variant: str = "",
+    why: str = "",
 ) -> Target:
     """Target: the best of `loaders`, or `each` of them, is `factor` times faster than torch's loader."""
-    return Target(
-        case, text, at_least(factor, loaders, each=each, variant=variant), factor, variant
-    )
+    judge = at_least(factor, loaders, each=each, variant=variant)
+    return Target(case, text, judge, factor, variant, why)
 
 
 def ahead_of(bound: float, loaders: tuple[str, ...], rival: str = "", variant: str = "") -> Judge:

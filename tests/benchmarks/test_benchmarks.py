@@ -5,6 +5,8 @@ No test here looks at how long something took.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from benchmarks.display import Display, cell, number, steps_of
 from benchmarks.harness import Mismatch
 from benchmarks.measurements import digest, whole_epochs
 from benchmarks.names import BACKENDS
+from benchmarks.recording import Recording
 from benchmarks.results import Measurement, Results, relate
 from benchmarks.runner import Runner, RunnerFailed
 from benchmarks.targets import flat, verdicts
@@ -53,6 +56,7 @@ class FakeRunner:
     def __init__(self) -> None:
         self.pid = 0
         self.closed = False
+        self._left = copy.deepcopy(FakeRunner.seconds)
         FakeRunner.made.append(self)
 
     made: list[FakeRunner]
@@ -69,7 +73,7 @@ class FakeRunner:
             if idle is not None:
                 idle()
             return {"digest": FakeRunner.digests.get(loader, "same")}
-        return {"value": FakeRunner.seconds[loader].pop(0), "cpu": 0.5}
+        return {"value": self._left[loader].pop(0), "cpu": 0.5}
 
     def close(self) -> None:
         self.closed = True
@@ -92,9 +96,12 @@ def a_case(**spec: Any) -> Case:
 
 
 def run(case: Case, rounds: int = 3) -> Results:
-    found = harness.run_case(case, rounds, harness.Progress(), FakeRunner, lambda pid: 42.0)
-    relate(found)
-    return Results({}, found)
+    results = Results({})
+    measuring = harness.Harness(harness.Progress(), make_runner=FakeRunner, memory=lambda pid: 42.0)
+    with contextlib.closing(measuring):
+        Recording([case], results, rounds, measuring).run()
+    relate(results.measurements)
+    return results
 
 
 def run_with(**seconds: list[float]) -> Results:
@@ -135,14 +142,15 @@ def test_medians_spreads_and_ratios() -> None:
 
 def test_every_loader_is_checked_before_any_is_timed() -> None:
     run(a_case())
-    assert [job for job, _ in FakeRunner.log] == ["check"] * 4 + ["whole_epochs"] * 12
-    assert [name for _, name in FakeRunner.log[4:8]] == [
+    assert [job for job, _ in FakeRunner.log] == ["check"] * 5 + ["whole_epochs"] * 15
+    assert [name for _, name in FakeRunner.log[5:10]] == [
         "limit",
         "torch",
         "threads",
         "SPDL threads",
-    ]
-    assert FakeRunner.log[8] == ("whole_epochs", "torch")
+        "torch",
+    ], "torch's twice"
+    assert FakeRunner.log[10] == ("whole_epochs", "torch")
     assert all(runner.closed for runner in FakeRunner.made)
 
 
@@ -170,7 +178,7 @@ def test_who_can_t_or_dies_is_left_out_with_the_reason() -> None:
     assert not by_name["threads"].values
     assert by_name["torch"].values == [10.0, 20.0, 30.0]
     assert by_name["threads"].details == {"tried_again": ["died (exit code -9)"]}
-    assert len(FakeRunner.made) == 6, "the dead runner was replaced, to try again and for the next"
+    assert len(FakeRunner.made) == 7, "the dead runner was replaced, to try again and for the next"
     assert len(results.failures()) == 1, "ours died; what a rival can't do is none"
 
 
@@ -375,6 +383,7 @@ import sys
 from pathlib import Path
 from benchmarks import __main__
 from benchmarks.plot import draw
+from benchmarks.recording import Recording
 from benchmarks.results import Results
 draw(Results.read(Path("benchmarks/results.json")), Path(sys.argv[1]))
 print("torch" in sys.modules)

@@ -76,7 +76,9 @@ def test_a_measurement_that_weighs_itself_is_not_weighed_again() -> None:
     measure = worker_memory.of_a_further_worker
     variant = Variant("tiny", {}, ("torch", "spawn"))
     case = Case("footprint", "memory", "MB of PSS", measure, (variant,), "weigh", check=False)
-    rows = harness.run_case(case, 2, harness.Progress(), Weighing)
+    measuring = harness.Harness(harness.Progress(), make_runner=Weighing)
+    take, rows = measuring.measure(case, variant, 2)
+    assert (take.again, take.quotable) == ("", True), "memory has no noise that is a time's"
     assert [row.values for row in rows] == [[12.0] * 2] * 2
     assert rows[0].details == {"end_of_epoch_mb": [13.0] * 2}
 
