@@ -13,13 +13,13 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.case import Case
 from benchmarks.harness import Progress as Steps
-from benchmarks.names import BACKENDS, HYBRIDS, LIMITS, STAGES_ALONE, family, is_rival
+from benchmarks.names import BACKENDS, HYBRIDS, LIMITS, family, is_rival
 from benchmarks.results import Measurement, Results
 from benchmarks.targets import Verdict
 
 _SECONDS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
-_ORDER = (*LIMITS, *STAGES_ALONE, "torch", *HYBRIDS, "inline", *BACKENDS)
+_ORDER = (*LIMITS, "torch", *HYBRIDS, "inline", *BACKENDS)
 
 
 class Display:

@@ -37,9 +37,6 @@ HYBRIDS = (PIPELINE, f"{PIPELINE} fork", f"{PIPELINE} spread")
 BY_SAMPLES = (f"{PIPELINE} threads",)
 """hybridloader's `Pipeline` that makes samples on threads, one task each, and batches behind them."""
 
-STAGES_ALONE = ("read alone", "decode alone", "augment alone")
-"""The stages of that pipeline, each measured without the others."""
-
 OURS = (*DATALOADERS, *HYBRIDS, *BY_SAMPLES, SEEDED, FEW_PROCESSES)
 
 FAMILIES = {"torchdata": "torchdata.nodes", "SPDL": "SPDL", "Grain": "Grain"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.display import best, column_names, number
-from benchmarks.names import LIMITS, PIPELINE, STAGES_ALONE
+from benchmarks.names import LIMITS, PIPELINE
 from benchmarks.registry import TARGETS
 from benchmarks.results import Measurement, Results
 
@@ -81,7 +81,7 @@ def _groups(results: Results) -> list[tuple[str, str, list[tuple[str, Measuremen
             for column in column_names(group):
                 row = best(group, column)
                 if (
-                    column not in ("torch", *LIMITS, *STAGES_ALONE)
+                    column not in ("torch", *LIMITS)
                     and row is not None
                     and row.versus_torch
                     and row.passed is None

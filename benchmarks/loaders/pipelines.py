@@ -1,4 +1,4 @@
-"""Our `Pipeline`s for the cases about stages: of one stage, of three, and each of these alone."""
+"""Our `Pipeline`s for the cases about stages: of one stage, and of three."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 from benchmarks.loaders.work import READERS, Closing, Opener, Running, Work
-from benchmarks.names import BACKENDS, BY_SAMPLES, PIPELINE, STAGES_ALONE
+from benchmarks.names import BACKENDS, BY_SAMPLES, PIPELINE
 
 
-def _running(pipeline: Any, partial: bool = False) -> Running:
-    return Closing(lambda: iter(pipeline), partial)
+def _running(pipeline: Any) -> Running:
+    return Closing(lambda: iter(pipeline))
 
 
 def _indices(work: Work) -> Any:
@@ -53,23 +53,6 @@ def _spread(work: Work) -> Running:
     return _running(pipeline.batch(work.batch))
 
 
-def _alone(stage: str, work: Work) -> Running:
-    """One of the stages of `_hybrid`, its input made beforehand."""
-    dataset, source = work.dataset, _indices(work)
-    if stage == "read alone":
-        pipeline = source.map(dataset.read, backend="threads", num_workers=READERS)
-    else:
-        data = dataset.without_waiting().read(0)
-        pixels = dataset.decode(data)
-        if stage == "decode alone":
-            fed, function, backend = source.map(lambda index: data), dataset.decode, "threads"
-        else:
-            fed, function = source.map(lambda index: pixels), dataset.augment
-            backend = "shared-memory"
-        pipeline = fed.map(function, backend=backend, num_workers=work.cores)
-    return _running(pipeline.batch(work.batch, collate_fn=len), partial=True)
-
-
 ONE_STAGE_OPENERS: dict[str, Opener] = {
     name: partial(_one_stage, name) for name in ("inline", *BACKENDS, "spawn")
 }
@@ -78,5 +61,4 @@ HYBRID_OPENERS: dict[str, Opener] = {
     PIPELINE: partial(_hybrid, "shared-memory"),
     f"{PIPELINE} fork": partial(_hybrid, "fork"),
     f"{PIPELINE} spread": _spread,
-    **{name: partial(_alone, name) for name in STAGES_ALONE},
 }

@@ -91,14 +91,11 @@ class Closing:
     ----------
     begin
         Makes the iterator of an epoch.
-    partial
-        True if its batches are those of one stage alone, which are not compared.
     """
 
-    def __init__(self, begin: Callable[[], Any], partial: bool = False) -> None:
+    def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin = begin
         self._epoch: Any = None
-        self.partial = partial
 
     def epoch(self) -> Iterator[Any]:
         Closing.close(self)
