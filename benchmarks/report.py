@@ -2,9 +2,9 @@
 
 What is between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end NAME -->`` is written anew.
 NAME is a case, ``machine``, ``summary`` (ours against torch's and the best rival, a line per variant),
-``headlines`` (five lines of the summary in plain words), ``targets`` or ``blanks`` (loaders that were
-left out, and why). With ``--check`` nothing is written, and the
-exit code is 1 if something would be.
+``headlines`` (five lines of the summary in plain words), ``targets``, ``blanks`` (loaders that were
+left out, and why) or ``P18`` (the long run, from its own file). With ``--check`` nothing is written,
+and the exit code is 1 if something would be.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.display import best, cell, column_names, number
+from benchmarks.long_run import record
 from benchmarks.names import OURS, family, is_rival
 from benchmarks.registry import CASES, TARGETS
 from benchmarks.results import Measurement, Results
@@ -30,6 +31,9 @@ HEADLINES = {
     ("P7", ""): "memory of all processes with 4 workers",
 }
 """Case and beginning of a variant's name -> its description in the block ``headlines``."""
+
+LONG_RUN = Path(__file__).parent / "long_run.json"
+"""The kept long run."""
 
 _BEGIN = re.compile(r"<!-- benchmarks:begin ([\w-]+) -->\n")
 
@@ -68,6 +72,7 @@ def block(name: str, results: Results) -> str:
         "headlines": _headlines,
         "targets": _targets,
         "blanks": _blanks,
+        "P18": lambda results: _long_run(LONG_RUN),
     }
     if name in makers:
         return makers[name](results)
@@ -82,6 +87,14 @@ def block(name: str, results: Results) -> str:
 def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _long_run(file: Path) -> str:
+    if not file.exists():
+        return "*Not run yet.*"
+    run = record.Run.read(file)
+    text = f"{run.minutes:g} minutes a backend, seed {run.seed}, {run.about['date']}."
+    return f"{text}\n\n{_table(*record.table(run))}"
 
 
 def _machine(results: Results) -> str:
