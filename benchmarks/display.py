@@ -106,7 +106,9 @@ class Display:
             table.add_column(name, justify="right")
         for variant in results.variants(case):
             group = [m for m in rows if m.variant == variant]
-            table.add_row(variant, *(cell(group, name) for name in columns))
+            table.add_row(
+                with_noise(results, case, variant), *(cell(group, name) for name in columns)
+            )
         self.console.print(table)
 
 
@@ -139,7 +141,7 @@ def best(group: Sequence[Measurement], column: str) -> Measurement | None:
 
 
 def cell(group: Sequence[Measurement], column: str) -> str:
-    """Median, spread and ratio; for a rival also which of its forms."""
+    """Ratio, median and spread; for a rival also which of its forms."""
     found = best(group, column)
     if found is None:
         return ""
@@ -149,13 +151,23 @@ def cell(group: Sequence[Measurement], column: str) -> str:
         )
     if not found.values:
         return "-"
-    text = f"{number(found.median)} ± {number(found.spread)}"
+    lines = [f"{number(found.median)} ± {number(found.spread)}"]
     if found.versus_torch is not None and found.loader != "torch":
-        text += f"\n{number(found.versus_torch)}x"
+        lines.insert(0, f"{number(found.versus_torch)}x")
     if is_rival(found.loader):
-        text += f" {found.loader.partition(' ')[2]}"
-    costs = cost_of(found)
-    return f"{text}\n{costs}" if costs else text
+        lines[0] += f" {found.loader.partition(' ')[2]}"
+    return "\n".join(filter(None, (*lines, cost_of(found))))
+
+
+def with_noise(results: Results, case: str, variant: str) -> str:
+    """Name of a variant, and below it the noise, if that was measured."""
+    noise = results.noise(case, variant)
+    return variant if noise is None else f"{variant}\nnoise {percent(noise)}"
+
+
+def percent(value: float) -> str:
+    """0.1 as "10 %"."""
+    return f"{number(100 * value) if value >= 0.01 else '< 1'} %"
 
 
 def cost_of(row: Measurement) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 _SHOWING = ("__main__.py", "display.py", "plot.py", "report.py", "targets.py", "recording.py")
-"""Modules of the benchmarks that no figure depends on."""
+"""Modules of the benchmarks that no figure of a run depends on; nor on the long run's."""
 
 PACKAGES = ("hybridloader", "torch", "numpy", "pillow", "torchdata", "spdl-core", "grain")
 
@@ -39,7 +39,8 @@ def revision(root: Path = ROOT) -> str:
     found = hashlib.blake2b(digest_size=8)
     for package in ("hybridloader", "backends", "benchmarks"):
         for file in sorted((root / package).rglob("*.py")):
-            if package != "benchmarks" or file.name not in _SHOWING:
+            apart = file.name in _SHOWING or file.parent.name == "long_run"
+            if package != "benchmarks" or not apart:
                 found.update(f"{file.relative_to(root)}\n".encode())
                 found.update(file.read_bytes())
     return found.hexdigest()

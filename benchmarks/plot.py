@@ -1,27 +1,74 @@
-"""The figure: how many times faster than torch's loader, a bar for each loader, by case."""
+"""The figure: ours beside torch's loader and beside the best rival; error bars are the noise."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import machine
-from benchmarks.display import best, column_names, number
-from benchmarks.names import LIMITS, PIPELINE
+from benchmarks.display import number
+from benchmarks.names import family
 from benchmarks.registry import TARGETS
-from benchmarks.results import Measurement, Results
+from benchmarks.report import compared
+from benchmarks.results import Results, ratio
 
-COLOURS = {
-    "inline": "#9ecae1",
-    "threads": "#3182bd",
-    "fork": "#31a354",
-    "shared-memory": "#006d2c",
-    "shared-memory (loky)": "#74c476",
-    "spawn": "#a1d99b",
-    PIPELINE: "#006d2c",
-    "torchdata.nodes": "#e6550d",
-    "SPDL": "#fdae6b",
-    "Grain": "#756bb1",
-}
+OTHERS = {"torch": "#3182bd", "best rival": "#e6550d"}
+"""Panel -> its colour."""
+
+_LATENESS = "tick"
+"""Case whose value is no speed, and which has no place in the figure."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the figure.
+
+    Attributes
+    ----------
+    ratios
+        Panel -> the other's value over ours, and the other's name.
+    noise
+        Noise of the line; 0 if it was not measured.
+    target
+        Factor to torch's that is asked for.
+    """
+
+    label: str
+    ratios: dict[str, tuple[float, str]]
+    noise: float
+    target: float | None
+
+
+def lines(results: Results) -> list[Line]:
+    """A line for each variant in which the best of ours can be compared."""
+    found = []
+    for case in results.cases():
+        if case == _LATENESS:
+            continue
+        for variant in results.variants(case):
+            line = _line(results, case, variant)
+            if line is not None:
+                found.append(line)
+    return found
+
+
+def _line(results: Results, case: str, variant: str) -> Line | None:
+    beside = compared(results, case, variant)
+    if beside is None:
+        return None
+    ratios = {}
+    if beside.ours.versus_torch and beside.ours.versus_torch > 0:
+        ratios["torch"] = (beside.ours.versus_torch, "")
+    rival = ratio(beside.rival, beside.ours)
+    if beside.rival is not None and rival is not None and rival > 0:
+        ratios["best rival"] = (rival, family(beside.rival.loader))
+    if not ratios:
+        return None
+    asked = [t.factor for t in TARGETS if t.case == case and variant.startswith(t.variant)]
+    target = max((factor for factor in asked if factor), default=None)
+    label = f"{case}  {variant}  ({beside.ours.loader})"
+    return Line(label, ratios, results.noise(case, variant) or 0.0, target)
 
 
 def draw(results: Results, file: Path) -> None:
@@ -30,71 +77,48 @@ def draw(results: Results, file: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
-    groups = _groups(results)
-    bars = sum(len(rows) for _, _, rows in groups)
-    figure = Figure(figsize=(9, 1.8 + 0.14 * bars + 0.15 * len(groups)), layout="constrained")
-    axes = figure.add_subplot()
-    position, ticks, labels, used = 0.0, [], [], []
-    for case, variant, rows in groups:
-        top = position
-        for column, row in rows:
-            value = row.versus_torch or 0.0
-            axes.barh(position, value - 1, 0.9, left=1, color=COLOURS.get(column, "#636363"))
-            side = "left" if value >= 1 else "right"
-            axes.text(value, position, f" {number(value)} ", va="center", ha=side, fontsize=6)
-            used.append(column)
-            position += 1
-        ticks.append((top + position - 1) / 2)
-        labels.append(f"{case}  {variant}")
-        asked = [t for t in TARGETS if t.case == case and variant.startswith(t.variant)]
-        for factor in {t.factor for t in asked if t.factor}:
-            axes.plot([factor] * 2, [top - 0.5, position - 0.5], color="#d62728", lw=1.5, ls=":")
-        position += 1
-    axes.set_xscale("log")
-    axes.axvline(1, color="black", lw=0.8)
-    axes.margins(0.08, 0.01)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.set_yticks(ticks, labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("times faster than torch's DataLoader (P7: smaller, P9: less CPU time)")
-    quick = "  (a quick run)" if results.about.get("quick") else ""
-    axes.set_title(f"hybridloader beside others{quick}", loc="left", fontsize=11)
-    handles = [Patch(color=c, label=name) for name, c in COLOURS.items() if name in used]
-    handles.append(Patch(fill=False, edgecolor="#d62728", ls=":", label="target"))
-    figure.legend(handles=handles, fontsize=7, loc="outside lower center", ncols=6)
-    about = {**results.about, "versions": {}}
-    figure.suptitle(machine.sentence(about).replace("; ;", ";"), fontsize=6, color="#636363")
+    found = lines(results)
+    figure = Figure(figsize=(10, 1.6 + 0.22 * len(found)), layout="constrained")
+    panels: Any = figure.subplots(1, 2, sharey=True)
+    for axes, (other, colour) in zip(panels, OTHERS.items(), strict=True):
+        _panel(axes, found, other, colour)
+    panels[0].set_yticks(range(len(found)), [line.label for line in found], fontsize=7)
+    panels[0].invert_yaxis()
+    quick = " (a quick run)" if results.about.get("quick") else ""
+    about = machine.sentence({**results.about, "versions": {}}).replace("; ;", ";")
+    figure.suptitle(
+        f"hybridloader beside others{quick}: how many times faster "
+        f"(P7: smaller, P9: less CPU time)\n{about}",
+        fontsize=8,
+    )
+    noise = any(line.noise for line in found)
+    figure.supxlabel(
+        "dotted: target"
+        + (", error bars: noise of the machine in that line" if noise else "; noise not measured"),
+        fontsize=7,
+    )
     figure.savefig(file, dpi=150)
 
 
-def _groups(results: Results) -> list[tuple[str, str, list[tuple[str, Measurement]]]]:
-    """Case, variant and bars of all that have a ratio to torch's."""
-    groups = []
-    for case in results.cases():
-        if case == "tick":
-            continue  # its value is lateness, not speed
-        for variant in _shown(case, results.variants(case)):
-            group = results.of(case, variant)
-            rows = []
-            for column in column_names(group):
-                row = best(group, column)
-                if (
-                    column not in ("torch", *LIMITS)
-                    and row is not None
-                    and row.versus_torch
-                    and row.passed is None
-                ):
-                    rows.append((column, row))
-            if rows:
-                groups.append((case, variant, rows))
-    return groups
-
-
-def _shown(case: str, variants: list[str]) -> list[str]:
-    """Not every variant: float32 looks as uint8 does, and of P12's sizes the largest will do."""
-    if case == "P12":
-        last = {variant.split(" ")[1]: variant for variant in variants}
-        return list(last.values())
-    return [variant for variant in variants if not variant.endswith("float32")] or variants
+def _panel(axes: Any, found: list[Line], other: str, colour: str) -> None:
+    for place, line in enumerate(found):
+        if other not in line.ratios:
+            continue
+        value, name = line.ratios[other]
+        error = [[value - value / (1 + line.noise)], [value * line.noise]]
+        axes.barh(place, value - 1, 0.8, left=1, color=colour, alpha=0.8)
+        if line.noise:
+            axes.errorbar(value, place, xerr=error, color="black", lw=0.8, capsize=2)
+        side = "left" if value >= 1 else "right"
+        edge = value * (1 + line.noise) if value >= 1 else value / (1 + line.noise)
+        text = f"  {number(value)} {name} "
+        axes.text(edge, place, text, va="center", ha=side, fontsize=6)
+        if other == "torch" and line.target:
+            axes.plot([line.target] * 2, [place - 0.5, place + 0.5], color="#d62728", ls=":")
+    axes.set_xscale("log")
+    axes.axvline(1, color="black", lw=0.8)
+    axes.margins(0.45, 0.01)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_title(f"than {'torch' if other == 'torch' else 'the best rival'}", fontsize=9)

@@ -2,25 +2,28 @@
 
 What is between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end NAME -->`` is written anew.
 NAME is a case, ``machine``, ``summary`` (ours against torch's and the best rival, a line per variant),
-``headlines`` (five lines of the summary in plain words), ``targets``, ``blanks`` (loaders that were
-left out, and why) or ``P18`` (the long run, from its own file). With ``--check`` nothing is written,
-and the exit code is 1 if something would be.
+``headlines`` (five lines of the summary in plain words), ``targets``, ``missed`` (the targets that were
+missed, and why), ``blanks`` (loaders that were left out, and why), ``notes`` or ``P18`` (the long run,
+from its own file). With ``--check`` nothing is written, and the exit code is 1 if something would be.
+A run that was too noisy is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.display import best, cell, column_names, number
+from benchmarks.display import best, cell, column_names, number, percent, with_noise
 from benchmarks.long_run import record
 from benchmarks.names import OURS, family, is_rival
 from benchmarks.registry import CASES, TARGETS
-from benchmarks.results import Measurement, Results
+from benchmarks.results import Measurement, Results, ratio
 from benchmarks.targets import verdicts
 
 HEADLINES = {
@@ -71,7 +74,9 @@ def block(name: str, results: Results) -> str:
         "summary": _summary,
         "headlines": _headlines,
         "targets": _targets,
+        "missed": _missed,
         "blanks": _blanks,
+        "notes": _notes,
         "P18": lambda results: _long_run(LONG_RUN),
     }
     if name in makers:
@@ -98,11 +103,39 @@ def _long_run(file: Path) -> str:
 
 
 def _machine(results: Results) -> str:
-    text = machine.sentence(results.about) + "."
+    text = f"{machine.sentence(results.about)}. {_noise(results)}"
     if results.about.get("quick"):
         kind = "A `--quick` run (two rounds, fewer variants)"
         text = f"**{kind}: good for orders of magnitude, not for digits.** {text}"
     return text
+
+
+def _noise(results: Results) -> str:
+    """One sentence or two about the noise of the machine during a run."""
+    noises = [(t.noise, f"{t.case}, {t.variant}") for t in results.takes if t.noise is not None]
+    if not noises:
+        return (
+            "The noise of this machine was not measured, and batches were timed in the middle of "
+            "epochs: the run is older than the method."
+        )
+    worst, where = max(noises)
+    middle = statistics.median(noise for noise, _ in noises)
+    text = (
+        f"A loader measured twice differs from itself by {percent(middle)} in the median line, and "
+        f"by {percent(worst)} in the worst ({where})."
+    )
+    restless = [f"{t.case} ({t.variant})" for t in results.takes if t.again and not t.quiet]
+    return f"{text} The machine was not quiet in: {', '.join(restless)}." if restless else text
+
+
+def unquotable(results: Results) -> list[str]:
+    """A sentence for each variant that was too noisy to be quoted."""
+    return [
+        f"{t.case}, {t.variant}: {t.again} differs from itself by "
+        + (f"{t.noise:.0%}" if t.noise is not None else "an unknown part")
+        for t in results.takes
+        if not t.quotable
+    ]
 
 
 def _case(name: str, results: Results) -> str:
@@ -111,7 +144,8 @@ def _case(name: str, results: Results) -> str:
     body = []
     for variant in results.variants(name):
         group = [m for m in rows if m.variant == variant]
-        body.append([variant, *(cell(group, c).replace("\n", "<br>") for c in columns)])
+        cells = (with_noise(results, name, variant), *(cell(group, c) for c in columns))
+        body.append([text.replace("\n", "<br>") for text in cells])
     return _table([f"{name}, {rows[0].unit}", *columns], body)
 
 
@@ -119,29 +153,62 @@ def _summary(results: Results) -> str:
     body = []
     for case in results.cases():
         for variant in results.variants(case):
-            line = _comparison(results, case, variant)
-            if line is not None:
-                *values, top = line
-                limit = "" if top.versus_limit is None else f"{top.versus_limit:.2f}"
-                body.append([f"{case}, {variant}", *values, limit])
-    heading = ["case", "torch", "best rival", "hybridloader", "faster than torch", "of the limit"]
-    return _table(heading, body)
+            found = compared(results, case, variant)
+            if found is not None:
+                limit = found.ours.versus_limit
+                noise = results.noise(case, variant)
+                body.append(
+                    [
+                        f"{case}, {variant}",
+                        *found.ratios(),
+                        "" if limit is None else f"{limit:.2f}",
+                        "" if noise is None else percent(noise),
+                        *found.values(),
+                    ]
+                )
+    heading = ["case", "than torch", "than the best rival", "of the limit", "noise"]
+    return _table([*heading, "torch", "best rival", "hybridloader"], body)
 
 
 def _headlines(results: Results) -> str:
     body = []
     for (case, beginning), words in HEADLINES.items():
         variants = [v for v in results.variants(case) if v.startswith(beginning)]
-        line = _comparison(results, case, variants[0]) if variants else None
-        if line is not None:
-            body.append([words, *line[:-1]])
-    return _table(["", "torch", "best rival", "hybridloader", "less than torch"], body)
+        found = compared(results, case, variants[0]) if variants else None
+        if found is not None:
+            body.append([words, *found.ratios(), *found.values()])
+    heading = ["", "less than torch", "less than the best rival", "torch", "best rival"]
+    return _table([*heading, "hybridloader"], body)
 
 
-def _comparison(
-    results: Results, case: str, variant: str
-) -> tuple[str, str, str, str, Measurement] | None:
-    """Torch's value, the best rival's, the best of ours, torch's over ours, and ours as measured."""
+@dataclass(frozen=True)
+class Compared:
+    """The best of ours in a variant, beside torch's and the best rival's."""
+
+    ours: Measurement
+    torch: Measurement | None
+    rival: Measurement | None
+
+    def ratios(self) -> list[str]:
+        """Torch's and the best rival's value over ours."""
+        torch, rival = self.ours.versus_torch, ratio(self.rival, self.ours)
+        return [
+            "" if torch is None else f"**{number(torch)}x**",
+            "" if rival is None else f"{number(rival)}x",
+        ]
+
+    def values(self) -> list[str]:
+        """Values of torch's, the best rival's and ours, with units and names."""
+        rival = self.rival
+        return [
+            _value(self.torch),
+            "" if rival is None else f"{_value(rival)} ({family(rival.loader)})",
+            f"{_value(self.ours)} ({self.ours.loader})",
+        ]
+
+
+def compared(results: Results, case: str, variant: str) -> Compared | None:
+    """The best of ours beside others; None if ours has no values, or the case is passed or failed."""
     group = results.of(case, variant)
     ours = [m for m in group if m.loader in OURS and m.passed is None]
     ours = [m for m in ours if m.loader != "inline"] or ours  # with workers, if they were
@@ -149,13 +216,7 @@ def _comparison(
         return None
     top = min(ours, key=lambda m: m.median)
     rival = min((m for m in group if is_rival(m.loader)), key=lambda m: m.median, default=None)
-    return (
-        _value(best(group, "torch")),
-        "" if rival is None else f"{_value(rival)} ({family(rival.loader)})",
-        f"{_value(top)} ({top.loader})",
-        "" if top.versus_torch is None else f"**{number(top.versus_torch)}x**",
-        top,
-    )
+    return Compared(top, best(group, "torch"), rival)
 
 
 def _value(row: Measurement | None) -> str:
@@ -166,6 +227,16 @@ def _targets(results: Results) -> str:
     words = {True: "met", False: "**missed**", None: "not measured"}
     body = [[v.case, v.target, v.reached, words[v.met]] for v in verdicts(results, TARGETS)]
     return _table(["case", "target", "reached", "verdict"], body)
+
+
+def _missed(results: Results) -> str:
+    missed = [v for v in verdicts(results, TARGETS) if v.met is False]
+    if not missed:
+        return "No target was missed."
+    return "\n".join(
+        f"- **{v.case}, {v.target}**: {v.reached}. {v.why or 'The reason was not looked into.'}"
+        for v in missed
+    )
 
 
 def _blanks(results: Results) -> str:
@@ -182,14 +253,32 @@ def _blanks(results: Results) -> str:
     return _table(["loader", "cases", "why it is blank"], body)
 
 
+def _notes(results: Results) -> str:
+    return "\n".join(f"- {note}." for note in results.notes) or "No notes."
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Rewrite the files; 1 if `--check` finds one out of date, 2 if a block can't be filled."""
+    """Rewrite the files.
+
+    Returns 1 if `--check` finds one out of date, 2 if a block can't be filled or the run is too noisy.
+    """
     made = argparse.ArgumentParser(prog="python -m benchmarks.report")
     made.add_argument("results", type=Path, help="what --json wrote")
     made.add_argument("files", type=Path, nargs="+", help="documents with marked blocks")
     made.add_argument("--check", action="store_true", help="only say what is out of date")
     options = made.parse_args(arguments)
     results = Results.read(options.results)
+    noisy = unquotable(results)
+    if noisy:
+        cases = " ".join(dict.fromkeys(t.case for t in results.takes if not t.quotable))
+        print(
+            "too noisy to be quoted:",
+            *noisy,
+            f"measure them again: python -m benchmarks --json {options.results} --case {cases}",
+            sep="\n  ",
+            file=sys.stderr,
+        )
+        return 2
     stale = False
     for file in options.files:
         text = file.read_text()

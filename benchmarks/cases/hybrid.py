@@ -60,6 +60,8 @@ def hybrid(options: Options) -> Case:
             spec | {"workers": workers, "short": 4 * workers + 4},
             loaders,
             most_rounds=options.most(3, quick=2),
+            again=PIPELINE,
+            seconds=5.0 if options.quick else 10.0,
         )
         for workers, loaders in ((options.cores, few), *((count, several) for count in many))
     )

@@ -106,7 +106,7 @@ def run(case: Case, rounds: int = 3) -> Results:
 
 def run_with(**seconds: list[float]) -> Results:
     FakeRunner.seconds = seconds
-    return run(a_case())
+    return run(a_case(), len(seconds["torch"]))
 
 
 def test_rounds_are_interleaved_and_each_begins_with_the_next_one() -> None:
@@ -221,8 +221,8 @@ def test_results_survive_their_file(tmp_path: Path) -> None:
 
 def test_a_cell_shows_median_spread_ratio_and_the_rival_s_best_way() -> None:
     rows = run(a_case()).measurements
-    assert cell(rows, "threads") == "2 ± 1.5\n10x\ncpu 500, 42 MB"
-    assert cell(rows, "SPDL") == "5 ± 2.5\n3x threads\ncpu 500, 42 MB"
+    assert cell(rows, "threads") == "10x\n2 ± 1.5\ncpu 500, 42 MB"
+    assert cell(rows, "SPDL") == "3x threads\n5 ± 2.5\ncpu 500, 42 MB"
     assert cell(rows, "torch") == "20 ± 10\ncpu 500, 42 MB"
     assert cell(rows, "fork") == ""
     assert [number(v) for v in (0, 0.123456, 12.3456, 1234.5)] == ["0", "0.123", "12.3", "1,234"]
@@ -301,7 +301,7 @@ def test_report_rewrites_the_blocks_and_nothing_else(tmp_path: Path) -> None:
     assert "old" in page.read_text(), "--check changes nothing"
     assert report.main(arguments) == 0
     once = page.read_text()
-    assert "| tiny |" in once
+    assert "| tiny<br>noise < 1 % |" in once
     assert "A CPU, 2 cores, 24 GB" in once
     assert "quick" in once
     assert "old" not in once
@@ -310,6 +310,51 @@ def test_report_rewrites_the_blocks_and_nothing_else(tmp_path: Path) -> None:
     assert report.main(arguments) == 0
     assert page.read_text() == once
     assert report.main([*arguments, "--check"]) == 0
+
+
+def test_report_refuses_a_run_that_was_too_noisy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = run(a_case())
+    results.about = _about()
+    results.takes[0].pairs = [[1.0, 1.2]]
+    results.write(tmp_path / "r.json")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmarks:begin P2 -->\nold\n<!-- benchmarks:end P2 -->\n")
+    for more in ([], ["--check"]):
+        assert report.main([str(tmp_path / "r.json"), str(page), *more]) == 2
+        said = capsys.readouterr().err
+        assert "P2, tiny: torch differs from itself by 20%" in said
+        assert f"--json {tmp_path / 'r.json'} --case P2" in said
+    assert "old" in page.read_text()
+
+
+def test_documents_tell_ratios_first_then_noise_and_what_was_missed_and_why() -> None:
+    results = run_with(torch=[0.02], threads=[0.004], **{"SPDL threads": [0.01]})
+    results.about = _about() | {"quick": False}
+    results.takes[0].pairs = [[1.05, 1.0]]
+    results.takes[0].quiet = False
+    assert "| P2, tiny | **5x** | 2.5x |  | 5 % | 20 ms / batch |" in report.block(
+        "summary", results
+    )
+    assert "| tiny<br>noise 5 % | 20 ± 0<br>" in report.block("P2", results)
+    said = report.block("machine", results)
+    assert "differs from itself by 5 % in the median line" in said
+    assert "not quiet in: P2 (tiny)" in said
+    missed = report.block("missed", results)
+    assert "- **P2, threads >= 10x torch**: 5x (threads, tiny). A batch takes" in missed
+    assert report.block("notes", results) == "No notes."
+    (line,) = plot.lines(results)
+    assert (line.noise, line.target) == (pytest.approx(0.05), 10)
+    assert line.ratios == {"torch": (pytest.approx(5), ""), "best rival": (2.5, "SPDL")}
+
+
+def test_a_run_of_before_noise_was_measured_says_so() -> None:
+    results = run(a_case())
+    results.about = _about()
+    results.takes.clear()
+    assert "noise of this machine was not measured" in report.block("machine", results)
+    assert report.unquotable(results) == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
