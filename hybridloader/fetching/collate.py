@@ -23,9 +23,8 @@ from types import FunctionType
 from typing import Any, Protocol
 
 from hybridloader.engine.worker_info import get_worker_info
-from hybridloader.memory.packing import AsTensor
 from hybridloader.memory.slots import OWN
-from hybridloader.memory.tensors import tensor_over
+from hybridloader.memory.tensors import AsTensor, tensor_over
 
 
 class Slots(Protocol):

@@ -12,12 +12,12 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import prod
 from operator import methodcaller
 from typing import Any
 
 from hybridloader._support.errors import DamagedMessage, ResultNotSendable
-from hybridloader.memory.tensors import Tensors, rebuild_tensor
+from hybridloader.memory.tensor_blocks import TensorsInBlocks, is_mark
+from hybridloader.memory.tensors import Tensors
 
 IN_BAND = 32 * 1024
 """Bytes below which a buffer stays in the header.
@@ -27,24 +27,6 @@ Copying 32 KB costs about 3 microseconds, less than handling one buffer.
 """
 
 Packed = tuple[bytes, list[memoryview]]
-
-
-class AsTensor:
-    """Numbers that are to arrive as a tensor; made without torch."""
-
-    __slots__ = ("dtype", "numbers", "shape")
-
-    def __init__(
-        self,
-        numbers: Any,  # C-contiguous, with the buffer protocol
-        dtype: str,  # by its name in torch
-        shape: tuple[int, ...],
-    ) -> None:
-        self.numbers, self.dtype, self.shape = numbers, dtype, shape
-
-    def __reduce__(self) -> Any:
-        data = pickle.PickleBuffer(self.numbers) if prod(self.shape) else b""
-        return rebuild_tensor, (data, self.dtype, self.shape, None, False)
 
 
 def pack(value: Any, what: str = "a result", *, other_main: bool = False) -> Packed:
@@ -117,7 +99,7 @@ def unpack(header: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
 
 
 _NO_PICKLE = (
-    pickle.UnpicklingError, EOFError, ValueError, LookupError, OverflowError, MemoryError
+    pickle.UnpicklingError, EOFError, ValueError, LookupError, OverflowError, MemoryError, StopIteration
 )  # fmt: skip
 """Errors of the unpickler itself for bytes that are no pickle. `AttributeError`, `ImportError` and
 `TypeError` are left out: these tell of a class that is gone or has changed."""
@@ -136,7 +118,7 @@ class _Packer:
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
         self.functions = dict(copyreg.dispatch_table)
-        self._tensors = Tensors()
+        self._tensors = TensorsInBlocks()
         self._pieces: list[bytes] = []
         self._buffers: list[memoryview] = []
         self.write = self._pieces.append  # the pickler takes this object for its file
@@ -144,12 +126,19 @@ class _Packer:
 
     def pack(self, value: Any) -> Packed:
         self._pickler.dump(value)
-        if self._tensors.met:
-            if self._tensors.several_over_one_storage():
-                self._take()
-                self._pickler.dump(value)
-            self._tensors.forget()
-        return self._take()
+        tensors = self._tensors
+        if not (tensors.met or tensors.blocks):
+            return self._take()
+        while tensors.another_pass():
+            self._take()
+            self._pickler.dump(value)
+        header, buffers = self._take()
+        if tensors.blocks.made:
+            large: list[memoryview] = []
+            header = tensors.blocks.around(header, buffers, keep_small(large))
+            buffers = large
+        tensors.forget()
+        return header, buffers
 
     def _take(self) -> Packed:
         self._pickler.clear_memo()
@@ -168,7 +157,7 @@ def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], boo
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < IN_BAND:
+        if raw.nbytes < IN_BAND and not is_mark(raw):
             return True
         buffers.append(raw)
         return False

@@ -10,8 +10,9 @@ import ctypes
 import pickle
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,10 +41,13 @@ class Tensors:
     tensors, a second pass sends the used part of their storage once.
     """
 
+    few = sys.maxsize
+    """Tensors that are reduced alone before `together` is asked about each."""
+
     def __init__(self) -> None:
         # All the mutable state:
-        self.met: list[Any] = []  # tensors that were reduced since the last call of `forget`
-        self._bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
+        self.met: list[Any] = []  # tensors that were reduced alone since the last call of `forget`
+        self.bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
 
     def way_of(self, kind: type) -> Callable[[Any], Any] | None:
         """Return the function that reduces objects of this class; None leaves them to the pickler.
@@ -67,7 +71,9 @@ class Tensors:
         return reduced
 
     def reduce(self, tensor: torch.Tensor) -> Any:
-        if not (tensor.requires_grad or self._bases):
+        if len(self.met) >= self.few and (reduced := self.together(tensor)) is not None:
+            return reduced
+        if not (tensor.requires_grad or self.bases):
             array: Any
             try:
                 array = tensor.numpy()
@@ -75,9 +81,13 @@ class Tensors:
                 array = None
             if array is not None and array.size and array.flags.c_contiguous:  # as nearly all
                 self.met.append(tensor)
-                name = _name(tensor.dtype)
+                name = name_of(tensor.dtype)
                 return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
         return self._reduce(tensor)
+
+    def together(self, tensor: torch.Tensor) -> Any:
+        """Reduce `tensor` together with others; None if it is to be reduced alone."""
+        return None
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
         torch = _torch()
@@ -93,44 +103,47 @@ class Tensors:
             plain = plain.resolve_conj().resolve_neg()
         if plain is tensor:
             self.met.append(plain)
-            base = self._base_of(plain) if self._bases else None
+            base = self._base_of(plain) if self.bases else None
             if base is not None:
                 return _rebuild_view, (base, *base.place(plain))
         order = None if plain.is_contiguous() else _dense_order(plain)
         # In the order of its strides a dense tensor is contiguous memory: no copy, and the other
         # side gets the same strides back (channels_last stays channels_last).
         flat = plain.contiguous() if order is None else plain.permute(order).contiguous()
-        name = _name(plain.dtype)
-        return rebuild_tensor, (_bytes_of(flat, name), name, tuple(flat.shape), order, grad)
+        name = name_of(plain.dtype)
+        return rebuild_tensor, (buffer_of(flat, name), name, tuple(flat.shape), order, grad)
 
     def _base_of(self, tensor: torch.Tensor) -> _Base | None:
         """Find the storage part that is sent once and covers `tensor`; None if there is none."""
-        bases = self._bases.get(tensor.untyped_storage().data_ptr())
+        bases = self.bases.get(tensor.untyped_storage().data_ptr())
         if bases is None or not tensor.numel():
             return None
         start, end = _extent(tensor)
         place = bisect_right(bases, start, key=lambda base: base.start)
         return bases[place - 1] if place and end <= bases[place - 1].end else None
 
-    def several_over_one_storage(self) -> bool:
-        """Tell whether a second pass is needed, and prepare it."""
-        met = self.met
-        if len(met) < 2 or self._bases:
+    def several_over_one_storage(self, more: Iterable[Any] = ()) -> bool:
+        """Tell whether a second pass is needed for those that were met and `more`, and prepare it."""
+        met = [*self.met, *more]
+        if len(met) < 2 or self.bases:
+            return False
+        storages = [tensor.untyped_storage().data_ptr() for tensor in met]
+        if len({*storages}) == len(met):
             return False
         groups: dict[int, list[Any]] = {}
-        for tensor in met:
+        for tensor, storage in zip(met, storages, strict=True):
             if tensor.numel():
-                groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+                groups.setdefault(storage, []).append(tensor)
         for key, group in groups.items():
             if len(group) > 1 and (parts := _shared_parts(group)):
                 storage = group[0].untyped_storage()
-                self._bases[key] = [_Base(storage, *part) for part in parts]
-        return bool(self._bases)
+                self.bases[key] = [_Base(storage, *part) for part in parts]
+        return bool(self.bases)
 
     def forget(self) -> None:
         """Begin with another pickle."""
         self.met.clear()
-        self._bases.clear()
+        self.bases.clear()
 
 
 def check_leaf(tensor: torch.Tensor) -> None:
@@ -157,22 +170,22 @@ def reduce_array(array: Any) -> Any:
 
 
 @cache
-def _name(dtype: Any) -> str:
+def name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_NUMPY_HAS = {
+NUMPY_HAS = frozenset({
     "float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16",
     "uint8", "bool", "complex128", "complex64",
-}  # fmt: skip
+})  # fmt: skip
 """Dtypes of torch that numpy has by the same name."""
 
 
-def _bytes_of(flat: torch.Tensor, dtype: str) -> Any:
+def buffer_of(flat: torch.Tensor, dtype: str) -> Any:
     """Give the memory of a contiguous tensor as an object that pickles by protocol 5."""
     if flat.numel() == 0:
         return b""
-    if dtype not in _NUMPY_HAS:
+    if dtype not in NUMPY_HAS:
         # as_strided, because a single element may have any stride and still be contiguous
         flat = flat.as_strided((flat.numel(),), (1,)).view(_torch().uint8)
     array: Any = flat.numpy()
@@ -190,7 +203,7 @@ class _Base:
 
     def place(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         offset = tensor.storage_offset() - self._start // tensor.element_size()
-        return _name(tensor.dtype), offset, tuple(tensor.shape), tensor.stride()
+        return name_of(tensor.dtype), offset, tuple(tensor.shape), tensor.stride()
 
     def __reduce__(self) -> Any:
         return _rebuild_base, (pickle.PickleBuffer(self._bytes.numpy()),)
@@ -245,7 +258,7 @@ def _over(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -
 def rebuild_tensor(
     data: Any, dtype: str, shape: tuple[int, ...], order: tuple[int, ...] | None, grad: bool
 ) -> torch.Tensor:
-    kind = _kind(dtype)
+    kind = dtype_of(dtype)
     tensor: torch.Tensor
     if not len(data):
         tensor = _torch().empty(shape, dtype=kind, device="cpu")
@@ -260,8 +273,26 @@ def rebuild_tensor(
 
 
 @cache
-def _kind(name: str) -> Any:
+def dtype_of(name: str) -> Any:
     return getattr(_torch(), name)
+
+
+class AsTensor:
+    """Numbers that are to arrive as a tensor; made without torch."""
+
+    __slots__ = ("dtype", "numbers", "shape")
+
+    def __init__(
+        self,
+        numbers: Any,  # C-contiguous, with the buffer protocol
+        dtype: str,  # by its name in torch
+        shape: tuple[int, ...],
+    ) -> None:
+        self.numbers, self.dtype, self.shape = numbers, dtype, shape
+
+    def __reduce__(self) -> Any:
+        data = pickle.PickleBuffer(self.numbers) if prod(self.shape) else b""
+        return rebuild_tensor, (data, self.dtype, self.shape, None, False)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -291,7 +322,7 @@ _ROWS, _COLUMNS = ("sparse_csr", "sparse_bsr"), ("sparse_csc", "sparse_bsc")
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """Return the dense tensors that a sparse one consists of; None if it is not sparse."""
-    layout = _name(tensor.layout)
+    layout = name_of(tensor.layout)
     if layout == "sparse_coo":
         return tensor._indices(), tensor._values()
     if layout in _ROWS:
@@ -304,7 +335,7 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 def reduce_sparse(tensor: torch.Tensor) -> Any:
     """Reduce `tensor` for pickle, as a leaf; None if it is not sparse."""
     plain, grad = tensor.detach(), tensor.requires_grad
-    parts, layout = dense_parts(plain), _name(plain.layout)
+    parts, layout = dense_parts(plain), name_of(plain.layout)
     if parts is None:
         return None
     coalesced = plain.is_coalesced() if layout == "sparse_coo" else None

@@ -1,0 +1,293 @@
+"""Blocks: the many small tensors of one pickle, each kind of them as one buffer.
+
+A tensor that is reduced alone costs some 2 microseconds where it is packed and 1 to 2 where it is
+rebuilt, whatever its size. So from the first `FEW` on, small tensors go into blocks: one for each dtype
+and shape of a row, where they may differ in length. In the pickle proper there is only a call of `next`
+for each, on an iterator that comes in the place of one of the pickle's buffers. The iterators are loaded
+before that pickle, with a pickle around it (`Blocks.around`).
+
+The tensors that come out have a storage each. Storages lie in pieces of at most `SMALL` bytes, so one
+tensor that is kept keeps no more than that.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+from hybridloader.memory.tensors import (
+    NUMPY_HAS,
+    AsTensor,
+    Tensors,
+    buffer_of,
+    dtype_of,
+    name_of,
+)
+
+FEW = 16
+"""Tensors of a pickle that are reduced alone, before any goes into a block: making and opening a block
+takes as long as some 10 tensors."""
+
+SMALL = 4096
+"""Bytes of a tensor above which it is reduced alone, and of the pieces that others lie in: a page. With
+a file of shared memory for each tensor, as torch's workers make, none takes less."""
+
+MOST = 64
+"""Blocks of one pickle at most: further kinds of tensors are reduced alone."""
+
+_HERE = NUMPY_HAS | {"bfloat16"}
+
+Kind = tuple[Any, Any]  # dtype (of torch, or the name of one) and shape
+
+
+class _Mark(bytearray):
+    """Empty buffer that stands for a block in the pickle."""
+
+    number: int
+
+
+class Block:
+    """Small tensors of one dtype that differ in nothing but the size of their first dimension."""
+
+    def __init__(self, number: int, dtype: Any, row: tuple[int, ...] | None) -> None:
+        self.dtype, self.row = dtype, row  # `row` is the shape without its first size; None: 0-d
+        self.shapes: list[tuple[int, ...]] = []
+        self.tensors: list[Any] = []
+        self.take = self.tensors.append
+        mark = _Mark()
+        mark.number = number
+        # Each time the same object: after the first, the pickle has a reference to it of two bytes.
+        self.way: Any = (next, (pickle.PickleBuffer(mark),))
+        self.parts: tuple[Any, ...] = ()  # arguments of `_rebuild`, once gathered
+
+    def gather(self) -> bool:
+        """Put the bytes of the tensors together; False if that can't be done."""
+        name, lengths, shape = self.dtype, None, self.shapes[0]
+        if type(name) is str:  # `AsTensor` objects
+            data: Any = bytearray().join([tensor.numbers for tensor in self.tensors])
+            sizes = [prod(tensor.shape) for tensor in self.tensors] if self.shapes[1:] else []
+        else:
+            name = name_of(name)
+            whole = _joined(self.tensors, self.row is None)
+            if whole is None:
+                return False
+            data = buffer_of(whole, name)
+            sizes = [*map(type(whole).numel, self.tensors)] if self.shapes[1:] else []
+        if sizes:
+            assert self.row is not None
+            step, shape = prod(self.row), self.row
+            lengths = sizes if step == 1 else [size // step for size in sizes]
+        self.parts = pickle.PickleBuffer(data), name, tuple(shape), lengths
+        return True
+
+
+def _joined(tensors: list[Any], scalars: bool) -> Any | None:
+    """Return contiguous tensors of one dtype in one; None if some are not plain ones on the CPU."""
+    torch: Any = sys.modules["torch"]
+    kind = torch.Tensor
+    try:
+        if {*map(attrgetter("layout"), tensors)} != {torch.strided}:
+            return None
+        if {device.type for device in {*map(attrgetter("device"), tensors)}} != {"cpu"}:
+            return None
+        if any(map(kind.is_neg, tensors)) or any(map(kind.is_conj, tensors)):
+            return None
+        return torch.stack(tensors) if scalars else torch.cat(tensors)
+    except Exception:  # of a kind that torch can't do this with: it is left to their own reduction
+        return None
+
+
+class Blocks(dict[Kind, Block | None]):
+    """Blocks of one pickle, by the kinds of the tensors in them; None for a kind that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # All the mutable state, beside the dict's own:
+        self.made: list[Block] = []
+        self.closed = False  # no tensor goes into a block any more
+        self._by_row: dict[Kind, Block | None] = {}
+
+    def __missing__(self, kind: Kind) -> Block | None:
+        dtype, shape = kind
+        count = prod(shape)
+        name = dtype if type(dtype) is str else name_of(dtype)
+        block = None
+        if not self.closed and name in _HERE and 0 < count * _size_of(name) <= SMALL:
+            row = tuple(shape[1:]) if shape else None
+            block = self._by_row.get((dtype, row))
+            if block is None and len(self.made) < MOST:
+                block = self._by_row[dtype, row] = Block(len(self.made), dtype, row)
+                self.made.append(block)
+            if block is not None:
+                block.shapes.append(shape)
+        self[kind] = block
+        return block
+
+    def tensors(self) -> Iterator[Any]:
+        """All tensors of torch's in the blocks."""
+        for block in self.made:
+            if type(block.dtype) is not str:
+                yield from block.tensors
+
+    def gather(self) -> bool:
+        """Make all blocks ready to be sent; False if that can't be done with some of the tensors."""
+        return all(block.gather() for block in self.made)
+
+    def around(self, header: bytes, buffers: Sequence[Any], keep: Callable[..., bool]) -> bytes:
+        """Pickle that header and its `buffers`, in which a `_Mark` stands for a block."""
+        inner = [
+            self.made[buffer.obj.number].parts if is_mark(buffer) else pickle.PickleBuffer(buffer)
+            for buffer in buffers
+        ]
+        return pickle.dumps(_Around(header, inner), 5, buffer_callback=keep)
+
+    def forget(self, *, closed: bool = False) -> None:
+        """Begin with another pickle."""
+        if self or self.closed:
+            self.clear()
+            self._by_row.clear()
+            self.made.clear()
+            self.closed = closed
+
+
+class TensorsInBlocks(Tensors):
+    """Reduces the tensors of one pickle, and small ones in blocks once a few were reduced alone."""
+
+    few = FEW
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Blocks()
+        self._numbers = 0  # `AsTensor` objects that were reduced alone
+
+    def way_of(self, kind: type) -> Callable[[Any], Any] | None:
+        return self._reduce_numbers if kind is AsTensor else super().way_of(kind)
+
+    def _reduce_numbers(self, numbers: AsTensor) -> Any:
+        if self._numbers >= FEW:
+            block = self.blocks[numbers.dtype, numbers.shape]
+            if block is not None:
+                block.take(numbers)
+                return block.way
+        self._numbers += 1
+        return numbers.__reduce__()
+
+    def together(self, tensor: Any) -> Any:
+        try:
+            block = self.blocks[tensor.dtype, tensor.shape]
+            if block is None or tensor.requires_grad or not tensor.is_contiguous():
+                return None
+            if self.bases and tensor.untyped_storage().data_ptr() in self.bases:
+                return None
+        except RuntimeError:  # a nested or a sparse tensor, which has no such thing
+            return None
+        block.take(tensor)
+        return block.way
+
+    def another_pass(self) -> bool:
+        """Tell whether another pass over the value is needed, and prepare it."""
+        blocks = self.blocks
+        if not blocks.made:
+            return self.several_over_one_storage()
+        if blocks.gather():
+            if not self.several_over_one_storage(blocks.tensors()):
+                return False
+            blocks.forget(closed=blocks.closed)
+        else:
+            blocks.forget(closed=True)
+            self.met.clear()
+        self._numbers = 0
+        return True
+
+    def forget(self) -> None:
+        super().forget()
+        self.blocks.forget()
+        self._numbers = 0
+
+
+def is_mark(buffer: memoryview) -> bool:
+    """Return True if this buffer of a pickle stands for a block."""
+    return type(buffer.obj) is _Mark
+
+
+class _Around:
+    def __init__(self, header: bytes, buffers: list[Any]) -> None:
+        self._parts = header, buffers
+
+    def __reduce__(self) -> Any:
+        return _open, self._parts
+
+
+def _open(header: bytes, buffers: list[Any]) -> Any:
+    """Load a pickle, of whose buffers those that are tuples are blocks.
+
+    The garbage collector pauses meanwhile: nothing here becomes garbage, and while thousands of tensors
+    are made it would look at them some 10 times, which takes longer than to make them (decision 29).
+    """
+    from hybridloader.memory.packing import unpack
+
+    pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
+    if pauses:
+        gc.disable()
+    try:
+        return unpack(header, [_rebuild(*b) if type(b) is tuple else b for b in buffers])
+    finally:
+        if pauses:
+            gc.enable()
+
+
+@cache
+def _size_of(name: str) -> int:
+    """Bytes of an element; of the dtypes in `_HERE`."""
+    if name == "bool":
+        return 1
+    return int(name.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
+
+
+def _rebuild(
+    data: Any,
+    dtype: str,
+    shape: tuple[int, ...],  # of each tensor, or of each of their rows
+    lengths: list[int] | None,  # numbers of rows; None: all are of that shape
+) -> Iterator[Any]:
+    """Make the tensors of a block."""
+    import torch
+
+    if (not shape and lengths is None) or dtype not in NUMPY_HAS:  # numpy has no views of these
+        flat = torch.frombuffer(data, dtype=dtype_of(dtype))
+        if lengths is not None:
+            return iter(torch.split_with_sizes_copy(flat.view(-1, *shape), lengths))
+        return iter(torch.unbind_copy(flat.view(-1, *shape)))
+    import numpy as np
+
+    found: list[Any] = []
+    whole, step = memoryview(data).cast("B"), _size_of(dtype) * prod(shape)
+
+    def piece(start: int, end: int) -> Any:
+        # A copy: the tensors would keep all of `data`, and the slot that it may lie in.
+        return np.frombuffer(bytearray(whole[start * step : end * step]), dtype).reshape(-1, *shape)
+
+    if lengths is None:
+        count, several = len(whole) // step, SMALL // step
+        for start in range(0, count, several):
+            found += map(torch.from_numpy, piece(start, start + several))
+        return iter(found)
+    ends = [*accumulate(lengths)]
+    first = begin = 0
+    most = SMALL // step
+    for i in range(1, len(ends) + 1):
+        if i == len(ends) or ends[i] - begin > most:
+            end = ends[i - 1]
+            cuts = [end - begin for end in ends[first:i]]
+            rows = piece(begin, end)
+            found += map(torch.from_numpy, map(rows.__getitem__, map(slice, [0, *cuts], cuts)))
+            first, begin = i, end
+    return iter(found)
