@@ -8,15 +8,17 @@ another copy. Nothing here knows how they travel.
 from __future__ import annotations
 
 import copyreg
+import gc
 import pickle
 import re
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import methodcaller
 from typing import Any
 
 from hybridloader._support.errors import DamagedMessage, ResultNotSendable
-from hybridloader.memory.tensor_blocks import TensorsInBlocks, is_mark
+from hybridloader.memory.tensor_blocks import TensorsInBlocks, is_mark, rebuild_block
 from hybridloader.memory.tensors import Tensors
 
 IN_BAND = 32 * 1024
@@ -104,6 +106,34 @@ _NO_PICKLE = (
 """Errors of the unpickler itself for bytes that are no pickle. `AttributeError`, `ImportError` and
 `TypeError` are left out: these tell of a class that is gone or has changed."""
 
+
+class Around:
+    """Pickle around another that has blocks of small tensors, to be loaded before that one."""
+
+    def __init__(self, header: bytes, buffers: list[Any]) -> None:
+        self._parts = header, buffers
+
+    def __reduce__(self) -> Any:
+        return _open, self._parts
+
+
+def _open(header: bytes, buffers: list[Any]) -> Any:
+    """Load the pickle within; those of its buffers that are tuples are blocks.
+
+    The garbage collector pauses meanwhile. Nothing here becomes garbage, and while thousands of tensors
+    are made it would look at each several times, which takes longer than to make them (decision 29).
+    """
+    pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
+    if pauses:
+        gc.disable()
+    try:
+        found: list[Any] = [rebuild_block(*b) if type(b) is tuple else b for b in buffers]
+        return unpack(header, found)
+    finally:
+        if pauses:
+            gc.enable()
+
+
 _LARGE_HEADER = 64 * 1024
 """Bytes of a header above which its packer is not used again: it would keep as much memory."""
 
@@ -135,7 +165,8 @@ class _Packer:
         header, buffers = self._take()
         if tensors.blocks.made:
             large: list[memoryview] = []
-            header = tensors.blocks.around(header, buffers, keep_small(large))
+            around = Around(header, [*map(tensors.blocks.part, buffers)])
+            header = pickle.dumps(around, 5, buffer_callback=keep_small(large))
             buffers = large
         tensors.forget()
         return header, buffers

@@ -4,7 +4,7 @@ A tensor that is reduced alone costs some 2 microseconds where it is packed and 
 rebuilt, whatever its size. So from the first `FEW` on, small tensors go into blocks: one for each dtype
 and shape of a row, where they may differ in length. In the pickle proper there is only a call of `next`
 for each, on an iterator that comes in the place of one of the pickle's buffers. The iterators are loaded
-before that pickle, with a pickle around it (`Blocks.around`).
+before that pickle, by a pickle around it (`packing.Around`).
 
 The tensors that come out have a storage each. Storages lie in pieces of at most `SMALL` bytes, so one
 tensor that is kept keeps no more than that.
@@ -12,10 +12,8 @@ tensor that is kept keeps no more than that.
 
 from __future__ import annotations
 
-import gc
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
@@ -66,7 +64,7 @@ class Block:
         mark.number = number
         # Each time the same object: after the first, the pickle has a reference to it of two bytes.
         self.way: Any = (next, (pickle.PickleBuffer(mark),))
-        self.parts: tuple[Any, ...] = ()  # arguments of `_rebuild`, once gathered
+        self.parts: tuple[Any, ...] = ()  # arguments of `rebuild_block`, once gathered
 
     def gather(self) -> bool:
         """Put the bytes of the tensors together; False if that can't be done."""
@@ -141,13 +139,11 @@ class Blocks(dict[Kind, Block | None]):
         """Make all blocks ready to be sent; False if that can't be done with some of the tensors."""
         return all(block.gather() for block in self.made)
 
-    def around(self, header: bytes, buffers: Sequence[Any], keep: Callable[..., bool]) -> bytes:
-        """Pickle that header and its `buffers`, in which a `_Mark` stands for a block."""
-        inner = [
-            self.made[buffer.obj.number].parts if is_mark(buffer) else pickle.PickleBuffer(buffer)
-            for buffer in buffers
-        ]
-        return pickle.dumps(_Around(header, inner), 5, buffer_callback=keep)
+    def part(self, buffer: memoryview) -> Any:
+        """Return what to send for a buffer of the pickle: a block's parts, if it stands for one."""
+        if is_mark(buffer):
+            return self.made[buffer.obj.number].parts  # type: ignore[attr-defined]
+        return pickle.PickleBuffer(buffer)
 
     def forget(self, *, closed: bool = False) -> None:
         """Begin with another pickle."""
@@ -218,32 +214,6 @@ def is_mark(buffer: memoryview) -> bool:
     return type(buffer.obj) is _Mark
 
 
-class _Around:
-    def __init__(self, header: bytes, buffers: list[Any]) -> None:
-        self._parts = header, buffers
-
-    def __reduce__(self) -> Any:
-        return _open, self._parts
-
-
-def _open(header: bytes, buffers: list[Any]) -> Any:
-    """Load a pickle, of whose buffers those that are tuples are blocks.
-
-    The garbage collector pauses meanwhile: nothing here becomes garbage, and while thousands of tensors
-    are made it would look at them some 10 times, which takes longer than to make them (decision 29).
-    """
-    from hybridloader.memory.packing import unpack
-
-    pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
-    if pauses:
-        gc.disable()
-    try:
-        return unpack(header, [_rebuild(*b) if type(b) is tuple else b for b in buffers])
-    finally:
-        if pauses:
-            gc.enable()
-
-
 @cache
 def _size_of(name: str) -> int:
     """Bytes of an element; of the dtypes in `_HERE`."""
@@ -252,15 +222,16 @@ def _size_of(name: str) -> int:
     return int(name.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
 
 
-def _rebuild(
+def rebuild_block(
     data: Any,
     dtype: str,
     shape: tuple[int, ...],  # of each tensor, or of each of their rows
     lengths: list[int] | None,  # numbers of rows; None: all are of that shape
 ) -> Iterator[Any]:
     """Make the tensors of a block."""
-    import torch
+    import torch as imported
 
+    torch: Any = imported  # its stubs give some of these functions no value
     if (not shape and lengths is None) or dtype not in NUMPY_HAS:  # numpy has no views of these
         flat = torch.frombuffer(data, dtype=dtype_of(dtype))
         if lengths is not None:

@@ -1,0 +1,300 @@
+"""Many small tensors in one value: sent in blocks, and each arrives as if it had been sent alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from array import array
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.line_count import lines_run
+from support.packed_values import (
+    DTYPES,
+    WAYS,
+    Marked,
+    Point,
+    assert_same,
+    of_random_bytes,
+    streamed,
+    through_slots,
+)
+
+from hybridloader._support.errors import DamagedMessage
+from hybridloader.memory.packing import pack, unpack
+from hybridloader.memory.shared_slots import SlotReader, SlotWriter
+from hybridloader.memory.tensor_blocks import FEW, MOST, SMALL
+from hybridloader.memory.tensors import AsTensor
+
+FILLING = [torch.full((2,), i) for i in range(FEW)]
+"""Tensors that are sent alone, so that those behind them go into blocks."""
+
+
+def behind(tensors: Any, way: Any = streamed) -> Any:
+    return way([*FILLING, tensors])[FEW]
+
+
+def test_a_thousand_keys_are_a_few_buffers_and_calls_without_a_line_of_ours() -> None:
+    batch = {f"key {i}": torch.rand(32, 4) for i in range(1000)}
+    header, buffers = pack(batch)
+    assert [buffer.nbytes for buffer in buffers] == [(1000 - FEW) * 512]
+    assert len(header) < 40_000
+    few = lines_run(lambda: unpack(*pack({key: batch[key] for key in [*batch][:200]})))
+    many = lines_run(lambda: unpack(*pack(batch)))
+    assert many - few < 800 * 15
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (2, 0, 4), (5, 7), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_arrive_as_if_each_had_been_sent_alone(
+    dtype: torch.dtype, shape: tuple[int, ...], way: Any
+) -> None:
+    sent = [of_random_bytes(dtype, shape) for _ in range(3)]
+    for tensor, back in zip(sent, behind(sent, way), strict=True):
+        assert_same(tensor, back)
+        assert back.stride() == tensor.stride()
+        assert back._base is None
+        assert not back.is_shared()
+        assert back.storage_offset() == 0
+        assert back.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+_SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+_DTYPES = st.sampled_from(
+    [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.complex64]
+)
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, form: str) -> torch.Tensor:
+    tensor = of_random_bytes(dtype, shape)
+    if form == "transposed":
+        return tensor.T if tensor.dim() == 2 else tensor
+    if form == "stepped":
+        return tensor[::2] if tensor.dim() else tensor
+    if form == "grad":
+        return tensor.requires_grad_(dtype.is_floating_point or dtype.is_complex)
+    if form == "conj":
+        return tensor.conj()
+    if form == "negative":
+        return tensor.conj().imag if dtype.is_complex else tensor
+    if form == "subclass":
+        return tensor.as_subclass(Marked)  # type: ignore[no-any-return]
+    return tensor
+
+
+_FORMS = ["plain"] * 8 + ["transposed", "stepped", "grad", "conj", "negative", "subclass"]
+_LEAVES = st.one_of(
+    st.builds(_tensor, _SHAPES, _DTYPES, st.sampled_from(_FORMS)),
+    st.builds(_tensor, st.tuples(st.integers(1, 50)), _DTYPES, st.just("plain")),
+    st.integers(),
+    st.text(max_size=3),
+    st.none(),
+)
+_NESTS = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=30),
+        st.dictionaries(st.text(max_size=2), inner, max_size=20),
+        st.tuples(inner, inner).map(lambda pair: Point(*pair)),
+        st.dictionaries(st.integers(), inner, max_size=4).map(OrderedDict),
+    ),
+    max_leaves=120,
+)
+
+
+def assert_alike(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert_same(a, b)
+    elif isinstance(a, dict):
+        assert [*a] == [*b]
+        for key, value in a.items():
+            assert_alike(value, b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for left, right in zip(a, b, strict=True):
+            assert_alike(left, right)
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(value=_NESTS)
+def test_nests_of_small_tensors_come_back_equal(value: Any, way: Any) -> None:
+    assert_alike(value, behind(value, way))
+
+
+def test_ragged_tensors_come_back_in_their_order() -> None:
+    lengths = [*range(1, 51), 511, 512, 513, 1, 512, *range(50, 0, -1)] * 3
+    sent = [[torch.arange(i * 1000, i * 1000 + n) for i, n in enumerate(lengths)]]
+    sent.append([torch.full((n, 2), i) for i, n in enumerate(lengths[:70])])
+    assert_alike(sent, behind(sent))
+    _, buffers = pack(sent)
+    assert len(buffers) <= 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_views_of_one_storage_still_share_it_and_others_go_into_blocks(way: Any) -> None:
+    memory = torch.arange(64)
+    views = [memory[:5], memory[3:9], memory.view(8, 8).T]
+    alone = [torch.tensor([i, -i]) for i in range(200)]
+    back = behind([*views, *alone, *views], way)
+    assert_alike([*views, *alone, *views], back)
+    assert back[0] is back[-3]  # the same object twice
+    back[0][4] = -1
+    assert back[1][1] == back[2][4, 0] == -1
+    assert back[3].untyped_storage().nbytes() == 16
+    _, buffers = pack([*FILLING, *views, *alone])
+    assert len(buffers) == 0
+
+
+def test_rows_of_one_table_arrive_as_rows_of_it_where_they_touch() -> None:
+    table = torch.arange(400.0).view(100, 4)
+    rows = [table[i] for i in [*range(20, 80), 5, 90]]
+    back = behind(rows)
+    assert_alike(rows, back)
+    touching, apart = back[:60], back[60:]
+    assert {row.untyped_storage().data_ptr() for row in touching} == {
+        touching[0].untyped_storage().data_ptr()
+    }
+    assert [row.untyped_storage().nbytes() for row in apart] == [16, 16]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("odd", ["meta", "sparse", "nested"])
+def test_tensors_that_only_look_like_others_of_their_block_are_sent_alone(odd: str) -> None:
+    like = {
+        "meta": lambda: torch.empty(2, dtype=torch.int64, device="meta"),
+        "sparse": lambda: torch.tensor([0, 7]).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    }[odd]()
+    plain = [torch.tensor([i, i]) for i in range(30)]
+    shared = [plain[0][:1], plain[0][:2]]
+    back = behind([*plain, like, *shared])
+    assert_alike(plain, back[:30])
+    assert (back[30].layout, back[30].device) == (like.layout, like.device)
+    back[31][0] = -1
+    assert back[32][0] == -1 == back[0][0]
+    if odd == "sparse":
+        assert back[30].to_dense().tolist() == [0, 7]
+
+
+def test_further_kinds_than_there_are_blocks_for_arrive_too() -> None:
+    sent = [torch.full((2, 1 + i), i) for i in range(3 * MOST)] * 2
+    assert_alike(sent, behind([tensor.clone() for tensor in sent]))
+
+
+def test_numbers_that_are_to_arrive_as_tensors_go_into_blocks_without_torch() -> None:
+    sent = [AsTensor(array("d", [i, 2 * i]), "float64", (2,)) for i in range(100)]
+    sent += [AsTensor(np.full((3, 2), i, np.int16), "int16", (3, 2)) for i in range(100)]
+    sent += [AsTensor(bytearray([1] * (i % 3 + 1)), "bool", (i % 3 + 1,)) for i in range(100)]
+    back = streamed(sent)
+    assert [t.tolist() for t in back[:100]] == [[i, 2 * i] for i in range(100)]
+    assert [t.tolist() for t in back[100:200]] == [[[i, i]] * 3 for i in range(100)]
+    assert [t.tolist() for t in back[200:]] == [[True] * (i % 3 + 1) for i in range(100)]
+    assert {t.dtype for t in back} == {torch.float64, torch.int16, torch.bool}
+    assert len(pack(sent)[0]) < 8000
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def pieces(tensors: list[torch.Tensor]) -> list[int]:
+    """Sizes of the memory that the tensors lie in together: neighbours in one page count as one."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+    joined = [list(spans[0])]
+    for start, end in spans[1:]:
+        if start == joined[-1][1]:
+            joined[-1][1] = end
+        else:
+            joined.append([start, end])
+    return [end - start for start, end in joined]
+
+
+@pytest.mark.parametrize("lengths", [[4], [512], [3, 5, 50, 511]], ids=str)
+def test_a_tensor_that_is_kept_keeps_at_most_a_page(lengths: list[int]) -> None:
+    sent = [torch.full((lengths[i % len(lengths)],), i) for i in range(2000)]
+    back = behind(sent)
+    assert_alike(sent, back)
+    assert max(pieces(back)) <= SMALL
+    back[0].zero_()
+    assert_alike(sent[1:], back[1:])
+
+
+def test_no_tensor_of_a_block_keeps_a_slot() -> None:
+    pair = SlotWriter(1 << 30), SlotReader(1 << 30)
+    batch = through_slots([torch.rand(64) for _ in range(1000)], pair)
+    gc.collect()
+    assert len(pair[1].returned()) == 1
+    assert len(batch) == 1000
+    pair[0].close()
+
+
+# -- opening ---------------------------------------------------------------------------------------
+
+
+class Watching:
+    """Notes whether the garbage collector is at work as it is loaded."""
+
+    seen: list[bool] = []  # noqa: RUF012
+
+    def __setstate__(self, state: Any) -> None:
+        self.seen.append(gc.isenabled())
+
+    def __getstate__(self) -> Any:
+        return {"any": 1}
+
+
+def test_the_collector_pauses_while_blocks_are_opened_and_goes_on_then() -> None:
+    packed = pack([Watching(), *(torch.ones(1) for _ in range(100))])
+    alone = pack([Watching(), torch.ones(1)])
+    Watching.seen.clear()
+
+    def load(packed: Any) -> bool:
+        unpack(*packed)
+        return gc.isenabled()
+
+    assert load(packed)
+    gc.disable()
+    try:
+        assert not load(packed)
+    finally:
+        gc.enable()
+    assert load(alone)
+    thread = threading.Thread(target=load, args=(packed,))  # a switch of the main thread's
+    thread.start()
+    thread.join()
+    assert Watching.seen == [False, False, True, True]
+
+
+class Refusing:
+    def __setstate__(self, state: Any) -> None:
+        raise RuntimeError("not here")
+
+    def __getstate__(self) -> Any:
+        return {"any": 1}
+
+
+def test_an_error_in_between_leaves_the_collector_on_and_the_next_value_whole() -> None:
+    packed = pack([*(torch.ones(1) for _ in range(100)), Refusing()])
+    with pytest.raises(RuntimeError, match="not here"):
+        unpack(*packed)
+    assert gc.isenabled()
+    with pytest.raises(Exception, match="pickle"):
+        pack([*(torch.ones(1) for _ in range(100)), threading.Lock()])
+    assert_alike(FILLING * 2, streamed(FILLING * 2))
+
+
+def test_a_block_with_fewer_tensors_than_the_pickle_names_is_damage() -> None:
+    header, buffers = pack([torch.full((3,), i) for i in range(100)])
+    wrong = header.replace(b"K\x03\x85", b"K\x06\x85")  # tensors twice as long, so half as many
+    assert wrong != header
+    with pytest.raises(DamagedMessage):
+        unpack(wrong, buffers)
