@@ -18,7 +18,7 @@ from operator import methodcaller
 from typing import Any
 
 from hybridloader._support.errors import DamagedMessage, ResultNotSendable
-from hybridloader.memory.tensor_blocks import TensorsInBlocks, is_mark, rebuild_block
+from hybridloader.memory.tensor_blocks import Blocks, TensorsInBlocks, is_mark, rebuild_block
 from hybridloader.memory.tensors import Tensors
 
 IN_BAND = 32 * 1024
@@ -117,6 +117,13 @@ class Around:
         return _open, self._parts
 
 
+def _around(blocks: Blocks, header: bytes, buffers: list[memoryview]) -> Packed:
+    """Pack what `_take` gave of a value with blocks."""
+    large: list[memoryview] = []
+    around = Around(header, [*map(blocks.part, buffers)])
+    return pickle.dumps(around, 5, buffer_callback=keep_small(large)), large
+
+
 def _open(header: bytes, buffers: list[Any]) -> Any:
     """Load the pickle within; those of its buffers that are tuples are blocks.
 
@@ -156,20 +163,20 @@ class _Packer:
 
     def pack(self, value: Any) -> Packed:
         self._pickler.dump(value)
-        tensors = self._tensors
-        if not (tensors.met or tensors.blocks):
-            return self._take()
-        while tensors.another_pass():
-            self._take()
-            self._pickler.dump(value)
-        header, buffers = self._take()
-        if tensors.blocks.made:
-            large: list[memoryview] = []
-            around = Around(header, [*map(tensors.blocks.part, buffers)])
-            header = pickle.dumps(around, 5, buffer_callback=keep_small(large))
-            buffers = large
-        tensors.forget()
-        return header, buffers
+        tensors, blocks = self._tensors, self._tensors.blocks
+        if len(tensors.met) > 1 or blocks:
+            while tensors.another_pass():
+                self._take()
+                self._pickler.dump(value)
+        packed = self._take()
+        if blocks.made:
+            packed = _around(blocks, *packed)
+        if tensors.met:
+            tensors.forget()
+        if blocks or blocks.closed:
+            blocks.forget()
+        tensors.numbers = 0
+        return packed
 
     def _take(self) -> Packed:
         self._pickler.clear_memo()

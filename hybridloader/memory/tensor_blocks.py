@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import accumulate
 from math import prod
@@ -147,11 +147,10 @@ class Blocks(dict[Kind, Block | None]):
 
     def forget(self, *, closed: bool = False) -> None:
         """Begin with another pickle."""
-        if self or self.closed:
-            self.clear()
-            self._by_row.clear()
-            self.made.clear()
-            self.closed = closed
+        self.clear()
+        self._by_row.clear()
+        self.made.clear()
+        self.closed = closed
 
 
 class TensorsInBlocks(Tensors):
@@ -162,18 +161,18 @@ class TensorsInBlocks(Tensors):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = Blocks()
-        self._numbers = 0  # `AsTensor` objects that were reduced alone
+        self.numbers = 0  # `AsTensor` objects that were reduced alone
 
     def way_of(self, kind: type) -> Callable[[Any], Any] | None:
         return self._reduce_numbers if kind is AsTensor else super().way_of(kind)
 
     def _reduce_numbers(self, numbers: AsTensor) -> Any:
-        if self._numbers >= FEW:
+        if self.numbers >= FEW:
             block = self.blocks[numbers.dtype, numbers.shape]
             if block is not None:
                 block.take(numbers)
                 return block.way
-        self._numbers += 1
+        self.numbers += 1
         return numbers.__reduce__()
 
     def together(self, tensor: Any) -> Any:
@@ -200,13 +199,8 @@ class TensorsInBlocks(Tensors):
         else:
             blocks.forget(closed=True)
             self.met.clear()
-        self._numbers = 0
+        self.numbers = 0
         return True
-
-    def forget(self) -> None:
-        super().forget()
-        self.blocks.forget()
-        self._numbers = 0
 
 
 def is_mark(buffer: memoryview) -> bool:

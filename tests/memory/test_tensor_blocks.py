@@ -203,6 +203,12 @@ def test_numbers_that_are_to_arrive_as_tensors_go_into_blocks_without_torch() ->
     assert len(pack(sent)[0]) < 8000
 
 
+def test_few_numbers_in_each_of_many_values_are_few() -> None:
+    few = [AsTensor(array("q", [i]), "int64", (1,)) for i in range(FEW - 1)]
+    first = pack(few)
+    assert all(pack(few) == first for _ in range(3))
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
