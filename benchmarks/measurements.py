@@ -12,6 +12,7 @@ import gc
 import hashlib
 import itertools
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Iterator
@@ -155,23 +156,28 @@ def per_item(loader: str, spec: Spec) -> Answer:
 
 
 def window(loader: str, spec: Spec) -> Answer:
-    """Seconds a batch in the first batches of a long epoch: see `timing.window`."""
+    """Seconds a batch in the first batches of a long epoch: see `timing.window`.
+
+    The median of `repeats` windows, each of a loader freshly opened.
+    """
     before = usage.rss_mb()
-    ahead = 3 * spec["workers"]  # two prefetched and one under way
-    with opened(loader, spec) as running:
-        found = timing.window(
-            running.epoch(),
-            spec["seconds"],
-            warmup=2 * spec["workers"] + 4,
-            ahead=ahead,
-            most=spec.get("most", 1 << 60),
-            meter=usage.CpuMeter(),
-        )
-        grown = usage.rss_mb() - before
+    found, grown = [], 0.0
+    for _ in range(spec.get("repeats", 1)):
+        with opened(loader, spec) as running:
+            timed = timing.window(
+                running.epoch(),
+                spec["seconds"],
+                warmup=2 * spec["workers"] + 4,
+                ahead=3 * spec["workers"],  # two prefetched and one under way
+                most=spec.get("most", 1 << 60),
+                meter=usage.CpuMeter(),
+            )
+            found.append(timed)
+            grown = max(grown, usage.rss_mb() - before)
     return {
-        "value": found.seconds,
-        "cpu": found.cpu,
-        "details": {"batches": found.batches, "rss_growth_mb": grown},
+        "value": statistics.median(timed.seconds for timed in found),
+        "cpu": statistics.median(timed.cpu for timed in found),
+        "details": {"batches": found[0].batches, "rss_growth_mb": grown},
     }
 
 

@@ -14,7 +14,7 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def rewrite(text: str, results: Results) -> str:
 
 def block(name: str, results: Results) -> str:
     """The Markdown for a block."""
-    makers = {
+    makers: dict[str, Callable[[Results], str]] = {
         "machine": _machine,
         "summary": _summary,
         "headlines": _headlines,

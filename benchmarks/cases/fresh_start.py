@@ -57,6 +57,8 @@ def fresh_start(options: Options) -> Case:
             (*_TORCHS, *ours),
             dict.fromkeys(_TORCHS, why) if workers > _TORCH_MOST else {},
             most_rounds=options.most(3, quick=1),
+            again=FRESH[0],
+            seconds=2.0,
         )
         for words, spec in specs.items()
         for workers in ((1, 16) if options.quick else (1, 4, 16, 64))

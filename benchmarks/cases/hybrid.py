@@ -43,7 +43,7 @@ def hybrid(options: Options) -> Case:
         "batch_bytes": BATCH * 3 * SIDE * SIDE,
         "cores": options.cores,
         "limit_workers": options.cores,
-        "seconds": 1.0 if options.quick else 3.0,
+        "seconds": 1.0 if options.quick else 2.0,
         "look": 0.5 if options.quick else 2.0,
     }
     ours = HYBRIDS[:1] if options.quick else HYBRIDS
@@ -61,7 +61,7 @@ def hybrid(options: Options) -> Case:
             loaders,
             most_rounds=options.most(3, quick=2),
             again=PIPELINE,
-            seconds=5.0 if options.quick else 10.0,
+            seconds=5.0 if workers == options.cores else 9.0,
         )
         for workers, loaders in ((options.cores, few), *((count, several) for count in many))
     )

@@ -71,6 +71,8 @@ def many_workers(options: Options) -> Case:
             },
             ("torch", *LOADERS),
             most_rounds=options.most(3, quick=1),
+            again="threads",
+            seconds=3.0,
         )
         for workers in counts
     )

@@ -32,8 +32,11 @@ def memory(options: Options) -> Case:
             common | {"arguments": {"count": count}},
             (*loaders, *options.taking_part(*rivals)),
             most_rounds=most,
+            seconds=7.0,
         ),
-        Variant(f"{count:,} paths, SharedList", common | shared, loaders, most_rounds=most),
+        Variant(
+            f"{count:,} paths, SharedList", common | shared, loaders, most_rounds=most, seconds=7.0
+        ),
     )
     title = "memory of all processes after an epoch, 4 workers"
     return Case("P7", title, "MB of PSS", hold, variants, kind="weigh", check=False)

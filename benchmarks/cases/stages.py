@@ -115,9 +115,12 @@ def stage(options: Options) -> Case:
     )
     one = ("inline", *BACKENDS, *rivals)
     six = ("threads, by hand", "threads", "threads, not fused")
-    variants = (
-        Variant("an empty stage", spec, one),
-        Variant("six empty stages", spec | {"stages": 6}, six),
+    variants = tuple(
+        Variant(name, work, loaders, most_rounds=options.most(3), seconds=1.3 * work["repeats"])
+        for name, work, loaders in (
+            ("an empty stage", spec, one),
+            ("six empty stages", spec | {"stages": 6}, six),
+        )
     )
     title = "what an empty stage adds"
     return Case("stage", title, "us / item", empty_stage, variants, scale=1e6, check=False)

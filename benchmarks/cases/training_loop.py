@@ -43,7 +43,7 @@ def tick(options: Options) -> Case:
         "workers": options.workers,
         "batch": 4,
         "tick_loops": loops_for(1e-3),
-        "seconds": 1.5 if options.quick else 5.0,
+        "seconds": 1.5 if options.quick else 3.0,
         "ticks": 100 if options.quick else 300,
         "look": 0.1,
     }
@@ -54,8 +54,8 @@ def tick(options: Options) -> Case:
     )
     loaders = ("torch", *BACKENDS, *rivals)
     variants = (
-        Variant("behind it JPEGs", jpegs, loaders, most_rounds=options.most(3)),
-        Variant("behind it Python", spinning, loaders, most_rounds=options.most(3)),
+        Variant("behind it JPEGs", jpegs, loaders, most_rounds=options.most(3), seconds=4.5),
+        Variant("behind it Python", spinning, loaders, most_rounds=options.most(3), seconds=4.5),
     )
     title = "how late 1 ms of Python in the loop is done, 99th percentile"
     return Case("tick", title, "ms late", lateness, variants, scale=1e3)

@@ -56,7 +56,13 @@ def worker_memory(options: Options) -> Case:
     }
     loaders = FRESH[:1] if options.quick else ("torch", TORCH_FORKSERVER, *FRESH)
     variants = tuple(
-        Variant(f"{count:,} {words}, 16 workers", spec, loaders, most_rounds=options.most(2, 1))
+        Variant(
+            f"{count:,} {words}, 16 workers",
+            spec,
+            loaders,
+            most_rounds=options.most(2, 1),
+            seconds=8.0,
+        )
         for words, spec in specs.items()
     )
     title, unit = "memory of each further worker", "MB of PSS"

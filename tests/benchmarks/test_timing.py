@@ -157,3 +157,11 @@ def test_an_endless_dataset_ends_where_it_is_told_to() -> None:
     endless = Ints()
     assert len(measurements.of_length(endless, 12)) == 12
     assert len(endless) == ENDLESS
+
+
+def test_windows_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter([timing.Timing(value, 2 * value, 4) for value in (5.0, 1.0, 3.0)])
+    monkeypatch.setattr(timing, "window", lambda *_, **__: next(told))
+    answer = measurements.window("inline", SMALL | {"repeats": 3})
+    assert (answer["value"], answer["cpu"]) == (3.0, 6.0)
+    measurements.forget_datasets()
