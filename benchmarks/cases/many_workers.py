@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 import time
 
 from benchmarks import timing, usage
 from benchmarks.case import Answer, Case, Options, Spec, Variant
 from benchmarks.measurements import work_of
 from benchmarks.names import BACKENDS
-from benchmarks.targets import Target, flat
+from benchmarks.results import Results
+from benchmarks.targets import NOT_MEASURED, Found, Judge, Target, flat, short
 
 LOADERS = (*BACKENDS, "spawn")
 
@@ -79,6 +81,36 @@ def many_workers(options: Options) -> Case:
     return Case("P17", "start and end of many workers", "ms / worker", life, variants, scale=1e3)
 
 
+def flat_detail(name: str, bound: float, shared: bool = True) -> Judge:
+    """A detail is at most `bound` times as much, for each worker, with 256 workers as with 64.
+
+    Parameters
+    ----------
+    shared
+        True if the detail is of the whole loader and is to be divided by the number of workers.
+    """
+
+    def judge(results: Results, case: str) -> Found:
+        found = []
+        for loader in LOADERS:
+            few, many = (results.find(case, f"{n} workers", loader) for n in (64, 256))
+            if few is not None and many is not None:
+                more = statistics.median(many.details[name]) / statistics.median(few.details[name])
+                found.append((more / (4 if shared else 1), loader))
+        if not found:
+            return NOT_MEASURED
+        worst, loader = max(found)
+        return f"{short(worst)}x ({loader})", worst <= bound
+
+    return judge
+
+
 TARGETS = (
-    Target("P17", "a worker of 256: <= 1.25x one of 64", flat("workers", 64, 1.25, LOADERS, 256)),
+    Target("P17", "a worker of 256: <= 1.5x one of 64", flat("workers", 64, 1.5, LOADERS, 256)),
+    Target("P17", "first batch, a worker: <= 1.5x", flat_detail("first_batch", 1.5)),
+    Target("P17", "turn of an epoch, a worker: <= 1.5x", flat_detail("turn", 1.5)),
+    Target("P17", "end, a worker: <= 1.5x", flat_detail("close", 1.5)),
+    Target(
+        "P17", "memory a worker: <= 1.5x", flat_detail("memory_mb_per_worker", 1.5, shared=False)
+    ),
 )

@@ -126,3 +126,15 @@ def test_a_cell_shows_the_first_batch_and_the_end() -> None:
     row = Measurement("P17", "v", "spawn", "ms / worker", values=[2.0])
     row.details = {"first_batch": [0.5], "close": [0.25]}
     assert cell([row], "spawn") == "2 ± 0\nfirst after 0.5 s, closed in 0.25 s"
+
+
+def test_details_are_compared_by_worker_if_they_are_of_the_whole_loader() -> None:
+    def row(workers: int, turn: float, memory: float) -> Measurement:
+        details = {"turn": [turn], "memory_mb_per_worker": [memory]}
+        return Measurement("P17", f"{workers} workers", "fork", "ms", [1.0], details=details)
+
+    results = Results({}, [row(64, 0.5, 4.0), row(256, 4.0, 5.0)])
+    assert many_workers.flat_detail("turn", 1.5)(results, "P17") == ("2x (fork)", False)
+    memory = many_workers.flat_detail("memory_mb_per_worker", 1.5, shared=False)
+    assert memory(results, "P17") == ("1.25x (fork)", True)
+    assert memory(Results({}), "P17") == ("not measured", None)
