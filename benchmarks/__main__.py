@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure hybridloader beside torch's DataLoader, torchdata.nodes, SPDL and Grain.",
     )
     made.add_argument("--case", nargs="+", default=[], metavar="CASE", help=f"some of: {known}")
-    made.add_argument("--quick", action="store_true", help="less of everything: some 9 minutes")
+    made.add_argument("--quick", action="store_true", help="less of everything: some 15 minutes")
     made.add_argument("--rounds", type=int, help=f"repetitions ({ROUNDS}, quick {QUICK_ROUNDS})")
     made.add_argument("--workers", type=int, default=2, help="where a case does not say (2)")
     made.add_argument(
