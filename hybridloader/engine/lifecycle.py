@@ -23,6 +23,7 @@ from hybridloader.engine.feed import Feed, FlowControl
 from hybridloader.engine.messages import Begin, Done, Exhausted, Last, Ready, Result, WorkerSpec
 from hybridloader.engine.numbering import ItemCounter, NumberedSending
 from hybridloader.engine.refresh import Change
+from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import (
     ACTIVE,
@@ -59,6 +60,7 @@ class Lifecycle(ABC):
         *,
         lookahead: int,  # tasks under way or waiting, at most; 0: one, only while it is asked for
         ordered: bool = True,  # give results in the order of their indices
+        reorder: ReorderLimit | None = None,  # results that may wait besides, behind a late one
         timeout: float = 0,  # seconds to wait for one result; 0: for ever
         # False: no epoch follows, so workers end with their shards, and all of them with the epoch.
         persistent: bool = False,
@@ -76,6 +78,7 @@ class Lifecycle(ABC):
         self.spec = spec if on_worker_death is None else replace(spec, tracked=True)
         self._timeout, self._eager, self._clock = timeout, lookahead > 0, clock
         self._persistent, self._flow, self._forwards = persistent, flow_control, forwards
+        self._reorder = reorder if ordered and lookahead > 1 else None
         scheduler = Scheduler(
             max(1, spec.workers), max(1, lookahead), ordered=ordered, dispatch=dispatch
         )
@@ -231,7 +234,7 @@ class Lifecycle(ABC):
             self._source, self._feed = source, None
         else:
             self._source, self._feed = iter(()), source
-        if self._eager and self._scheduler.free:
+        if self._eager and self._scheduler.free > 0:
             self._fill()
 
     def _forget(self, *, skipped: bool = False) -> None:

@@ -6,10 +6,12 @@ it what happened.
 
 Theory of operation
 -------------------
-While `free` is not 0, a task is wanted: `dispatch` chooses a worker for it, if any should have it now,
+While `free` is above 0, a task is wanted: `dispatch` chooses a worker for it, if any should have it now,
 and `assign` gives it the next sequence number. A task is in one of two dicts: `sent` (seq -> worker)
-until its result comes, then `done` (seq -> result) until it is popped. The two are disjoint, and
-together hold at most `window` tasks. Numbers are never reused: an epoch begins at `first`, and lower
+until its result comes, then `done` (seq -> result) until it is popped. The two are disjoint. `sent`
+holds at most `window` tasks, and both together at most `window + extra`. `extra` is 0, unless workers
+have nothing to do because results wait behind one that is late: then `widen` raises it. It falls again
+once that result has come. Numbers are never reused: an epoch begins at `first`, and lower
 numbers are stale. Every number that was assigned leaves exactly once: popped as a value or an error,
 or counted in `skipped` (the worker's shard ended before it) or in `abandoned` (a new epoch or a close
 came first). A worker may be replaced in the middle: its tasks are then sent to the new one, under the
@@ -151,11 +153,11 @@ AT_HAND = 2
 wait for the next. More would wait behind a slow one while other workers are idle."""
 
 
-def least_busy(scheduler: Scheduler) -> int | None:
-    """Return the active worker with the fewest tasks to do; None if each has its `AT_HAND`."""
+def least_busy(scheduler: Scheduler, at_hand: int = AT_HAND) -> int | None:
+    """Return the active worker with the fewest tasks to do; None if each has `at_hand`."""
     states, busy, last = scheduler.workers, scheduler.busy, scheduler.last
     count = len(states)
-    found, least = None, AT_HAND
+    found, least = None, at_hand
     for step in range(1, count + 1):
         worker = (last + step) % count
         if busy[worker] < least and states[worker] in ACTIVE:
@@ -165,13 +167,20 @@ def least_busy(scheduler: Scheduler) -> int | None:
     return found
 
 
+FADE = 4
+"""Results that are popped from one step to the next by which `extra` falls, once the late one has come.
+
+Meanwhile workers have three tasks for four results that are taken, and the results that wait get fewer.
+Without new tasks they would rest, if the consumer takes its time for each of what has piled up."""
+
+
 class Scheduler:
     """State of one stage's tasks and workers; see the module for the rules."""
 
     def __init__(
         self,
         workers: int,
-        window: int,  # tasks under way or waiting to be popped, at most
+        window: int,  # tasks under way or waiting to be popped, at most; but see `widen`
         *,
         ordered: bool = True,  # results are popped in the order of their tasks, else as they come
         dispatch: Dispatch = round_robin,
@@ -192,7 +201,8 @@ class Scheduler:
         self.last = workers - 1  # who got the last task
         self.load = [0] * workers  # tasks in `sent` or `done`, by worker
         self.busy = [0] * workers  # tasks in `sent`, by worker
-        self.free = 0  # tasks that the window has room for; none unless the source has more
+        self.extra = 0  # results that may wait besides the window
+        self.free = 0  # tasks that there is room for, if above 0; none unless the source has more
 
     def __repr__(self) -> str:
         workers = " ".join(state.value for state in self.workers)
@@ -209,6 +219,7 @@ class Scheduler:
         workers = [self._worker_after(i, "begin") for i in range(len(self.workers))]
         self.run, self.workers = run, workers
         dropped = self._abandon()
+        self.extra = 0
         self._count_free()
         self.first = self.next_out = self.next_in
         self.last = len(workers) - 1
@@ -216,7 +227,7 @@ class Scheduler:
 
     def assign(self, worker: int) -> int:
         """Give the next task to `worker`, whom `dispatch` has chosen; return its sequence number."""
-        if not self.free or self.workers[worker] not in ACTIVE:
+        if self.free <= 0 or self.workers[worker] not in ACTIVE:
             raise IllegalTransition(f"assign: worker {worker} can take no task in {self!r}")
         seq = self.next_in
         self.next_in = seq + 1
@@ -245,6 +256,8 @@ class Scheduler:
                 del sent[seq]
                 busy[worker] -= 1
                 done[seq] = result
+        if self.extra:
+            self._settle()
         return stale
 
     def handle(self, event: Event) -> bool:
@@ -278,9 +291,27 @@ class Scheduler:
             seq = next(iter(done))
         result = done.pop(seq)
         self.load[result.worker] -= 1
-        if self.run is _RUNNING:
+        if self.extra:
+            self._narrow(self.extra - (seq % FADE == 0))
+            self._count_free()
+        elif self.run is _RUNNING:
             self.free += 1
         return result
+
+    @property
+    def stalled(self) -> bool:
+        """True if a worker has nothing to do because results wait behind one that has not come."""
+        rests = any(not b and s in ACTIVE for b, s in zip(self.busy, self.workers, strict=True))
+        return rests and self.run is _RUNNING and self.free <= 0 and self._is_late()
+
+    def widen(self, extra: int) -> None:
+        """Let `extra` results wait besides the window, while the one whose turn it is has not come.
+
+        Does nothing if it has come: a consumer that takes no results gets no more of them.
+        """
+        if self._is_late():
+            self.extra = extra
+            self._count_free()
 
     def drain(self) -> bool:
         """End the epoch if nothing is left to assign, to come or to be popped; tell if it has ended."""
@@ -330,7 +361,7 @@ class Scheduler:
             self.load[event.worker] -= 1
             self.busy[event.worker] -= 1
             self.skipped += 1
-        self._count_free()
+        self._settle()
         return True
 
     def _handle_exited(self, event: Exited) -> None:
@@ -345,9 +376,28 @@ class Scheduler:
         if self.run is RunState.CLOSING and self._all_gone():
             self.run = self._after(self.run, "gone")
 
+    def _turn(self) -> int:
+        """Return the number of the result whose turn it is, past those of shards that have ended."""
+        seq = self.next_out
+        while seq < self.next_in and seq not in self.sent and seq not in self.done:
+            seq += 1
+        return seq
+
+    def _is_late(self) -> bool:
+        return self.ordered and self._turn() in self.sent
+
+    def _settle(self) -> None:
+        """Let no more results wait than now do, unless one is late."""
+        if not self._is_late():
+            self._narrow(len(self.sent) + len(self.done) - self.window)
+        self._count_free()
+
+    def _narrow(self, extra: int) -> None:
+        self.extra = max(0, min(self.extra, extra))
+
     def _count_free(self) -> None:
-        running = self.run is RunState.RUNNING
-        self.free = self.window - len(self.sent) - len(self.done) if running else 0
+        room = self.window - len(self.sent) + min(0, self.extra - len(self.done))
+        self.free = room if self.run is RunState.RUNNING else 0
 
     def _abandon(self) -> list[Result]:
         dropped = list(self.done.values())

@@ -9,7 +9,8 @@
                              +--------------------------+
 
 It never reads ahead of `lookahead` tasks, and never asks the source for an index without room for
-its task. `lifecycle.py` has its start and its end.
+its task. Where a result is late and workers rest, a `ReorderLimit` lets it read further. `lifecycle.py`
+has its start and its end.
 
 A source is an iterator, which the stage pulls and, if need be, waits for. Or it is a `Feed`, which it
 never waits for: while the feed has nothing, it hands out results, and sleeps until either comes.
@@ -86,6 +87,9 @@ class Stage(Lifecycle, Iterator[Any]):
                 self._check_wanted(epoch)
             self._inside += 1
             try:
+                if self._scheduler.extra and self._scheduler.fault is None:
+                    # Many results wait, and workers would rest until all of them were taken.
+                    self._hear(self._crew.wait(0.0))
                 result = self._scheduler.pop() if self._scheduler.done else None
                 if result is None:
                     result = self._wait(wait)
@@ -120,7 +124,7 @@ class Stage(Lifecycle, Iterator[Any]):
     def _fill(self) -> None:
         scheduler, flow, feed = self._scheduler, self._flow, self._feed
         self._hungry = starved = False
-        while scheduler.free:
+        while scheduler.free > 0:
             worker = scheduler.dispatch(scheduler)
             if worker is None:
                 break
@@ -203,8 +207,10 @@ class Stage(Lifecycle, Iterator[Any]):
 
     def _listen(self, timeout: float | None) -> None:
         """Take in the workers' events, and send more tasks."""
-        flow, supervisor = self._flow, self._supervisor
-        if flow is None:
+        flow, supervisor, scheduler = self._flow, self._supervisor, self._scheduler
+        if scheduler.fault is not None:
+            pass  # heard of while results were taken that had come before
+        elif flow is None:
             self._hear(self._crew.wait(timeout))
         else:
             began = self._clock()
@@ -217,7 +223,7 @@ class Stage(Lifecycle, Iterator[Any]):
             except TaskTimeout:
                 self.close()
                 raise
-        fault = self._scheduler.fault
+        fault = scheduler.fault
         if fault is not None:
             refusal = "" if supervisor is None else supervisor.refusal
             self._death_report = self._table.death_report(fault, refusal)
@@ -226,7 +232,14 @@ class Stage(Lifecycle, Iterator[Any]):
             self._refuse()
         if self._broken_off == self.epoch:
             self._check_wanted()
-        if self._feed is not None:
+        reorder, done, fills = self._reorder, scheduler.done, self._feed is not None
+        # First what costs no call: this is asked after every wait. All the `QUICK` tasks that may wait
+        # are some milliseconds of work, so a worker that rests beside a late one loses no more.
+        late = reorder is not None and done and scheduler.next_out not in done and not self._quick
+        if late and 0 in scheduler.busy and scheduler.stalled:
+            assert reorder is not None
+            scheduler.widen(reorder.extra(done))
+        if fills or scheduler.extra:
             self._fill()
             self._crew.flush()
 

@@ -181,6 +181,7 @@ persistent_workers, pin_memory_device, in_order
         self.seeding = seeding
         self.shard_remainders = shard_remainders
         self.device = device
+        self._prefetch_chosen = prefetch_factor is not None
         super().__init__(**{name: given[name] for name in given.keys() & _TORCHS.keys()})
         self._plan().check()
 

@@ -31,7 +31,12 @@ from hybridloader.engine.fetcher import Abandoned, Fetch
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, Watch
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import Dispatch, round_robin, round_robin_with_room
+from hybridloader.engine.scheduler import (
+    Dispatch,
+    least_busy,
+    round_robin,
+    round_robin_with_room,
+)
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.collate import without_torch
 from hybridloader.fetching.fetch import IterableFetch, MapFetch
@@ -125,7 +130,9 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _start(self) -> Stage:
         if not self._backend.in_process:
             hint_at_large_container(self._dataset)
-        self._dispatch: Dispatch = round_robin if self._plan.in_order else round_robin_with_room
+        separate = not self._backend.in_caller and not self._sends_states
+        self._reorder = self._plan.reorder if separate else None
+        self._dispatch = self._rule_of_dispatch()
         if self._pass_start.resume is not None:
             self._dispatch = ResumedDispatch(self._dispatch)
         spec = WorkerSpec(
@@ -146,6 +153,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             spec,
             lookahead=self._prefetch_factor * self._num_workers,
             ordered=self._plan.in_order,
+            reorder=self._reorder,
             timeout=self._timeout if waits else 0,
             persistent=self._persistent_workers,
             dispatch=self._dispatch,
@@ -154,6 +162,16 @@ class LoaderIterator(_BaseDataLoaderIter):
             locks=None if self._pinner is None else self._pinner.locks,
             counter=self._seeds.counter,
         )
+
+    def _rule_of_dispatch(self) -> Dispatch:
+        """Return torch's rule, or another where no batch depends on the worker that makes it."""
+        if not self._plan.in_order:
+            return round_robin_with_room
+        plan = self._plan
+        by_worker = plan.iterable or self._sends_states or isinstance(self._dataset, MapDataPipe)
+        if by_worker or not plan.seeded_by_sample:
+            return round_robin
+        return functools.partial(least_busy, at_hand=self._prefetch_factor)
 
     def _for_workers(self, function: Any) -> Any:
         """Return `function` as workers get it."""
@@ -237,6 +255,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         # If results come in order and without states, the last one tells the place.
         plain = self._plan.in_order and self._on_error is None and not self._sends_states
         ahead = self._prefetch_factor * self._num_workers if plain else None
+        if ahead is not None and self._reorder is not None:
+            ahead += self._reorder.tasks
+            if self._pinner is not None:
+                ahead += self._pinner.prefetch + 2  # in the queue, in the thread's hand, and taken
         source = start.source(self, progress, stage.next_seq, ahead)
         results = self._results(source, progress, changes)
         batches = progress.watch(results)
@@ -268,8 +290,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         if thread is None:
             stage.begin(source, self._shared_seed, changes)
             return stage
-        # As many as torch draws before the first batch; an iterable dataset ignores indices.
-        window = 0 if progress.iterable else self._prefetch_factor * self._num_workers
+        # As many as torch draws before the first batch. An iterable dataset ignores indices.
+        window = self._prefetch_factor * self._num_workers
+        if progress.iterable or self._reorder is not None:
+            window = 0
         seed, first = self._shared_seed, progress.yielded
         return thread.begin(stage, source, seed, changes, window=window, first=first)
 

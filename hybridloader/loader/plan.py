@@ -23,10 +23,12 @@ from hybridloader._support.caller import warn_once
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
+from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.loader.options import Options
 from hybridloader.loader.record import LoaderRecord, record_of, upcoming
 from hybridloader.loader.samplers import Samplers
 from hybridloader.memory.limits import DEFAULT_MEMORY
+from hybridloader.seeding.sample_seeds import parse as parse_seeding
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class LoaderPlan:
     chosen: str | Backend | None
     """Backend, or its name, that the user has chosen; None takes what torch would take."""
     options: Options
+    prefetch_chosen: bool
+    """True if `prefetch_factor` was given, so that no more batches may be asked for."""
     state_every: int
     """Least number of a worker's results from one with the dataset's state to the next; 0: as often as
     is cheap."""
@@ -76,11 +80,32 @@ class LoaderPlan:
             length_called=loader._IterableDataset_len_called,
             chosen=backend,
             options=options,
+            # torch's own loaders can't tell: theirs is 2 if None was given.
+            prefetch_chosen=attribute(loader, "_prefetch_chosen", True)
+            or loader.prefetch_factor not in (None, 2),
             state_every=attribute(loader, "_state_every", 0),
             epoch=upcoming(loader, record),
             record=record,
         )
         return plan
+
+    @property
+    def reorder(self) -> ReorderLimit | None:
+        """Limit of the batches that may wait behind a late one; None: as many as torch asks for ahead.
+
+        The sampler is then asked earlier than torch asks it, so nobody must be able to tell. If a pass
+        is broken off, workers that stay have done more tasks than torch's: none may depend on that.
+        """
+        if self.iterable or self.prefetch_chosen or not (self.num_workers and self.in_order):
+            return None
+        if self.persistent_workers and not self.seeded_by_sample:
+            return None
+        return ReorderLimit(int(self.num_workers)) if self.samplers.unobserved else None
+
+    @property
+    def seeded_by_sample(self) -> bool:
+        """True if what a sample draws depends on no worker."""
+        return parse_seeding(self.options.seeding) is not None
 
     @property
     def readers(self) -> int:

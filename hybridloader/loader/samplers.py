@@ -6,19 +6,35 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.cadence import Cadence
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import Given, Kept, is_stateful, kept
-from hybridloader.loader.torchdata_order import is_plain, tells_anew
+from hybridloader.loader.torchdata_order import RandomOrder, is_plain, tells_anew
 
 DEFAULT = "default"
 """Name of torch's default generator in a state."""
 
 SAMPLERS = "sampler"
 """Name of the sampler's own generator in a state."""
+
+
+_DRAWN_AT_ONCE = (
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    RandomOrder,
+)
+"""Samplers that draw nothing after their first index, from any generator."""
 
 
 class SamplerState(NamedTuple):
@@ -102,6 +118,20 @@ class Samplers(NamedTuple):
                 raise StateError(
                     f"the state of the generator {name!r} can't be loaded: {error}"
                 ) from error
+
+    @property
+    def unobserved(self) -> bool:
+        """True if nobody can tell when an index is asked for, once the first was.
+
+        That is known of exact types alone: a class of the user's may do anything. A `RandomSampler`
+        without a generator makes one of its own; with one, it draws from it after its last index.
+        """
+        batches, inner = self.chain[0], self.chain[-1]
+        if len(self.chain) > 2 or (batches is not inner and not is_plain(batches)):
+            return False
+        if type(inner) is RandomSampler:
+            return inner.generator is None
+        return type(inner) in _DRAWN_AT_ONCE
 
     @property
     def _seeded(self) -> Any:

@@ -19,6 +19,7 @@ import torch.utils.data
 
 import hybridloader
 from hybridloader import DataLoader, backends
+from hybridloader.engine.reorder import TASKS
 from hybridloader.loader.record import record_of
 
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))
@@ -101,7 +102,8 @@ def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, 
     loader, calls = calls_of_the_consumer(backend, workers)
     assert calls.a_batch() <= most, str(calls)
     assert not [name for name in calls if name.startswith("progress.")], "states were not asked for"
-    assert len(record_of(loader).progress.log) <= 2 * workers + 2  # type: ignore[union-attr]
+    most_waiting = TASKS * workers  # indices of these, if a batch were late
+    assert len(record_of(loader).progress.log) <= 2 * workers + 2 + most_waiting  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("backend", ["fork", "shared-memory"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hybridloader._support.errors import Failure, IllegalTransition
 from hybridloader.engine.messages import Done, Exhausted, Exited, Failed, Ready
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.scheduler import (
+    FADE,
     RUN_TABLE,
     WORK_TABLE,
     RunState,
@@ -40,7 +42,12 @@ def assign(scheduler: Scheduler) -> tuple[int, int]:
 
 
 def wants_a_task(scheduler: Scheduler) -> bool:
-    return bool(scheduler.free) and scheduler.dispatch(scheduler) is not None
+    return scheduler.free > 0 and scheduler.dispatch(scheduler) is not None
+
+
+def head_is_late(scheduler: Scheduler) -> bool:
+    """True if the oldest task that can still come out has no result."""
+    return min(scheduler.sent, default=1 << 62) < min(scheduler.done, default=1 << 61)
 
 
 def snapshot(scheduler: Scheduler) -> str:
@@ -235,6 +242,82 @@ def test_one_slow_task_leaves_the_rest_of_the_window_to_the_others() -> None:
     assert sorted(scheduler.done) == [1, 3, 4, 5, 6, 7]
 
 
+def late_head(scheduler: Scheduler) -> int:
+    """Assign to two workers, of which worker 0 is at task 0 for ever, until no task is wanted.
+
+    Returns how many results wait.
+    """
+    mine: list[int] = []
+    while True:
+        while wants_a_task(scheduler):
+            seq, worker = assign(scheduler)
+            if worker == 1:
+                mine.append(seq)
+        if not mine:
+            return len(scheduler.done)
+        scheduler.handle(done(1, mine.pop(0)))
+
+
+def test_behind_a_late_result_more_may_wait_than_the_window_has() -> None:
+    scheduler = Scheduler(2, 4, dispatch=least_busy)
+    scheduler.begin()
+    assert not scheduler.stalled
+    assert late_head(scheduler) == 2  # of four, two are worker 0's
+    assert scheduler.stalled
+    scheduler.widen(10)
+    assert not scheduler.stalled
+    assert late_head(scheduler) == 12
+    assert sorted(scheduler.sent) == [0, 2]
+    assert scheduler.stalled
+
+
+def test_what_waits_gets_fewer_once_the_late_result_has_come_and_workers_go_on_meanwhile() -> None:
+    scheduler = Scheduler(2, 4, dispatch=least_busy)
+    scheduler.begin()
+    late_head(scheduler)
+    scheduler.widen(20)
+    late_head(scheduler)
+    scheduler.handle(done(0, 0))
+    assert (scheduler.extra, scheduler.free) == (20, 0), "nothing more before something is taken"
+    scheduler.widen(40)
+    assert scheduler.extra == 20, "none is late"
+    given, most = 0, 24
+    for taken in range(1, 101):  # a slow consumer: all is done whenever it asks
+        assert scheduler.pop() is not None
+        while wants_a_task(scheduler):
+            seq, worker = assign(scheduler)
+            scheduler.handle(done(worker, seq))
+            given += 1
+        for seq, worker in list(scheduler.sent.items()):
+            scheduler.handle(done(worker, seq))
+        most = min(most, max(4, 24 - taken // FADE))
+        assert len(scheduler.sent) + len(scheduler.done) <= most + 1
+    assert scheduler.extra == 0
+    assert given == 80
+
+
+def test_nothing_waits_besides_the_window_in_the_next_epoch_or_without_order() -> None:
+    scheduler = Scheduler(2, 4, dispatch=least_busy)
+    scheduler.begin()
+    late_head(scheduler)
+    scheduler.widen(10)
+    scheduler.begin()
+    assert (scheduler.extra, scheduler.free) == (0, 4)
+    unordered = Scheduler(2, 4, ordered=False, dispatch=least_busy)
+    unordered.begin()
+    late_head(unordered)
+    unordered.widen(10)
+    assert unordered.extra == 0
+    assert not unordered.stalled
+
+
+def test_a_worker_has_as_many_tasks_at_hand_as_its_rule_says() -> None:
+    scheduler = Scheduler(2, 6, dispatch=functools.partial(least_busy, at_hand=3))
+    scheduler.begin()
+    assert [assign(scheduler)[1] for _ in range(6)] == [0, 1, 0, 1, 0, 1]
+    assert scheduler.dispatch(scheduler) is None
+
+
 def test_a_worker_that_exits_unasked_is_a_fault_that_names_what_it_held() -> None:
     scheduler = Scheduler(2, 4)
     scheduler.begin()
@@ -299,7 +382,10 @@ def test_who_is_gone_or_told_to_go_is_not_replaced(state: WorkerState) -> None:
 def test_every_sequence_number_comes_out_exactly_once(
     data: st.DataObject, workers: int, window: int, ordered: bool
 ) -> None:
-    """Any order of completion, failures, ends of shards, deaths, epochs and a close, in any mixture."""
+    """Any order of completion, failures, ends of shards, deaths, epochs and a close, in any mixture.
+
+    More may wait than the window has, at most as many as `widen` said, and only behind a late result.
+    """
     rules = [least_busy, round_robin if ordered else round_robin_with_room]
     dispatch = data.draw(st.sampled_from(rules))
     scheduler = Scheduler(workers, window, ordered=ordered, dispatch=dispatch)
@@ -309,10 +395,11 @@ def test_every_sequence_number_comes_out_exactly_once(
     ended: set[int] = set()
     popped: list[int] = []
     stale: list[int] = []
-    discarded = 0
+    discarded = widest = 0
 
     def begin() -> None:
-        nonlocal discarded
+        nonlocal discarded, widest
+        widest = 0
         discarded += len(scheduler.begin())
         for queue in queues:
             stale.extend(queue)
@@ -326,8 +413,9 @@ def test_every_sequence_number_comes_out_exactly_once(
             moves += ["assign"] * 4 + ["source_ended"]
         busy = [w for w in range(workers) if queues[w]]
         moves += ["done"] * 4 * bool(busy) + ["failed", "exhausted"] * bool(busy)
-        moves += ["late"] * bool(stale) + ["replace"]
+        moves += ["late"] * bool(stale) + ["replace", "widen"]
         move = data.draw(st.sampled_from(moves), "move")
+        late, extra, free = head_is_late(scheduler), scheduler.extra, scheduler.free
         if move == "assign":
             seq, worker = assign(scheduler)
             assert worker not in ended
@@ -363,13 +451,25 @@ def test_every_sequence_number_comes_out_exactly_once(
             scheduler.source_ended()
         elif move == "begin":
             begin()
+        elif move == "widen":
+            scheduler.widen(data.draw(st.integers(0, 6), "extra"))
+            if ordered and late:
+                widest = max(widest, scheduler.extra)
+            else:
+                assert (scheduler.extra, scheduler.free) == (extra, free)
         else:
             result = scheduler.pop()
             if result is not None:
                 popped.append(result.seq)
-        assert len(scheduler.sent) + len(scheduler.done) <= window
-        room = window - len(scheduler.sent) - len(scheduler.done)
+        assert len(scheduler.sent) <= window
+        held = len(scheduler.sent) + len(scheduler.done)
+        assert held <= window + widest
+        room = min(window + scheduler.extra - held, window - len(scheduler.sent))
         assert scheduler.free == (room if scheduler.run is RunState.RUNNING else 0)
+        if move != "widen":
+            assert scheduler.extra <= extra
+        if not head_is_late(scheduler):
+            assert scheduler.extra <= max(0, held - window) or not late
         assert not scheduler.sent.keys() & scheduler.done.keys()
         assert scheduler.busy == [
             sum(w == worker for w in scheduler.sent.values()) for worker in range(workers)

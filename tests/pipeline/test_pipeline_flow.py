@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader import NotReady, Pipeline, Threads, WorkerTimeout
+from hybridloader._support.sizes import size_of
 from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference
+from hybridloader.engine.reorder import TASKS
 from hybridloader.engine.stage import Stage
-from hybridloader.pipeline.running.stage_metrics import StageMetrics, size_of
+from hybridloader.pipeline.running.stage_metrics import StageMetrics
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
 
@@ -118,7 +120,8 @@ def test_it_reads_no_further_than_window_and_relay(workers: int, prefetch: int |
         gate.open()
         assert source.take_all(run) == list(range(200))
     # Behind the stage there may be another relay.
-    assert source.furthest <= (prefetch or 2 * workers) + RELAY + RELAY
+    waiting = 0 if prefetch else TASKS * workers  # behind a late one; by chance, few
+    assert source.furthest <= (prefetch or 2 * workers) + waiting + RELAY + RELAY
 
 
 @pytest.mark.usefixtures("slow")

@@ -17,6 +17,7 @@ from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.numbering import ItemCounter
 from hybridloader.engine.refresh import Watch
 from hybridloader.engine.relay import Relay
+from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.item_steps import WorkFetch
@@ -115,6 +116,10 @@ class RunningStages(dict[Path, RunningStage]):
                 self._spec(node),
                 lookahead=2 * placement.num_workers if node.reads else node.window,
                 ordered=placement.in_order and not node.reads,
+                # What the user has counted in items is kept to.
+                reorder=None
+                if placement.prefetch or node.reads
+                else ReorderLimit(placement.num_workers),
                 timeout=placement.timeout,
                 persistent=True,  # whoever pulls it shall not wait for its workers to end
                 dispatch=fewest_at_hand if node.reads else least_busy,

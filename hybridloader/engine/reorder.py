@@ -1,0 +1,41 @@
+"""Limit of the results that wait for one that is late, though they are done.
+
+Results come out in the order of their tasks. While one of them is late, those behind it wait, and
+workers go on with other tasks as long as this limit lets them (decision 27).
+"""
+
+from __future__ import annotations
+
+from hybridloader._support.sizes import size_of
+from hybridloader.engine.messages import Done, Result
+from hybridloader.engine.payload import ByReference, Payload
+
+TASKS = 64
+"""Results for each worker that may wait: so one task may take as long as 64 others before a worker
+rests."""
+
+BYTES = 1 << 28
+"""Bytes of results that may wait, 256 MiB: 64 of 4 MB, such as batches of 32 images of 180 x 240."""
+
+
+class ReorderLimit:
+    """Limit of the results of one stage that wait behind a late one, in tasks and in bytes.
+
+    The bytes are an estimate: each result counts as much as the largest of those seen lately. One is
+    looked at whenever a worker has nothing to do, so a stage that never stalls looks at none.
+    """
+
+    def __init__(self, workers: int, nbytes: int = BYTES) -> None:
+        self.tasks, self.nbytes = TASKS * workers, nbytes
+        self._largest = 0
+
+    def extra(self, done: dict[int, Result]) -> int:
+        """Return how many results may wait, if those in `done` do, in the order in which they came."""
+        newest = done[next(reversed(done))]
+        if isinstance(newest, Done):
+            payload: Payload = newest.payload
+            size = payload.nbytes
+            if isinstance(payload, ByReference):
+                size = size_of(payload.peek())
+            self._largest = max(size, self._largest * 7 // 8)
+        return min(self.tasks, self.nbytes // max(1, self._largest))

@@ -1,0 +1,183 @@
+"""Results that wait behind a late one: bounded by themselves, apart from what is in work.
+
+The workers are scripted: each answers at once whatever it has been sent, but for those that are held.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hybridloader._support.errors import NotReady, WorkerDied
+from hybridloader.engine.messages import Done, Event, Exited, Failed, Ready, Task, WorkerSpec
+from hybridloader.engine.payload import ByReference, Payload
+from hybridloader.engine.reorder import BYTES, TASKS, ReorderLimit
+from hybridloader.engine.scheduler import least_busy, round_robin
+from hybridloader.engine.stage import QUICK, Stage
+from hybridloader.testing import Call, ScriptedBackend, ScriptedCrew
+
+WORKERS, WINDOW = 2, 4
+
+
+class Sized(Payload):
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def open(self) -> int:
+        return self._nbytes
+
+
+class Workers:
+    """A stage whose worker 0 is at task 0 while `late`; `drawn` are the indices it asked for."""
+
+    def __init__(
+        self,
+        reorder: ReorderLimit | None,
+        payload: Any = ByReference,
+        seconds: float = 1.0,
+        **more: Any,
+    ) -> None:
+        self.late, self.drawn = True, list[int]()
+        self.dead: list[Event] = []
+        self._tasks: list[tuple[int, int]] = []  # worker and number, not answered
+        self._idle, self._payload, self._seconds = 0, payload, seconds
+        backend = ScriptedBackend(itertools.chain([self._ready], itertools.repeat(self._answer)))
+        spec = WorkerSpec("scripted", WORKERS, Call(lambda index: index))
+        more = {"dispatch": least_busy, "lookahead": WINDOW, **more}
+        self.stage = Stage(backend, spec, reorder=reorder, **more)
+        self.stage.begin(self._indices())
+
+    def _indices(self) -> Iterator[int]:
+        for index in range(2000):
+            self.drawn.append(index)
+            yield index
+
+    def _ready(self, crew: ScriptedCrew) -> list[Event]:
+        return [Ready(worker) for worker in range(WORKERS)]
+
+    def _answer(self, crew: ScriptedCrew) -> list[Event]:
+        """Answer the oldest task of a worker that is not held."""
+        self._tasks += [(worker, m.seq) for worker, m in crew.sent if isinstance(m, Task)]
+        crew.sent.clear()
+        if self.dead:
+            return [self.dead.pop()]
+        for worker, seq in self._tasks:
+            if worker or not self.late:
+                self._tasks.remove((worker, seq))
+                self._idle = 0
+                return [Done(worker, seq, self._payload(seq), self._seconds)]
+        self._idle += 1
+        assert self._idle < 10, "it waits for a result that nobody works on"
+        return []
+
+    def until_asleep(self) -> int:
+        """Ask for the late result until nothing more comes; return how many indices were drawn."""
+        while not self._idle:
+            with pytest.raises(NotReady):
+                self.stage.pull(wait=False)
+        return len(self.drawn)
+
+
+def test_workers_go_on_behind_a_late_result_up_to_the_limit_and_no_further() -> None:
+    workers = Workers(ReorderLimit(WORKERS))
+    assert workers.until_asleep() == WINDOW + TASKS * WORKERS
+    workers.late = False
+    taken = [next(workers.stage) for _ in range(200)]
+    assert taken == list(range(200))
+
+
+@pytest.mark.parametrize("reorder", [None, ReorderLimit(WORKERS, nbytes=0)])
+def test_without_a_limit_of_its_own_what_waits_counts_as_under_way(
+    reorder: ReorderLimit | None,
+) -> None:
+    workers = Workers(reorder, payload=lambda seq: Sized(1))
+    assert workers.until_asleep() == WINDOW
+
+
+def test_tasks_of_microseconds_stay_within_the_window() -> None:
+    workers = Workers(ReorderLimit(WORKERS), seconds=QUICK / 2)
+    assert workers.until_asleep() == WINDOW
+
+
+def test_torchs_rule_of_dispatch_goes_on_until_all_tasks_in_work_are_the_slow_workers() -> None:
+    workers = Workers(ReorderLimit(WORKERS), dispatch=round_robin)
+    drawn = workers.until_asleep()
+    assert drawn == 2 * WINDOW - 1, "worker 0 has every second one, and four are in work"
+    workers.late = False
+    assert [next(workers.stage) for _ in range(20)] == list(range(20))
+
+
+def test_without_order_nothing_waits_for_a_late_result() -> None:
+    workers = Workers(ReorderLimit(WORKERS), ordered=False, dispatch=least_busy)
+    assert [next(workers.stage) for _ in range(20)] == list(range(1, 2)) + list(range(3, 22))
+    assert len(workers.drawn) <= 21 + WINDOW
+
+
+def test_a_slow_consumer_gets_no_more_at_hand_by_being_slow() -> None:
+    workers = Workers(ReorderLimit(WORKERS))
+    workers.late = False
+    for taken in range(1, 50):
+        next(workers.stage)
+        assert len(workers.drawn) <= taken + WINDOW
+    late = Workers(ReorderLimit(WORKERS))
+    most = late.until_asleep()
+    late.late = False
+    ahead = []
+    for taken in range(1, 800):
+        next(late.stage)
+        ahead.append(len(late.drawn) - taken)
+    assert max(ahead) <= most
+    assert sorted(ahead, reverse=True) == ahead, "it only falls"
+    assert ahead[-1] == WINDOW
+
+
+def test_workers_go_on_while_what_has_piled_up_is_taken() -> None:
+    workers = Workers(ReorderLimit(WORKERS))
+    before = workers.until_asleep()
+    workers.late = False
+    for _ in range(TASKS):
+        next(workers.stage)
+    assert len(workers.drawn) - before >= TASKS // 2
+
+
+def test_what_had_come_before_a_death_is_handed_out_first() -> None:
+    workers = Workers(ReorderLimit(WORKERS))
+    workers.until_asleep()
+    workers.late = False
+    assert [next(workers.stage) for _ in range(3)] == [0, 1, 2]
+    workers.dead = [Exited(1, "was killed")]
+    got = 0
+    with pytest.raises(WorkerDied, match="was killed"):
+        for got in workers.stage:  # noqa: B007
+            pass
+    assert got > TASKS
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "extra"),
+    [(0, TASKS * WORKERS), (1 << 20, TASKS * WORKERS), (BYTES // 5, 5), (BYTES, 1), (BYTES + 1, 0)],
+)
+def test_what_may_wait_is_limited_in_bytes(nbytes: int, extra: int) -> None:
+    limit = ReorderLimit(WORKERS)
+    results = {seq: Done(1, seq, Sized(size)) for seq, size in enumerate((1, 2, nbytes))}
+    assert limit.extra(results) == extra
+    by_reference = {0: Done(1, 0, ByReference(bytes(1000)))}
+    assert 0 < ReorderLimit(1, nbytes=3500).extra(by_reference) <= 3
+
+
+def test_one_large_result_is_forgotten_in_time() -> None:
+    limit = ReorderLimit(1)
+    assert limit.extra({0: Done(0, 0, Sized(BYTES))}) == 1
+    small: dict[int, Any] = {1: Done(0, 1, Sized(BYTES // 100))}
+    found = [limit.extra(small) for _ in range(60)]
+    assert sorted(found) == found
+    assert found[-1] == TASKS
+    failed: Any = {2: Failed(0, 2, None)}  # type: ignore[arg-type]
+    assert limit.extra(failed) == TASKS
