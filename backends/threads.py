@@ -17,11 +17,13 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from hybridloader._support.datapipes import is_datapipe
+from hybridloader._support.text import brief
 from hybridloader.engine import fetcher
 from hybridloader.engine.contract import Backend, Crew, WorkerHandle
-from hybridloader.engine.messages import Event, Message, Stop, Task, WorkerSpec
+from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.serving import serve, thread_worker
-from hybridloader.engine.worker import Worker
+from hybridloader.engine.task_sharing import NEW, TaskSharing
+from hybridloader.engine.worker import Incoming, Worker
 from hybridloader.fetching.collate import set_slots, teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.slots import PrivateSlots
@@ -72,7 +74,7 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to it
         opened: threading.Event | None,
     ) -> None:
         self.context = worker.context
-        self.messages: SimpleQueue[Message] = SimpleQueue()  # usable from finalizers
+        self.messages: SimpleQueue[Incoming] = SimpleQueue()  # usable from finalizers
         self._codes: list[int] = []
         self.thread = threading.Thread(
             target=_main,
@@ -103,7 +105,7 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to it
 
 def _main(
     worker: Worker,
-    messages: SimpleQueue[Message],
+    messages: SimpleQueue[Incoming],
     slots: PrivateSlots,
     report: Callable[[Event], None],
     opened: threading.Event | None,
@@ -123,14 +125,23 @@ def _main(
     codes.append(serve(worker, messages.get, tell, prepare=prepare))
 
 
+def _stack_of(ident: int | None, who: str) -> str:
+    frame = sys._current_frames().get(ident or 0)
+    frames = list(traceback.extract_stack(frame)) if frame is not None else []
+    while len(frames) > 1 and frames[0].filename.startswith(_OURS):
+        del frames[0]  # the loop of every worker
+    return "".join([f"{who} (most recent call last):\n", *traceback.format_list(frames)])
+
+
 class _ThreadCrew(Crew):
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
-        self._queued: list[tuple[SimpleQueue[Message], Task]] = []  # to be sent by the next flush
+        self._queued: list[tuple[SimpleQueue[Incoming], Incoming]] = []  # sent by the next flush
         self._copies = copies
         self._slots = slots
         self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes
         self._opening: list[threading.Event] = []  # one for each worker whose `init_fn` may run
+        self._sharing: TaskSharing | None = None  # None: each worker does its own tasks
 
     def page_lock(self, locks: PageLocks) -> None:
         self._slots.page_lock(locks)
@@ -140,6 +151,10 @@ class _ThreadCrew(Crew):
         made = thread_worker(worker, spec, copies=self._copies)
         opened = None if spec.init_fn is None else threading.Event()
         thread = _Thread(made, spec.stage, self._slots, self._report, opened)
+        if worker == 0 and not self._copies and spec.sharable:
+            self._sharing = TaskSharing(spec.workers)
+        if self._sharing is not None:
+            self._sharing.join(made, thread.messages, seeded=spec.seeding is not None)
         self.place(worker, thread)
         thread.thread.start()
         if opened is not None:
@@ -154,9 +169,16 @@ class _ThreadCrew(Crew):
     def send(self, worker: int, message: Message) -> None:
         if type(message) is not Task:
             self.flush()
+            if self._sharing is not None and type(message) is Begin:
+                self._sharing.begin()
             self._threads[worker].messages.put(message)
-        else:
+        elif self._sharing is None or self._sharing.whole or not self._share(worker, message):
             self._queued.append((self._threads[worker].messages, message))
+
+    def _share(self, worker: int, task: Task) -> bool:
+        """Send a task to all workers, if it can be shared."""
+        assert self._sharing is not None
+        return self._sharing.send(worker, task, self._queued)
 
     def flush(self) -> None:
         for messages, task in self._queued:
@@ -164,11 +186,16 @@ class _ThreadCrew(Crew):
         self._queued.clear()
 
     def stack(self, worker: int) -> str:
-        frame = sys._current_frames().get(self._threads[worker].thread.ident or 0)
-        frames = list(traceback.extract_stack(frame)) if frame is not None else []
-        while len(frames) > 1 and frames[0].filename.startswith(_OURS):
-            del frames[0]  # the loop of every worker
-        return "".join(["The thread (most recent call last):\n", *traceback.format_list(frames)])
+        found = None if self._sharing is None else self._sharing.at_work(worker)
+        if found is None:
+            return _stack_of(self._threads[worker].thread.ident, "The thread")
+        number = {thread.ident: number for number, thread in enumerate(self._threads)}
+        task, begun = found
+        return "\n".join(
+            _stack_of(ident, f"Worker {number.get(ident)}, at sample {place}: {brief(item)}")
+            for place, item in enumerate(list(task.items))
+            if (ident := begun.get(place)) is not None
+        )
 
     def leave(self) -> None:
         for thread in self._threads:
@@ -182,4 +209,9 @@ class _ThreadCrew(Crew):
     def _report(self, event: Event) -> None:
         if self._slots.refusal is not None:  # for a warning on the thread that takes batches
             self.upkeep = self._slots.warn
+        sharing = self._sharing
+        if sharing is not None and type(event) is Done:
+            sharing.mean += (event.seconds - sharing.mean) * NEW
+            if sharing.whole == (sharing.mean > sharing.limit):
+                sharing.turn(event.seconds)
         self.report(event)

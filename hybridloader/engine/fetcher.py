@@ -122,6 +122,14 @@ class Fetcher(ABC):
         Raises `EndOfShard` if there is no more, and `Abandoned` if the context was cancelled.
         """
 
+    def sample(self, index: Any) -> Any:
+        """Return one sample of a task, for `assemble`; asked of any worker if `Fetch.divisible`."""
+        raise NotImplementedError
+
+    def assemble(self, samples: list[Any], index: Any) -> Any:
+        """Return the result of a task, made of its samples, as `fetch` does."""
+        raise NotImplementedError
+
     def key(self, index: Any) -> bytes:
         """Return the key that seeds the collation of the task, under ``seeding="sample"``."""
         return b""
@@ -175,6 +183,11 @@ class Fetch(ABC):
     @property
     def private(self) -> bool:
         """True if every worker must have a copy of its own, also where workers share memory."""
+        return False
+
+    @property
+    def divisible(self) -> bool:
+        """True if several workers that share the dataset may fetch the samples of one task."""
         return False
 
     def with_dataset(self, dataset: Any) -> Fetch:

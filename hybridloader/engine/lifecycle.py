@@ -75,7 +75,9 @@ class Lifecycle(ABC):
     ) -> None:
         backend.check()
         self.backend = backend
-        self.spec = spec if on_worker_death is None else replace(spec, tracked=True)
+        if on_worker_death is not None or task_timeout > 0:
+            spec = replace(spec, tracked=on_worker_death is not None, timed=task_timeout > 0)
+        self.spec = spec
         self._timeout, self._eager, self._clock = timeout, lookahead > 0, clock
         self._persistent, self._flow, self._forwards = persistent, flow_control, forwards
         self._reorder = reorder if ordered and lookahead > 1 else None

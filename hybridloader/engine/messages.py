@@ -39,6 +39,8 @@ class WorkerSpec:
     """Seed that all workers of an `IterDataPipe` share in the first epoch."""
     tracked: bool = False
     """True if a worker notes which sample of its task it is at, should it die."""
+    timed: bool = False
+    """True if the time that a worker takes for a task is limited."""
     skip: int = 0
     """Samples of the shard that the worker before it in this place has delivered in this epoch."""
     starts: tuple[ShardStart, ...] = ()
@@ -47,6 +49,15 @@ class WorkerSpec:
     """Origin of the seeds of samples, under ``seeding="sample"``."""
     tells: bool = False
     """True if `Ready` has the first state of the dataset, or the error that the worker began with."""
+
+    @property
+    def sharable(self) -> bool:
+        """True if workers on threads may fetch the samples of a task together.
+
+        Not where a worker is watched: it must be known which task it is at, and since when.
+        """
+        alone = self.tracked or self.timed or self.tells or self.workers < 2
+        return not alone and self.fetch.threads == 1 and self.fetch.divisible
 
 
 class Task(NamedTuple):

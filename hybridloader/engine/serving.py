@@ -23,7 +23,7 @@ from hybridloader._support.native_threads import (
 from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference, Payload
-from hybridloader.engine.worker import Worker, run
+from hybridloader.engine.worker import Incoming, Worker, run
 from hybridloader.engine.worker_info import set_process_info, set_worker_info
 from hybridloader.memory.packing import pack, pack_in_band, unpack
 from hybridloader.memory.shipping import receive, replicate, ship
@@ -134,7 +134,7 @@ loads = pickle.loads
 
 def serve(
     worker: Worker,
-    get: Callable[[], Message],
+    get: Callable[[], Incoming],
     report: Callable[[Event], None],
     *,
     prepare: Callable[[], None] | None = None,
@@ -157,7 +157,7 @@ def serve(
     """
     context, cause, evidence = worker.context, None, ""
 
-    def tracked() -> Message:
+    def tracked() -> Incoming:
         context.task = -1
         message = get()
         if isinstance(message, Task):
@@ -175,7 +175,8 @@ def serve(
         if not context.cancelled:
             evidence = "".join(traceback.format_exception(error))
             cause = f"was ended by {type(error).__name__}: {error}"
-    task, at = (context.task, context.at) if context.tracked else (None, None)
+    known = context.tracked or context.task >= 0
+    task, at = (context.task, context.at) if known else (None, None)
     if context.task >= 0 and context.at < 0:
         at = None  # at a task, but at none of its samples alone
     with suppress(OSError):  # of a pipe, for instance, whose other end is gone

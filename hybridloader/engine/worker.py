@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
+from threading import get_ident
 from time import perf_counter
 from typing import Any
 
@@ -35,6 +37,7 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
+from hybridloader.engine.shared_items import Alone, SharedTask
 from hybridloader.engine.worker_info import describe
 from hybridloader.seeding.sample_rng import SampleRng
 from hybridloader.seeding.worker_seeds import (
@@ -73,6 +76,12 @@ class Worker:
         self._broken: Exception | None = None
         self._told = False  # the error that it is broken by was told in this epoch
         self._exhausted = False
+        self.shared: SharedTask | None = None  # that it works at
+
+    @property
+    def broken(self) -> bool:
+        """True if all that it answers in this epoch is an error."""
+        return self._broken is not None
 
     def open(self) -> Ready:
         """Seed, run `init_fn`, open the first fetcher."""
@@ -119,7 +128,7 @@ class Worker:
         if self._rng is not None:
             self._rng.release()
 
-    def step(self, message: Task | Begin | First) -> Event | None:
+    def step(self, message: Task | Begin | First | SharedTask | Alone) -> Event | None:
         """Do what `message` says; return the event to report, or None."""
         working = self._seeds.working
         if isinstance(message, Task):
@@ -130,6 +139,11 @@ class Worker:
         if isinstance(message, Begin):
             with nullcontext() if working is None else working():
                 self._begin(message)
+        elif isinstance(message, SharedTask):
+            return self._take_part(message)
+        elif isinstance(message, Alone):
+            if not message.task.shared:  # else it comes once more
+                return self._take_part(message.task, alone=True)
         elif self._rng is not None:
             self._rng.begin_at(message.item, message.epoch)
         return None
@@ -160,7 +174,49 @@ class Worker:
         except Exception:  # in a generator's `finally`: ignored and shown, as Python does
             traceback.print_exc()
 
-    def _answer(self, task: Task) -> Event | None:
+    def _take_part(self, task: SharedTask, *, alone: bool = False) -> Event | None:
+        """Fetch samples of a task; answer it in place of its worker if the last of them ended here."""
+        context, fetcher = self.context, self._fetcher
+        sample = self._refuse if self._broken is not None or fetcher is None else fetcher.sample
+        self.shared = task
+        try:
+            last = task.work(sample, context, alone=alone)
+        except Abandoned:
+            return None
+        except BaseException:
+            task.stop()
+            me = get_ident()
+            context.task = task.seq
+            context.at = next((at for at, by in task.begun.copy().items() if by == me), -1)
+            raise
+        finally:
+            self.shared = None
+        if not last or context.cancelled:
+            return None
+        try:
+            return self._assembled(task)
+        finally:
+            task.forget()
+
+    def _refuse(self, index: Any) -> Any:
+        assert self._broken is not None
+        raise twin(self._broken)
+
+    def _assembled(self, task: SharedTask) -> Event | None:
+        """Answer a task whose samples have all ended."""
+        place = task.failed()
+        if place is not None:
+            error = task.errors.pop(place)
+            assert isinstance(error, Exception)
+            return Failed(task.worker, task.seq, Failure(no_stop(error)))
+        assert self._fetcher is not None
+        assemble = partial(self._fetcher.assemble, task.results)
+        event = self._answer(Task(task.seq, task.items), assemble)
+        if isinstance(event, Done):
+            return event._replace(worker=task.worker, seconds=event.seconds + sum(task.seconds))
+        return event._replace(worker=task.worker) if isinstance(event, Failed) else None
+
+    def _answer(self, task: Task, fetch: Callable[[Any], Any] | None = None) -> Event | None:
         if self._exhausted:
             return None
         context, fetcher = self.context, self._fetcher
@@ -171,12 +227,14 @@ class Worker:
                 self._told = True
                 return Failed(self.worker, task.seq, Failure(twin(self._broken)), self._position)
             assert fetcher is not None
+            if fetch is None:
+                fetch = fetcher.fetch
             began = perf_counter()
             try:
                 if self._rng is None:
-                    value = fetcher.fetch(task.index)
+                    value = fetch(task.index)
                 else:
-                    value = self._rng.task(fetcher.key, fetcher.fetch, task.index)
+                    value = self._rng.task(fetcher.key, fetch, task.index)
             finally:
                 if context.tracked:
                     context.at = -1
@@ -238,7 +296,11 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
     return ThreadSampleRng(origin, worker, stage=spec.stage)
 
 
-def run(worker: Worker, get: Callable[[], Message], report: Callable[[Event], None]) -> None:
+Incoming = Message | SharedTask | Alone
+"""Message as a worker gets it; the last two come from crews whose workers share tasks."""
+
+
+def run(worker: Worker, get: Callable[[], Incoming], report: Callable[[Event], None]) -> None:
     """Answer messages until `Stop`, or until nobody waits: the worker loop of threads and processes."""
     try:
         report(worker.open())

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -30,6 +29,7 @@ from hybridloader._support.errors import Raised, add_note
 from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Abandoned, TaskContext
+from hybridloader.engine.shared_items import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, set_worker_info
 from hybridloader.fetching.collate import Slots, set_slots
 
@@ -75,10 +75,10 @@ class Fanout:
         try:
             if helpers > 0:
                 self._call(helpers, job, slots)
-            job.work(helping=False)
+            job.take_part(helping=False)
             job.wait()
-            if job.errors:
-                place = min(job.errors)
+            place = job.failed()
+            if place is not None:
                 add_note(job.errors[place], f"{what} {brief(job.items[place])}")
                 Raised(job.errors[place]).throw()
             return job.results
@@ -148,74 +148,44 @@ def spread_over(
     return lambda function, items: fanout.map(function, items, context, what)
 
 
-class _Job:
-    """Items of one call; threads hold this and never the `Fanout`.
-
-    There is no lock: items are handed out by `deque.popleft` and counted by `list.append`, which are
-    atomic on every build of CPython. That takes 0.2 us for each item; a queue entry and a future each,
-    as `concurrent.futures` has them, 10.
-    """
+class _Job(SharedItems):
+    """Items of one call; threads hold this and never the `Fanout`."""
 
     def __init__(
         self, function: Callable[[Any], Any], items: Iterable[Any], context: TaskContext | None
     ) -> None:
+        super().__init__(items)
         self.function: Callable[[Any], Any] | None = function
-        self.items = items if isinstance(items, (list, tuple, range)) else list(items)
         self.count = len(self.items)
         self.context = context
+        # All the other mutable state:
         self.surroundings: _Surroundings | None = None
-        # All the mutable state:
-        self.todo = deque(enumerate(self.items))
-        self.results: list[Any] = [None] * self.count
-        self.errors: dict[int, BaseException] = {}
-        self.finished: list[None] = []  # one for each item that is done or will not be begun
-        self.bell: SimpleQueue[None] = SimpleQueue()  # rung when that is all of them
+        self.ended = not self.count
+        self.bell: SimpleQueue[None] = SimpleQueue()  # rung when all have ended
 
-    def work(self, helping: bool) -> None:
+    def take_part(self, *, helping: bool) -> None:
         """Work at items until none is left. The caller's interrupts come through at once."""
-        function, todo, results, context = self.function, self.todo, self.results, self.context
+        function = self.function
         if function is None:
             return
-        while True:
-            try:
-                place, item = todo.popleft()
-            except IndexError:
-                return
-            try:
-                results[place] = function(item)
-            except BaseException as error:
-                if not helping and not isinstance(error, Exception):
-                    raise
-                self.errors[place] = error
-                self.stop()
-            self._finish()
-            if context is not None and context.cancelled:
-                self.stop()
+        if self.work(function, self.context, BaseException if helping else Exception):
+            self._end()
 
-    def stop(self) -> None:
-        """Begin no more items."""
-        try:
-            while True:
-                self.todo.popleft()
-                self._finish()
-        except IndexError:
-            pass
-
-    def _finish(self) -> None:
-        self.finished.append(None)
-        if len(self.finished) == self.count:
-            self.bell.put(None)
+    def _end(self) -> None:
+        self.ended = True
+        self.bell.put(None)
 
     def wait(self) -> None:
         """Wait until the items that helpers have begun are done."""
         context, deadline = self.context, None
-        while len(self.finished) < self.count:
+        while not self.ended:
             try:
                 self.bell.get(timeout=_SLICE)  # in slices, so also Ctrl-C gets through on Windows
             except Empty:
                 pass
             if context is not None and context.cancelled:
-                self.stop()
+                if self.stop():
+                    self._end()
                 if deadline is None:
                     deadline = time.monotonic() + _PATIENCE
                 elif time.monotonic() > deadline:
@@ -224,11 +194,8 @@ class _Job:
             raise Abandoned
 
     def forget(self) -> None:
-        """Drop all objects of the user: a thread that comes late still finds this job."""
-        self.todo.clear()
+        super().forget()
         self.function = self.surroundings = self.context = None
-        self.items = self.results = []
-        self.errors = {}
 
 
 def _help(jobs: SimpleQueue[_Job | None], alone: bool) -> None:
@@ -275,7 +242,7 @@ class _Surroundings:
 
     def _work(self, job: _Job) -> None:
         with self._mode():
-            job.work(helping=True)
+            job.take_part(helping=True)
 
 
 class _OneAtATime:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader.engine.dataset_state import states_of
 from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
+from hybridloader.fetching.gather import gatherer
 from hybridloader.fetching.on_error.policies import Policy
 from hybridloader.fetching.samples import BatchFetcher, SampleFetcher, Spread, one_by_one
 from hybridloader.fetching.shard import ShardFetcher
@@ -58,6 +59,15 @@ class MapFetch(Fetch):
         if self.sends_states:
             fetcher.states = states_of(self.dataset, every=self.state_every)
         return fetcher
+
+    @property
+    def divisible(self) -> bool:
+        return (
+            self.batched
+            and not (self.private or self.sends_states)
+            and one_by_one(self.dataset)
+            and gatherer(self.dataset, self.collate_fn) is None
+        )
 
     @property
     def idle_threads(self) -> bool:

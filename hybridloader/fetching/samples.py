@@ -85,6 +85,12 @@ class BatchFetcher(Fetcher):
                 raise Abandoned
         return self._collate_fn(samples)
 
+    def sample(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def assemble(self, samples: list[Any], index: Any) -> Any:
+        return self._collate_fn(samples)
+
     def key(self, index: Any) -> bytes:
         return key_of_batch(index)
 

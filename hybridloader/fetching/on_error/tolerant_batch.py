@@ -72,13 +72,28 @@ class TolerantBatchFetcher(BatchFetcher):
         whole = self._as_a_whole(index)
         if whole is not None:
             return whole
-        results = self._loop.run(index, spared=type(index) is Spared)
+        return self._joined(index, self._loop.run(index, spared=type(index) is Spared))
+
+    def sample(self, index: Any) -> TaskResults:
+        return self._loop.alone(index)
+
+    def assemble(self, samples: list[TaskResults], index: Any) -> Any:
+        self._indices = index
+        results = self._loop.new_results()
+        for part in samples:
+            results.extend(part)
+        value, outcome = self._joined(index, results)
+        self._context.add("outcome", outcome)
+        return value
+
+    def _joined(self, asked: Sequence[Any], results: TaskResults) -> Attempt:
+        """Return the good samples as a batch, or uncollated if they are to be filled up."""
         samples = results.values
         if not results.notes:
-            return self._collated(index, samples, [])
-        indices, failures = _left(index, results), results.failures
-        if len(samples) < len(index) and (self._fill or not samples):
-            return short(indices, samples, failures, len(index))
+            return self._collated(asked, samples, [])
+        indices, failures = _left(asked, results), results.failures
+        if len(samples) < len(asked) and (self._fill or not samples):
+            return short(indices, samples, failures, len(asked))
         return self._collated(indices, samples, failures)
 
     def _as_a_whole(self, indices: Any) -> Attempt | None:

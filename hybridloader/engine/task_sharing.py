@@ -1,0 +1,137 @@
+"""Sharing of tasks among the workers of a crew of threads, so that a slow sample holds up one of them.
+
+A task that takes long is given to all workers: each fetches samples of it, in turn, and the one that
+ends the last sample collates. So all threads work at the oldest task first, and samples of several
+tasks are in work at once. A task that takes less than it costs to wake the threads stays with its
+worker. Nothing is known of the tasks at first, so each worker begins with its own alone, until one of
+them has an answer.
+
+A worker's own generators (`get_worker_info().rng`) are drawn from in the order of its tasks. So once
+one of them was looked at, no task is shared any more: a seeded run gives the same batches as before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from hybridloader.engine.messages import Task
+from hybridloader.engine.shared_items import Alone, SharedTask
+from hybridloader.engine.worker import Worker
+
+_WORTH = 5e-4
+"""Seconds of work in a task, per worker, from which it is shared. To wake a thread takes some 10 us, so
+at most 2 % are lost."""
+
+NEW = 1 / 8  # part of the newest task in the mean of seconds
+
+
+class TaskSharing:
+    """Rule by which the tasks of one crew are shared, and their way to its workers.
+
+    `mean`, `limit` and `whole` are there for the crew, which notes the seconds of every task by
+    `mean` and calls `turn` if ``whole == (mean > limit)``. They are changed without a lock: a lost
+    note is no harm.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._worth = workers * _WORTH
+        # All the mutable state:
+        self.whole = False  # tasks go to their workers as ever
+        self.mean = 0.0  # seconds of a task, of late
+        self.limit = float("inf")  # for `mean`; where it is passed, `whole` changes
+        self._workers: list[Worker] = []
+        self._inboxes: list[SimpleQueue[Any]] = []
+        self._known = False  # the seconds of any task are
+        self._drawn = False  # the generators of any worker were looked at
+        self._held: list[SharedTask] = []  # given to their workers alone, until they are
+        self._lock = threading.Lock()  # while that is not known
+
+    def join(self, worker: Worker, inbox: SimpleQueue[Any], *, seeded: bool) -> None:
+        """Let a worker, which has not started, take part; samples are `seeded` each, or not."""
+        self._workers.append(worker)
+        self._inboxes.append(inbox)
+        if not seeded:
+            rng: Any = _Noticing(worker.info.rng, self._drawn_from)
+            worker.info = dataclasses.replace(worker.info, rng=rng)
+
+    def begin(self) -> None:
+        """Note that an epoch begins: tasks of the one before are not shared any more."""
+        with self._lock:
+            self._held = []
+
+    def send(self, worker: int, task: Task, queued: list[tuple[SimpleQueue[Any], Any]]) -> bool:
+        """Send a task, now or `queued`; False if it is to go to its worker as ever."""
+        if type(task.index) not in (list, tuple) or len(task.index) < 2:
+            return False
+        shared = SharedTask(worker, task.seq, task.index)
+        if not self._known:
+            with self._lock:
+                if not self._known:
+                    self._held.append(shared)
+                    self._inboxes[worker].put(Alone(shared))
+                    return True
+        if self.whole:
+            return False
+        shared.shared = True
+        queued += [(inbox, shared) for inbox in self._inboxes]
+        return True
+
+    def turn(self, seconds: float) -> None:
+        """Note that `mean` has passed `limit`, or that the first task took so many `seconds`."""
+        with self._lock:
+            if not self._known:
+                self.mean = seconds
+                self._decide(self.mean > self._worth)
+                held, self._held = self._held, []
+                if not self.whole:
+                    for task in held:
+                        task.shared = True
+                        for inbox in self._inboxes:
+                            inbox.put(task)
+                self._known = True
+            elif self.whole == (self.mean > self.limit):
+                self._decide(self.whole)
+
+    def at_work(self, worker: int) -> tuple[SharedTask, dict[int, int]] | None:
+        """Return the oldest task of `worker` that any worker is at, and its samples under way.
+
+        These are the places of the samples, each with the identity of its thread.
+        """
+        tasks = [other.shared for other in self._workers]
+        mine = [task for task in tasks if task is not None and task.worker == worker]
+        if not mine:
+            return None
+        oldest = min(mine, key=lambda task: task.seq)
+        return oldest, oldest.begun.copy()
+
+    def _decide(self, share: bool) -> None:
+        # The tasks of a worker whose `init_fn` failed are errors, all of them.
+        never = self._drawn or any(worker.broken for worker in self._workers)
+        self.whole = never or not share
+        self.limit = self._worth / 2 if share else self._worth
+        if never:
+            self.limit = float("inf")
+
+    def _drawn_from(self) -> None:
+        """Stop sharing for good: the generators of a worker were looked at."""
+        with self._lock:
+            self._known = self._drawn = True
+            self._decide(False)
+
+
+class _Noticing:
+    """Generators of a worker, as `WorkerInfo.rng`; calls a function whenever one is looked at."""
+
+    def __init__(self, rng: Any, notice: Callable[[], None]) -> None:
+        self._rng, self._notice = rng, notice
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(self._rng, name)
+        self._notice()
+        return found

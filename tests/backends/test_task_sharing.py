@@ -1,0 +1,400 @@
+"""Tasks that the workers of a crew of threads share: a slow sample holds up one thread alone."""
+
+from __future__ import annotations
+
+import operator
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+import hybridloader
+from hybridloader import DataLoader, Threads, WorkerDied, WorkerTimeout
+from hybridloader.engine import task_sharing
+from hybridloader.engine.messages import Task
+from hybridloader.engine.shared_items import Alone, SharedItems, SharedTask
+from hybridloader.engine.task_sharing import TaskSharing
+
+LONG = 20.0
+"""Seconds after which a test gives up; never reached when all is well."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every task be worth sharing, as soon as one has an answer."""
+    monkeypatch.setattr(task_sharing, "_WORTH", 0.0)
+
+
+class Numbers:
+    def __init__(self, size: int = 200) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Stuck(Numbers):
+    """Some samples wait at a gate; tells when a number of others were fetched."""
+
+    def __init__(self, stuck: set[int], others: int) -> None:
+        super().__init__(40)
+        self.stuck, self.others = stuck, others
+        self.gate, self.arrived, self.rest = (threading.Event() for _ in range(3))
+        self.fetched: list[int] = []
+        self.here: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.stuck:
+            self.here.append(index)
+            if len(self.here) == len(self.stuck):
+                self.arrived.set()
+            assert self.gate.wait(LONG)
+        else:
+            self.fetched.append(index)
+            if len(self.fetched) == self.others:
+                self.rest.set()
+        return index
+
+
+def lists(loader: Any) -> list[list[int]]:
+    return [batch if isinstance(batch, list) else batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_the_first_task_that_is_stuck_is_finished_by_others_but_for_its_sample(place: int) -> None:
+    """Nothing is known of the tasks yet: the other worker's answer has them shared."""
+    dataset = Stuck({place}, 15)  # the window is 4 batches of 4
+    iterator = iter(DataLoader(dataset, 4, num_workers=2, backend="threads"))  # type: ignore[arg-type]
+    assert dataset.rest.wait(LONG)
+    assert sorted({*dataset.fetched, place}) == list(range(16))
+    dataset.gate.set()
+    assert lists(iterator) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
+
+
+def test_all_other_samples_of_the_window_are_fetched_while_one_is_stuck() -> None:
+    dataset = Stuck({13}, 31)
+    iterator = iter(DataLoader(dataset, 4, num_workers=3, backend="threads"))  # type: ignore[arg-type]
+    got = [next(iterator) for _ in range(3)]  # 8 batches were sent by then, or 9
+    assert dataset.arrived.wait(LONG)
+    assert dataset.rest.wait(LONG)
+    dataset.gate.set()
+    assert lists([*got, *iterator]) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
+    assert sorted([*dataset.fetched, 13]) == list(range(40))  # each once
+
+
+class Recorded(Numbers):
+    """Tells which threads have fetched samples."""
+
+    def __init__(self, size: int = 200) -> None:
+        super().__init__(size)
+        self.threads: Counter[int] = Counter()
+
+    def __getitem__(self, index: int) -> Any:
+        info = hybridloader.get_worker_info()
+        assert info is not None
+        assert threading.current_thread().name.endswith(f"-{info.id}")
+        self.threads[info.id] += 1
+        return index / 7, torch.full((3,), index)
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("options", [{}, {"seeding": "sample"}, {"on_error": "skip"}])
+def test_batches_are_torchs(workers: int, options: dict[str, Any]) -> None:
+    dataset: Any = Recorded()
+    ours = DataLoader(dataset, 7, num_workers=workers, backend="threads", **options)
+    theirs = list(TorchLoader([(i / 7, torch.full((3,), i)) for i in range(200)], 7))  # type: ignore[arg-type]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, other))
+    assert sum(dataset.threads.values()) == 200
+
+
+class Drawing(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), float(torch.rand(()))
+
+
+class Mixing:
+    """Collates with a draw."""
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return samples, random.random()
+
+
+def test_samples_and_collation_draw_what_they_draw_in_processes() -> None:
+    def batches(backend: str) -> list[Any]:
+        torch.manual_seed(4)
+        dataset: Any = Drawing(60)
+        options: dict[str, Any] = {"seeding": "sample", "collate_fn": Mixing(), "shuffle": True}
+        return list(DataLoader(dataset, 4, num_workers=3, backend=backend, **options))
+
+    assert batches("threads") == batches("fork")
+
+
+class Own(Numbers):
+    """Draws from the generators of its worker; some of its samples do not."""
+
+    def __getitem__(self, index: int) -> Any:
+        info: Any = hybridloader.get_worker_info()
+        return info.id, info.rng.random_generator.random()
+
+
+def test_what_draws_from_the_generators_of_its_worker_is_not_shared() -> None:
+    dataset: Any = Own(60)
+    loader = DataLoader(dataset, 4, num_workers=3, backend="threads", collate_fn=list)
+    iterator: Any = iter(loader)
+    generators = [random.Random(iterator._base_seed + worker) for worker in range(3)]
+    for number, batch in enumerate(iterator):
+        worker = number % 3
+        assert batch == [(worker, generators[worker].random()) for _ in range(4)]
+
+
+class Fragile(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index % 20 in (5, 6):
+            raise KeyError(index)
+        if index == 50:
+            raise StopIteration
+        return index
+
+
+def test_an_error_is_that_of_the_first_sample_and_costs_one_batch() -> None:
+    dataset: Any = Fragile(60)
+    iterator = iter(DataLoader(dataset, 4, num_workers=3, backend="threads"))
+    results: list[Any] = []
+    for _ in range(15):
+        try:
+            results.append(next(iterator).tolist())
+        except KeyError as error:
+            results.append(error.args)
+        except RuntimeError as error:
+            results.append("stop" if "StopIteration" in str(error) else error)
+    assert next(iterator, None) is None
+    expected: list[Any] = [list(range(i, i + 4)) for i in range(0, 60, 4)]
+    expected[1], expected[6], expected[11], expected[12] = (5,), (25,), (45,), "stop"
+    assert results == expected
+
+
+@pytest.mark.parametrize("policy", ["skip", hybridloader.Replace(lambda index, error: -index)])
+def test_policies_for_errors_give_the_same_batches(policy: Any) -> None:
+    def batches(backend: str) -> list[Any]:
+        dataset: Any = Fragile(60)
+        return lists(DataLoader(dataset, 4, num_workers=3, backend=backend, on_error=policy))
+
+    assert batches("threads") == batches("fork")
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+def test_closing_while_samples_are_stuck_begins_no_other_and_leaves_nothing() -> None:
+    before = set(threading.enumerate())
+    dataset: Any = Stuck({12, 13}, 35)
+    iterator: Any = iter(DataLoader(dataset, 4, num_workers=2, backend="threads"))
+    for _ in range(3):
+        next(iterator)
+    assert dataset.arrived.wait(LONG)
+    iterator.close()
+    fetched = sorted(dataset.fetched)
+    dataset.gate.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG)
+        assert not thread.is_alive()
+    assert sorted(dataset.fetched) == fetched == list(range(12))
+
+
+def test_a_pass_may_end_early_while_samples_are_stuck() -> None:
+    dataset: Any = Stuck({13}, 31)
+    options: dict[str, Any] = {"num_workers": 3, "backend": "threads"}
+    loader = DataLoader(dataset, 4, persistent_workers=True, **options)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    assert dataset.rest.wait(LONG)
+    iterator = iter(loader)  # the same workers
+    dataset.gate.set()
+    for _ in range(2):
+        assert lists(iterator) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
+        iterator = iter(loader)
+
+
+class Leaving(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 26:
+            raise SystemExit(3)
+        return index
+
+
+def test_a_worker_that_ends_says_at_which_sample() -> None:
+    dataset: Any = Leaving(80)
+    iterator = iter(DataLoader(dataset, 8, num_workers=2, backend="threads"))
+    with pytest.raises(WorkerDied, match=r"ended by SystemExit: 3.*It was at sample 2 of .*: 26\."):
+        lists(iterator)
+
+
+def test_a_timeout_shows_the_thread_that_is_stuck_and_its_sample() -> None:
+    dataset: Any = Stuck({13}, 31)
+    loader = DataLoader(dataset, 4, num_workers=3, backend="threads", timeout=0.05)
+    iterator = iter(loader)
+    words = r"no result came from worker 0 .*fetch \[12, 13, 14, 15\]"
+    where = r"Worker \d, at sample 1: 13 \(most recent call last\):\n.*__getitem__"
+    with pytest.raises(WorkerTimeout, match=rf"(?s){words}.*{where}.*gate.wait"):
+        lists(iterator)
+    dataset.gate.set()
+    assert lists(iterator) == [list(range(i, i + 4)) for i in range(12, 40, 4)]
+
+
+# -- where tasks stay whole ------------------------------------------------------------------------
+
+
+class Batches(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(len(indices), threading.get_ident()) for _ in indices]
+
+
+class Alike(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return threading.get_ident()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "backend", "options"),
+    [
+        (Batches(), Threads(), {}),
+        (Alike(), Threads(copy_dataset=True), {}),
+        (Alike(), Threads(), {"task_timeout": 60}),
+        (Alike(), Threads(), {"on_worker_death": "restart"}),
+        (Alike(), Threads(), {"num_workers": 1}),
+    ],
+)
+def test_some_tasks_are_done_by_their_worker_alone(
+    dataset: Any, backend: Threads, options: dict[str, Any]
+) -> None:
+    loader = DataLoader(
+        dataset, 20, backend=backend, collate_fn=set, **{"num_workers": 2, **options}
+    )
+    assert all(len(batch) == 1 for batch in loader)
+
+
+def broken_in_one(worker: int) -> None:
+    if worker == 1:
+        raise KeyError("init")
+
+
+def test_tasks_of_a_worker_whose_init_fn_failed_are_errors() -> None:
+    dataset: Any = Numbers(24)
+    loader = DataLoader(dataset, 4, num_workers=2, backend="threads", worker_init_fn=broken_in_one)
+    iterator, found = iter(loader), []
+    for _ in range(6):
+        try:
+            found.append(next(iterator).tolist()[0])
+        except KeyError:
+            found.append("init")
+    assert found == [0, "init", 8, "init", 16, "init"]
+
+
+# -- the rule --------------------------------------------------------------------------------------
+
+
+class Sharing(TaskSharing):
+    """Sharing between two workers that do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue(), SimpleQueue()]
+        self._inboxes = self.inboxes
+
+    def sent(self, worker: int, seq: int) -> Iterator[list[Any]]:
+        """Send a task; yield what each worker has got since."""
+        queued: list[tuple[SimpleQueue[Any], Any]] = []
+        task = Task(seq, [1, 2, 3])
+        if not self.send(worker, task, queued):
+            self.inboxes[worker].put(task)
+        for inbox, message in queued:
+            inbox.put(message)
+        return self.got()
+
+    def got(self) -> Iterator[list[Any]]:
+        for inbox in self.inboxes:
+            yield [inbox.get_nowait() for _ in range(inbox.qsize())]
+
+    def took(self, seconds: float) -> None:
+        """Note the seconds of a task, as the crew does."""
+        self.mean += (seconds - self.mean) * task_sharing.NEW
+        if self.whole == (self.mean > self.limit):
+            self.turn(seconds)
+
+
+def kinds(got: Iterator[list[Any]]) -> list[list[type]]:
+    return [[type(message) for message in messages] for messages in got]
+
+
+def test_tasks_are_shared_once_one_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_sharing, "_WORTH", 1.0)
+    sharing = Sharing()
+    assert kinds(sharing.sent(0, 0)) == [[Alone], []]
+    assert kinds(sharing.sent(1, 1)) == [[], [Alone]]
+    sharing.took(3.0)
+    shared = list(sharing.got())
+    assert shared[0] == shared[1]
+    assert [task.seq for task in shared[0]] == [0, 1]
+    assert kinds(sharing.sent(0, 2)) == [[SharedTask], [SharedTask]]
+
+
+def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(task_sharing, "_WORTH", 1.0)
+    sharing = Sharing()
+    assert kinds(sharing.sent(0, 0)) == [[Alone], []]
+    sharing.took(0.5)
+    assert kinds(sharing.got()) == [[], []]
+    assert kinds(sharing.sent(1, 1)) == [[], [Task]]
+    sharing.took(4.0)
+    assert kinds(sharing.sent(0, 2)) == [[Task], []]
+    for _ in range(8):
+        sharing.took(4.0)
+    assert kinds(sharing.sent(1, 3)) == [[SharedTask], [SharedTask]]
+    for _ in range(4):
+        sharing.took(1.5)  # between the two limits
+    assert kinds(sharing.sent(1, 4)) == [[SharedTask], [SharedTask]]
+    for _ in range(12):
+        sharing.took(0.5)
+    assert kinds(sharing.sent(1, 5)) == [[], [Task]]
+
+
+def test_tasks_of_an_epoch_that_was_broken_off_are_not_shared_later() -> None:
+    sharing = Sharing()
+    assert kinds(sharing.sent(0, 0)) == [[Alone], []]
+    sharing.begin()
+    assert kinds(sharing.sent(1, 1)) == [[], [Alone]]
+    sharing.took(1.0)
+    assert [[task.seq for task in tasks] for tasks in sharing.got()] == [[1], [1]]
+
+
+def test_one_of_several_threads_is_told_that_it_ended_the_last_item() -> None:
+    for _ in range(50):
+        items, told = SharedItems(range(64)), SimpleQueue[bool]()
+        meeting = threading.Barrier(4)
+
+        def work(items: SharedItems = items, told: Any = told, meeting: Any = meeting) -> None:
+            meeting.wait(LONG)
+            told.put(items.work(operator.neg, None))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+        assert sorted(told.get() for _ in threads) == [False, False, False, True]
+        assert items.results == [-item for item in range(64)]
