@@ -22,9 +22,12 @@ from hybridloader.engine.messages import Task
 from hybridloader.engine.shared_items import Alone, SharedTask
 from hybridloader.engine.worker import Worker
 
-_WORTH = 5e-4
-"""Seconds of work in a task, per worker, from which it is shared. To wake a thread takes some 10 us, so
-at most 2 % are lost."""
+_LEAST = 5e-3
+"""Seconds of work in a task from which it is shared. Of 2 ms of Python, two threads lose 5 % to passing
+the GIL to and fro; of 4 ms, nothing that can be measured."""
+
+_EACH = 5e-4
+"""Seconds of work for each worker, at least. To wake a thread takes some 10 us: 2 % of it."""
 
 NEW = 1 / 8  # part of the newest task in the mean of seconds
 
@@ -38,7 +41,7 @@ class TaskSharing:
     """
 
     def __init__(self, workers: int) -> None:
-        self._worth = workers * _WORTH
+        self._worth = max(_LEAST, workers * _EACH)
         # All the mutable state:
         self.whole = False  # tasks go to their workers as ever
         self.mean = 0.0  # seconds of a task, of late

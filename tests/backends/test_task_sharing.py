@@ -30,7 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.fixture(autouse=True)
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every task be worth sharing, as soon as one has an answer."""
-    monkeypatch.setattr(task_sharing, "_WORTH", 0.0)
+    monkeypatch.setattr(task_sharing, "_LEAST", 0.0)
+    monkeypatch.setattr(task_sharing, "_EACH", 0.0)
 
 
 class Numbers:
@@ -340,7 +341,7 @@ def kinds(got: Iterator[list[Any]]) -> list[list[type]]:
 
 
 def test_tasks_are_shared_once_one_was_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_sharing, "_WORTH", 1.0)
+    monkeypatch.setattr(task_sharing, "_LEAST", 1.0)
     sharing = Sharing()
     assert kinds(sharing.sent(0, 0)) == [[Alone], []]
     assert kinds(sharing.sent(1, 1)) == [[], [Alone]]
@@ -354,7 +355,7 @@ def test_tasks_are_shared_once_one_was_long(monkeypatch: pytest.MonkeyPatch) -> 
 def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(task_sharing, "_WORTH", 1.0)
+    monkeypatch.setattr(task_sharing, "_LEAST", 1.0)
     sharing = Sharing()
     assert kinds(sharing.sent(0, 0)) == [[Alone], []]
     sharing.took(0.5)
