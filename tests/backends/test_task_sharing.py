@@ -21,7 +21,7 @@ from hybridloader.engine.messages import Task
 from hybridloader.engine.shared_items import Alone, SharedItems, SharedTask
 from hybridloader.engine.task_sharing import TaskSharing
 
-LONG = 20.0
+LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -366,11 +366,11 @@ def test_short_tasks_go_to_their_worker_and_a_few_others_change_nothing(
     for _ in range(8):
         sharing.took(4.0)
     assert kinds(sharing.sent(1, 3)) == [[SharedTask], [SharedTask]]
-    for _ in range(4):
-        sharing.took(1.5)  # between the two limits
+    for _ in range(24):
+        sharing.took(0.75)  # between the two limits
     assert kinds(sharing.sent(1, 4)) == [[SharedTask], [SharedTask]]
     for _ in range(12):
-        sharing.took(0.5)
+        sharing.took(0.1)
     assert kinds(sharing.sent(1, 5)) == [[], [Task]]
 
 
