@@ -26,10 +26,10 @@ def most_loaders(options: Options) -> tuple[str, ...]:
 
 
 def large_batches(options: Options) -> Case:
-    """P1: batches of 10, 38 and 150 MB, as uint8 and float32."""
+    """P1: batches of 10, 38 and 150 MB, as uint8, float32 and float16."""
     variants = []
     for label, batch in SIZES.items():
-        for dtype in ("uint8", "float32"):
+        for dtype in ("uint8", "float32", "float16"):
             usual = (label, dtype) == ("38 MB", "uint8")
             if options.quick and not usual:
                 continue

@@ -18,14 +18,14 @@ POOL = 64
 class Images(torch.utils.data.Dataset[torch.Tensor]):
     """Images out of a small pool made beforehand: all that is left to do is collate and carry.
 
-    An image is 3x224x224 bytes, as uint8, or as a quarter as many rows of float32.
+    An image is 3x224x224 bytes: as uint8, or of wider numbers as many rows as fit.
     """
 
     def __init__(self, dtype: str) -> None:
         self.length = ENDLESS
         generator = torch.Generator().manual_seed(0)
-        shape = (3, 224, 224) if dtype == "uint8" else (3, 56, 224)
-        kind = torch.uint8 if dtype == "uint8" else torch.float32
+        kind: torch.dtype = getattr(torch, dtype)
+        shape = (3, 224 // kind.itemsize, 224)
         self.pool = [
             torch.randint(0, 255, shape, generator=generator).to(kind) for _ in range(POOL)
         ]
