@@ -24,13 +24,14 @@ def part_of_time(backend: str, spec: Spec) -> Answer:
     """Part of the time of a pipeline that only hands items on.
 
     Every call that the metrics of its stage get is recorded for some batches; then the calls are
-    made again and timed, and so are the two looks at the clock for every batch that the loop gets.
+    made again and timed, and so are the two looks at the clock whenever the stage waits for results.
     """
     batches, size, workers = spec["batches"], spec["batch"], spec["workers"]
     with recorded() as calls, handing_on(backend, workers, size) as run:
         for _ in range(batches):
             next(run)
-    kept = min(replay(calls, workers) for _ in range(5)) + looks(batches)
+    listened = sum(name == "listening" for name, _, _ in calls)
+    kept = min(replay(calls, workers) for _ in range(5)) + looks(listened)
     seconds = []
     for _ in range(spec["repeats"]):
         with handing_on(backend, workers, size) as run:
@@ -95,12 +96,12 @@ def replay(calls: list[Call], workers: int) -> float:
     return time.perf_counter() - began
 
 
-def looks(items: int) -> float:
-    """Seconds of the looks at the clock that a running pipeline takes for every item."""
+def looks(times: int) -> float:
+    """Seconds of the looks at the clock that a stage takes so many times, when it waits for results."""
 
     def look() -> None:
         waited = 0.0
-        for _ in range(items):
+        for _ in range(times):
             began = time.monotonic()
             waited += time.monotonic() - began
 

@@ -36,6 +36,7 @@ class StageMetrics:
     ) -> None:
         self.workers = workers
         self._prefetch, self._limit = prefetch, buffer_bytes
+        self._unbounded = prefetch is None and buffer_bytes is None
         self.learn = learn
         self._clock = clock
         self.behind: RelayQueue | None = None  # where results wait once they were handed out
@@ -61,6 +62,8 @@ class StageMetrics:
     # -- flow control, called by the stage -----------------------------------------------------------
 
     def room(self) -> int | None:
+        if self._unbounded:
+            return None
         queued = self.queued
         room = None
         if self._prefetch is not None:
@@ -101,9 +104,12 @@ class StageMetrics:
 
     def left(self, seq: int) -> None:
         self.queued -= self._items.pop(seq, 0)
-        self.queued_bytes -= self._bytes.pop(seq, 0)
+        if self._bytes:
+            self.queued_bytes -= self._bytes.pop(seq, 0)
 
     def idle(self, workers: int, *, starved: bool) -> None:
+        if not (workers or self._idle) and self.began is not None:
+            return  # all were at work and are: no look at the clock, in most batches
         now = self._clock()
         passed = self._idle * (now - self._since)
         if self._starved:
