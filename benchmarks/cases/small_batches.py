@@ -95,7 +95,11 @@ TARGETS = (
     ),
     faster_than_torch("P2", "threads >= 10x torch", 10, ("threads",), why=_OVERHEAD),
     Target("P2", "threads ahead of torchdata.nodes", ahead_of(1, ("threads",), "torchdata")),
-    Target("P12", "workers: <= 1.5x of 2 workers", flat("workers", 2, 1.5, BACKENDS)),
+    Target(
+        *("P12", "workers: <= 1.5x of 2 workers", flat("workers", 2, 1.5, BACKENDS)),
+        why="It can be met on two cores: eight bare processes with a socket each, by hand, take 0.97 to "
+        "1.5x what two take a batch (1.16x in the median of seven). What costs more was not found.",
+    ),
     Target("P12", "samples: <= 1.5x of 1e3", flat("samples", 1e3, 1.5, BACKENDS)),
     Target("P12", "1e8 samples: no list of indices (<= 10 MB)", _little_memory),
 )
