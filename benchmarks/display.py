@@ -186,6 +186,8 @@ def cost_of(row: Measurement) -> str:
         found.append(f"closed in {number(statistics.median(row.details['close']))} s")
     if row.details.get("bound"):
         found.append(f"{number(row.median / row.details['bound'][0])} of the bound")
+    if row.details.get("loop_us"):
+        found.append(f"loop {number(statistics.median(row.details['loop_us']))}")
     if row.details.get("next_p99_ms"):
         found.append(f"p99 of next() {number(statistics.median(row.details['next_p99_ms']))} ms")
     if row.details.get("max"):

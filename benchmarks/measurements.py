@@ -99,6 +99,10 @@ def digest(batches: list[Any]) -> str:
         elif isinstance(value, (list, tuple)):
             for item in value:
                 add(item)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                found.update(repr(key).encode())
+                add(item)
         else:
             found.update(repr(value).encode())
 

@@ -20,6 +20,7 @@ from benchmarks.cases import (
     seeding,
     slow_samples,
     small_batches,
+    small_tensors,
     stage_metrics,
     stages,
     training_loop,
@@ -41,6 +42,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "P12": small_batches.many,
     "P13": slow_samples.slow_samples,
     "P17": many_workers.many_workers,
+    "P19": small_tensors.small_tensors,
     "fresh": fresh_start.fresh_start,
     "footprint": worker_memory.worker_memory,
     "replace": replacement.replacement,
@@ -58,7 +60,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
 _WITH_TARGETS = (
     *(image_batches, small_batches, jpegs, hybrid, epochs, memory),
     *(device, stages, stage_metrics, endurance),
-    *(fresh_start, worker_memory, replacement, many_workers, slow_samples),
+    *(fresh_start, worker_memory, replacement, many_workers, slow_samples, small_tensors),
 )
 
 TARGETS: tuple[Target, ...] = tuple(

@@ -15,6 +15,7 @@ from benchmarks.datasets.plain import (
     path_strings,
 )
 from benchmarks.datasets.remote import Remote, server_of
+from benchmarks.datasets.small_tensors import Keys, Ragged, SmallTensors, Texts
 from benchmarks.datasets.tensors import Blocks, DyingTensors, Images, Jpegs, PathTensors, table
 from benchmarks.datasets.waiting import SlowSamples
 
@@ -52,5 +53,9 @@ DATASETS: dict[str, Callable[..., Any]] = {
     "dying tensors": DyingTensors,
     "remote": remote,
     "spinning": Spinning,
+    "keys": Keys,
+    "small tensors": SmallTensors,
+    "ragged": Ragged,
+    "texts": Texts,
     "slow samples": SlowSamples,
 }

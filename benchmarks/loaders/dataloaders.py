@@ -51,6 +51,7 @@ def _options(work: Work) -> dict[str, Any]:
     return {
         "batch_size": work.batch,
         "sampler": work.sampler(),
+        "collate_fn": list if work.uncollated else None,
         "num_workers": work.workers,
         "persistent_workers": work.keep and work.workers > 0,
         "prefetch_factor": PREFETCH if work.workers else None,

@@ -51,7 +51,7 @@ class Limit:
     def _plain(self) -> Iterator[Any]:
         work = self._work
         for indices in work.batch_sampler():
-            yield torch.utils.data.default_collate([work.dataset[i] for i in indices])
+            yield work.collate([work.dataset[i] for i in indices])
 
     def _stacked(self) -> Iterator[Any]:
         work, sample = self._work, self._work.dataset[0]

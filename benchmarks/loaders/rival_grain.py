@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.case import CannotDo
+from benchmarks.datasets.small_tensors import Texts
 from benchmarks.loaders.work import PREFETCH, READERS, Closing, Opener, Running, Work
 
 
@@ -34,13 +35,17 @@ class Arrays:
 def _as_arrays(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.numpy()
-    if isinstance(value, tuple):
-        return tuple(map(_as_arrays, value))
+    if isinstance(value, dict):
+        return {key: _as_arrays(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map(_as_arrays, value))
     return value
 
 
 def _as_tensors(value: Any) -> Any:
     """Arrays as `default_collate` gives them."""
+    if isinstance(value, dict):
+        return {key: _as_tensors(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [_as_tensors(item) for item in value]
     return torch.from_numpy(value)
@@ -56,13 +61,16 @@ def _open(work: Work, processes: int, threads: int, *, samples: bool, ahead: int
     """
     import grain
 
+    if isinstance(work.dataset, Texts):
+        raise CannotDo("stacks strings into arrays")
     logging.getLogger("absl").setLevel(logging.ERROR)
     read = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCH * threads * ahead)
     source = grain.MapDataset.source(Arrays(work))
     if samples:
         dataset: Any = source.to_iter_dataset(read).batch(work.batch)
     else:
-        dataset = source.batch(work.batch).to_iter_dataset(read)
+        together = {"batch_fn": list} if work.uncollated else {}
+        dataset = source.batch(work.batch, **together).to_iter_dataset(read)
     if processes:
         dataset = dataset.mp_prefetch(
             grain.multiprocessing.MultiprocessingOptions(

@@ -36,7 +36,7 @@ def _batches(work: Work) -> Any:
 
     builder: Any = PipelineBuilder()
     builder.add_source(work.batch_sampler())
-    return builder.pipe(Fetch(work.dataset), concurrency=work.workers, output_order="input")
+    return builder.pipe(Fetch(work), concurrency=work.workers, output_order="input")
 
 
 def _items(builder: Any, threads: int) -> Generator[Any]:

@@ -34,7 +34,7 @@ def _batches(method: str, work: Work) -> Running:
     from torchdata.nodes import Batcher, Loader, Prefetcher, SamplerWrapper
 
     node: Any = Batcher(SamplerWrapper(work.sampler()), batch_size=work.batch, drop_last=False)
-    node = _parallel(node, Fetch(work.dataset), work.workers, method, work)
+    node = _parallel(node, Fetch(work), work.workers, method, work)
     return Dropping(Loader(Prefetcher(node, prefetch_factor=PREFETCH * work.workers)))
 
 

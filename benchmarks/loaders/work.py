@@ -33,6 +33,8 @@ class Work:
     stages
         0: loaders are compared. 1: ours is a `Pipeline` of one stage. 3: the best form of three
         stages of each project.
+    uncollated
+        True for batches that are lists of the samples.
     cores
         Workers that can work at the same time, for loaders whose stages have numbers of their own.
     """
@@ -45,7 +47,13 @@ class Work:
     start_method: str = "fork"
     batch_bytes: int = 1 << 20
     stages: int = 0
+    uncollated: bool = False
     cores: int = 2
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """Function that makes a batch of samples; can be pickled."""
+        return list if self.uncollated else torch.utils.data.default_collate
 
     def sampler(self) -> torch.utils.data.Sampler[int]:
         """A new sampler; a shuffled one begins with the same seed."""
@@ -62,13 +70,13 @@ class Work:
 class Fetch:
     """Function from a list of indices to a batch; can be pickled."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, work: Work) -> None:
+        self.dataset, self._collate = work.dataset, work.collate
 
     def __call__(self, indices: list[int]) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
         samples = many(indices) if many else [self.dataset[index] for index in indices]
-        return torch.utils.data.default_collate(samples)
+        return self._collate(samples)
 
 
 class Running(Protocol):
