@@ -73,7 +73,8 @@ def from_torch(
     made = DataLoader.__new__(DataLoader)
     # Not by the constructor: it would wrap a data pipe again, and takes no batch sampler together with
     # that sampler's batch size.
-    vars(made).update(vars(loader), **said._asdict(), backend=backend, _iterator=None)
+    known = {"_prefetch_chosen": True, **vars(loader)}  # as of torch's it is not known
+    vars(made).update(known, **said._asdict(), backend=backend, _iterator=None)
     made._plan().check()
     return made
 
