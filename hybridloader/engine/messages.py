@@ -158,7 +158,7 @@ class Exited:
     cause: str | None = None
     """Cause of its end, as the predicate of a sentence; None when it was asked to go."""
     task: int | None = None
-    """Task that it was at, if `WorkerSpec.tracked`."""
+    """Task that it was at, if `WorkerSpec.tracked` or if workers shared it."""
     at: int | None = None
     """Number of the sample in that task; -1 between two samples, None where it is not known."""
     evidence: str = ""

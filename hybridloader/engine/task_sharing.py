@@ -74,7 +74,8 @@ class TaskSharing:
         if not self._known:
             with self._lock:
                 if not self._known:
-                    self._held.append(shared)
+                    # Without those that have failed: a loader of which all fails holds no more.
+                    self._held = [*(task for task in self._held if task.items), shared]
                     self._inboxes[worker].put(Alone(shared))
                     return True
         if self.whole:
@@ -123,6 +124,7 @@ class TaskSharing:
         """Stop sharing for good: the generators of a worker were looked at."""
         with self._lock:
             self._known = self._drawn = True
+            self._held = []
             self._decide(False)
 
 
