@@ -99,7 +99,8 @@ def _long_run(file: Path) -> str:
         return "*Not run yet.*"
     run = record.Run.read(file)
     text = f"{run.minutes:g} minutes a backend, seed {run.seed}, {run.about['date']}."
-    return f"{text}\n\n{_table(*record.table(run))}"
+    picture = "![what each backend held, and its latencies, over time](long-run.png)"
+    return f"{text}\n\n{_table(*record.table(run))}\n\n{picture}"
 
 
 def _machine(results: Results) -> str:
