@@ -15,6 +15,7 @@ from benchmarks.targets import NOT_MEASURED, Found, Judge, Target, chosen, faste
 
 OURS = (*BACKENDS, "spawn")
 PROCESSES = OURS[1:]
+RIVALS = ("torchdata processes", "SPDL subprocess", "Grain threads")
 
 VARIANTS: dict[str, Spec] = {
     "dict of 1,000 keys": {"dataset": "keys", "arguments": {"keys": 1000}, "batch": 32},
@@ -57,7 +58,7 @@ def seconds_of_a_batch(loader: str, spec: Spec) -> Answer:
 
 def small_tensors(options: Options) -> Case:
     """A dict of 1,000 keys; lists of dicts and of ragged lists of tensors; texts with a tensor."""
-    loaders = ("limit", "torch", *OURS)
+    loaders = ("limit", "torch", *OURS, *options.taking_part(*RIVALS))
     base: dict[str, Any] = {
         "workers": options.workers,
         "seconds": 0.3 if options.quick else 1.0,
