@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -74,7 +75,7 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to it
         opened: threading.Event | None,
     ) -> None:
         self.context = worker.context
-        self.messages: SimpleQueue[Incoming] = SimpleQueue()  # usable from finalizers
+        self.messages: SimpleQueue[Incoming | None] = SimpleQueue()  # usable from finalizers
         self._codes: list[int] = []
         self.thread = threading.Thread(
             target=_main,
@@ -105,7 +106,7 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to it
 
 def _main(
     worker: Worker,
-    messages: SimpleQueue[Incoming],
+    messages: SimpleQueue[Incoming | None],
     slots: PrivateSlots,
     report: Callable[[Event], None],
     opened: threading.Event | None,
@@ -122,7 +123,8 @@ def _main(
         report(event)
 
     tell = report if opened is None else report_opened
-    codes.append(serve(worker, messages.get, tell, prepare=prepare))
+    ring = partial(messages.put, None)
+    codes.append(serve(worker, messages.get, tell, prepare=prepare, listen=lambda: ring))
 
 
 def _stack_of(ident: int | None, who: str) -> str:
@@ -136,7 +138,9 @@ def _stack_of(ident: int | None, who: str) -> str:
 class _ThreadCrew(Crew):
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
-        self._queued: list[tuple[SimpleQueue[Incoming], Incoming]] = []  # sent by the next flush
+        self._queued: list[
+            tuple[SimpleQueue[Incoming | None], Incoming]
+        ] = []  # sent by the next flush
         self._copies = copies
         self._slots = slots
         self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes

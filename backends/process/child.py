@@ -8,7 +8,9 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -20,7 +22,16 @@ from hybridloader.backends.process import codec
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.parent_watch import ParentWatch, leave_signals
 from hybridloader.backends.process.postmortem import PostmortemWriter
-from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
+from hybridloader.engine.messages import (
+    Done,
+    Event,
+    Exhausted,
+    Exited,
+    Failed,
+    Message,
+    Task,
+    WorkerSpec,
+)
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.serving import received
 from hybridloader.engine.worker import Worker, run
@@ -111,7 +122,7 @@ def main(
                 watch.change(postmortem.context())
         worker = Worker(number, spec, ProcessSeeds(), _Result, watch.context)
         set_process_info(worker.info)
-        run(worker, connection.get, connection.report)
+        run(worker, connection.get, connection.report, connection.read_ahead)
         connection.finish()
     except EOFError:
         hung_up = True
@@ -139,6 +150,15 @@ def _leave() -> None:
     os._exit(0)
 
 
+def _read(endpoint: Any, arrived: SimpleQueue[Any]) -> None:
+    """Pass frames on until there are no more; the last is the error that says why."""
+    try:
+        while True:
+            arrived.put(endpoint.get())
+    except BaseException as error:
+        arrived.put(error)
+
+
 class _WorkerConnection:
     """The worker's side of its connection: messages in, events out, large buffers through slots."""
 
@@ -151,6 +171,8 @@ class _WorkerConnection:
             both_ways(self._share)[1], None if names is None else task_names(names)
         )
         self.postmortem: PostmortemWriter | None = None
+        self._asked: deque[int] = deque()  # tasks without an answer
+        self._arrived: SimpleQueue[Frame | BaseException | None] | None = None
         self._one_way = True
         self._complained = False
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
@@ -158,10 +180,21 @@ class _WorkerConnection:
         self._counting = threading.Lock()
         self._writer: threading.Thread | None = None
 
-    def get(self) -> Message:
-        """Wait for the next message. Raises `EOFError` when the parent has hung up."""
+    def read_ahead(self) -> Callable[[], None]:
+        """Read frames on a thread from now on; return what has `get` return None, from any thread."""
+        self._arrived = SimpleQueue()
+        args = self._endpoint, self._arrived
+        threading.Thread(target=_read, args=args, name="hybridloader-reader", daemon=True).start()
+        return partial(self._arrived.put, None)
+
+    def get(self) -> Message | None:
+        """Wait for the next message; None if one of our threads wants it. Raises `EOFError` when the parent has hung up."""
         while True:
-            frame = self._endpoint.get()
+            frame = self._endpoint.get() if self._arrived is None else self._arrived.get()
+            if frame is None:
+                return None
+            if isinstance(frame, BaseException):
+                raise frame
             try:
                 message, returned = codec.decode_message(frame.parts, self._tasks, frame.fds)
             except codec.Unreadable as lost:
@@ -171,7 +204,9 @@ class _WorkerConnection:
             if returned or (self._one_way and self._tasks.highest >= 0):
                 self._release(returned)
             if self.postmortem is not None and isinstance(message, Task):
-                self.postmortem.begin(message.seq)
+                self._asked.append(message.seq)
+                if len(self._asked) == 1:
+                    self.postmortem.begin(message.seq)
             return message
 
     def report(self, event: Event) -> None:
@@ -202,6 +237,17 @@ class _WorkerConnection:
             parts = codec.encode_event(event, returned)
         self._write(parts, fds)
         if self.postmortem is not None:
+            self._answered(event)
+
+    def _answered(self, event: Event) -> None:
+        """Record that the worker is at the task after that of `event`, if it has one."""
+        assert self.postmortem is not None
+        asked = self._asked
+        if asked and isinstance(event, Done | Failed | Exhausted) and asked[0] == event.seq:
+            asked.popleft()
+        if asked:
+            self.postmortem.begin(asked[0])
+        else:
             self.postmortem.end()
 
     def _release(self, returned: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from hybridloader._support.errors import WorkerDied
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
+    from hybridloader.engine.under_way import Begun
     from hybridloader.seeding.sample_rng import SampleRng
 
 
@@ -124,6 +125,13 @@ class Fetcher(ABC):
 
     def sample(self, index: Any) -> Any:
         """Return one sample of a task, for `assemble`; asked of any worker if `Fetch.divisible`."""
+        raise NotImplementedError
+
+    def begin(self, index: Any, ring: Callable[[], None]) -> Begun:
+        """Have threads fetch the samples of a task, and `ring` when they have ended.
+
+        Asked of a worker with threads, if `Fetch.divisible`.
+        """
         raise NotImplementedError
 
     def assemble(self, samples: list[Any], index: Any) -> Any:

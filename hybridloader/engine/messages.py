@@ -59,6 +59,12 @@ class WorkerSpec:
         alone = self.tracked or self.timed or self.tells or self.workers < 2
         return not alone and self.fetch.threads == 1 and self.fetch.divisible
 
+    @property
+    def overlaps(self) -> bool:
+        """True if the threads of a worker may fetch the samples of several of its tasks at a time."""
+        watched = self.tracked or self.timed or self.tells
+        return not watched and self.fetch.threads > 1 and self.fetch.divisible
+
 
 class Task(NamedTuple):
     """Order to fetch `index`, and to answer with `seq`."""

@@ -134,9 +134,10 @@ loads = pickle.loads
 
 def serve(
     worker: Worker,
-    get: Callable[[], Incoming],
+    get: Callable[[], Incoming | None],
     report: Callable[[Event], None],
     *,
+    listen: Callable[[], Callable[[], None]] | None = None,
     prepare: Callable[[], None] | None = None,
 ) -> int:
     """Run a worker on this thread until it is told to stop, or nobody waits any more.
@@ -147,6 +148,9 @@ def serve(
         Waits for the next message and returns it, or raises `EOFError` if there will be none.
     report
         Takes events. The last one is an `Exited`, unless nobody is there to take it (`OSError`).
+    listen
+        Gives a function by which any thread has `get` return None. Without it a worker that has threads
+        works at one task at a time.
     prepare
         Called first, on this thread. An exception in it ends the worker.
 
@@ -157,7 +161,7 @@ def serve(
     """
     context, cause, evidence = worker.context, None, ""
 
-    def tracked() -> Incoming:
+    def tracked() -> Incoming | None:
         context.task = -1
         message = get()
         if isinstance(message, Task):
@@ -170,7 +174,7 @@ def serve(
         if worker.info.worker_method == "thread":
             set_worker_info(worker.info)
             one_thread_on_this_thread()
-        run(worker, tracked if context.tracked else get, report)
+        run(worker, tracked if context.tracked else get, report, listen)
     except BaseException as error:  # the crew must be told of any end
         if not context.cancelled:
             evidence = "".join(traceback.format_exception(error))

@@ -38,6 +38,7 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.shared_items import Alone, SharedTask
+from hybridloader.engine.under_way import Begun, Fetched, TasksUnderWay
 from hybridloader.engine.worker_info import describe
 from hybridloader.seeding.sample_rng import SampleRng
 from hybridloader.seeding.worker_seeds import (
@@ -128,7 +129,7 @@ class Worker:
         if self._rng is not None:
             self._rng.release()
 
-    def step(self, message: Task | Begin | First | SharedTask | Alone) -> Event | None:
+    def step(self, message: Incoming) -> Event | None:
         """Do what `message` says; return the event to report, or None."""
         working = self._seeds.working
         if isinstance(message, Task):
@@ -144,7 +145,9 @@ class Worker:
         elif isinstance(message, Alone):
             if not message.task.shared:  # else it comes once more
                 return self._take_part(message.task, alone=True)
-        elif self._rng is not None:
+        elif isinstance(message, Fetched):
+            return self._collated(message)
+        elif isinstance(message, First) and self._rng is not None:
             self._rng.begin_at(message.item, message.epoch)
         return None
 
@@ -197,6 +200,31 @@ class Worker:
             return self._assembled(task)
         finally:
             task.forget()
+
+    @property
+    def overlaps(self) -> bool:
+        """True if its threads may fetch the samples of several tasks at a time."""
+        return self._spec.overlaps
+
+    def begin(self, task: Task, ring: Callable[[], None]) -> Begun | None:
+        """Have threads fetch the samples of a task; None if it is to be done as a whole.
+
+        `ring` is called by one of them when all have ended.
+        """
+        if self._fetcher is None or type(task.index) not in (list, tuple) or not task.index:
+            return None
+        return self._fetcher.begin(task.index, ring)
+
+    def _collated(self, message: Fetched) -> Event | None:
+        """Answer a task whose samples the threads have fetched."""
+        task, samples = message
+        fetcher = self._fetcher
+        assert fetcher is not None
+        event = self._answer(task, lambda index: fetcher.assemble(samples.result(), index))
+        if isinstance(event, Done):
+            spent = sum(samples.seconds) / self._spec.fetch.threads
+            return event._replace(seconds=event.seconds + spent)
+        return event
 
     def _refuse(self, index: Any) -> Any:
         assert self._broken is not None
@@ -296,12 +324,22 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
     return ThreadSampleRng(origin, worker, stage=spec.stage)
 
 
-Incoming = Message | SharedTask | Alone
-"""Message as a worker gets it; the last two come from crews whose workers share tasks."""
+Incoming = Message | SharedTask | Alone | Fetched
+"""Message as a worker gets it; two come from crews whose workers share tasks, the last from itself."""
 
 
-def run(worker: Worker, get: Callable[[], Incoming], report: Callable[[Event], None]) -> None:
+def run(
+    worker: Worker,
+    get: Callable[[], Any],  # waits for an `Incoming`
+    report: Callable[[Event], None],
+    # Gives a function by which any thread has `get` return None; None: one task at a time.
+    listen: Callable[[], Callable[[], None]] | None = None,
+) -> None:
     """Answer messages until `Stop`, or until nobody waits: the worker loop of threads and processes."""
+    under_way = None
+    if listen is not None and worker.overlaps:
+        under_way = TasksUnderWay(worker, get, report, listen)
+        get, report = under_way.next, under_way.report
     try:
         report(worker.open())
         while True:
@@ -314,6 +352,8 @@ def run(worker: Worker, get: Callable[[], Incoming], report: Callable[[Event], N
                 report(event)
             del event  # a batch must not outlive its sending
     finally:
+        if under_way is not None:
+            under_way.close()
         worker.close()
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridloader._support.caller import warn
 from hybridloader._support.errors import Raised, add_note
@@ -31,7 +31,7 @@ from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Abandoned, TaskContext
 from hybridloader.engine.shared_items import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, set_worker_info
-from hybridloader.fetching.collate import Slots, set_slots
+from hybridloader.fetching.collate import on_this_thread, set_slots
 
 _SLICE = 0.05
 """Seconds between two looks at the context while the caller waits for helpers: it wakes nobody."""
@@ -66,41 +66,47 @@ class Fanout:
         waited for; so the error raised here is the one that a loop would have raised. Raises
         `Abandoned` if the context was cancelled, when running items have ended, or after `_PATIENCE`.
         """
-        job = _Job(function, items, context)
+        job = _Job(function, items, context, what)
         helpers = min(self.threads, job.count) - 1
-        slots = before = set_slots(None)
-        if helpers > 0 and before is not None and not isinstance(before, _OneAtATime):
-            slots = _OneAtATime(before)
-        set_slots(slots)
         try:
             if helpers > 0:
-                self._call(helpers, job, slots)
+                self._call(helpers, job)
             job.take_part(helping=False)
             job.wait()
-            place = job.failed()
-            if place is not None:
-                add_note(job.errors[place], f"{what} {brief(job.items[place])}")
-                Raised(job.errors[place]).throw()
-            return job.results
+            return job.result()
         finally:
-            set_slots(before)
             job.forget()
+
+    def begin(
+        self,
+        function: Callable[[Any], Any],
+        items: Iterable[Any],
+        context: TaskContext | None,
+        what: str,
+        ring: Callable[[], None],  # called when all have ended, by the thread that ended the last
+    ) -> _Job:
+        """Have `threads` helpers do what `map` does, behind what was begun before; don't wait."""
+        job = _Job(function, items, context, what, ring)
+        self._call(min(self.threads, job.count), job)
+        if not self._started:
+            job.take_part(helping=True)
+        return job
 
     def _start_afresh(self) -> None:
         self._owner = os.getpid()
         self._starting = threading.Lock()
         # All the mutable state: how many threads there are, and may be; their jobs.
-        self._started, self._most = 0, self.threads - 1
+        self._started, self._most = 0, self.threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # None ends them all
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
         self._finalizer.atexit = False
 
-    def _call(self, helpers: int, job: _Job, slots: Slots | None) -> None:
+    def _call(self, helpers: int, job: _Job) -> None:
         """Have `helpers` threads work at `job` too."""
         if self._owner != os.getpid():
             self._finalizer.detach()  # its queue may have been in any state when we were forked
             self._start_afresh()
-        job.surroundings = _Surroundings(slots)
+        job.surroundings = _Surroundings()
         if self._started < min(helpers, self._most):
             with self._starting:
                 self._start(helpers, job.surroundings.alone)
@@ -118,8 +124,8 @@ class Fanout:
             except RuntimeError as error:  # no more threads, or Python is ending
                 self._most = self._started
                 warn(
-                    f"only {self._started + 1} of {self.threads} threads in one worker could be "
-                    f"started ({error}); they do the work of all",
+                    f"only {self._started} of {helpers} threads in one worker could be started "
+                    f"({error}); with its own, they do the work of all",
                 )
                 return
             self._started += 1
@@ -133,9 +139,21 @@ class _OnThisThread(threading.local):
 _on_this_thread = _OnThisThread()
 
 
-def spread_over(
-    threads: int, context: TaskContext, what: str = "item"
-) -> Callable[[Callable[[Any], Any], Any], list[Any]]:
+class FanoutSpread(NamedTuple):
+    """`Fanout` for the samples, or items, of one fetcher."""
+
+    fanout: Fanout
+    context: TaskContext
+    what: str
+
+    def __call__(self, function: Callable[[Any], Any], items: Any) -> list[Any]:
+        return self.fanout.map(function, items, self.context, self.what)
+
+    def begin(self, function: Callable[[Any], Any], items: Any, ring: Callable[[], None]) -> _Job:
+        return self.fanout.begin(function, items, self.context, self.what, ring)
+
+
+def spread_over(threads: int, context: TaskContext, what: str = "item") -> FanoutSpread:
     """Return a function that calls another one for each of several items, as `Fanout.map` does.
 
     The calling thread gets the same `Fanout` for as long as that is in use. So a worker that opens a
@@ -145,23 +163,29 @@ def spread_over(
     fanout = _on_this_thread.fanouts.get(threads)
     if fanout is None:
         fanout = _on_this_thread.fanouts[threads] = Fanout(threads)
-    return lambda function, items: fanout.map(function, items, context, what)
+    return FanoutSpread(fanout, context, what)
 
 
 class _Job(SharedItems):
     """Items of one call; threads hold this and never the `Fanout`."""
 
     def __init__(
-        self, function: Callable[[Any], Any], items: Iterable[Any], context: TaskContext | None
+        self,
+        function: Callable[[Any], Any],
+        items: Iterable[Any],
+        context: TaskContext | None,
+        what: str,
+        ring: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(items)
         self.function: Callable[[Any], Any] | None = function
         self.count = len(self.items)
-        self.context = context
+        self.context, self.what = context, what
         # All the other mutable state:
         self.surroundings: _Surroundings | None = None
         self.ended = not self.count
         self.bell: SimpleQueue[None] = SimpleQueue()  # rung when all have ended
+        self.ring = ring  # called then
 
     def take_part(self, *, helping: bool) -> None:
         """Work at items until none is left. The caller's interrupts come through at once."""
@@ -174,8 +198,33 @@ class _Job(SharedItems):
     def _end(self) -> None:
         self.ended = True
         self.bell.put(None)
+        ring = self.ring
+        if ring is not None:
+            ring()
 
-    def wait(self) -> None:
+    def result(self) -> list[Any]:
+        """Return the results, once all items have ended; raise the error of the first bad one."""
+        try:
+            if self.context is not None and self.context.cancelled:
+                raise Abandoned
+            place = self.failed()
+            if place is not None:
+                add_note(self.errors[place], f"{self.what} {brief(self.items[place])}")
+                Raised(self.errors[place]).throw()
+            return self.results
+        finally:
+            self.forget()
+
+    def leave(self) -> bool:
+        try:
+            self.wait(leaving=True)
+        except Abandoned:
+            pass
+        ended = self.ended
+        self.forget()
+        return ended
+
+    def wait(self, *, leaving: bool = False) -> None:
         """Wait until the items that helpers have begun are done."""
         context, deadline = self.context, None
         while not self.ended:
@@ -183,19 +232,17 @@ class _Job(SharedItems):
                 self.bell.get(timeout=_SLICE)  # in slices, so also Ctrl-C gets through on Windows
             except Empty:
                 pass
-            if context is not None and context.cancelled:
+            if leaving or (context is not None and context.cancelled):
                 if self.stop():
                     self._end()
                 if deadline is None:
                     deadline = time.monotonic() + _PATIENCE
                 elif time.monotonic() > deadline:
                     raise Abandoned
-        if context is not None and context.cancelled:
-            raise Abandoned
 
     def forget(self) -> None:
         super().forget()
-        self.function = self.surroundings = self.context = None
+        self.function = self.surroundings = self.context = self.ring = None
 
 
 def _help(jobs: SimpleQueue[_Job | None], alone: bool) -> None:
@@ -213,8 +260,8 @@ def _help(jobs: SimpleQueue[_Job | None], alone: bool) -> None:
 class _Surroundings:
     """Thread-local state of the caller, which its helpers take over for one job."""
 
-    def __init__(self, slots: Slots | None) -> None:
-        self._slots = slots
+    def __init__(self) -> None:
+        self._slots = on_this_thread.slots
         self._info = get_worker_info()
         self._context = copy_context()
         self._mode: Callable[[], Any] = nullcontext
@@ -243,19 +290,3 @@ class _Surroundings:
     def _work(self, job: _Job) -> None:
         with self._mode():
             job.take_part(helping=True)
-
-
-class _OneAtATime:
-    """Slots of a worker, for several threads of it: the pool of a worker process has no lock.
-
-    Items take slots too: a sample that collates by itself, or a batch that is one item of a pipeline.
-    No other code takes slots while the threads are at work: the worker sends its results later.
-    """
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self._taking = threading.Lock()
-
-    def empty(self, size: int) -> Any | None:
-        with self._taking:
-            return self._slots.empty(size)

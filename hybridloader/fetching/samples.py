@@ -12,7 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridloader._support.attributes import attribute
 from hybridloader.engine.fetcher import Abandoned, Fetcher, GivenUp, Spared, TaskContext
@@ -20,8 +20,18 @@ from hybridloader.fetching.gather import Odd, gatherer
 from hybridloader.seeding.sample_rng import SeededDataset
 from hybridloader.seeding.sample_seeds import key_of
 
-Spread = Callable[[Callable[[Any], Any], Any], list[Any]]
-"""Calls a function for each of several items, on threads."""
+if TYPE_CHECKING:
+    from hybridloader.engine.under_way import Begun
+
+
+class Spread(Protocol):
+    """Threads of a worker that call a function for each of several items."""
+
+    def __call__(self, function: Callable[[Any], Any], items: Any) -> list[Any]:
+        """Take part, and return the results."""
+
+    def begin(self, function: Callable[[Any], Any], items: Any, ring: Callable[[], None]) -> Begun:
+        """Take no part; `ring` is called when all have ended."""
 
 
 class SampleFetcher(Fetcher):
@@ -87,6 +97,10 @@ class BatchFetcher(Fetcher):
 
     def sample(self, index: Any) -> Any:
         return self._dataset[index]
+
+    def begin(self, index: Any, ring: Callable[[], None]) -> Begun:
+        assert self._spread is not None
+        return self._spread.begin(self.sample, index, ring)
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
         return self._collate_fn(samples)

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.memory import segments
 from hybridloader.memory.descriptors import KeptDescriptor, keep_descriptor
@@ -90,7 +90,14 @@ class SlotWriter:
         self._naming = threading.Lock()
         self._swept = False
         self.pool = Pool(make, limit)
-        self.empty, self.lower, self.close = self.pool.empty, self.pool.lower, self.pool.close
+        self.lower, self.close = self.pool.lower, self.pool.close
+        # Samples on threads of a worker take slots too, while it sends a batch.
+        self._taking = threading.Lock()
+
+    def empty(self, size: int) -> Any | None:
+        """Make a buffer of `size` bytes, with anything in it; None if there can be none."""
+        with self._taking:
+            return self.pool.empty(size)
 
     def write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
         """Copy into slots those of `buffers` that do not lie in one already.
@@ -98,6 +105,10 @@ class SlotWriter:
         The map is to be sent to the reader, which keeps every slot that it names in use until it returns
         it; the descriptors are to be sent along, and then closed.
         """
+        with self._taking:
+            return self._write(buffers)
+
+    def _write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
         where = [self._find(buffer) for buffer in buffers]
         missing = [i for i, span in enumerate(where) if span is None]
         alone = [i for i in missing if buffers[i].nbytes >= OWN]

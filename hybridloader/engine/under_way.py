@@ -1,0 +1,122 @@
+"""Tasks of one worker whose samples its threads fetch, several tasks at a time.
+
+The threads work at the oldest task first, and go on with the next one as soon as no sample of it is
+left to begin. So a slow sample holds up one of them. The worker's own thread fetches no sample of these
+tasks: it takes messages, and collates and answers the tasks in their order, each once its samples have
+ended. So whatever draws or counts in a collation does so as if there were one task at a time.
+
+Tasks that take little, and the first one, are done one at a time, as ever: to pass a task to another
+thread and back takes some 20 us.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from hybridloader.engine.messages import Done, Event, Task
+
+if TYPE_CHECKING:
+    from hybridloader.engine.worker import Incoming, Worker
+
+_LEAST = 1e-3
+"""Seconds that a task takes a worker and its threads, from which the next ones are begun early; half of it
+for those that are. Passing it on takes 2 % of that. See `task_sharing`, which has the rule for crews."""
+
+_NEW = 1 / 8  # part of the newest task in the mean of seconds
+
+
+class Begun(Protocol):
+    """Samples of a task that threads have begun to fetch."""
+
+    seconds: list[float]  # that each sample took
+    ended: bool  # no sample is under way, or will be begun
+
+    def result(self) -> list[Any]:
+        """Return the samples; raise the error of the first bad one. Once, when they have ended."""
+
+    def stop(self) -> bool:
+        """Begin no more samples."""
+
+    def leave(self) -> bool:
+        """Wait for samples that are under way, but not for ever; False if some are stuck."""
+
+
+class Fetched(NamedTuple):
+    """Message of a worker to itself: the samples of a task have ended."""
+
+    task: Task
+    samples: Begun
+
+
+class TasksUnderWay:
+    """Source of messages for a worker, which begins tasks as they come.
+
+    Messages that are no such task wait until those before them are answered. `next` and `report` are for
+    the worker's loop, in place of the functions given.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        get: Callable[
+            [], Incoming | None
+        ],  # waits for a message; returns None if `ring` was called
+        report: Callable[[Event], None],
+        listen: Callable[[], Callable[[], None]],  # gives `ring`; called before it is needed
+    ) -> None:
+        self._worker, self._get, self._report, self._listen = worker, get, report, listen
+        # All the mutable state:
+        self._ring: Callable[[], None] | None = None  # called by threads, as samples have ended
+        self._mean = 0.0  # seconds of a task, of late
+        self._early = False  # tasks are begun before those before them are answered
+        self._begun: deque[Fetched] = deque()
+        self._later: deque[Incoming] = deque()
+
+    def next(self) -> Incoming:
+        """Wait for what the worker is to do next."""
+        begun, later = self._begun, self._later
+        message: Incoming | None
+        while True:
+            if begun and begun[0].samples.ended:
+                return begun.popleft()
+            if later and not begun:
+                message = later.popleft()
+            else:
+                message = self._get()
+                if self._worker.context.cancelled and message is not None:
+                    return message
+                if message is None:
+                    continue
+                if later:
+                    later.append(message)
+                    continue
+            if self._early and isinstance(message, Task):
+                if self._ring is None:
+                    self._ring = self._listen()
+                samples = self._worker.begin(message, self._ring)
+                if samples is not None:
+                    begun.append(Fetched(message, samples))
+                    continue
+            if not begun:
+                return message
+            later.append(message)
+
+    def report(self, event: Event) -> None:
+        """Report an event, and learn from it."""
+        if type(event) is Done:
+            seconds = event.seconds
+            self._mean = seconds if not self._mean else self._mean + (seconds - self._mean) * _NEW
+            self._early = self._mean > (_LEAST / 2 if self._early else _LEAST)
+        self._report(event)
+
+    def close(self) -> None:
+        """Begin no more samples, and wait for those under way."""
+        left = [task.samples for task in self._begun]
+        self._begun.clear()
+        for samples in left:
+            samples.stop()
+        for samples in left:
+            if not samples.leave():
+                break
