@@ -171,7 +171,9 @@ class _WorkerConnection:
             both_ways(self._share)[1], None if names is None else task_names(names)
         )
         self.postmortem: PostmortemWriter | None = None
-        self._asked: deque[int] = deque()  # tasks without an answer
+        self._asked: deque[int] = (
+            deque()
+        )  # tasks without an answer; before `read_ahead`, the latest
         self._arrived: SimpleQueue[Frame | BaseException | None] | None = None
         self._one_way = True
         self._complained = False
@@ -188,7 +190,10 @@ class _WorkerConnection:
         return partial(self._arrived.put, None)
 
     def get(self) -> Message | None:
-        """Wait for the next message; None if one of our threads wants it. Raises `EOFError` when the parent has hung up."""
+        """Wait for the next message; None if one of our own threads wants that.
+
+        Raises `EOFError` when the parent has hung up.
+        """
         while True:
             frame = self._endpoint.get() if self._arrived is None else self._arrived.get()
             if frame is None:
@@ -204,6 +209,8 @@ class _WorkerConnection:
             if returned or (self._one_way and self._tasks.highest >= 0):
                 self._release(returned)
             if self.postmortem is not None and isinstance(message, Task):
+                if self._arrived is None:
+                    self._asked.clear()
                 self._asked.append(message.seq)
                 if len(self._asked) == 1:
                     self.postmortem.begin(message.seq)
@@ -237,7 +244,10 @@ class _WorkerConnection:
             parts = codec.encode_event(event, returned)
         self._write(parts, fds)
         if self.postmortem is not None:
-            self._answered(event)
+            if self._arrived is None:
+                self.postmortem.end()
+            else:
+                self._answered(event)
 
     def _answered(self, event: Event) -> None:
         """Record that the worker is at the task after that of `event`, if it has one."""

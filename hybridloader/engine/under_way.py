@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hybridloader.engine.worker import Incoming, Worker
 
 _LEAST = 1e-3
-"""Seconds that a task takes a worker and its threads, from which the next ones are begun early; half of it
-for those that are. Passing it on takes 2 % of that. See `task_sharing`, which has the rule for crews."""
+"""Seconds that a task takes a worker and its threads, from which the next ones are begun early, until
+they take half of it. Passing one on takes 2 % of that. `task_sharing` has the like of it for crews."""
 
 _NEW = 1 / 8  # part of the newest task in the mean of seconds
 

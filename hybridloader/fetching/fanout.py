@@ -1,9 +1,9 @@
 """Threads inside one worker that share the items of one call, such as the samples of a batch.
 
-The calling thread does its part of the work, so a `Fanout` of n threads starts n - 1, when it is first
-used. They hold neither the `Fanout` nor, between two calls, any object of the user, and they end when
-the `Fanout` is collected. They are daemons, unlike those of `concurrent.futures`, which
-Python joins at exit, so an item that is stuck would hold up the exit.
+In `map` the calling thread does its part of the work, so a `Fanout` of n threads starts n - 1, when it
+is first used. `begin` leaves all of it to n. They hold neither the `Fanout` nor, between two calls, any
+object of the user, and they end when the `Fanout` is collected. They are daemons, unlike those of
+`concurrent.futures`, which Python joins at exit, so an item that is stuck would hold up the exit.
 
 An item finds the thread-local state of the calling thread: `get_worker_info`, the slots that collation
 writes into, context variables, torch's gradient modes and its number of native threads. Other
@@ -124,8 +124,8 @@ class Fanout:
             except RuntimeError as error:  # no more threads, or Python is ending
                 self._most = self._started
                 warn(
-                    f"only {self._started} of {helpers} threads in one worker could be started "
-                    f"({error}); with its own, they do the work of all",
+                    f"only {self._started + 1} of {self.threads} threads in one worker could be "
+                    f"started ({error}); they do the work of all",
                 )
                 return
             self._started += 1

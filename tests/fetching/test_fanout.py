@@ -29,6 +29,8 @@ from hybridloader.fetching import fanout
 from hybridloader.fetching.collate import on_this_thread as current_slots
 from hybridloader.fetching.collate import set_slots
 from hybridloader.fetching.fanout import Fanout
+from hybridloader.memory.shared_slots import SlotWriter
+from hybridloader.memory.slots import Pool
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
@@ -201,7 +203,7 @@ def test_what_is_kept_per_thread_is_the_callers_and_only_for_the_call() -> None:
 def test_the_slots_of_a_worker_are_taken_by_one_thread_at_a_time() -> None:
     inside, most, meet = [0], [0], together(4)
 
-    class Slots:
+    class Slots(Pool):
         def empty(self, size: int) -> None:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
@@ -209,7 +211,9 @@ def test_the_slots_of_a_worker_are_taken_by_one_thread_at_a_time() -> None:
                 os.getpid()
             inside[0] -= 1
 
-    before = set_slots(Slots())
+    slots = SlotWriter(1)
+    slots.pool = Slots(slots.pool._make, 1)
+    before = set_slots(slots)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
