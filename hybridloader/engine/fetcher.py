@@ -9,13 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hybridloader._support.errors import WorkerDied
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
-    from hybridloader.engine.under_way import Begun
     from hybridloader.seeding.sample_rng import SampleRng
 
 
@@ -104,6 +103,22 @@ class GivenUp:
 
 class Spared(list[Any]):
     """Indices of a task of which some are `GivenUp`; the type tells them from others."""
+
+
+class Begun(Protocol):
+    """Samples of a task that threads have begun to fetch."""
+
+    seconds: list[float]  # that each sample took
+    ended: bool  # no sample is under way, or will be begun
+
+    def result(self) -> list[Any]:
+        """Return the samples; raise the error of the first bad one. Once, when they have ended."""
+
+    def stop(self) -> bool:
+        """Begin no more samples."""
+
+    def leave(self) -> bool:
+        """Wait for samples that are under way, but not for ever; False if some are stuck."""
 
 
 class Fetcher(ABC):

@@ -13,34 +13,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from hybridloader.engine.fetcher import Begun, TaskContext
 from hybridloader.engine.messages import Done, Event, Task
-
-if TYPE_CHECKING:
-    from hybridloader.engine.worker import Incoming, Worker
 
 _LEAST = 1e-3
 """Seconds that a task takes a worker and its threads, from which the next ones are begun early, until
 they take half of it. Passing one on takes 2 % of that. `task_sharing` has the like of it for crews."""
 
 _NEW = 1 / 8  # part of the newest task in the mean of seconds
-
-
-class Begun(Protocol):
-    """Samples of a task that threads have begun to fetch."""
-
-    seconds: list[float]  # that each sample took
-    ended: bool  # no sample is under way, or will be begun
-
-    def result(self) -> list[Any]:
-        """Return the samples; raise the error of the first bad one. Once, when they have ended."""
-
-    def stop(self) -> bool:
-        """Begin no more samples."""
-
-    def leave(self) -> bool:
-        """Wait for samples that are under way, but not for ever; False if some are stuck."""
 
 
 class Fetched(NamedTuple):
@@ -59,25 +41,26 @@ class TasksUnderWay:
 
     def __init__(
         self,
-        worker: Worker,
+        begin: Callable[[Task, Callable[[], None]], Begun | None],  # `Worker.begin`
+        context: TaskContext,
         get: Callable[
             [], Incoming | None
         ],  # waits for a message; returns None if `ring` was called
         report: Callable[[Event], None],
         listen: Callable[[], Callable[[], None]],  # gives `ring`; called before it is needed
     ) -> None:
-        self._worker, self._get, self._report, self._listen = worker, get, report, listen
+        self._begin, self._context = begin, context
+        self._get, self._report, self._listen = get, report, listen
         # All the mutable state:
         self._ring: Callable[[], None] | None = None  # called by threads, as samples have ended
         self._mean = 0.0  # seconds of a task, of late
         self._early = False  # tasks are begun before those before them are answered
         self._begun: deque[Fetched] = deque()
-        self._later: deque[Incoming] = deque()
+        self._later: deque[Any] = deque()
 
-    def next(self) -> Incoming:
+    def next(self) -> Any:
         """Wait for what the worker is to do next."""
         begun, later = self._begun, self._later
-        message: Incoming | None
         while True:
             if begun and begun[0].samples.ended:
                 return begun.popleft()
@@ -85,7 +68,7 @@ class TasksUnderWay:
                 message = later.popleft()
             else:
                 message = self._get()
-                if self._worker.context.cancelled and message is not None:
+                if self._context.cancelled and message is not None:
                     return message
                 if message is None:
                     continue
@@ -95,7 +78,7 @@ class TasksUnderWay:
             if self._early and isinstance(message, Task):
                 if self._ring is None:
                     self._ring = self._listen()
-                samples = self._worker.begin(message, self._ring)
+                samples = self._begin(message, self._ring)
                 if samples is not None:
                     begun.append(Fetched(message, samples))
                     continue

@@ -21,7 +21,7 @@ from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.errors import Failure, ResultNotSendable, no_stop, twin
 from hybridloader._support.state_copies import load_into
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetch, Fetcher, TaskContext
+from hybridloader.engine.fetcher import Abandoned, Begun, EndOfShard, Fetch, Fetcher, TaskContext
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -38,7 +38,7 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.shared_items import Alone, SharedTask
-from hybridloader.engine.under_way import Begun, Fetched, TasksUnderWay
+from hybridloader.engine.under_way import Fetched, TasksUnderWay
 from hybridloader.engine.worker_info import describe
 from hybridloader.seeding.sample_rng import SampleRng
 from hybridloader.seeding.worker_seeds import (
@@ -338,7 +338,7 @@ def run(
     """Answer messages until `Stop`, or until nobody waits: the worker loop of threads and processes."""
     under_way = None
     if listen is not None and worker.overlaps:
-        under_way = TasksUnderWay(worker, get, report, listen)
+        under_way = TasksUnderWay(worker.begin, worker.context, get, report, listen)
         get, report = under_way.next, under_way.report
     try:
         report(worker.open())

@@ -12,16 +12,13 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute
-from hybridloader.engine.fetcher import Abandoned, Fetcher, GivenUp, Spared, TaskContext
+from hybridloader.engine.fetcher import Abandoned, Begun, Fetcher, GivenUp, Spared, TaskContext
 from hybridloader.fetching.gather import Odd, gatherer
 from hybridloader.seeding.sample_rng import SeededDataset
 from hybridloader.seeding.sample_seeds import key_of
-
-if TYPE_CHECKING:
-    from hybridloader.engine.under_way import Begun
 
 
 class Spread(Protocol):
