@@ -43,9 +43,7 @@ class TasksUnderWay:
         self,
         begin: Callable[[Task, Callable[[], None]], Begun | None],  # `Worker.begin`
         context: TaskContext,
-        get: Callable[
-            [], Incoming | None
-        ],  # waits for a message; returns None if `ring` was called
+        get: Callable[[], Any],  # waits for a message; returns None if `ring` was called
         report: Callable[[Event], None],
         listen: Callable[[], Callable[[], None]],  # gives `ring`; called before it is needed
     ) -> None:
