@@ -62,27 +62,29 @@ class TasksUnderWay:
         while True:
             if begun and begun[0].samples.ended:
                 return begun.popleft()
+            if later and self._started(later[0]):
+                later.popleft()
+                continue
             if later and not begun:
-                message = later.popleft()
-            else:
-                message = self._get()
-                if self._context.cancelled and message is not None:
-                    return message
-                if message is None:
-                    continue
-                if later:
-                    later.append(message)
-                    continue
-            if self._early and isinstance(message, Task):
-                if self._ring is None:
-                    self._ring = self._listen()
-                samples = self._begin(message, self._ring)
-                if samples is not None:
-                    begun.append(Fetched(message, samples))
-                    continue
-            if not begun:
+                return later.popleft()
+            message = self._get()
+            if message is None:
+                continue
+            if self._context.cancelled:
                 return message
             later.append(message)
+
+    def _started(self, message: Any) -> bool:
+        """Have the threads begin a task; False if the worker is to do it, as a whole and in its turn."""
+        if not (self._early and isinstance(message, Task)):
+            return False
+        if self._ring is None:
+            self._ring = self._listen()
+        samples = self._begin(message, self._ring)
+        if samples is None:
+            return False
+        self._begun.append(Fetched(message, samples))
+        return True
 
     def report(self, event: Event) -> None:
         """Report an event, and learn from it."""
