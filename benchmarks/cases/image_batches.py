@@ -90,10 +90,10 @@ def cpu_per_gigabyte(measurements: Sequence[Measurement]) -> list[Measurement]:
 _TWO_SPEEDS = (
     "This host has two speeds for two cores that copy at once, which change within seconds: together "
     "they take 0.12 or 0.30 ms for a batch of 10 MB, one alone takes 0.25 ms. In slices of 30 to 50 ms, "
-    "in turn with both cores together, threads reach 1.06 (10 MB) and 0.94 (38 MB), `fork` 0.82 and "
-    "0.88, in the median of one run. No page is new then. At 10 MB the number of slots in turn counts, "
-    "as fewer stay in the cache: `fork` reaches 0.86 with one batch prefetched for each worker, 0.78 "
-    "with two, 0.74 with three."
+    "in turn with both cores together, threads reach 1.06 (10 MB) and 0.94 (38 MB), `fork` 0.78 to "
+    "0.82 and 0.84 to 0.88. No page is new then. At 10 MB the number of slots in turn counts, probably "
+    "because fewer of them stay in the cache: `fork` reaches 0.86 with one batch prefetched for each "
+    "worker, 0.78 with two, 0.74 with three."
 )
 TARGETS = (
     faster_than_torch("P1", ">= 10x torch", 10, WITH_WORKERS),
