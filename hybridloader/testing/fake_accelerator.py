@@ -332,6 +332,8 @@ class FakeAccelerator:
         return view
 
     def _release(self, address: int) -> None:
+        if self._user != os.getpid():
+            return  # in a fork: a thread that had the lock is not there to give it back
         with self._lock:
             block = self._blocks.pop(address)
             block.marks = [self._marked(stream) for stream in block.keepers]
