@@ -25,14 +25,8 @@ from hybridloader.engine.numbering import ItemCounter, NumberedSending
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import (
-    ACTIVE,
-    Dispatch,
-    RunState,
-    Scheduler,
-    WorkerState,
-    round_robin,
-)
+from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
+from hybridloader.engine.states import ACTIVE, RunState, WorkerState
 from hybridloader.engine.supervision import Supervisor
 from hybridloader.engine.worker_table import WorkerTable
 

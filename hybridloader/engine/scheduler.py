@@ -17,91 +17,18 @@ or counted in `skipped` (the worker's shard ended before it) or in `abandoned` (
 came first). A worker may be replaced in the middle: its tasks are then sent to the new one, under the
 same numbers.
 
-Both machines are the tables below. A pair that is not in its table is illegal: it raises
-`IllegalTransition` and changes nothing.
+The states of the run and of its workers, and the moves between them, are the tables of `states.py`.
+An illegal move raises `IllegalTransition` and changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import NamedTuple
 
 from hybridloader._support.errors import IllegalTransition
 from hybridloader.engine.messages import Done, Event, Exhausted, Exited, Failed, Ready, Result
-
-
-class _State(Enum):
-    __hash__ = object.__hash__  # Enum's own is a call of Python's, for each look into a table
-
-
-class RunState(_State):
-    NEW = "NEW"
-    RUNNING = "RUNNING"
-    DRAINING = "DRAINING"
-    IDLE = "IDLE"
-    CLOSING = "CLOSING"
-    CLOSED = "CLOSED"
-
-
-class WorkerState(_State):
-    STARTING = "STARTING"
-    READY = "READY"
-    EXHAUSTED = "EXHAUSTED"
-    ABSENT = "ABSENT"
-    STOPPING = "STOPPING"
-    GONE = "GONE"
-
-
-# fmt: off
-RUN_TABLE: dict[tuple[RunState, str], RunState] = {
-    (RunState.NEW,      "begin"):   RunState.RUNNING,
-    (RunState.NEW,      "fault"):   RunState.CLOSING,
-    (RunState.NEW,      "close"):   RunState.CLOSING,
-    (RunState.RUNNING,  "begin"):   RunState.RUNNING,
-    (RunState.RUNNING,  "ended"):   RunState.DRAINING,
-    (RunState.RUNNING,  "fault"):   RunState.CLOSING,
-    (RunState.RUNNING,  "close"):   RunState.CLOSING,
-    (RunState.DRAINING, "begin"):   RunState.RUNNING,
-    (RunState.DRAINING, "drained"): RunState.IDLE,
-    (RunState.DRAINING, "fault"):   RunState.CLOSING,
-    (RunState.DRAINING, "close"):   RunState.CLOSING,
-    (RunState.IDLE,     "begin"):   RunState.RUNNING,
-    (RunState.IDLE,     "fault"):   RunState.CLOSING,
-    (RunState.IDLE,     "close"):   RunState.CLOSING,
-    (RunState.CLOSING,  "fault"):   RunState.CLOSING,
-    (RunState.CLOSING,  "close"):   RunState.CLOSING,
-    (RunState.CLOSING,  "gone"):    RunState.CLOSED,
-    (RunState.CLOSED,   "close"):   RunState.CLOSED,
-}
-
-WORK_TABLE: dict[tuple[WorkerState, str], WorkerState] = {
-    (WorkerState.STARTING,  "ready"):     WorkerState.READY,
-    (WorkerState.STARTING,  "begin"):     WorkerState.STARTING,
-    (WorkerState.STARTING,  "replaced"):  WorkerState.STARTING,
-    (WorkerState.STARTING,  "stop"):      WorkerState.STOPPING,
-    (WorkerState.STARTING,  "exited"):    WorkerState.GONE,
-    (WorkerState.READY,     "exhausted"): WorkerState.EXHAUSTED,
-    (WorkerState.READY,     "begin"):     WorkerState.READY,
-    (WorkerState.READY,     "replaced"):  WorkerState.STARTING,
-    (WorkerState.READY,     "stop"):      WorkerState.STOPPING,
-    (WorkerState.READY,     "exited"):    WorkerState.GONE,
-    (WorkerState.EXHAUSTED, "exhausted"): WorkerState.EXHAUSTED,
-    (WorkerState.EXHAUSTED, "begin"):     WorkerState.READY,
-    (WorkerState.EXHAUSTED, "replaced"):  WorkerState.ABSENT,  # nobody needs it before the next epoch
-    (WorkerState.EXHAUSTED, "stop"):      WorkerState.STOPPING,
-    (WorkerState.EXHAUSTED, "exited"):    WorkerState.GONE,
-    (WorkerState.ABSENT,    "begin"):     WorkerState.STARTING,
-    (WorkerState.ABSENT,    "stop"):      WorkerState.GONE,
-    (WorkerState.STOPPING,  "ready"):     WorkerState.STOPPING,
-    (WorkerState.STOPPING,  "exhausted"): WorkerState.STOPPING,
-    (WorkerState.STOPPING,  "stop"):      WorkerState.STOPPING,
-    (WorkerState.STOPPING,  "exited"):    WorkerState.GONE,
-    (WorkerState.GONE,      "stop"):      WorkerState.GONE,
-}
-# fmt: on
-
-ACTIVE = (WorkerState.READY, WorkerState.STARTING)  # states of workers that get tasks
+from hybridloader.engine.states import ACTIVE, RunState, WorkerState, run_after, worker_after
 
 _RUNNING = RunState.RUNNING  # bound once: Python 3.11 takes 0.2 us to look it up
 _OVER = (RunState.CLOSING, RunState.CLOSED)
@@ -215,7 +142,7 @@ class Scheduler:
 
     def begin(self) -> list[Result]:
         """Begin an epoch; return the results that nobody will pop, to be discarded."""
-        run = self._after(self.run, "begin")
+        run = run_after(self.run, "begin")
         workers = [self._worker_after(i, "begin") for i in range(len(self.workers))]
         self.run, self.workers = run, workers
         dropped = self._abandon()
@@ -238,7 +165,7 @@ class Scheduler:
         return seq
 
     def source_ended(self) -> None:
-        self.run = self._after(self.run, "ended")
+        self.run = run_after(self.run, "ended")
         self.free = 0
 
     def take_in(self, results: Iterable[Result]) -> list[Result]:
@@ -316,7 +243,7 @@ class Scheduler:
     def drain(self) -> bool:
         """End the epoch if nothing is left to assign, to come or to be popped; tell if it has ended."""
         if self.run is RunState.DRAINING and not self.sent and not self.done:
-            self.run = self._after(self.run, "drained")
+            self.run = run_after(self.run, "drained")
         return self.run is RunState.IDLE
 
     def stop(self, worker: int) -> None:
@@ -338,10 +265,10 @@ class Scheduler:
 
     def close(self) -> list[Result]:
         """End the run; return the results that nobody will pop, to be discarded."""
-        self.run = self._after(self.run, "close")
+        self.run = run_after(self.run, "close")
         self.workers = [self._worker_after(i, "stop") for i in range(len(self.workers))]
         if self.run is not RunState.CLOSED and self._all_gone():
-            self.run = self._after(self.run, "gone")
+            self.run = run_after(self.run, "gone")
         self.free = 0
         return self._abandon()
 
@@ -354,7 +281,7 @@ class Scheduler:
         states = [*self.workers[: event.worker], state, *self.workers[event.worker + 1 :]]
         run: RunState = self.run
         if run is RunState.RUNNING and not any(s in ACTIVE for s in states):
-            run = self._after(run, "ended")
+            run = run_after(run, "ended")
         self.run, self.workers = run, states
         for seq in [seq for seq, worker in self.sent.items() if worker == event.worker]:
             del self.sent[seq]
@@ -367,14 +294,14 @@ class Scheduler:
     def _handle_exited(self, event: Exited) -> None:
         asked = self.workers[event.worker] is WorkerState.STOPPING
         gone = self._worker_after(event.worker, "exited")
-        run = self.run if asked else self._after(self.run, "fault")
+        run = self.run if asked else run_after(self.run, "fault")
         self.workers[event.worker], self.run = gone, run
         self._count_free()
         if not asked and self.fault is None:
             cause = event.cause or "exited without being asked to"
             self.fault = Fault(event.worker, cause, tuple(self.held(event.worker)), event)
         if self.run is RunState.CLOSING and self._all_gone():
-            self.run = self._after(self.run, "gone")
+            self.run = run_after(self.run, "gone")
 
     def _turn(self) -> int:
         """Return the number of the result whose turn it is, past those of shards that have ended."""
@@ -411,18 +338,5 @@ class Scheduler:
     def _all_gone(self) -> bool:
         return all(state is WorkerState.GONE for state in self.workers)
 
-    @staticmethod
-    def _after(state: RunState, event: str) -> RunState:
-        try:
-            return RUN_TABLE[state, event]
-        except KeyError:
-            raise IllegalTransition(f"run is {state.value}: {event!r} is illegal") from None
-
     def _worker_after(self, worker: int, event: str) -> WorkerState:
-        state = self.workers[worker]
-        try:
-            return WORK_TABLE[state, event]
-        except KeyError:
-            raise IllegalTransition(
-                f"worker {worker} is {state.value}: {event!r} is illegal"
-            ) from None
+        return worker_after(worker, self.workers[worker], event)

@@ -44,7 +44,7 @@ from hybridloader.engine.messages import (
     Task,
 )
 from hybridloader.engine.payload import ByReference
-from hybridloader.engine.scheduler import WorkerState
+from hybridloader.engine.states import WorkerState
 
 QUICK = 1e-4
 """Seconds of a task so short that two are sent at a time: what it costs to wake a worker is then more

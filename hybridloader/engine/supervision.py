@@ -20,7 +20,7 @@ from hybridloader.engine.fetcher import GivenUp, Spared
 from hybridloader.engine.messages import Exited, Task
 from hybridloader.engine.numbering import NumberedSending
 from hybridloader.engine.restart import Deaths, RestartPolicy
-from hybridloader.engine.scheduler import WorkerState
+from hybridloader.engine.states import WorkerState
 from hybridloader.engine.worker_table import START, WorkerTable
 
 _NEVER_READY = (

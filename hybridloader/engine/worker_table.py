@@ -20,7 +20,8 @@ from hybridloader.engine.diagnosis import (
     workers_table,
 )
 from hybridloader.engine.messages import Result, WorkerSpec
-from hybridloader.engine.scheduler import ACTIVE, Fault, Scheduler, WorkerState
+from hybridloader.engine.scheduler import Fault, Scheduler
+from hybridloader.engine.states import ACTIVE, WorkerState
 
 START = 30.0
 """Seconds that a worker may take to get ready where tasks are timed: a fresh process that imports torch

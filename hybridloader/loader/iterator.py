@@ -31,12 +31,7 @@ from hybridloader.engine.fetcher import Abandoned, Fetch
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, Watch
 from hybridloader.engine.restart import RestartPolicy
-from hybridloader.engine.scheduler import (
-    Dispatch,
-    least_busy,
-    round_robin,
-    round_robin_with_room,
-)
+from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.collate import without_torch
 from hybridloader.fetching.fetch import IterableFetch, MapFetch

@@ -19,7 +19,8 @@ from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.state_copies import copied, load_into
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
+from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
+from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.samples import Apart
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint

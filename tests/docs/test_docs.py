@@ -145,7 +145,7 @@ def test_the_files_that_a_page_names_are_there(page: str) -> None:
 
 
 def test_the_tables_on_the_page_of_internals_are_those_of_the_scheduler() -> None:
-    from hybridloader.engine.scheduler import RUN_TABLE, WORK_TABLE
+    from hybridloader.engine.states import RUN_TABLE, WORK_TABLE
 
     page = (ROOT / "docs" / "internals.md").read_text()
     for name, table in (("run", RUN_TABLE), ("worker", WORK_TABLE)):

@@ -16,14 +16,18 @@ from hybridloader.engine.messages import Done, Exhausted, Exited, Failed, Ready
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.scheduler import (
     FADE,
-    RUN_TABLE,
-    WORK_TABLE,
-    RunState,
     Scheduler,
-    WorkerState,
     least_busy,
     round_robin,
     round_robin_with_room,
+)
+from hybridloader.engine.states import (
+    RUN_TABLE,
+    WORK_TABLE,
+    RunState,
+    WorkerState,
+    run_after,
+    worker_after,
 )
 
 RUN_EVENTS = sorted({event for _, event in RUN_TABLE})
@@ -76,21 +80,19 @@ def test_a_run_moves_as_its_table_says_and_an_illegal_move_changes_nothing(
     target = RUN_TABLE.get((state, event))
     if target is None:
         with pytest.raises(IllegalTransition, match=f"{state.value}.*{event}"):
-            Scheduler._after(state, event)
+            run_after(state, event)
     else:
-        assert Scheduler._after(state, event) is target
+        assert run_after(state, event) is target
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(WorkerState, WORK_EVENTS)))
 def test_a_worker_moves_as_its_table_says(state: WorkerState, event: str) -> None:
-    scheduler = Scheduler(1, 1)
-    scheduler.workers[0] = state
     target = WORK_TABLE.get((state, event))
     if target is None:
         with pytest.raises(IllegalTransition, match=f"worker 0 is {state.value}.*{event}"):
-            scheduler._worker_after(0, event)
+            worker_after(0, state, event)
     else:
-        assert scheduler._worker_after(0, event) is target
+        assert worker_after(0, state, event) is target
 
 
 def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:

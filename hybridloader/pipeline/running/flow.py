@@ -13,8 +13,9 @@ from hybridloader.engine.feed import Feed, TaskBatching, is_forwarded
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import FINAL, Relay
-from hybridloader.engine.scheduler import ACTIVE, Scheduler
+from hybridloader.engine.scheduler import Scheduler
 from hybridloader.engine.stage import Stage
+from hybridloader.engine.states import ACTIVE
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
