@@ -1,0 +1,1 @@
+"""Statistics of loaders and pipelines: what waited for what, and what to change."""

@@ -1,0 +1,89 @@
+"""Attribution of a loop's waits to the stages that were busy meanwhile: pure functions.
+
+At each moment of a wait the stall belongs to the stages that are busy then, in proportion to the busy
+share of their workers. A moment in which no stage is busy belongs to none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from hybridloader.observe.recording import LoopRecord, Span, Wait
+
+
+def attribute(stages: Sequence[Iterable[Span]], waits: Iterable[Wait]) -> list[float]:
+    """Return the seconds of `waits` that belong to each of `stages`, given by its spans.
+
+    The waits follow one another. The sum of the result is never more than the sum of the waits.
+    """
+    moves: list[tuple[float, int, int, float]] = []  # time, stage (-1: the loop), +1 or -1, part
+    for wait in waits:
+        if wait.ended > wait.began:
+            moves += ((wait.began, -1, 1, 0.0), (wait.ended, -1, -1, 0.0))
+    for number, spans in enumerate(stages):
+        for span in spans:
+            if span.ended > span.began and span.part > 0:
+                moves += (
+                    (span.began, number, 1, span.part),
+                    (span.ended, number, -1, -span.part),
+                )
+    moves.sort()
+    found = [0.0] * len(stages)
+    busy, parts = [0] * len(stages), [0.0] * len(stages)  # open spans of each, and their sum
+    waiting, before = 0, 0.0
+    for time, number, step, part in moves:
+        if waiting and time > before:
+            whole = math.fsum(parts)
+            if whole > 0:
+                took = time - before
+                for stage, own in enumerate(parts):
+                    if own:
+                        found[stage] += took * (own / whole)
+        before = time
+        if number < 0:
+            waiting += step
+            continue
+        busy[number] += step
+        # Not what is left by rounding, once the last span has ended.
+        parts[number] = parts[number] + part if busy[number] else 0.0
+    return found
+
+
+def between(began: float, ended: float, pauses: Iterable[tuple[float, float]]) -> list[Span]:
+    """Return the spans from `began` to `ended` that are in none of the `pauses`."""
+    spans, at = [], began
+    for first, last in sorted(pauses):
+        if first > at:
+            spans.append(Span(at, min(first, ended)))
+        at = max(at, last)
+        if at >= ended:
+            return spans
+    if at < ended:
+        spans.append(Span(at, ended))
+    return spans
+
+
+def within(waits: Iterable[Wait], began: float, ended: float) -> list[Wait]:
+    """Return what of `waits` is between two times."""
+    cut = (Wait(max(wait.began, began), min(wait.ended, ended)) for wait in waits)
+    return [wait for wait in cut if wait.ended > wait.began]
+
+
+def length(waits: Iterable[Wait]) -> float:
+    """Return the seconds of all `waits`."""
+    return math.fsum(wait.ended - wait.began for wait in waits)
+
+
+def percentile(loop: LoopRecord, waits: Sequence[Wait], part: float) -> float:
+    """Return the seconds that a call of `next()` did not exceed in `part` of the calls.
+
+    `waits` are those of `loop.waits` that count. Shorter calls take what they take on average.
+    """
+    longer = len(loop.waits)
+    # Those that were dropped had shorter calls among them, too.
+    brief = round(loop.brief * longer / (longer + loop.dropped)) if loop.dropped else loop.brief
+    rank = max(0, math.ceil(part * (brief + len(waits))) - 1)
+    if rank >= brief and waits:
+        return sorted(wait.ended - wait.began for wait in waits)[rank - brief]
+    return loop.brief_seconds / loop.brief if loop.brief else 0.0

@@ -1,0 +1,153 @@
+"""Comparison of two statistics: what changed, and by how much."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybridloader._support.text import table
+from hybridloader.observe.stats import Stats
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure, before and after; None where there was no such stage.
+
+    `unit` is ``"s"``, ``"B"``, ``"%"`` (a share from 0 to 1), ``"/s"``, or empty for a number.
+    """
+
+    name: str
+    before: float | None
+    after: float | None
+    unit: str
+
+    @property
+    def ratio(self) -> float | None:
+        """After, as a multiple of before; None if there is nothing to divide by."""
+        if self.before is None or self.after is None or self.before <= 0:
+            return None
+        return self.after / self.before
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two statistics side by side; printed, a table and a sentence."""
+
+    before: Stats
+    after: Stats
+    changes: tuple[Change, ...]
+
+    @property
+    def speedup(self) -> float | None:
+        """Items a second after, as a multiple of those before; None if one of them had none."""
+        return self.changes[0].ratio
+
+    @property
+    def summary(self) -> str:
+        """What changed, as a sentence."""
+        speedup, shares = self.speedup, (self.before.stall.share, self.after.stall.share)
+        if not speedup:
+            return "One of the two had no items."
+        faster = f"{speedup:.2f} times as many" if abs(speedup - 1) >= 0.02 else "as many"
+        return (
+            f"The second had {faster} items a second; its loop waited for {shares[1]:.0%} of the time, "
+            f"that of the first for {shares[0]:.0%}."
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Verdicts of both, as a sentence."""
+        causes = [
+            v.cause
+            if v.stage is None
+            else f"{v.cause}, {v.stage}" + (f" ({v.kind})" if v.kind else "")
+            for v in (self.before.verdict, self.after.verdict)
+        ]
+        if causes[0] == causes[1]:
+            return f"The bottleneck stayed the same: {causes[0]}. {self.after.verdict.advice}"
+        return (
+            f"The bottleneck was: {causes[0]}; it is now: {causes[1]}. {self.after.verdict.advice}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the changes as a dict of JSON types."""
+        return {
+            "speedup": self.speedup,
+            "changes": [asdict(change) | {"ratio": change.ratio} for change in self.changes],
+            "summary": self.summary,
+            "verdict": self.verdict,
+        }
+
+    def __str__(self) -> str:
+        from hybridloader.observe.display import comparison_rows
+
+        return "\n".join([*table(comparison_rows(self), (0,)), self.summary, self.verdict])
+
+    def print(self) -> None:
+        """Print the table and the sentences."""
+        print(self)
+
+    def _repr_html_(self) -> str:
+        from hybridloader.observe.display import comparison_html
+
+        return comparison_html(self)
+
+
+def compare(a: Stats, b: Stats) -> Comparison:
+    """Compare two statistics, such as those of two epochs with other numbers of workers.
+
+    Parameters
+    ----------
+    a, b
+        Results of `stats()`, of loaders or pipelines: the one before, and the one after a change.
+
+    Returns
+    -------
+    Comparison
+        Figures side by side; stages are matched by their names. Printed, it is a table.
+
+    Raises
+    ------
+    TypeError
+        One of them is no result of `stats()`.
+    """
+    for stats in (a, b):
+        if not isinstance(stats, Stats):
+            raise TypeError(
+                f"compare() takes two results of stats(), not {type(stats).__name__}; call "
+                "compare(before.stats(), after.stats())"
+            )
+    changes = [
+        Change("items a second", _rate(a), _rate(b), "/s"),
+        Change("stall, share of the time", a.stall.share, b.stall.share, "%"),
+        Change("stall, median a batch", a.stall.p50, b.stall.p50, "s"),
+        Change("stall, 99 % a batch", a.stall.p99, b.stall.p99, "s"),
+        Change("before the prefetch was full", a.stall.warmup, b.stall.warmup, "s"),
+    ]
+    for name in dict.fromkeys(stage.name for stage in (*a.stages, *b.stages)):
+        changes += _of_stage(name, a, b)
+    for fault, one in vars(a.faults).items():
+        other = getattr(b.faults, fault)
+        if one or other:
+            changes.append(Change(fault, one, other, ""))
+    return Comparison(a, b, tuple(changes))
+
+
+def _of_stage(name: str, a: Stats, b: Stats) -> list[Change]:
+    one, other = ({s.name: s for s in stats.stages}.get(name) for stats in (a, b))
+    changes = [
+        Change(
+            f"{name}: busy an item",
+            *(None if s is None or not s.items else s.busy / s.items for s in (one, other)),
+            "s",
+        ),
+        Change(f"{name}: load", *(None if s is None else s.load for s in (one, other)), "%"),
+    ]
+    stalls = [None if s is None else s.stall for s in (one, other)]
+    if any(stalls):
+        changes.append(Change(f"{name}: stall", *stalls, "s"))
+    return changes
+
+
+def _rate(stats: Stats) -> float:
+    return stats.items / stats.seconds if stats.seconds > 0 else 0.0

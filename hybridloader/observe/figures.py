@@ -1,0 +1,117 @@
+"""Figures of a recording that the statistics show and the verdict is made of: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridloader.observe.attribution import attribute, length, percentile, within
+from hybridloader.observe.recording import Recording, StageRecord
+
+REST = "none of them"
+"""Name of the stall in which no stage was busy."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of one recording."""
+
+    recording: Recording
+    names: tuple[str, ...]
+    """Names of the stages; no two are the same."""
+    full: float | None
+    """Time at which the prefetch was full; None if it never was."""
+    seconds: float
+    """Seconds since the prefetch was full, as all below."""
+    calls: int
+    """Calls of `next()`."""
+    stall: float
+    """Seconds that it spent in `next()`."""
+    warmup: float
+    """Seconds that it spent there before."""
+    p50: float
+    p99: float
+    by_stage: tuple[float, ...]
+    """Seconds of the stall that belong to each stage."""
+
+    @property
+    def share(self) -> float:
+        """Share of the stall in the time, from 0 to 1."""
+        return min(1.0, self.stall / self.seconds) if self.seconds > 0 else 0.0
+
+    @property
+    def rest(self) -> float:
+        """Seconds of the stall that belong to no stage."""
+        return max(0.0, self.stall - sum(self.by_stage))
+
+    @property
+    def started(self) -> float | None:
+        """Time at which the first task began; None if none has."""
+        firsts = [stage.first for stage in self.recording.stages if stage.first is not None]
+        return min(firsts, default=None)
+
+    @classmethod
+    def of(cls, recording: Recording) -> Figures:
+        loop = recording.loop
+        full = _full(recording)
+        since = loop.ended if full is None else min(max(full, loop.began), loop.ended)
+        seconds, whole = loop.ended - since, loop.ended - loop.began
+        later = within(loop.waits, since, loop.ended)
+        kept = length(loop.waits)
+        # Shorter calls, and those that were dropped, are spread over the time as the others are not.
+        spread = max(0.0, loop.waited - kept)
+        part = seconds / whole if whole > 0 else 0.0
+        stall = min(seconds, length(later) + spread * part)
+        # Of each stage as long as all rings go back.
+        known = [since, *(s.since for s in recording.stages if s.since is not None)]
+        if loop.dropped and loop.waits:
+            known.append(loop.waits[0].began)
+        seen = within(later, max(known), loop.ended)
+        shares = attribute([stage.spans for stage in recording.stages], seen)
+        if not seen and stall > 0:  # only short calls: each stage as often as it was busy
+            shares = _by_load(recording.stages)
+        measured = length(seen) if seen else 1.0
+        return cls(
+            recording=recording,
+            names=_names(recording.stages),
+            full=full,
+            seconds=seconds,
+            calls=0 if full is None else len(later) + loop.brief + loop.dropped,
+            stall=stall,
+            warmup=max(0.0, loop.waited - stall),
+            p50=percentile(loop, later, 0.5),
+            p99=percentile(loop, later, 0.99),
+            by_stage=tuple(stall * share / measured for share in shares),
+        )
+
+
+def _full(recording: Recording) -> float | None:
+    """Return when the last stage was full; None if one is not, although the loop has got items."""
+    times = [stage.full for stage in recording.stages if stage.measured and stage.first is not None]
+    if any(time is None for time in times):
+        return None
+    known = [time for time in times if time is not None]
+    return max(known, default=recording.loop.began if recording.loop.items else None)
+
+
+def _by_load(stages: Sequence[StageRecord]) -> list[float]:
+    loads = [load_of(stage) for stage in stages]
+    whole = max(1.0, sum(loads))
+    return [load / whole for load in loads]
+
+
+def load_of(stage: StageRecord) -> float:
+    """Return the busy share of the time of a stage's workers, from 0 to 1."""
+    whole = stage.busy + stage.starved + stage.blocked + stage.other
+    return min(1.0, stage.busy / whole) if whole > 0 else 0.0
+
+
+def _names(stages: Sequence[StageRecord]) -> tuple[str, ...]:
+    names = list[str]()
+    for stage in stages:
+        name, number = stage.name, 1
+        while name in names:
+            number += 1
+            name = f"{stage.name} ({number})"
+        names.append(name)
+    return tuple(names)

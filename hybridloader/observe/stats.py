@@ -1,0 +1,218 @@
+"""Statistics of a loader or a pipeline, one type for both, made of a `Recording`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from hybridloader.observe.figures import REST, Figures
+from hybridloader.observe.recording import CoreUse, Faults, Recording, StageRecord
+from hybridloader.observe.verdict import Verdict, judge
+
+LOOP = "your loop"
+"""Name of the row of the loop that takes the items."""
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """Statistics of one stage until now.
+
+    Attributes
+    ----------
+    name
+        Name of the stage; ``"your loop"`` is the one that takes the items, ``"sampler"`` a loader's.
+    backend
+        Backend that it runs on; ``"thread"`` for a thread between two stages, ``"caller"`` for yours.
+    num_workers
+        Number of workers.
+    items
+        Items that came out of it: batches, for a loader.
+    busy
+        Seconds that its workers worked, together, as the next four.
+    starved
+        Seconds that they had nothing to do because nothing came in.
+    blocked
+        Seconds that they had nothing to do because nobody took what they had done.
+    other
+        Seconds that they started, were handed tasks or handed over results.
+    cpu
+        CPU seconds that they used; None if that is not known.
+    bytes
+        Bytes of its results, as far as these tell; None if they do not.
+    queued
+        Items that are under way in it, or wait behind it.
+    stall
+        Seconds that your loop waited for it, once the prefetch was full.
+    faults
+        Faults, by kind.
+    """
+
+    name: str
+    backend: str
+    num_workers: int
+    items: int
+    busy: float
+    starved: float
+    blocked: float
+    other: float
+    cpu: float | None = None
+    bytes: int | None = None
+    queued: int = 0
+    stall: float = 0.0
+    faults: Faults = field(default=Faults())
+
+    @property
+    def load(self) -> float:
+        """Busy share of its workers' time, from 0 to 1."""
+        whole = self.busy + self.starved + self.blocked + self.other
+        return min(1.0, self.busy / whole) if whole > 0 else 0.0
+
+    @property
+    def skipped(self) -> int:
+        """Items that failed and were left out or replaced."""
+        return self.faults.skipped + self.faults.replaced
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Seconds that a loop waited in `next()`, once the prefetch was full.
+
+    Attributes
+    ----------
+    seconds
+        Seconds in all.
+    share
+        Share of the time since then, from 0 to 1.
+    p50, p99
+        Seconds that half, and 99 % of the batches were waited for at most.
+    by_stage
+        Seconds by the name of the stage that was busy meanwhile. ``"none of them"`` has the rest.
+    warmup
+        Seconds that were waited before the prefetch was full.
+    """
+
+    seconds: float = 0.0
+    share: float = 0.0
+    p50: float = 0.0
+    p99: float = 0.0
+    by_stage: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    warmup: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Statistics of a loader's latest epoch, or of a run of a pipeline, until now.
+
+    Printed, it is a table and the verdict; a notebook shows both.
+
+    Attributes
+    ----------
+    stages
+        Statistics of each, from the source on, your loop last.
+    stall
+        Seconds that your loop waited.
+    verdict
+        Answer to what holds your loop up, and what to change.
+    seconds
+        Seconds since it began.
+    cores
+        Cores that this program may use, and how busy they were.
+    """
+
+    stages: tuple[StageStats, ...]
+    stall: Stall
+    verdict: Verdict
+    seconds: float
+    cores: CoreUse | None = None
+
+    @property
+    def items(self) -> int:
+        """Items, or batches, that your loop got."""
+        return self.stages[-1].items
+
+    @property
+    def faults(self) -> Faults:
+        """Faults of all stages together."""
+        return sum((stage.faults for stage in self.stages), Faults())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of this as a dict of JSON types."""
+        return {
+            "seconds": self.seconds,
+            "items": self.items,
+            "stages": [asdict(stage) | {"load": stage.load} for stage in self.stages],
+            "stall": {**vars(self.stall), "by_stage": dict(self.stall.by_stage)},
+            "verdict": asdict(self.verdict),
+            "cores": None if self.cores is None else asdict(self.cores),
+            "faults": asdict(self.faults),
+        }
+
+    def __str__(self) -> str:
+        from hybridloader.observe.display import text
+
+        return text(self)
+
+    def print(self) -> None:
+        """Print the table and the verdict."""
+        print(self)
+
+    def _repr_html_(self) -> str:
+        from hybridloader.observe.display import html
+
+        return html(self)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the time of each stage, and the stall by stage, to a PNG or SVG file.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed; `pip install 'hybridloader[plot]'` does it.
+        """
+        from hybridloader.observe.plot import draw
+
+        draw(self, path)
+
+
+def stats_of(recording: Recording) -> Stats:
+    """Return the statistics that a recording makes."""
+    figures = Figures.of(recording)
+    loop = recording.loop
+    seconds = loop.ended - loop.began
+    named = zip(figures.names, recording.stages, figures.by_stage, strict=True)
+    rows = [_row(name, stage, stall) for name, stage, stall in named]
+    waited = min(loop.waited, seconds)
+    by_stage = {row.name: row.stall for row in rows}
+    if figures.rest > 0:
+        by_stage[REST] = figures.rest
+    mine = StageStats(LOOP, "caller", 1, loop.items, seconds - waited, waited, 0.0, 0.0)
+    stall = Stall(
+        figures.stall,
+        figures.share,
+        figures.p50,
+        figures.p99,
+        MappingProxyType(by_stage),
+        figures.warmup,
+    )
+    return Stats((*rows, mine), stall, judge(figures), seconds, recording.cores)
+
+
+def _row(name: str, stage: StageRecord, stall: float) -> StageStats:
+    return StageStats(
+        name=name,
+        backend=stage.backend,
+        num_workers=stage.workers,
+        items=stage.items,
+        busy=stage.busy,
+        starved=stage.starved,
+        blocked=stage.blocked,
+        other=stage.other,
+        cpu=stage.cpu,
+        bytes=stage.bytes,
+        queued=stage.queued,
+        stall=stall,
+        faults=stage.faults,
+    )

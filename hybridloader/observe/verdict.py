@@ -1,0 +1,266 @@
+"""Verdict on a recording: what holds the loop up, by what evidence, and what to change.
+
+Pure functions. The rules, and why they are in this order, are in decision 30.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+from hybridloader.observe.figures import Figures, load_of
+from hybridloader.observe.recording import CoreUse, StageRecord
+
+LEAST_CALLS = 5
+LEAST_SECONDS = 0.05
+"""Less than this, after the prefetch was full, tells nothing."""
+
+STALL = 0.05
+"""Share of the stall in the time below which the loop itself is what takes the time."""
+
+START = 0.2
+"""Share of the time before the prefetch was full, from which it matters."""
+
+FOR_CORES = 0.25
+"""Share of a stage's busy time that it waits for cores, from which these are too few."""
+
+FULL = 0.95
+"""Share of the cores that are busy, from which no worker more helps a stage that computes."""
+
+COMPUTES = 0.5
+"""Share of CPU time in the busy time, from which a stage computes and does not wait."""
+
+ONE_CORE = (0.8, 1.2)
+"""CPU seconds a second of several threads that take turns at the GIL."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Answer to what holds the loop up.
+
+    Attributes
+    ----------
+    cause
+        ``"loop"``: your loop, loading is fast enough; ``"stage"``: the stage `stage`; ``"cores"``: too
+        few cores for it; ``"source"``: the sampler or a source; ``"start"``: the time until workers
+        have started; ``"unknown"``: there is too little to tell.
+    stage
+        Name of the stage that most of the stall belongs to; None for ``"loop"``, ``"start"`` and
+        ``"unknown"``.
+    kind
+        Kind of its work: ``"waits"`` (for a disk or a network), ``"computes"``, ``"holds-gil"`` (its
+        threads keep each other and the loop from running), ``"transport"`` (packing, sending and
+        opening results); None where it is not known.
+    evidence
+        Figure behind it, as a sentence.
+    advice
+        What to change, as a sentence.
+    """
+
+    cause: str
+    stage: str | None
+    kind: str | None
+    evidence: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.evidence} {self.advice}"
+
+
+def judge(figures: Figures) -> Verdict:
+    """Return the verdict on a recording."""
+    loop = figures.recording.loop
+    whole = loop.ended - loop.began
+    if not loop.items and not loop.waited:
+        return _plain(
+            "unknown",
+            "No batch was asked for.",
+            "Ask again once the loop has run for a while.",
+        )
+    if (
+        figures.warmup > figures.stall
+        and figures.warmup >= START * whole
+        and _started_late(figures)
+    ):
+        return _start(figures, whole)
+    if figures.full is None or figures.calls < LEAST_CALLS or figures.seconds < LEAST_SECONDS:
+        return _plain(
+            "unknown",
+            f"Since the prefetch was full, {figures.calls} batches came, in {figures.seconds:.2f} s.",
+            "That is too short to tell; take more batches.",
+        )
+    if figures.share < STALL:
+        return _plain(
+            "loop",
+            f"Your loop is the bottleneck: it waited for {figures.share:.1%} of the time, "
+            f"{_time(figures.p50)} for a batch at the median.",
+            "Loading is fast enough; make the training step faster, or take workers away.",
+        )
+    if not figures.by_stage or max(figures.by_stage) <= figures.rest:
+        return _plain(
+            "unknown",
+            f"Your loop waited for {figures.share:.0%} of the time, and for most of that no stage was "
+            "busy.",
+            "Look at the rows of the table; a trace of the program may tell more.",
+        )
+    number = max(range(len(figures.by_stage)), key=figures.by_stage.__getitem__)
+    return _of_stage(figures, number)
+
+
+def _plain(cause: str, evidence: str, advice: str) -> Verdict:
+    return Verdict(cause, None, None, evidence, advice)
+
+
+def _started_late(figures: Figures) -> bool:
+    """True if most of the stall before the prefetch was full was before the first task began."""
+    began = figures.started
+    if began is None:
+        return True
+    return began - figures.recording.loop.began >= figures.warmup / 2
+
+
+def _start(figures: Figures, whole: float) -> Verdict:
+    began = figures.started
+    loop = figures.recording.loop
+    took = (loop.ended if began is None else began) - loop.began
+    return _plain(
+        "start",
+        f"The bottleneck is the start of the workers: the first began with its work after "
+        f"{_time(took)}, and the loop waited {_time(figures.warmup)} of {_time(whole)} before the "
+        f"prefetch was full, {_time(figures.stall)} after.",
+        "Keep workers from one epoch to the next (persistent_workers=True, or epochs() of a pipeline), "
+        "make what they load at their start smaller, or use threads.",
+    )
+
+
+def _of_stage(figures: Figures, number: int) -> Verdict:
+    stage, name = figures.recording.stages[number], figures.names[number]
+    cores = figures.recording.cores
+    part = figures.by_stage[number] / figures.stall
+    held = (
+        f"The bottleneck is {name}: your loop waited for {figures.share:.0%} of the time, "
+        f"{part:.0%} of it for this stage"
+    )
+    kind, why = kind_of(stage, figures.recording.switch_interval)
+    if stage.source:
+        return Verdict(
+            "source",
+            name,
+            kind,
+            f"{held}, which gives what the others work on.",
+            "Make it cheaper or give it workers: no worker more behind it will help.",
+        )
+    short = _short_of_cores(stage, kind, cores)
+    if short is not None and cores is not None:
+        return Verdict("cores", name, kind, f"{held}; {short}.", _for_cores(cores))
+    told = f"{held}; {why}." if why else f"{held}."
+    return Verdict("stage", name, kind, told, _advice(figures, stage, kind))
+
+
+def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | None, str]:
+    """Return the kind of a stage's work, and the figure that shows it."""
+    moved = stage.packing + stage.sending
+    working = max(0.0, stage.busy - stage.packing)
+    if moved > working and moved > 0:
+        return "transport", (
+            f"packing, sending and opening its results took {_time(moved)}, making them {_time(working)}"
+        )
+    late = median(stage.latencies) if len(stage.latencies) >= 3 else 0.0
+    if stage.in_process and late >= switch_interval / 2:
+        return "holds-gil", f"its results were heard {_time(late)} late, as the GIL was held"
+    if stage.cpu is None or stage.busy <= 0:
+        return None, ""
+    computed = min(1.0, stage.cpu / stage.busy)
+    spent = f"{computed:.0%} of its busy time was CPU time"
+    elapsed = _elapsed(stage)
+    if stage.in_process and stage.workers > 1 and elapsed > 0:
+        at_once, rate = stage.busy / elapsed, stage.cpu / elapsed
+        taking_turns = at_once >= 1.5 and ONE_CORE[0] <= rate <= ONE_CORE[1] and late > 1e-3
+        if taking_turns and computed < 1 / ONE_CORE[1]:
+            return "holds-gil", f"{at_once:.1f} busy threads computed as much as {rate:.1f}"
+    return ("computes" if computed >= COMPUTES else "waits"), spent
+
+
+def _elapsed(stage: StageRecord) -> float:
+    """Return the seconds that a stage ran."""
+    whole = stage.busy + stage.starved + stage.blocked + stage.other
+    return whole / stage.workers
+
+
+def _short_of_cores(stage: StageRecord, kind: str | None, cores: CoreUse | None) -> str | None:
+    """Return the figure that shows that a stage had too few cores; None if it had enough."""
+    if cores is None or kind == "transport":
+        return None
+    if stage.wait_for_core is not None and stage.busy > 0:
+        part = stage.wait_for_core / stage.busy
+        if part >= FOR_CORES:
+            return f"its workers waited for a core for {part:.0%} of their busy time"
+    if cores.throttled >= FOR_CORES:
+        return (
+            f"the quota of {cores.cores:g} cores had run out for {cores.throttled:.0%} of the time"
+        )
+    if kind == "computes" and cores.busy is not None and cores.busy >= FULL * cores.cores:
+        return f"{cores.busy:.1f} of {cores.cores:g} cores were busy"
+    return None
+
+
+def _for_cores(cores: CoreUse) -> str:
+    others = None if cores.busy is None or cores.own is None else cores.busy - cores.own
+    if others is not None and others >= 0.25 * cores.cores:
+        return (
+            f"Other programs kept {others:.1f} of the {cores.cores:g} cores busy: end them, or go where "
+            "cores are free; more workers will not help."
+        )
+    return (
+        f"This program needs more than the {cores.cores:g} cores that it may use: make the work cheaper "
+        "or use more cores; more workers will not help."
+    )
+
+
+def _advice(figures: Figures, stage: StageRecord, kind: str | None) -> str:
+    if stage.backend in ("caller", "thread"):
+        return "It runs on one thread: make it cheaper, or give the step a backend and workers."
+    inline = stage.backend == "inline"
+    workers = 0 if inline else stage.workers
+    wanted = _workers_wanted(figures, stage)
+    if kind == "waits":
+        if inline:
+            return f"Give it workers that wait: num_workers={wanted} with backend='threads'."
+        return (
+            f"More workers wait at the same time: try num_workers={wanted} ({workers} now), or "
+            "threads_per_worker; read ahead, or from a nearer place."
+        )
+    if kind == "holds-gil":
+        return (
+            "Use processes (backend='shared-memory' or 'spawn'), or functions that leave the GIL."
+        )
+    if kind == "transport":
+        return (
+            "Return tensors or arrays, which go through shared memory, and fewer of them; do the part "
+            "that makes results large or slow to pickle behind the workers, or use threads."
+        )
+    cores = figures.recording.cores
+    if cores is not None:
+        wanted = min(wanted, max(workers, math.floor(cores.cores)))
+    if wanted > workers:
+        which = " and a backend" if inline else f" ({workers} now)"
+        return f"Give it more workers: try num_workers={wanted}{which}; or make its work cheaper."
+    return "It has a worker for each core: make its work cheaper, or use more cores."
+
+
+def _workers_wanted(figures: Figures, stage: StageRecord) -> int:
+    """Return the number of workers that would keep up with the loop, if more of them were as fast."""
+    own = figures.seconds - figures.stall  # that the loop needs itself
+    load = max(load_of(stage), 0.5) * stage.workers
+    if own <= 0:
+        return 2 * stage.workers
+    return max(
+        stage.workers + 1, min(math.ceil(load * figures.seconds / own - 0.1), 4 * stage.workers)
+    )
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -1,0 +1,238 @@
+"""Verdicts on scripted recordings of known truth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.recordings import IDLE, recording, slept, stage
+
+from hybridloader.observe.recording import CoreUse, LoopRecord, Recording, Span, Wait
+from hybridloader.observe.stats import LOOP, Stats, stats_of
+
+FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
+FULL_OF_OURS = CoreUse(2.0, 2.0, 1.9)
+
+TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
+    "a loop that takes its time": (
+        recording(stage(load=0.4), wait=0.0),
+        "loop",
+        None,
+        None,
+        "training step",
+    ),
+    "sleep": (recording(slept(stage())), "stage", "map(f)", "waits", "num_workers=4"),
+    "spin without the GIL": (
+        recording(stage()),
+        "stage",
+        "map(f)",
+        "computes",
+        "num_workers=4",
+    ),
+    "spin with the GIL": (
+        recording(replace(stage(), cpu=10.0, latencies=(5e-3, 4.8e-3, 5.2e-3))),
+        "stage",
+        "map(f)",
+        "holds-gil",
+        "shared-memory",
+    ),
+    "spin with the GIL for short": (
+        recording(replace(stage(), cpu=10.0, latencies=(1.4e-3, 1.3e-3, 1.2e-3))),
+        "stage",
+        "map(f)",
+        "holds-gil",
+        "processes",
+    ),
+    "one thread that spins with the GIL": (
+        recording(stage(workers=1, latencies=(5e-3, 5e-3, 5e-3))),
+        "stage",
+        "map(f)",
+        "holds-gil",
+        "processes",
+    ),
+    "processes that spin": (
+        recording(stage(backend="fork", in_process=False, latencies=(5e-3,) * 3)),
+        "stage",
+        "map(f)",
+        "computes",
+        "num_workers",
+    ),
+    "large results": (
+        recording(stage(backend="fork", in_process=False, packing=15.0, sending=3.0)),
+        "stage",
+        "map(f)",
+        "transport",
+        "tensors or arrays",
+    ),
+    "a slow source": (
+        recording(replace(stage("sampler", 1), source=True, backend="caller"), stage(load=0.1)),
+        "source",
+        "sampler",
+        "computes",
+        "behind it",
+    ),
+    "cores that are taken by others": (
+        recording(replace(stage(), wait_for_core=9.0, cpu=9.0), cores=FULL_OF_OTHERS),
+        "cores",
+        "map(f)",
+        "waits",
+        "Other programs kept 1.4 of the 2 cores busy",
+    ),
+    "cores that are all used": (
+        recording(stage(), cores=FULL_OF_OURS),
+        "cores",
+        "map(f)",
+        "computes",
+        "more than the 2 cores",
+    ),
+    "a quota that has run out": (
+        recording(slept(stage()), cores=CoreUse(1.5, 1.0, 1.0, throttled=0.5)),
+        "cores",
+        "map(f)",
+        "waits",
+        "1.5 cores",
+    ),
+    "sleep on busy cores": (
+        recording(slept(stage()), cores=FULL_OF_OTHERS),
+        "stage",
+        "map(f)",
+        "waits",
+        "num_workers",
+    ),
+    "the second of three": (
+        recording(stage("a", load=0.3), slept(stage("b")), stage("c", 8, load=0.3)),
+        "stage",
+        "b",
+        "waits",
+        "num_workers",
+    ),
+    "nothing known of CPU time": (
+        recording(stage(cpu=None, wait_for_core=None), cores=None),
+        "stage",
+        "map(f)",
+        None,
+        "num_workers=4",
+    ),
+    "one thread between two stages": (
+        recording(stage("batch(4)", 1, backend="thread", cpu=None)),
+        "stage",
+        "batch(4)",
+        None,
+        "runs on one thread",
+    ),
+    "nobody was busy": (recording(stage(load=0.0)), "unknown", None, None, "rows of the table"),
+}
+
+
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_the_verdict_names_what_is_known_to_be_so(truth: str) -> None:
+    made, cause, name, kind, advice = TRUTHS[truth]
+    verdict = stats_of(made).verdict
+    assert (verdict.cause, verdict.stage, verdict.kind) == (cause, name, kind), str(verdict)
+    assert advice in verdict.advice, str(verdict)
+    assert any(letter.isdigit() for letter in verdict.evidence), "a figure is behind it"
+
+
+def test_workers_that_start_late_are_the_start() -> None:
+    late = stage(first=6.0, full=8.0, spans=(Span(6.0, 10.0, 1.0),))
+    loop = LoopRecord(0.0, 10.0, 40, 6.6, (Wait(0.0, 6.5), Wait(8.5, 8.6)), brief=38)
+    verdict = stats_of(Recording((late,), loop, IDLE)).verdict
+    assert (verdict.cause, verdict.stage) == ("start", None)
+    assert "6.0 s" in verdict.evidence
+    assert "persistent_workers" in verdict.advice
+
+
+def test_a_slow_first_batch_is_not_the_start() -> None:
+    """Workers that begin at once, and take long for what fills the prefetch."""
+    slow = stage(first=0.1, full=8.0)
+    loop = LoopRecord(0.0, 10.0, 4, 7.9, (Wait(0.0, 7.9), Wait(8.5, 8.6)), brief=2)
+    assert stats_of(Recording((slow,), loop, IDLE)).verdict.cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [LoopRecord(0.0, 0.0), LoopRecord(0.0, 5.0), LoopRecord(0.0, 0.3, 3, 0.02, (Wait(0, 0.02),))],
+)
+@pytest.mark.parametrize("full", [None, 0.0])
+def test_what_is_too_short_is_unknown(loop: LoopRecord, full: float | None) -> None:
+    for stages in ((), (stage(full=full),), (stage(full=full, first=None, spans=()),)):
+        stats = stats_of(Recording(stages, loop, IDLE))
+        assert stats.verdict.cause == "unknown", stats
+        assert stats.to_dict()
+        assert str(stats)
+
+
+@st.composite
+def recordings(draw: st.DrawFn) -> Recording:
+    stages = []
+    for _ in range(draw(st.integers(0, 3))):
+        spans = []
+        at = draw(st.floats(0, 5))
+        for took, pause in draw(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 2)), max_size=5)):
+            spans.append(Span(at, at + took, draw(st.floats(0, 1))))
+            at += took + pause
+        full = draw(st.none() | st.floats(0, 10))
+        known: dict[str, Any] = {
+            "spans": tuple(spans),
+            "full": full,
+            "name": draw(st.sampled_from("ab")),
+        }
+        known["load"] = draw(st.floats(0, 1))
+        known["since"] = draw(st.none() | st.floats(0, 10))
+        stages.append(stage(**known))
+    waits, at = [], 0.0
+    for pause, took in draw(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), max_size=6)):
+        waits.append(Wait(at + pause, at + pause + took))
+        at = waits[-1].ended
+    brief = draw(st.integers(0, 100))
+    seconds = sum(wait.ended - wait.began for wait in waits) + brief * 1e-5
+    ended = at + brief * 1e-4 + draw(st.floats(0, 3))
+    loop = LoopRecord(
+        0.0,
+        ended,
+        brief + len(waits),
+        seconds,
+        tuple(waits),
+        brief,
+        brief * 1e-5,
+        draw(st.integers(0, 3)),
+    )
+    return Recording(tuple(stages), loop, draw(st.none() | st.just(FULL_OF_OTHERS)))
+
+
+@given(recordings())
+def test_figures_of_any_recording_add_up(made: Recording) -> None:
+    stats = stats_of(made)
+    stall = stats.stall
+    assert sum(stall.by_stage.values()) == pytest.approx(stall.seconds, abs=1e-6) or not made.stages
+    assert sum(row.stall for row in stats.stages) <= stall.seconds + 1e-6
+    assert 0 <= stall.share <= 1
+    assert 0 <= stall.p50 <= stall.p99
+    assert stall.seconds + stall.warmup == pytest.approx(made.loop.waited, abs=1e-6)
+    assert stats.verdict.cause in ("loop", "stage", "cores", "source", "start", "unknown")
+    names = [row.name for row in stats.stages]
+    assert len(set(names)) == len(names)
+    assert names[-1] == LOOP
+    if stats.verdict.stage is not None:
+        assert stall.by_stage[stats.verdict.stage] == max(row.stall for row in stats.stages)
+    assert isinstance(stats, Stats)
+
+
+def test_only_short_calls_are_attributed_by_load() -> None:
+    """A loop that does nothing, of batches that take microseconds."""
+    made = recording(
+        stage(load=0.9), wait=0.0, step=0.01, brief=1000, waited=9.0, brief_seconds=9.0
+    )
+    stats = stats_of(made)
+    assert stats.stall.share == pytest.approx(0.9, rel=0.01)
+    assert stats.verdict.stage == "map(f)"
+
+
+def test_a_ring_that_has_dropped_the_beginning_stands_for_the_whole() -> None:
+    whole = stats_of(recording(slept(stage())))
+    late = stage(since=5.0, spans=tuple(Span(5.0, 10.0, 0.5) for _ in range(2)))
+    part = stats_of(recording(slept(late)))
+    assert part.stages[0].stall == pytest.approx(whole.stages[0].stall, rel=0.05)

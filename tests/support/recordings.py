@@ -1,0 +1,61 @@
+"""Scripted recordings of runs whose bottleneck is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hybridloader.observe.recording import (
+    CoreUse,
+    LoopRecord,
+    Recording,
+    Span,
+    StageRecord,
+    Wait,
+)
+
+IDLE = CoreUse(8.0, 1.0, 0.9)
+"""A machine with cores to spare."""
+
+
+def stage(name: str = "map(f)", workers: int = 2, load: float = 1.0, **others: Any) -> StageRecord:
+    """A stage that ran from second 0 to second 10, always with the same load."""
+    busy = 10.0 * workers * load
+    idle = 10.0 * workers - busy
+    known: dict[str, Any] = {
+        "backend": "threads",
+        "items": 100,
+        "busy": busy,
+        "blocked": idle,
+        "cpu": busy,
+        "wait_for_core": 0.0,
+        "spans": tuple(Span(0.0, 10.0, load / workers) for _ in range(workers)),
+        "first": 0.0,
+        "full": 0.5,
+    }
+    return StageRecord(name, workers=workers, **{**known, **others})
+
+
+def loop(step: float = 0.05, wait: float = 0.05, **others: Any) -> LoopRecord:
+    """A loop of 10 seconds that waits `wait` seconds before each step."""
+    waits, at = [], 0.0
+    while at < 10.0:
+        waits.append(Wait(at, min(10.0, at + wait)))
+        at += wait + step
+    known: dict[str, Any] = {
+        "items": len(waits),
+        "waited": sum(one.ended - one.began for one in waits),
+        "waits": tuple(waits),
+    }
+    if wait <= 0:
+        known |= {"waits": (), "brief": len(waits), "waited": 0.0}
+    return LoopRecord(0.0, 10.0, **{**known, **others})
+
+
+def recording(*stages: StageRecord, cores: CoreUse | None = IDLE, **of_loop: Any) -> Recording:
+    return Recording(stages, loop(**of_loop), cores)
+
+
+def slept(record: StageRecord) -> StageRecord:
+    """The same stage, whose work took hardly any CPU time."""
+    return replace(record, cpu=0.01 * record.busy)
