@@ -60,7 +60,7 @@ def handing_on(
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Call]]:
     """Calls that the metrics of stages get meanwhile."""
-    from hybridloader.pipeline.running.stage_metrics import StageMetrics
+    from hybridloader.observe.stage_metrics import StageMetrics
 
     calls: list[Call] = []
 
@@ -86,7 +86,7 @@ def _without_payload(value: Any) -> Any:
 
 def replay(calls: list[Call], workers: int) -> float:
     """Seconds that those calls take."""
-    from hybridloader.pipeline.running.stage_metrics import StageMetrics
+    from hybridloader.observe.stage_metrics import StageMetrics
 
     metrics = StageMetrics(workers)
     bound = [partial(getattr(metrics, name), *args, **kwargs) for name, args, kwargs in calls]

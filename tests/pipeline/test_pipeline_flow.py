@@ -20,7 +20,7 @@ from hybridloader.engine.messages import Done, Event, Ready, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.reorder import TASKS
 from hybridloader.engine.stage import Stage
-from hybridloader.pipeline.running.stage_metrics import StageMetrics
+from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.testing import Call, FakeClock, Gate, ScriptedBackend, ScriptedCrew
 
 

@@ -20,7 +20,7 @@ from hybridloader.engine.contract import Crew
 from hybridloader.engine.feed import MOST, TASK_SECONDS, TaskBatching
 from hybridloader.engine.messages import Done, Failed, Task
 from hybridloader.engine.payload import ByReference
-from hybridloader.pipeline.running.stage_metrics import StageMetrics
+from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.testing import FakeClock, Gate
 
 KINDS = ("inline", "threads", "fork", "shared-memory")

@@ -20,8 +20,8 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.fetching.on_error.places import LeftOut, alike
 from hybridloader.fetching.on_error.result_queue import ResultQueue
 from hybridloader.fetching.outcome import Note
+from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.pipeline.operators.base import OperatorIterator
-from hybridloader.pipeline.running.stage_metrics import StageMetrics
 
 _NO_RESULT = (*FINAL, NotReady, WorkerTimeout)
 """Errors of a stage that are not raised in the place of a result."""

@@ -23,10 +23,10 @@ from hybridloader.engine.stage import Stage
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.source_reader import ReadersFetch
+from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.pipeline.operators.work import Lookup, Readers, Work
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
 from hybridloader.pipeline.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
-from hybridloader.pipeline.running.stage_metrics import StageMetrics
 from hybridloader.seeding.sample_seeds import Origin
 
 if TYPE_CHECKING:
