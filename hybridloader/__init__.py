@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from hybridloader.loader.dataloader import DataLoader as DataLoader
     from hybridloader.loader.stateful_dataloader import StatefulDataLoader as StatefulDataLoader
     from hybridloader.memory.limits import Memory as Memory
+    from hybridloader.observe.comparing import compare as compare
+    from hybridloader.observe.stats import Stats as Stats
     from hybridloader.pipeline.operators.base import Operator as Operator
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
     from hybridloader.records.shared_dict import SharedDict as SharedDict
@@ -82,6 +84,8 @@ __getattr__, __dir__, __all__ = lazily(
         "loader.dataloader": "DataLoader",
         "loader.stateful_dataloader": "StatefulDataLoader",
         "memory.limits": "Memory",
+        "observe.comparing": "compare",
+        "observe.stats": "Stats",
         "pipeline.operators.base": "Operator",
         "pipeline.pipeline": "Pipeline",
         "records.shared_dict": "SharedDict",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute
@@ -48,8 +48,28 @@ class Feed(ABC):
         return False
 
 
+class Observer(Protocol):
+    """Observer of a stage whose workers have meters."""
+
+    restarted: int
+    """Number of workers that took the place of one that had died."""
+
+    def told(self, event: Result, since: float, answered: Sequence[int]) -> None:
+        """Take the `Measures` out of the extras of a result.
+
+        Somebody has waited for a result `since` then, if nobody is at work meanwhile. The workers have
+        `answered` so many tasks each.
+        """
+
+    def opened(self, began: float, ended: float) -> None:
+        """Note how long it took to open a result that came with measures."""
+
+
 class FlowControl(Protocol):
     """Observer of a stage that may hold tasks back."""
+
+    limited: bool
+    """True if it may hold tasks back, so that `room` is to be asked."""
 
     def room(self) -> int | None:
         """Return how many more items may be under way; None: any number."""
@@ -63,8 +83,8 @@ class FlowControl(Protocol):
     def left(self, seq: int) -> None:
         """Note that the result of task `seq` was handed out, or will never be."""
 
-    def listening(self, seconds: float) -> None:
-        """Note that the thread that pulls the stage waited so long for an event."""
+    def listening(self, began: float, ended: float) -> None:
+        """Note that the thread that pulls the stage waited for events."""
 
     def idle(self, workers: int, *, starved: bool) -> None:
         """Note that `workers` are idle from now on: nothing came in (`starved`), or nothing went out."""

@@ -42,11 +42,14 @@ class TaskContext:
         Number of the task, for a worker that is a thread; -1: none.
     rng
         Sample RNG under ``seeding="sample"``, else None; read when a fetcher is opened.
+    retried
+        Number of calls of the user's functions that were made again because they had failed, since a
+        meter has told of some.
     extras
         Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker.
     """
 
-    __slots__ = ("at", "cancelled", "extras", "rng", "task", "tracked")
+    __slots__ = ("at", "cancelled", "extras", "retried", "rng", "task", "tracked")
 
     def __init__(self, *, tracked: bool = False) -> None:
         self.tracked = tracked
@@ -54,6 +57,7 @@ class TaskContext:
         self.rng: SampleRng | None = None
         self.extras: dict[str, Any] | None = None
         self.at = self.task = -1
+        self.retried = 0
 
     def add(self, name: str, value: Any) -> None:
         """Add metadata to the value of the task in hand."""

@@ -19,7 +19,7 @@ from hybridloader._support.errors import IteratorClosed, WorkerDied
 from hybridloader.engine.contract import Backend, WorkerHandle
 from hybridloader.engine.crews import ended_with
 from hybridloader.engine.diagnosis import WorkerReport
-from hybridloader.engine.feed import Feed, FlowControl
+from hybridloader.engine.feed import Feed, FlowControl, Observer
 from hybridloader.engine.messages import Begin, Done, Exhausted, Last, Ready, Result, WorkerSpec
 from hybridloader.engine.numbering import ItemCounter, NumberedSending
 from hybridloader.engine.refresh import Change
@@ -60,12 +60,13 @@ class Lifecycle(ABC):
         persistent: bool = False,
         dispatch: Dispatch = round_robin,  # chooses the worker of the next task
         flow_control: FlowControl | None = None,  # is told of tasks, and may hold them back
+        observer: Observer | None = None,  # is told what the meters of workers have measured
         forwards: bool = False,  # leave results unopened that go on to another process
         on_worker_death: RestartPolicy | None = None,  # None: a death is raised
         task_timeout: float = 0,  # seconds that a worker may take for one task; 0: any time
         locks: PageLocks | None = None,  # to lock the pages of results that a device will read
         counter: ItemCounter | None = None,  # to number items, under ``seeding="sample"``
-        clock: Callable[[], float] = time.monotonic,  # seconds
+        clock: Callable[[], float] = time.perf_counter,  # seconds; one for all processes
     ) -> None:
         backend.check()
         self.backend = backend
@@ -75,6 +76,7 @@ class Lifecycle(ABC):
         self._timeout, self._eager, self._clock = timeout, lookahead > 0, clock
         self._persistent, self._flow, self._forwards = persistent, flow_control, forwards
         self._reorder = reorder if ordered and lookahead > 1 else None
+        self._observer = observer
         scheduler = Scheduler(
             max(1, spec.workers), max(1, lookahead), ordered=ordered, dispatch=dispatch
         )
@@ -84,6 +86,7 @@ class Lifecycle(ABC):
         self._source: Iterator[Any] = iter(())
         self._feed: Feed | None = None  # instead of a source that is waited for
         self._quick = self._unsent = False  # the last task was `QUICK`; one has yet to be flushed
+        self._waits_since = 0.0  # when somebody began to wait for a result, if there is an observer
         self._hungry = False  # the feed had nothing when it was asked last
         self.epoch = -1  # number of the one that runs
         self._broken_off = -1  # the epoch of which nobody wants more
@@ -136,6 +139,11 @@ class Lifecycle(ABC):
     @property
     def next_seq(self) -> int:
         return self._scheduler.next_in
+
+    @property
+    def queued(self) -> int:
+        """Number of tasks that are under way, or wait to be handed out."""
+        return len(self._scheduler.sent) + len(self._scheduler.done)
 
     @property
     def active(self) -> bool:

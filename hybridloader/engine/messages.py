@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hybridloader._support.errors import Failure
     from hybridloader.engine.dataset_state import ShardStart
     from hybridloader.engine.fetcher import Fetch
+    from hybridloader.engine.meter import Metering
     from hybridloader.engine.payload import Payload
     from hybridloader.engine.refresh import Change
     from hybridloader.seeding.sample_seeds import Origin
@@ -49,6 +50,8 @@ class WorkerSpec:
     """Origin of the seeds of samples, under ``seeding="sample"``."""
     tells: bool = False
     """True if `Ready` has the first state of the dataset, or the error that the worker began with."""
+    metering: Metering | None = None
+    """Specification of a worker's meter; None measures nothing."""
 
     @property
     def sharable(self) -> bool:
@@ -122,7 +125,8 @@ class Done(NamedTuple):
     """Number of samples of its shard that the worker has read."""
     extras: dict[str, Any] | None = None
     """Metadata of the value, by name; None if there is none. ``"outcome"`` has the errors that an error
-    policy has dealt with, ``"state"`` the state of the dataset (`ShardStart`)."""
+    policy has dealt with, ``"state"`` the state of the dataset (`ShardStart`), and ``"measures"`` what a
+    meter has measured."""
 
 
 class Failed(NamedTuple):

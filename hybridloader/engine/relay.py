@@ -21,6 +21,10 @@ from hybridloader._support.errors import IteratorClosed, NotReady, Raised, Worke
 from hybridloader.engine.contract import SLICE
 
 _PATIENCE = 2.0  # seconds that `close` waits for the thread
+
+REMEMBERED = 4096
+"""Number of sleeps that a queue remembers of each side."""
+
 FINAL = (IteratorClosed, WorkerDied)  # errors of an iterator that would be raised again and again
 
 
@@ -43,12 +47,16 @@ class RelayQueue:
         self.weight = 0  # of all items
         self.closed = False  # nobody wants items any more
         self.ended = False  # the thread gives no more items
+        self.ended_at: float | None = None  # time of that, by `time.perf_counter`
         self._failed = False  # it ended with an error, and not because all had come
         self._sleepers = 0  # consumers that sleep until something comes
         self.full = False  # the thread sleeps until an item leaves
         self._wake: Callable[[], None] | None = None  # a consumer that does not sleep here
         self.count = 0  # items that have come out
         self.blocked = self.waited = 0.0  # seconds that the thread, and the consumer, slept
+        # Begin and end of these sleeps, by `time.perf_counter`:
+        self.blocks: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
 
     # -- for the thread ----------------------------------------------------------------------------
 
@@ -59,12 +67,14 @@ class RelayQueue:
             weight = self._weigh(item)
         with self.came:
             if not self._has_room(weight) and not self.closed:
-                began = time.monotonic()
+                began = time.perf_counter()
                 self.full = True
                 while not self._has_room(weight) and not self.closed:
                     self._left.wait()
                 self.full = False
-                self.blocked += time.monotonic() - began
+                ended = time.perf_counter()
+                self.blocked += ended - began
+                self.blocks.append((began, ended))
             if self.closed:
                 return False
             self.items.append((item, weight))
@@ -82,6 +92,7 @@ class RelayQueue:
             if error is not None and not self.closed:
                 self.items.append((Raised(error), 0))
             self.ended, self._failed = True, error is not None
+            self.ended_at = time.perf_counter()
             self._tell()
 
     def _tell(self) -> None:
@@ -114,18 +125,20 @@ class RelayQueue:
         self._check()
         if timeout == 0:
             raise NotReady(f"nothing has come through {self._name!r} yet")
-        began = time.monotonic()
+        began = time.perf_counter()
         self._sleepers += 1
         try:
             while not self.items:
                 self._check()
-                left = None if timeout is None else began + timeout - time.monotonic()
+                left = None if timeout is None else began + timeout - time.perf_counter()
                 if left is not None and left <= 0:
                     raise NotReady(f"nothing has come through {self._name!r} in {timeout:g} s")
                 self.came.wait(SLICE if left is None else min(left, SLICE))
         finally:
             self._sleepers -= 1
-            self.waited += time.monotonic() - began
+            ended = time.perf_counter()
+            self.waited += ended - began
+            self.waits.append((began, ended))
 
     def _check(self) -> None:
         if self.closed:

@@ -128,7 +128,7 @@ class Stage(Lifecycle, Iterator[Any]):
             worker = scheduler.dispatch(scheduler)
             if worker is None:
                 break
-            most = None if flow is None else flow.room()
+            most = flow.room() if flow is not None and flow.limited else None
             if most == 0:
                 break
             try:
@@ -172,6 +172,8 @@ class Stage(Lifecycle, Iterator[Any]):
         """Return the next result in turn; wait for it, or look once if it has come."""
         scheduler = self._scheduler
         self._fill()
+        if self._observer is not None:
+            self._waits_since = self._clock()
         deadline = self._clock() + self._timeout if self._timeout > 0 else None
         looked = False
         while True:
@@ -215,7 +217,7 @@ class Stage(Lifecycle, Iterator[Any]):
         else:
             began = self._clock()
             events = self._crew.wait(timeout)
-            flow.listening(self._clock() - began)
+            flow.listening(began, self._clock())
             self._hear(events)
         if supervisor is not None and not self._closing:
             try:
@@ -262,6 +264,10 @@ class Stage(Lifecycle, Iterator[Any]):
         self._table.take_in(results)
         if self._numbered is not None:
             self._numbered.take_in(results)
+        if self._observer is not None:
+            for result in results:
+                if result.extras is not None:
+                    self._observer.told(result, self._waits_since, self._table.answered)
         if self._flow is not None:
             for result in results:
                 if result.seq in self._scheduler.done:
@@ -276,6 +282,8 @@ class Stage(Lifecycle, Iterator[Any]):
             if self._supervisor is not None:
                 death = self._supervisor.take_in(event)
                 if death is None:
+                    if self._observer is not None:
+                        self._observer.restarted += 1
                     return
                 event = death
         wanted = self._scheduler.handle(event)
@@ -302,10 +310,15 @@ class Stage(Lifecycle, Iterator[Any]):
             place = "" if from_feed else table.place(result.worker, index, "fetching")
             Raised(result.failure.to_exception(place)).throw()
         payload = result.payload
-        if self._forwards and payload.count is not None and result.extras is None:
+        if self._forwards and payload.count is not None and not result.extras:
             return payload
         try:
-            return payload.open()
+            if self._observer is None or result.extras is None:
+                return payload.open()
+            began = self._clock()
+            value = payload.open()
+            self._observer.opened(began, self._clock())
+            return value
         except Exception as error:
             add_note(error, table.place(result.worker, index, "loading the result of"))
             table.failed = index

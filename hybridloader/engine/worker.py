@@ -35,6 +35,7 @@ from hybridloader.engine.messages import (
     Task,
     WorkerSpec,
 )
+from hybridloader.engine.meter import MEASURES, Meter
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.shared_items import Alone, SharedTask
@@ -72,6 +73,7 @@ class Worker:
         if self._rng is not None and spec.seeding is not None:
             self._seeds = seeds_by_sample(seeds, any_thread=spec.seeding.any_thread)
         self.info = self._describe()
+        self.meter = None if spec.metering is None else Meter(spec.metering)
         self._fetcher: Fetcher | None = None
         self._initialised = False
         self._broken: Exception | None = None
@@ -128,6 +130,8 @@ class Worker:
         self._let_go()
         if self._rng is not None:
             self._rng.release()
+        if self.meter is not None:
+            self.meter.close()
 
     def step(self, message: Incoming) -> Event | None:
         """Do what `message` says; return the event to report, or None."""
@@ -182,6 +186,8 @@ class Worker:
         context, fetcher = self.context, self._fetcher
         sample = self._refuse if self._broken is not None or fetcher is None else fetcher.sample
         self.shared = task
+        meter = self.meter
+        began = 0.0 if meter is None else perf_counter()
         try:
             last = task.work(sample, context, alone=alone)
         except Abandoned:
@@ -194,6 +200,8 @@ class Worker:
             raise
         finally:
             self.shared = None
+            if meter is not None:
+                meter.part(began, perf_counter())
         if not last or context.cancelled:
             return None
         try:
@@ -220,9 +228,12 @@ class Worker:
         task, samples = message
         fetcher = self._fetcher
         assert fetcher is not None
+        spent = sum(samples.seconds) / self._spec.fetch.threads
+        if self.meter is not None:
+            now = perf_counter()
+            self.meter.part(now - spent, now)
         event = self._answer(task, lambda index: fetcher.assemble(samples.result(), index))
         if isinstance(event, Done):
-            spent = sum(samples.seconds) / self._spec.fetch.threads
             return event._replace(seconds=event.seconds + spent)
         return event
 
@@ -247,7 +258,7 @@ class Worker:
     def _answer(self, task: Task, fetch: Callable[[Any], Any] | None = None) -> Event | None:
         if self._exhausted:
             return None
-        context, fetcher = self.context, self._fetcher
+        context, fetcher, meter = self.context, self._fetcher, self.meter
         try:
             if self._broken is not None:
                 if self._told and self._spec.fetch.in_turn:
@@ -257,6 +268,8 @@ class Worker:
             assert fetcher is not None
             if fetch is None:
                 fetch = fetcher.fetch
+            if meter is not None and meter.reads_cpu:
+                meter.begin()
             began = perf_counter()
             try:
                 if self._rng is None:
@@ -270,13 +283,19 @@ class Worker:
                 state = fetcher.states.due(ended=fetcher.ended)
                 if state is not None:
                     context.add("state", state)
+            fetched = perf_counter() if meter is not None and meter.packs else 0.0
             try:
                 payload = self._wrap(value)
             except ResultNotSendable as error:
                 payload = self._wrap(fetcher.mend(value, error, self._wrap))
-            seconds = perf_counter() - began
+            ended = perf_counter()
+            if meter is not None:
+                meter.busy += ended - began
+                if ended >= meter.due or context.retried:
+                    context.add(MEASURES, meter.tell(began, fetched, ended, context.retried))
+                    context.retried = 0
             extras = None if context.extras is None else context.take_extras()
-            return Done(self.worker, task.seq, payload, seconds, fetcher.position, extras)
+            return Done(self.worker, task.seq, payload, ended - began, fetcher.position, extras)
         except EndOfShard:
             self._exhausted = True
             return Exhausted(self.worker, task.seq, self._position, self._state_now())
@@ -340,6 +359,9 @@ def run(
     if listen is not None and worker.overlaps:
         under_way = TasksUnderWay(worker.begin, worker.context, get, report, listen)
         get, report = under_way.next, under_way.report
+    meter = worker.meter
+    if meter is not None:
+        meter.open()
     try:
         report(worker.open())
         while True:
@@ -349,7 +371,10 @@ def run(
             event = worker.step(message)
             del message  # slots of what it held go back with the event
             if event is not None:
-                report(event)
+                if meter is None or not meter.reports:
+                    report(event)
+                else:
+                    meter.report(report, event)
             del event  # a batch must not outlive its sending
     finally:
         if under_way is not None:

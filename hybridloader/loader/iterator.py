@@ -10,6 +10,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch.utils.data
@@ -38,12 +39,15 @@ from hybridloader.fetching.fetch import IterableFetch, MapFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.policies import parse
 from hybridloader.fetching.outcome import Outcome
+from hybridloader.loader.observation import Observation
 from hybridloader.loader.pass_seeds import PassSeeds
 from hybridloader.loader.pass_start import PassStart, ResumedDispatch
 from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
 from hybridloader.loader.refill import FullBatches
+from hybridloader.observe.loop_waits import BRIEF, LoopWaits
+from hybridloader.observe.stats import Stats
 from hybridloader.records.large import hint_at_large_container
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -103,7 +107,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pinner is not None and self._num_workers and not self._backend.in_caller:
             self._pin_thread = PinThread(self._pinner, self._timeout)
             closed_with(self, self._pin_thread)
-        self._stage = self._start()
+        fetch = self._fetch()
+        self._observation = plan.record.observation = self._observe(fetch)
+        self._loop: LoopWaits | None = None
+        self._stage = self._start(fetch)
         self._next_batch: Callable[[], Any] = self._stage.pull
         self._budget: ErrorBudget | None = None
         if self._num_workers == 0:
@@ -111,6 +118,21 @@ class LoaderIterator(_BaseDataLoaderIter):
         else:
             # As torch: the sampler's iter() is called a second time here.
             self._reset(loader, first_iter=True)
+        self._note_begin()
+
+    def _observe(self, fetch: Fetch) -> Observation | None:
+        if not self._plan.options.observe:
+            return None
+        window = self._prefetch_factor * self._num_workers
+        made = Observation("DataLoader", self._backend, fetch, self._num_workers, window)
+        made.of(self)
+        return made
+
+    def _note_begin(self) -> None:
+        observation = self._observation
+        if observation is not None:
+            observation.begun(self._stage, self._progress, self._budget)
+            self._loop = observation.loop
 
     def _shard_datapipe(self) -> None:
         """Have each rank and each worker read its part of a data pipe, by torch's rules."""
@@ -122,7 +144,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 _sharding_worker_init_fn, self._worker_init_fn, self._world_size, self._rank
             )
 
-    def _start(self) -> Stage:
+    def _start(self, fetch: Fetch) -> Stage:
         if not self._backend.in_process:
             hint_at_large_container(self._dataset)
         separate = not self._backend.in_caller and not self._sends_states
@@ -133,13 +155,14 @@ class LoaderIterator(_BaseDataLoaderIter):
         spec = WorkerSpec(
             stage="DataLoader",
             workers=self._num_workers,
-            fetch=self._fetch(),
+            fetch=fetch,
             base_seed=int(self._base_seed),
             init_fn=self._for_workers(self._worker_init_fn),
             shared_seed=self._shared_seed,
             seeding=self._seeds.origin,
             starts=self._pass_start.starts,
             tells=self._plan.state_every > 0,
+            metering=None if self._observation is None else self._observation.metering,
         )
         # A pinning thread's consumer has the time limit itself; an inline worker is the caller.
         waits = self._pin_thread is None and not self._backend.in_caller
@@ -156,6 +179,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             task_timeout=self._plan.options.task_timeout,
             locks=None if self._pinner is None else self._pinner.locks,
             counter=self._seeds.counter,
+            observer=None if self._observation is None else self._observation.measures,
         )
 
     def _rule_of_dispatch(self) -> Dispatch:
@@ -215,11 +239,15 @@ class LoaderIterator(_BaseDataLoaderIter):
             if self._pass_start.resume is None:
                 super()._reset(loader, first_iter)
         else:
+            if self._observation is not None:
+                self._observation.begin_again()
             self._reopen(loader)
         if self._stage.closed:  # a worker had died, or the iterator was closed: start again
-            self._stage = self._start()
+            self._stage = self._start(self._fetch())
         changes = () if first_iter or self._watch is None else self._watch.changes()
         self._begin(changes)
+        if not first_iter:
+            self._note_begin()
 
     def _reopen(self, loader: Any) -> None:
         """Start another pass; from a state that was loaded, with other workers."""
@@ -255,6 +283,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             if self._pinner is not None:
                 ahead += self._pinner.prefetch + 2  # in the queue, in the thread's hand, and taken
         source = start.source(self, progress, stage.next_seq, ahead)
+        if self._observation is not None and not progress.iterable:
+            source = self._observation.drawn(source)
         results = self._results(source, progress, changes)
         batches = progress.watch(results)
         if self._on_error is not None or self._joins:
@@ -335,11 +365,17 @@ class LoaderIterator(_BaseDataLoaderIter):
         return data
 
     def _next_data(self) -> Any:
+        loop = self._loop
+        began = 0.0 if loop is None else perf_counter()
         try:
             data = self._next_batch()
         except Exception as error:
+            if loop is not None:
+                loop.note(began, perf_counter())
             if isinstance(error, StopIteration):
                 self._progress.finished = True
+                if loop is not None:
+                    loop.end()
             park_at_exit()
             raise
         if self._pinner is not None and self._pin_thread is None:
@@ -350,6 +386,12 @@ class LoaderIterator(_BaseDataLoaderIter):
                 add_note(error, f"In stage {self._pinner.stage!r} of the loader, {place}.")
                 raise
         self._progress.yielded += 1
+        if loop is not None:
+            seconds = perf_counter() - began
+            if seconds < BRIEF:  # as `note` does, which would be a call more
+                loop.brief_seconds += seconds
+            else:
+                loop.note(began, began + seconds)
         return data
 
     @property
@@ -360,6 +402,12 @@ class LoaderIterator(_BaseDataLoaderIter):
     def report(self) -> str:
         """Return a table of the workers and their work. From any thread."""
         return workers_table(self._stage.report())
+
+    def stats(self) -> Stats:
+        """Return the statistics of this epoch until now; see `hybridloader.DataLoader.stats`."""
+        if self._observation is None:
+            raise RuntimeError("stats() needs an iterator of a loader with observe=True")
+        return self._observation.stats()
 
     @property
     def _workers(self) -> Sequence[WorkerHandle]:
@@ -373,6 +421,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pin_thread is not None:
             self._pin_thread.close()
         self._stage.close()
+        if self._observation is not None:
+            self._observation.end()
 
     def __enter__(self) -> LoaderIterator:
         if self._stage.closed:

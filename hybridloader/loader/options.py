@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
-from hybridloader._support.arguments import keywords, one_of, seconds, whole
+from hybridloader._support.arguments import flag, keywords, one_of, seconds, whole
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
@@ -28,6 +28,7 @@ class OptionWords(TypedDict, total=False):
     seeding: str | SampleSeeding
     shard_remainders: str
     device: Any
+    observe: bool
 
 
 class Options(NamedTuple):
@@ -40,6 +41,7 @@ class Options(NamedTuple):
     seeding: str | SampleSeeding = "worker"
     shard_remainders: str = "keep"
     device: Any = None
+    observe: bool = False
 
     @classmethod
     def said(cls, caller: str, words: Mapping[str, Any]) -> Options:
@@ -69,6 +71,7 @@ class Options(NamedTuple):
         seconds("task_timeout", self.task_timeout)
         one_of("shard_remainders", self.shard_remainders, ("keep", "join"))
         check_device(self.device)
+        flag("observe", self.observe)
 
 
 _DEFAULTS = tuple(Options._field_defaults.items())

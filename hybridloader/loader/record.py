@@ -13,13 +13,14 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.loader.observation import Observation
 from hybridloader.loader.progress import Progress
 
 
 class LoaderRecord:
     """Record of one loader."""
 
-    __slots__ = ("begun", "budget", "given", "loaded", "progress", "report")
+    __slots__ = ("begun", "budget", "given", "loaded", "observation", "progress", "report")
 
     def __init__(self) -> None:
         self.begun: int | None = None
@@ -32,6 +33,8 @@ class LoaderRecord:
         """State as `StatefulDataLoader` was given it; the error, if it could not be loaded."""
         self.budget: ErrorBudget | None = None
         """Error records of the latest pass that has an `on_error`."""
+        self.observation: Observation | None = None
+        """Observation of the latest iterator, if it is observed."""
         self.report: weakref.WeakMethod[Callable[[], str]] | None = None
         """Method `report` of the latest iterator."""
 

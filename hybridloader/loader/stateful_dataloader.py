@@ -57,7 +57,7 @@ persistent_workers, pin_memory_device, in_order
         of the worker's part. torchdata can load states that were taken with 1, if the dataset's
         `state_dict` takes less than 2 ms and a sampler's less than 50 us.
     backend, threads_per_worker, on_error, on_worker_death, task_timeout, seeding, shard_remainders, \
-device
+device, observe
         As `DataLoader`'s.
 
     Raises
@@ -117,6 +117,7 @@ device
         seeding: str | SampleSeeding = "worker",
         shard_remainders: str = "keep",
         device: str | torch.device | Accelerator | Transfer | None = None,
+        observe: bool = False,
     ) -> None:
         given = dict(locals())
         self.snapshot_every_n_steps = snapshot_every_n_steps

@@ -1,7 +1,8 @@
 """Attribution of a loop's waits to the stages that were busy meanwhile: pure functions.
 
 At each moment of a wait the stall belongs to the stages that are busy then, in proportion to the busy
-share of their workers. A moment in which no stage is busy belongs to none.
+share of their workers. A moment in which no stage is busy belongs to none; of one in which a worker is
+known to work half of the time, half does.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ def attribute(stages: Sequence[Iterable[Span]], waits: Iterable[Wait]) -> list[f
 
     The waits follow one another. The sum of the result is never more than the sum of the waits.
     """
-    moves: list[tuple[float, int, int, float]] = []  # time, stage (-1: the loop), +1 or -1, part
+    # Time, stage (-1: the loop), 1 for begin or -1 for end, part and density.
+    moves: list[tuple[float, int, int, float, float]] = []
     for wait in waits:
         if wait.ended > wait.began:
-            moves += ((wait.began, -1, 1, 0.0), (wait.ended, -1, -1, 0.0))
+            moves += ((wait.began, -1, 1, 0.0, 0.0), (wait.ended, -1, -1, 0.0, 0.0))
     for number, spans in enumerate(stages):
         for span in spans:
             if span.ended > span.began and span.part > 0:
                 moves += (
-                    (span.began, number, 1, span.part),
-                    (span.ended, number, -1, -span.part),
+                    (span.began, number, 1, span.part, span.density),
+                    (span.ended, number, -1, -span.part, -span.density),
                 )
     moves.sort()
     found = [0.0] * len(stages)
     busy, parts = [0] * len(stages), [0.0] * len(stages)  # open spans of each, and their sum
-    waiting, before = 0, 0.0
-    for time, number, step, part in moves:
+    waiting, before, active = 0, 0.0, 0.0
+    for time, number, step, part, density in moves:
         if waiting and time > before:
             whole = math.fsum(parts)
             if whole > 0:
-                took = time - before
+                took = (time - before) * min(1.0, max(0.0, active))
                 for stage, own in enumerate(parts):
                     if own:
                         found[stage] += took * (own / whole)
@@ -45,6 +47,7 @@ def attribute(stages: Sequence[Iterable[Span]], waits: Iterable[Wait]) -> list[f
             waiting += step
             continue
         busy[number] += step
+        active += density
         # Not what is left by rounding, once the last span has ended.
         parts[number] = parts[number] + part if busy[number] else 0.0
     return found

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridloader._support.text import table
-from hybridloader.observe.stats import Stats
+from hybridloader.observe.display import html, time
+from hybridloader.observe.stats import StageStats, Stats
+
+LITTLE = 0.01
+"""Load below which a stage is not compared."""
 
 
 @dataclass(frozen=True)
 class Change:
     """One figure, before and after; None where there was no such stage.
 
-    `unit` is ``"s"``, ``"B"``, ``"%"`` (a share from 0 to 1), ``"/s"``, or empty for a number.
+    `unit` is ``"s"``, ``"%"`` (a share from 0 to 1), ``"/s"``, or empty for a number.
     """
 
     name: str
@@ -79,18 +84,31 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        from hybridloader.observe.display import comparison_rows
-
-        return "\n".join([*table(comparison_rows(self), (0,)), self.summary, self.verdict])
+        return "\n".join([*table(self._rows(), (0,)), self.summary, self.verdict])
 
     def print(self) -> None:
         """Print the table and the sentences."""
         print(self)
 
     def _repr_html_(self) -> str:
-        from hybridloader.observe.display import comparison_html
+        return html(self._rows(), [self.summary, self.verdict])
 
-        return comparison_html(self)
+    def _rows(self) -> list[list[str]]:
+        rows = [["", "before", "after", "change"]]
+        for change in self.changes:
+            show, ratio = _SHOW[change.unit], change.ratio
+            figures = ("" if one is None else show(one) for one in (change.before, change.after))
+            rows.append([change.name, *figures, "" if ratio is None else f"x {ratio:.2f}"])
+        return rows
+
+
+_SHOW: dict[str, Callable[[float], str]] = {
+    "s": time,
+    "%": lambda share: f"{share:.0%}",
+    "": lambda count: f"{count:,.0f}",
+    "/s": lambda rate: f"{rate:,.1f}",
+}
+"""Functions that show a figure, by its unit."""
 
 
 def compare(a: Stats, b: Stats) -> Comparison:
@@ -135,18 +153,20 @@ def compare(a: Stats, b: Stats) -> Comparison:
 
 def _of_stage(name: str, a: Stats, b: Stats) -> list[Change]:
     one, other = ({s.name: s for s in stats.stages}.get(name) for stats in (a, b))
+
+    def change(what: str, unit: str, figure: Callable[[StageStats], float]) -> Change:
+        before, after = (None if stage is None else figure(stage) for stage in (one, other))
+        return Change(f"{name}: {what}", before, after, unit)
+
     changes = [
-        Change(
-            f"{name}: busy an item",
-            *(None if s is None or not s.items else s.busy / s.items for s in (one, other)),
-            "s",
-        ),
-        Change(f"{name}: load", *(None if s is None else s.load for s in (one, other)), "%"),
+        change("busy an item", "s", lambda stage: stage.busy / max(1, stage.items)),
+        change("load", "%", lambda stage: stage.load),
+        change("stall", "s", lambda stage: stage.stall),
     ]
-    stalls = [None if s is None else s.stall for s in (one, other)]
-    if any(stalls):
-        changes.append(Change(f"{name}: stall", *stalls, "s"))
-    return changes
+    stalls = changes.pop()
+    if all((stage is None or stage.load < LITTLE) for stage in (one, other)):
+        return []  # whatever it takes, it does not matter
+    return [*changes, stalls] if stalls.before or stalls.after else changes
 
 
 def _rate(stats: Stats) -> float:

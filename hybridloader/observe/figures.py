@@ -87,7 +87,7 @@ class Figures:
 
 def _full(recording: Recording) -> float | None:
     """Return when the last stage was full; None if one is not, although the loop has got items."""
-    times = [stage.full for stage in recording.stages if stage.measured and stage.first is not None]
+    times = [stage.full for stage in recording.stages if stage.first is not None]
     if any(time is None for time in times):
         return None
     known = [time for time in times if time is not None]

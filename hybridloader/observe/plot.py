@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
-if TYPE_CHECKING:
-    from hybridloader.observe.stats import Stats
-
-_COLOURS = {"busy": "#4c72b0", "starved": "#dddddd", "blocked": "#dd8452", "other": "#999999"}
+_COLOURS = ("#4c72b0", "#dddddd", "#dd8452", "#999999")
+_STALL, _WORST = "#e0a0a2", "#c44e52"
 
 
-def draw(stats: Stats, path: str | os.PathLike[str]) -> None:
-    """Draw `stats` to a file, of the kind that the end of its name says."""
+def draw(
+    path: str | os.PathLike[str],
+    names: Sequence[str],  # of the stages
+    parts: Mapping[str, Sequence[float]],  # seconds of each stage by cause; four causes at most
+    stalls: Sequence[float],
+    worst: str | None,  # name of the stage to mark
+    title: str,
+) -> None:
+    """Draw to a file, of the kind that the end of its name says."""
     try:
         # Not pyplot: that would choose a display, and keep every figure.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,27 +27,19 @@ def draw(stats: Stats, path: str | os.PathLike[str]) -> None:
         raise ImportError(
             "plot() needs matplotlib; install it with: pip install 'hybridloader[plot]'"
         ) from error
-    names = [stage.name for stage in stats.stages]
     figure = Figure(figsize=(9, 1.9 + 0.45 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
     times, waits = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
+    wholes = [sum(seconds) or 1.0 for seconds in zip(*parts.values(), strict=True)]
     left = [0.0] * len(names)
-    for cause, colour in _COLOURS.items():
-        shares = [
-            100 * getattr(stage, cause) / (_whole(stage) or 1.0)  # type: ignore[arg-type]
-            for stage in stats.stages
-        ]
+    for (cause, seconds), colour in zip(parts.items(), _COLOURS, strict=False):
+        shares = [100 * part / whole for part, whole in zip(seconds, wholes, strict=True)]
         times.barh(names, shares, left=left, color=colour, label=cause)
         left = [before + share for before, share in zip(left, shares, strict=True)]
     times.invert_yaxis()
     times.set_xlabel("% of the workers' time")
     times.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    colours = ["#c44e52" if name == stats.verdict.stage else "#e0a0a2" for name in names]
-    waits.barh(names, [stage.stall for stage in stats.stages], color=colours)
+    waits.barh(names, stalls, color=[_WORST if name == worst else _STALL for name in names])
     waits.set_xlabel("s that your loop waited for it")
-    figure.suptitle("\n".join(textwrap.wrap(str(stats.verdict), 110)), fontsize=9)
+    figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize=9)
     figure.savefig(path)
-
-
-def _whole(stage: object) -> float:
-    return sum(float(getattr(stage, cause)) for cause in _COLOURS)

@@ -18,6 +18,8 @@ class Span(NamedTuple):
     part: float = 1.0
     """Busy share of the workers of its stage meanwhile, by this one: 0.5 for one of two that works
     without a pause."""
+    density: float = 1.0
+    """Busy share of this worker meanwhile, from 0 to 1."""
 
 
 class Wait(NamedTuple):
@@ -98,8 +100,6 @@ class StageRecord:
     """True if its workers share the GIL with the loop."""
     source: bool = False
     """True for a sampler, and for whatever reads a source."""
-    measured: bool = True
-    """True if it has spans of its own, so that the stall can be attributed to it."""
 
 
 @dataclass(frozen=True)

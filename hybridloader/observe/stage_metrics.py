@@ -7,6 +7,7 @@ thread that pulls the stage writes them, under its lock; `stats()` reads them fr
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from hybridloader._support.sizes import size_of
 from hybridloader.engine.feed import items_in
 from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.payload import ByReference, Payload
-from hybridloader.engine.relay import RelayQueue
+from hybridloader.engine.relay import REMEMBERED, RelayQueue
 
 
 class StageMetrics:
@@ -32,18 +33,19 @@ class StageMetrics:
         prefetch: int | None = None,
         buffer_bytes: int | None = None,
         learn: Callable[[int, float], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.workers = workers
         self._prefetch, self._limit = prefetch, buffer_bytes
-        self._unbounded = prefetch is None and buffer_bytes is None
+        self.limited = prefetch is not None or buffer_bytes is not None
         self.learn = learn
         self._clock = clock
         self.behind: RelayQueue | None = None  # where results wait once they were handed out
         # All the mutable state:
-        self.items_in = self.items_out = self.tasks = 0
+        self.items_out = self.tasks = 0
         self.busy = 0.0  # seconds that workers worked, together
         self.waited = 0.0  # seconds that whoever pulls the stage waited for it
+        self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # begin and end of each
         self.starved = 0.0  # seconds that workers had nothing to do because nothing came, together
         self.blocked_seen = 0.0  # seconds that they had nothing to do because nothing went out
         self.began: float | None = None
@@ -62,8 +64,6 @@ class StageMetrics:
     # -- flow control, called by the stage -----------------------------------------------------------
 
     def room(self) -> int | None:
-        if self._unbounded:
-            return None
         queued = self.queued
         room = None
         if self._prefetch is not None:
@@ -84,7 +84,6 @@ class StageMetrics:
         if self.began is None:
             self.began = self._clock()
         count = items_in(index)
-        self.items_in += count
         self.queued += count
         self._items[seq] = count
 
@@ -92,12 +91,11 @@ class StageMetrics:
         self.tasks += 1
         if not isinstance(event, Done):
             return
-        count = self._items.get(event.seq, 1)
         self.busy += event.seconds
         if self.learn is not None:
-            self.learn(count, event.seconds)
+            self.learn(self._items.get(event.seq, 1), event.seconds)
         if self._limit is not None:
-            size, largest = _sizes_of(event.payload, count)
+            size, largest = _sizes_of(event.payload, self._items.get(event.seq, 1))
             self.queued_bytes += size
             self._bytes[event.seq] = size
             self._largest = max(self._largest, largest, 1)
@@ -111,17 +109,19 @@ class StageMetrics:
         if not (workers or self._idle) and self.began is not None:
             return  # all were at work and are: no look at the clock, in most batches
         now = self._clock()
-        passed = self._idle * (now - self._since)
-        if self._starved:
-            self.starved += passed
-        else:
-            self.blocked_seen += passed
+        if self._idle:
+            passed = self._idle * (now - self._since)
+            if self._starved:
+                self.starved += passed
+            else:
+                self.blocked_seen += passed
         self._idle, self._starved, self._since = workers, starved, now
         if self.began is None:
             self.began = now
 
-    def listening(self, seconds: float) -> None:
-        self.waited += seconds
+    def listening(self, began: float, ended: float) -> None:
+        self.waited += ended - began
+        self.waits.append((began, ended))
 
     def pulled(self) -> None:
         """Note that somebody asks for results."""

@@ -8,9 +8,13 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from hybridloader._support.text import table
+from hybridloader.observe.display import html, size, time
 from hybridloader.observe.figures import REST, Figures
 from hybridloader.observe.recording import CoreUse, Faults, Recording, StageRecord
 from hybridloader.observe.verdict import Verdict, judge
+
+_CAUSES = ("busy", "starved", "blocked", "other")
 
 LOOP = "your loop"
 """Name of the row of the loop that takes the items."""
@@ -151,18 +155,14 @@ class Stats:
         }
 
     def __str__(self) -> str:
-        from hybridloader.observe.display import text
-
-        return text(self)
+        return "\n".join([*table(self._rows()), *self._lines()])
 
     def print(self) -> None:
         """Print the table and the verdict."""
         print(self)
 
     def _repr_html_(self) -> str:
-        from hybridloader.observe.display import html
-
-        return html(self)
+        return html(self._rows(), self._lines())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the time of each stage, and the stall by stage, to a PNG or SVG file.
@@ -174,7 +174,43 @@ class Stats:
         """
         from hybridloader.observe.plot import draw
 
-        draw(self, path)
+        draw(
+            path,
+            [stage.name for stage in self.stages],
+            {cause: [getattr(stage, cause) for stage in self.stages] for cause in _CAUSES},
+            [stage.stall for stage in self.stages],
+            self.verdict.stage,
+            str(self.verdict),
+        )
+
+    def _rows(self) -> list[list[str]]:
+        """Return the cells of the table, a heading first."""
+        faults = [name for name, count in vars(self.faults).items() if count]
+        sized = any(stage.bytes for stage in self.stages)
+        heading = ["stage", "where", "items", *_CAUSES, "load", "cpu", "queued", "stall"]
+        rows = [[*heading, *(["bytes"] if sized else []), *faults]]
+        for stage in self.stages:
+            workers = f" x {stage.num_workers}" if stage.num_workers > 1 else ""
+            mark = " <" if stage.name == self.verdict.stage else ""
+            row = [stage.name, f"{stage.backend}{workers}", f"{stage.items:,}"]
+            row += [f"{getattr(stage, cause):.2f} s" for cause in _CAUSES]
+            row += [f"{stage.load:.0%}{mark}", "" if stage.cpu is None else f"{stage.cpu:.2f} s"]
+            row += [f"{stage.queued:,}", f"{stage.stall:.2f} s"]
+            if sized:
+                row.append("" if stage.bytes is None else size(stage.bytes))
+            row += [f"{getattr(stage.faults, fault):,}" for fault in faults]
+            rows.append(row)
+        rows[-1][heading.index("stall")] = ""
+        return rows
+
+    def _lines(self) -> list[str]:
+        stall = self.stall
+        return [
+            f"{self.items:,} items in {time(self.seconds)}. Your loop waited {time(stall.seconds)} "
+            f"({stall.share:.0%}; for a batch {time(stall.p50)} at the median, {time(stall.p99)} at "
+            f"99 %), and {time(stall.warmup)} before the prefetch was full.",
+            str(self.verdict),
+        ]
 
 
 def stats_of(recording: Recording) -> Stats:

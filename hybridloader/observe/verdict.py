@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
+from hybridloader.observe.display import time
 from hybridloader.observe.figures import Figures, load_of
 from hybridloader.observe.recording import CoreUse, StageRecord
 
@@ -18,6 +19,9 @@ LEAST_SECONDS = 0.05
 
 STALL = 0.05
 """Share of the stall in the time below which the loop itself is what takes the time."""
+
+LITTLE = 0.2
+"""The same, if no stage was busy for most of it: batches have to be taken, too."""
 
 START = 0.2
 """Share of the time before the prefetch was full, from which it matters."""
@@ -30,6 +34,9 @@ FULL = 0.95
 
 COMPUTES = 0.5
 """Share of CPU time in the busy time, from which a stage computes and does not wait."""
+
+MORE = 8
+"""Multiple of the workers that is advised at most: beyond it, something else will be in the way."""
 
 ONE_CORE = (0.8, 1.2)
 """CPU seconds a second of several threads that take turns at the GIL."""
@@ -91,25 +98,38 @@ def judge(figures: Figures) -> Verdict:
             "That is too short to tell; take more batches.",
         )
     if figures.share < STALL:
-        return _plain(
-            "loop",
-            f"Your loop is the bottleneck: it waited for {figures.share:.1%} of the time, "
-            f"{_time(figures.p50)} for a batch at the median.",
-            "Loading is fast enough; make the training step faster, or take workers away.",
-        )
+        return _of_loop(figures)
     if not figures.by_stage or max(figures.by_stage) <= figures.rest:
-        return _plain(
-            "unknown",
-            f"Your loop waited for {figures.share:.0%} of the time, and for most of that no stage was "
-            "busy.",
-            "Look at the rows of the table; a trace of the program may tell more.",
-        )
+        return _of_none(figures)
     number = max(range(len(figures.by_stage)), key=figures.by_stage.__getitem__)
     return _of_stage(figures, number)
 
 
 def _plain(cause: str, evidence: str, advice: str) -> Verdict:
     return Verdict(cause, None, None, evidence, advice)
+
+
+def _of_loop(figures: Figures) -> Verdict:
+    return _plain(
+        "loop",
+        f"Your loop is the bottleneck: it waited for {figures.share:.1%} of the time, "
+        f"{time(figures.p50)} for a batch at the median.",
+        "Loading is fast enough; make the training step faster, or take workers away.",
+    )
+
+
+def _of_none(figures: Figures) -> Verdict:
+    """Judge a stall in most of which no stage was busy."""
+    if figures.share < LITTLE:
+        return _of_loop(figures)
+    waited = (
+        f"Your loop waited for {figures.share:.0%} of the time, for most of that no stage was busy"
+    )
+    cores = figures.recording.cores
+    if cores is not None and cores.busy is not None and cores.busy >= FULL * cores.cores:
+        told = f"{waited}, and {cores.busy:.1f} of {cores.cores:g} cores were."
+        return Verdict("cores", None, None, told, _for_cores(cores))
+    return _plain("unknown", f"{waited}.", "Look for what the times of the table have in common.")
 
 
 def _started_late(figures: Figures) -> bool:
@@ -127,8 +147,8 @@ def _start(figures: Figures, whole: float) -> Verdict:
     return _plain(
         "start",
         f"The bottleneck is the start of the workers: the first began with its work after "
-        f"{_time(took)}, and the loop waited {_time(figures.warmup)} of {_time(whole)} before the "
-        f"prefetch was full, {_time(figures.stall)} after.",
+        f"{time(took)}, and the loop waited {time(figures.warmup)} of {time(whole)} before the "
+        f"prefetch was full, {time(figures.stall)} after.",
         "Keep workers from one epoch to the next (persistent_workers=True, or epochs() of a pipeline), "
         "make what they load at their start smaller, or use threads.",
     )
@@ -149,7 +169,9 @@ def _of_stage(figures: Figures, number: int) -> Verdict:
             name,
             kind,
             f"{held}, which gives what the others work on.",
-            "Make it cheaper or give it workers: no worker more behind it will help.",
+            "Make it cheaper, or do its work in a step that has workers: no worker more behind it helps."
+            if stage.backend in ("caller", "thread")
+            else _advice(figures, stage, kind),
         )
     short = _short_of_cores(stage, kind, cores)
     if short is not None and cores is not None:
@@ -164,11 +186,11 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
     working = max(0.0, stage.busy - stage.packing)
     if moved > working and moved > 0:
         return "transport", (
-            f"packing, sending and opening its results took {_time(moved)}, making them {_time(working)}"
+            f"packing, sending and opening its results took {time(moved)}, making them {time(working)}"
         )
     late = median(stage.latencies) if len(stage.latencies) >= 3 else 0.0
     if stage.in_process and late >= switch_interval / 2:
-        return "holds-gil", f"its results were heard {_time(late)} late, as the GIL was held"
+        return "holds-gil", f"its results were heard {time(late)} late, as the GIL was held"
     if stage.cpu is None or stage.busy <= 0:
         return None, ""
     computed = min(1.0, stage.cpu / stage.busy)
@@ -256,11 +278,5 @@ def _workers_wanted(figures: Figures, stage: StageRecord) -> int:
     if own <= 0:
         return 2 * stage.workers
     return max(
-        stage.workers + 1, min(math.ceil(load * figures.seconds / own - 0.1), 4 * stage.workers)
+        stage.workers + 1, min(math.ceil(load * figures.seconds / own - 0.1), MORE * stage.workers)
     )
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -203,7 +203,7 @@ def test_what_a_stage_adds_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> N
 def test_stages_are_fused_or_not(loader: str, count: int, expected: list[int]) -> None:
     with stages.pipeline_of(loader, count, 1) as run:
         assert [next(run) for _ in range(3)] == [0, 1, 2]
-        kept = run.stats().stages[:-1]  # without the loop
+        kept = [stage for stage in run.stats().stages if stage.backend != "caller"]
     assert [stage.name.count("map(") for stage in kept] == expected
 
 
@@ -239,7 +239,7 @@ def test_every_call_of_the_metrics_is_recorded() -> None:
     assert not any(event.payload for event in came)
     assert sent == sorted(set(left)), "what was asked for was handed out, or dropped in the end"
     assert {event.seq for event in came} <= set(sent)
-    assert {"room", "idle", "listening"} <= {name for name, _, _ in calls}
+    assert {"idle", "listening"} <= {name for name, _, _ in calls}
     assert stage_metrics.replay(calls, 1) > 0
 
 

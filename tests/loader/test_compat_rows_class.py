@@ -72,6 +72,7 @@ def test_r02_the_signature_is_torchs_with_ours_keyword_only_at_the_end() -> None
         "seeding": "worker",
         "shard_remainders": "keep",
         "device": None,
+        "observe": False,
     }
 
 

@@ -72,7 +72,7 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         "source",
         "sampler",
         "computes",
-        "behind it",
+        "behind it helps",
     ),
     "cores that are taken by others": (
         recording(replace(stage(), wait_for_core=9.0, cpu=9.0), cores=FULL_OF_OTHERS),
@@ -123,7 +123,21 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         None,
         "runs on one thread",
     ),
-    "nobody was busy": (recording(stage(load=0.0)), "unknown", None, None, "rows of the table"),
+    "nobody was busy": (recording(stage(load=0.0)), "unknown", None, None, "have in common"),
+    "nobody was busy, and no core free": (
+        recording(stage(load=0.0), cores=FULL_OF_OTHERS),
+        "cores",
+        None,
+        None,
+        "Other programs",
+    ),
+    "nobody was busy for a little": (
+        recording(stage(load=0.0), wait=0.01, step=0.09),
+        "loop",
+        None,
+        None,
+        "fast enough",
+    ),
 }
 
 

@@ -62,6 +62,7 @@ class FailureLog:
 
     def __init__(self) -> None:
         self.counts: Counter[Hashable] = Counter()
+        self.replaced: Counter[Hashable] = Counter()  # of these
         self.records: list[Skipped] = []
 
     @property
@@ -145,6 +146,7 @@ class ErrorBudget:
             self.records.append(record)
             if self._log is not None and self._shared is not None:
                 self._log.counts[self._key] += 1
+                self._log.replaced[self._key] += failed.replaced
                 self._shared.append(record)
         return len(self.records) > max(before, self.allowed)
 

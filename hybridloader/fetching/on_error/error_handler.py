@@ -60,6 +60,7 @@ class ErrorHandler:
                         break
                     self._pause(wait)
                     wait = min(2 * wait, self._retry.longest)
+                    self._context.retried += 1
                     try:
                         return function(argument), None
                     except Exception as raised:

@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.caller import warn
@@ -21,6 +21,8 @@ from hybridloader._support.errors import IteratorClosed
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
+from hybridloader.observe.loop_waits import LoopWaits
+from hybridloader.observe.stage_measures import copied
 from hybridloader.pipeline.operators.base import Chain, Mark
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.sources import Indices
@@ -74,14 +76,12 @@ class Executor:
         self.owner = os.getpid()
         self.closed = TaskContext()
         self.left = TaskContext()  # cancelled when the pass that runs is left
-        self.began = time.monotonic()
-        self._ended: float | None = None
-        self.given, self.waited = 0, 0.0  # items your loop got, and seconds that it waited for them
         # All the mutable state:
         self.stages = RunningStages(self.seed, self.closed)
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, RunningRelay] = {}
         self._ending = threading.RLock()
+        self.loop = LoopWaits()
         if resumed is None:
             self._draw_for(self.plan, first)
         try:
@@ -182,22 +182,19 @@ class Executor:
 
     # -- statistics ------------------------------------------------------------------------------------
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since it began, until it was closed."""
-        return (time.monotonic() if self._ended is None else self._ended) - self.began
-
-    def waited_before(self, relay: RunningRelay) -> float:
-        """Return the seconds that the thread of a relay has waited for what it pulls."""
-        for node in reversed(relay.before):
+    def waits_before(self, nodes: Sequence[Node]) -> tuple[float, Sequence[tuple[float, float]]]:
+        """Return the seconds that whoever pulls `nodes` has waited, and begin and end of these waits."""
+        for node in reversed(nodes):
             if node.path in self.stages:
-                return self.stages[node.path].metrics.waited
+                metrics = self.stages[node.path].metrics
+                return metrics.waited, copied(metrics.waits)
             if node.path in self.relays:
-                return self.relays[node.path].relay.queue.waited
-        inside = relay.before[0].path
-        return sum(
-            r.relay.queue.waited for p, r in self.relays.items() if p[: len(inside)] == inside
-        )
+                queue = self.relays[node.path].relay.queue
+                return queue.waited, copied(queue.waits)
+        inside = nodes[0].path
+        queues = [r.relay.queue for p, r in self.relays.items() if p[: len(inside)] == inside]
+        waits = [wait for queue in queues for wait in copied(queue.waits)]
+        return sum(queue.waited for queue in queues), waits
 
     # -- ending ----------------------------------------------------------------------------------------
 
@@ -224,7 +221,7 @@ class Executor:
             return
         with self._ending:  # no relay comes after this
             self.closed.cancelled = self.left.cancelled = True
-        self._ended = self._ended or time.monotonic()
+        self.loop.end()
         deadline = time.monotonic() + _PATIENCE
         relays = self._interrupt()
         stages = [running.stage for running in self.stages.values()]
@@ -235,7 +232,7 @@ class Executor:
         for running in self.stages.values():
             running.metrics.close()
         for place in self.relays.values():
-            place.ended = place.ended or time.monotonic()
+            place.ended = place.ended or time.perf_counter()
         for relay in relays:
             relay.close(deadline)
 

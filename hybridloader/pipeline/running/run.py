@@ -12,13 +12,14 @@ from hybridloader._support.errors import IteratorClosed, StateError
 from hybridloader.engine.crews import closed_with, park_at_exit
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.observe.stats import Stats
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.dropping import NO_ITEM
 from hybridloader.pipeline.running.executor import Executor
 from hybridloader.pipeline.running.passes import open_run
 from hybridloader.pipeline.running.run_position import Counts, RunPosition
 from hybridloader.pipeline.running.state import Position, checked
-from hybridloader.pipeline.running.statistics import PipelineStats, collect, report
+from hybridloader.pipeline.running.statistics import collect, report
 
 _CLOSED = IteratorClosed("closed")
 """Reason why a run is over that somebody closed."""
@@ -92,7 +93,7 @@ class Run(Iterator[Any]):
             if self._over is not None or self._left.cancelled:
                 self._refuse()
             self._asked = True
-            position, began = self._position, time.monotonic()
+            position, began = self._position, time.perf_counter()
             try:
                 item = get()
             except StopIteration as end:
@@ -114,8 +115,8 @@ class Run(Iterator[Any]):
                     self._end(IteratorClosed("it was interrupted"))
                 raise
             finally:
-                executor.waited += time.monotonic() - began
-            executor.given += 1
+                executor.loop.note(began, time.perf_counter())
+            executor.loop.items += 1
             position.given += 1
             return item
 
@@ -218,8 +219,11 @@ class Run(Iterator[Any]):
         """Return a table of the workers of every stage. From any thread."""
         return report(self._executor)
 
-    def stats(self) -> PipelineStats:
-        """Return the statistics of every stage until now, and which one holds up the others."""
+    def stats(self) -> Stats:
+        """Return the statistics of every stage until now, and what holds up your loop.
+
+        From any thread, also when the run is closed. See docs/why-is-it-slow.md.
+        """
         return collect(self._executor)
 
     def __enter__(self) -> Run:

@@ -18,11 +18,12 @@ from hybridloader.engine.numbering import ItemCounter
 from hybridloader.engine.refresh import Watch
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.reorder import ReorderLimit
-from hybridloader.engine.scheduler import Scheduler, least_busy
+from hybridloader.engine.scheduler import AT_HAND, Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.source_reader import ReadersFetch
+from hybridloader.observe.stage_measures import StageMeasures, metering_of
 from hybridloader.observe.stage_metrics import StageMetrics
 from hybridloader.pipeline.operators.work import Lookup, Readers, Work
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
@@ -42,10 +43,12 @@ class RunningStage:
         node: WorkerNode,
         stage: Stage,
         metrics: StageMetrics,
+        measures: StageMeasures,
         dataset: Any,
         counter: ItemCounter,
     ) -> None:
         self.node, self.stage, self.metrics, self.counter = node, stage, metrics, counter
+        self.measures = measures
         self.watch = None if dataset is None else Watch(dataset)
         self.readers: ReaderItems | None = None
         self.begun = False
@@ -59,7 +62,7 @@ class RunningRelay:
 
     def __init__(self, node: RelayNode, before: tuple[Node, ...], relay: Relay) -> None:
         self.node, self.before, self.relay = node, before, relay
-        self.began = time.monotonic()
+        self.began = time.perf_counter()
         self.ended: float | None = None
         self.depth: RelayDepth | None = None
         self.stage: StageItems | None = None
@@ -69,12 +72,12 @@ class RunningRelay:
         self.relay.shut()
         before, queue = self.relay.queue, relay.queue
         queue.blocked, queue.waited, queue.count = before.blocked, before.waited, before.count
+        queue.blocks, queue.waits = before.blocks, before.waits
+        if before.ended_at is not None:  # between two passes there was no thread
+            now = time.perf_counter()
+            queue.blocked += now - before.ended_at
+            queue.blocks.append((before.ended_at, now))
         self.relay = relay
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the first relay, until the end."""
-        return (time.monotonic() if self.ended is None else self.ended) - self.began
 
 
 class RunningStages(dict[Path, RunningStage]):
@@ -105,6 +108,13 @@ class RunningStages(dict[Path, RunningStage]):
             )
         )
 
+        workers = placement.num_workers
+        measures = (
+            StageMeasures(node.backend, workers, AT_HAND * workers)
+            if found is None
+            else found.measures
+        )
+
         def fewest_at_hand(scheduler: Scheduler) -> int | None:
             readers = self[path].readers
             return None if readers is None else readers.fewest_at_hand(scheduler)
@@ -124,6 +134,7 @@ class RunningStages(dict[Path, RunningStage]):
                 persistent=True,  # whoever pulls it shall not wait for its workers to end
                 dispatch=fewest_at_hand if node.reads else least_busy,
                 flow_control=metrics,
+                observer=measures,
                 forwards=node.forwarded,
                 on_worker_death=placement.on_worker_death,
                 task_timeout=placement.task_timeout,
@@ -134,7 +145,7 @@ class RunningStages(dict[Path, RunningStage]):
             raise ShippingError(f"stage {node.name!r}: {error}") from error
         lookup = next((work for work in node.works if isinstance(work, Lookup)), None)
         dataset = None if node.backend.in_process or lookup is None else lookup.function.dataset
-        running = self[path] = RunningStage(node, stage, metrics, dataset, counter)
+        running = self[path] = RunningStage(node, stage, metrics, measures, dataset, counter)
         return running
 
     def _spec(self, node: WorkerNode) -> WorkerSpec:
@@ -153,6 +164,7 @@ class RunningStages(dict[Path, RunningStage]):
             base_seed=generator.getrandbits(62),
             init_fn=placement.worker_init_fn,
             seeding=self._origin(node, range(len(node.works))),
+            metering=metering_of(node.backend, fetch),
         )
 
     def _origin(

@@ -1,128 +1,30 @@
-"""Statistics of a running pipeline: seconds of each stage, and which one holds up the others."""
+"""Recording of a running pipeline, for its statistics."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridloader._support.text import table
 from hybridloader.engine.diagnosis import workers_table
+from hybridloader.observe.recording import Faults, Recording, StageRecord
+from hybridloader.observe.stats import Stats, stats_of
+from hybridloader.observe.thread_records import record_of_caller, record_of_relay
+from hybridloader.pipeline.operators.base import Source
 from hybridloader.pipeline.running.plan import InlineNode, Node, OperatorNode, RelayNode, WorkerNode
 
 if TYPE_CHECKING:
     from hybridloader.pipeline.running.executor import Executor
-
-_IDLE = 0.05
-"""A loop that waits for less than this part of its time is what holds everything up."""
-
-_BUSY = 0.2
-"""A stage with a lower load holds nobody up: workers are still starting, or items are too few."""
+    from hybridloader.pipeline.running.running_stages import RunningRelay
 
 
-@dataclass(frozen=True)
-class StageStats:
-    """Statistics of one stage until now.
-
-    Attributes
-    ----------
-    name
-        Name of the stage; ``"your loop"`` for the one that takes the items.
-    backend
-        Backend that it runs on.
-    num_workers
-        Number of workers.
-    items
-        Items that came out of it.
-    busy
-        Seconds that its workers worked, together.
-    starved
-        Seconds that they had nothing to do because nothing came in, together.
-    blocked
-        Seconds that they had nothing to do because nobody took what they had done, together.
-    other
-        Seconds that they started, were handed tasks or handed over results, or waited for a CPU.
-    queued
-        Items that are under way in it, or wait behind it.
-    skipped
-        Items that failed and were left out or replaced.
-    """
-
-    name: str
-    backend: str
-    num_workers: int
-    items: int
-    busy: float
-    starved: float
-    blocked: float
-    other: float
-    queued: int
-    skipped: int = 0
-
-    @property
-    def load(self) -> float:
-        """The part of its workers' time that was work, from 0 to 1."""
-        whole = self.busy + self.starved + self.blocked + self.other
-        return min(1.0, self.busy / whole) if whole > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class PipelineStats:
-    """Statistics of a pipeline until now; printed, it is a table.
-
-    Attributes
-    ----------
-    stages
-        Statistics of each, from the source on, your loop last.
-    seconds
-        Seconds since it began, over all epochs.
-    """
-
-    stages: tuple[StageStats, ...]
-    seconds: float
-
-    @property
-    def bottleneck(self) -> StageStats | None:
-        """The stage that holds up the others: your loop if it hardly waits, else the one with the
-        highest load. None as long as no stage has much to do."""
-        *stages, loop = self.stages
-        if not loop.items:
-            return None
-        if loop.load > 1 - _IDLE or not stages:
-            return loop
-        busiest = max(stages, key=lambda stage: stage.load)
-        return busiest if busiest.load >= _BUSY else None
-
-    def __str__(self) -> str:
-        heading = "stage where items busy starved blocked other load queued"
-        rows = [tuple(heading.split())]
-        worst = self.bottleneck
-        for stage in self.stages:
-            where = stage.backend + (f" x {stage.num_workers}" if stage.num_workers > 1 else "")
-            spent = (stage.busy, stage.starved, stage.blocked, stage.other)
-            seconds = (f"{each:.2f} s" for each in spent)
-            load = f"{stage.load:.0%}" + (" <" if stage is worst else "")
-            rows.append(
-                (stage.name, where, f"{stage.items:,}", *seconds, load, f"{stage.queued:,}")
-            )
-        if any(stage.skipped for stage in self.stages):
-            column = ("skipped", *(f"{stage.skipped:,}" for stage in self.stages))
-            rows = [(*row, cell) for row, cell in zip(rows, column, strict=True)]
-        lines = table(rows)
-        if worst is not None:
-            lines.append(f"After {self.seconds:.1f} s, the bottleneck is {worst.name}.")
-        return "\n".join(lines)
-
-
-def collect(executor: Executor) -> PipelineStats:
+def collect(executor: Executor) -> Stats:
     """Return the statistics of an executor, over all passes until now."""
-    found = list(_line(executor))
-    seconds, waited = executor.seconds, executor.waited
-    busy = max(0.0, seconds - waited)
-    counted = sum(stage.skipped for stage in found)  # the rest was skipped by whoever asked
-    skipped = executor.stages.failure_log.total - counted
-    loop = StageStats("your loop", "caller", 1, executor.given, busy, waited, 0.0, 0.0, 0, skipped)
-    return PipelineStats((*found, loop), seconds)
+    stages = (*_rows(executor), *_row_of_caller(executor))
+    processes = [stage.cpu for stage in stages if not stage.in_process and stage.cpu is not None]
+    cores = executor.loop.cores.use(sum(processes))
+    return stats_of(Recording(stages, executor.loop.record(), cores, sys.getswitchinterval()))
 
 
 def report(executor: Executor) -> str:
@@ -134,42 +36,83 @@ def report(executor: Executor) -> str:
     return "\n\n".join(tables)
 
 
-def _line(executor: Executor) -> Iterator[StageStats]:
+def _rows(executor: Executor) -> Iterator[StageRecord]:
     """Yield the stages and threads of a pipeline, those of its branches before them."""
     for where in sorted([*executor.stages, *executor.relays]):
         running = executor.stages.get(where)
         if running is not None:
+            faults = _faults(executor, [running.node])
             metrics = running.metrics
-            yield StageStats(
+            yield running.measures.record(
                 running.node.name,
-                running.stage.backend.name,
-                metrics.workers,
-                metrics.items_out,
-                metrics.busy,
-                metrics.starved,
-                metrics.blocked,
-                metrics.other,
-                metrics.queued,
-                executor.stages.failure_log.counts[where],
+                items=metrics.items_out,
+                busy=metrics.busy,
+                starved=metrics.starved,
+                blocked=metrics.blocked,
+                other=metrics.other,
+                queued=metrics.queued,
+                skipped=faults.skipped,
+                replaced=faults.replaced,
+                source=running.node.reads,
             )
             continue
-        relay = executor.relays[where]
-        works = list(_pulled(relay.before))
-        names = [
-            node.operator.describe() if isinstance(node, OperatorNode) else node.name
-            for node in works
-        ]
-        if relay.node.operator is not None:
-            names.append(relay.node.name)
-        if not names:
-            continue
-        waited = executor.waited_before(relay)
-        queue = relay.relay.queue
-        busy = max(0.0, relay.elapsed - queue.blocked - waited)
-        name = " + ".join(names)
-        items, blocked, queued = queue.count, queue.blocked, len(queue.items)
-        skipped = sum(executor.stages.failure_log.counts[node.path] for node in works)
-        yield StageStats(name, "thread", 1, items, busy, waited, blocked, 0.0, queued, skipped)
+        row = _row_of_relay(executor, executor.relays[where])
+        if row is not None:
+            yield row
+
+
+def _row_of_relay(executor: Executor, running: RunningRelay) -> StageRecord | None:
+    works = list(_pulled(running.before))
+    names = [_name(node) for node in works]
+    if running.node.operator is not None:
+        names.append(running.node.name)
+    if not names:
+        return None
+    waited, waits = executor.waits_before(running.before)
+    return record_of_relay(
+        " + ".join(names),
+        running.relay.queue,
+        running.began,
+        time.perf_counter() if running.ended is None else running.ended,
+        waited=waited,
+        waits=waits,
+        faults=_faults(executor, works),
+        source=_is_source(works),
+    )
+
+
+def _row_of_caller(executor: Executor) -> Iterator[StageRecord]:
+    """Yield what your loop's thread does in `next()`, if there are functions in it, or nothing else."""
+    nodes = executor.plan.nodes
+    works = list(_pulled(nodes))
+    alone = not (executor.stages or executor.relays)
+    if not alone and not any(isinstance(node, InlineNode) for node in works):
+        return
+    waited, waits = executor.waits_before(nodes)
+    yield record_of_caller(
+        " + ".join(map(_name, works)),
+        executor.loop,
+        waited=waited,
+        waits=waits,
+        faults=_faults(executor, works),
+        source=_is_source(works),
+    )
+
+
+def _faults(executor: Executor, nodes: Sequence[Node]) -> Faults:
+    log = executor.stages.failure_log
+    replaced = sum(log.replaced[node.path] for node in nodes)
+    return Faults(sum(log.counts[node.path] for node in nodes) - replaced, replaced)
+
+
+def _name(node: OperatorNode | InlineNode) -> str:
+    return node.operator.describe() if isinstance(node, OperatorNode) else node.name
+
+
+def _is_source(nodes: Sequence[Node]) -> bool:
+    """True if the nodes read a source and call no function of a step."""
+    operators = [node.operator for node in nodes if isinstance(node, OperatorNode)]
+    return len(operators) == len(nodes) and bool(operators) and isinstance(operators[0], Source)
 
 
 def _pulled(nodes: Sequence[Node]) -> Iterator[OperatorNode | InlineNode]:

@@ -1,0 +1,181 @@
+"""Meter of one worker: where the time of its tasks goes. It exists only where somebody observes.
+
+A worker adds up the seconds of its tasks, and tells what it has measured once in 10 ms at most: beside
+a value, under `MEASURES` of `Done.extras`. What costs more than an addition is done only then, so a task
+of microseconds costs a hundredth more at most. The clock is one for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+MEASURES = "measures"
+"""Key of the `Measures` in `Done.extras`."""
+
+EVERY = 0.01
+"""Least seconds from one `Measures` of a worker to the next."""
+
+_LONG, _PARTS = 1e-3, 64
+"""Seconds from which a part of a task is a span of its own, and how many of these are remembered."""
+
+_SHORT = 1e-4
+"""Seconds of a task whose CPU time is not worth two system calls: it counts as CPU time."""
+
+
+@dataclass(frozen=True)
+class Metering:
+    """Specification of the meters of one stage's workers."""
+
+    cpu_clock: Callable[[], float] | None
+    """Clock of the CPU time of one worker, such as `time.process_time`; None if there is none, because
+    a thread has other threads working for it."""
+    alone: bool = True
+    """False if the thread of the worker has other work between two tasks, which does not count."""
+
+
+class Measures(NamedTuple):
+    """Measurements of a worker since it told the last ones."""
+
+    spans: tuple[tuple[float, float, float], ...]
+    """Begin and end of the tasks before the last one, where there were any, of longer parts of shared
+    tasks, and of the last task; and the seconds of these."""
+    busy: float
+    """Seconds of all tasks."""
+    cpu: float | None
+    """CPU seconds."""
+    wait_for_core: float | None
+    """Seconds that the worker could have run and had no core; None where the kernel does not tell."""
+    packing: float
+    """Share of the last task that went into packing its result; 0 if the tasks are too short."""
+    reporting: float
+    """Seconds that reporting the last result with measures took."""
+    retried: int
+    """Calls of the user's functions that were made again."""
+
+
+class Meter:
+    """Adds up what a worker measures.
+
+    The worker adds the seconds of each task to `busy`. Once a task ends behind `due`, it tells.
+    """
+
+    def __init__(self, metering: Metering, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock, self._alone = clock, metering.alone
+        self._cpu_clock = metering.cpu_clock
+        self._run_queue: RunQueue | None = None
+        # All the mutable state:
+        self.busy = 0.0
+        self.due = self._told = float("-inf")
+        self.reads_cpu = not self._alone and self._cpu_clock is not None
+        """True if `begin` is to be called before a task."""
+        self.packs = True
+        """True if the time is wanted at which a result is made, and yet to be packed."""
+        self.reports = False
+        """True if the report of the next event is to be made by `report`."""
+        self._parts: deque[tuple[float, float, float]] = deque(maxlen=_PARTS)
+        self._cpu = 0.0  # clock when it told, or when the task began
+        self._reporting = 0.0
+
+    def open(self) -> None:
+        """Begin, on the thread of the worker."""
+        if self._cpu_clock is not None and self._alone:
+            self._cpu = self._cpu_clock()
+            self._run_queue = RunQueue.here()
+
+    def begin(self) -> None:
+        """Note that a task begins."""
+        if self._cpu_clock is not None:
+            self._cpu = self._cpu_clock()
+
+    def part(self, began: float, ended: float) -> None:
+        """Note samples of a task that several workers share; it may be another that answers it."""
+        self.busy += ended - began
+        if ended - began >= _LONG:
+            self._parts.append((began, ended, ended - began))
+
+    def tell(self, began: float, fetched: float, ended: float, retried: int) -> Measures:
+        """Return the measures since the last ones, after a task that began and ended then."""
+        last, told, busy = ended - began, self._told, self.busy
+        spans = [*self._parts, (began, ended, last)]
+        before = busy - sum(seconds for _, _, seconds in spans)
+        if before > 1e-9 and told < began:
+            # They had not to be told yet, so they ended within that time.
+            spans.insert(0, (told, max(told + before, min(began, told + EVERY)), before))
+        found = Measures(
+            tuple(spans),
+            busy,
+            self._cpu_spent(busy, last),
+            None if self._run_queue is None else self._run_queue.since(),
+            (ended - fetched) / last if self.packs and last > 0 else 0.0,
+            self._reporting,
+            retried,
+        )
+        self._told, self.due = ended, ended + EVERY
+        self.packs = last >= _SHORT
+        self.busy = self._reporting = 0.0
+        self._parts.clear()
+        self.reports = True
+        return found
+
+    def report(self, report: Callable[[Any], None], event: Any) -> None:
+        """Report an event that carries measures; the time counts with the next ones."""
+        self.reports = False
+        began = self._clock()
+        report(event)
+        self._reporting = self._clock() - began
+
+    def close(self) -> None:
+        if self._run_queue is not None:
+            self._run_queue.close()
+            self._run_queue = None
+
+    def _cpu_spent(self, busy: float, last: float) -> float | None:
+        if self._cpu_clock is None:
+            return None
+        if self._alone:
+            before, self._cpu = self._cpu, self._cpu_clock()
+            return self._cpu - before
+        spent = busy
+        if self.reads_cpu and last > 0:  # the other tasks are taken to be like this one
+            spent *= min(1.0, (self._cpu_clock() - self._cpu) / last)
+        self.reads_cpu = last >= _SHORT
+        return spent
+
+
+class RunQueue:
+    """Time that a thread of this process could have run and had no core, as Linux counts it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._before = 0.0
+        self.since()
+
+    @classmethod
+    def here(cls) -> RunQueue | None:
+        """Return that of the calling thread; None where the kernel counts nothing."""
+        if sys.platform != "linux":
+            return None
+        try:
+            descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            return cls(descriptor)
+        except (OSError, ValueError, IndexError):
+            os.close(descriptor)
+            return None
+
+    def since(self) -> float:
+        """Return the seconds since the last call."""
+        now = int(os.pread(self._descriptor, 128, 0).split()[1]) * 1e-9
+        before, self._before = self._before, now
+        return now - before
+
+    def close(self) -> None:
+        os.close(self._descriptor)

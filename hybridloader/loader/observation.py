@@ -1,0 +1,119 @@
+"""Observation of a loader: what is measured of the latest pass of one iterator.
+
+It is made only if the loader is asked to `observe`. It outlives the iterator, and holds no loader, no
+sampler, no batch and no worker.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.fetcher import Fetch
+from hybridloader.engine.stage import Stage
+from hybridloader.fetching.on_error.error_budget import ErrorBudget
+from hybridloader.loader.progress import Progress
+from hybridloader.observe.loop_waits import LoopWaits
+from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
+from hybridloader.observe.source_times import SourceTimes
+from hybridloader.observe.stage_measures import StageMeasures, metering_of
+from hybridloader.observe.stats import Stats, stats_of
+
+SAMPLER = "sampler"
+"""Name of the row of the sampler."""
+
+
+class Observation:
+    """Measurements of one iterator, whose stage has `workers` and a `window` of tasks."""
+
+    def __init__(
+        self, stage: str, backend: Backend, fetch: Fetch, workers: int, window: int
+    ) -> None:
+        self._name = stage
+        self.metering = metering_of(backend, fetch)
+        self.measures = StageMeasures(backend, workers, window)
+        # All the other mutable state, of the pass that runs:
+        self._stage: weakref.ref[Stage] | None = None
+        self.loop = LoopWaits()
+        self._sampler: SourceTimes | None = None
+        self._progress: Progress | None = None
+        self._before = 0  # batches of this pass that an earlier run has had
+        self._budget: ErrorBudget | None = None
+
+    def of(self, iterator: object) -> None:
+        """Count no further once `iterator` is gone."""
+        finalizer = weakref.finalize(iterator, self.end)
+        finalizer.atexit = False
+
+    def begin_again(self) -> None:
+        """Begin another pass, of which nothing is known yet."""
+        self.measures.begin_again()
+        self.loop = LoopWaits()
+        self._sampler = self._progress = self._budget = None
+
+    def begun(self, stage: Stage, progress: Progress, budget: ErrorBudget | None) -> None:
+        """Note that ``iter()`` returns: what it took is a wait of the loop's."""
+        self._stage, self._progress, self._budget = weakref.ref(stage), progress, budget
+        self._before = progress.yielded
+        self.loop.note(self.loop.began, time.perf_counter())
+
+    def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Return the indices of `source`, some of which are timed."""
+        self._sampler = SourceTimes()
+        return self._sampler.timed(source)
+
+    def end(self) -> None:
+        """Note that the pass has ended, or the iterator was closed."""
+        self.loop.end()
+
+    def stats(self) -> Stats:
+        """Return the statistics of the pass until now. From any thread."""
+        if self._progress is not None:
+            self.loop.items = max(0, self._progress.yielded - self._before)
+        loop = self.loop.record()
+        queued = self._queued()
+        stages = []
+        if self._sampler is not None:
+            stages.append(self._sampler.record(SAMPLER, loop.items + queued, loop))
+        stages.append(self._row_of_stage(loop, queued))
+        workers = 0.0 if self.measures.backend.in_process else stages[-1].cpu or 0.0
+        cores = self.loop.cores.use(workers)
+        return stats_of(Recording(tuple(stages), loop, cores, sys.getswitchinterval()))
+
+    def _queued(self) -> int:
+        stage = None if self._stage is None else self._stage()
+        return 0 if stage is None or stage.closed else stage.queued
+
+    def _row_of_stage(self, loop: LoopRecord, queued: int) -> StageRecord:
+        measures = self.measures
+        records = () if self._budget is None else tuple(self._budget.records)
+        replaced = sum(record.replaced for record in records)
+        first = loop.ended if measures.first is None else measures.first
+        # Seconds of all workers: until they had started, with work, and without any.
+        starting = measures.workers * min(max(0.0, first - loop.began), loop.ended - loop.began)
+        whole = measures.workers * (loop.ended - loop.began)
+        idle = max(0.0, whole - starting - measures.busy - measures.sending)
+        if measures.backend.in_caller:  # it is the loop that works then
+            idle = 0.0
+        asking = 0.0 if self._sampler is None else measures.workers * self._sampler.seconds
+        starved = min(idle, asking)
+        return measures.record(
+            self._name,
+            items=loop.items,
+            busy=measures.busy,
+            starved=starved,
+            blocked=idle - starved,
+            other=max(0.0, whole - measures.busy - idle),
+            queued=queued,
+            skipped=len(records) - replaced,
+            replaced=replaced,
+        )
+
+
+def nothing_observed() -> Stats:
+    """Return the statistics of a loader that was never iterated."""
+    return stats_of(Recording((), LoopRecord(0.0, 0.0)))

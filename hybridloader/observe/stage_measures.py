@@ -1,0 +1,189 @@
+"""Measures of the workers of one stage, as they tell them: spans of work, CPU time, bytes.
+
+The thread that pulls the stage writes them; `stats()` reads them from any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from hybridloader._support.attributes import attribute
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.fetcher import Fetch
+from hybridloader.engine.messages import Done, Result
+from hybridloader.engine.meter import MEASURES, Measures, Metering
+from hybridloader.engine.payload import ByReference, Payload
+from hybridloader.engine.relay import REMEMBERED
+from hybridloader.observe.recording import Faults, Span, StageRecord
+
+_WEIGHED, _NESTED = 64, 2
+"""Length of a container, and containers within one another, that are looked into for bytes, at most."""
+
+
+def metering_of(backend: Backend, fetch: Fetch) -> Metering:
+    """Return what the meters of workers of `backend` are to measure."""
+    if not backend.in_process:
+        return Metering(time.process_time)
+    # Of threads that work for a thread nobody knows the CPU time.
+    thread_time = None if fetch.threads > 1 else getattr(time, "thread_time", None)
+    return Metering(thread_time, alone=not backend.in_caller)
+
+
+class StageMeasures:
+    """Measures of one stage, and its `Observer`. It is full once `window` tasks have come back."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        workers: int,
+        window: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.backend, self.workers, self._window = backend, max(1, workers), max(1, window)
+        self._clock = clock
+        self._before = 0  # tasks of earlier passes
+        self._tasks = 0
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forget all that was measured."""
+        # All the mutable state:
+        self._before = self._tasks
+        self.restarted = 0
+        self.busy = 0.0
+        self.first: float | None = None  # begin of the first task
+        self.full: float | None = None  # when the stage was full for the first time
+        self.sending = 0.0
+        self._cpu = self._packing = self._for_core = 0.0
+        self._cpu_known = self._for_core_known = False
+        self._retried = 0
+        self._weight = self._weighed = 0  # bytes of some results, and their number
+        self._scale = 1  # tasks for each one that told measures
+        self._spans: deque[Span] = deque(maxlen=REMEMBERED)
+        self._dropped: float | None = None  # end of the last span that was dropped
+        self._latencies: deque[float] = deque(maxlen=REMEMBERED)
+
+    # -- called by the stage -------------------------------------------------------------------------
+
+    def told(self, event: Result, since: float, answered: Sequence[int]) -> None:
+        measures = None if event.extras is None else event.extras.pop(MEASURES, None)
+        if measures is None or not isinstance(event, Done):
+            return
+        now, before = self._clock(), self._tasks
+        self._tasks = sum(answered)
+        if self.full is None and self._tasks - self._before >= self._window:
+            self.full = now
+        self._scale = max(1, self._tasks - before)
+        self._note(measures, since, now)
+        size = size_told(event.payload)
+        if size is not None:
+            self._weight += size
+            self._weighed += 1
+
+    def opened(self, began: float, ended: float) -> None:
+        self.sending += self._scale * (ended - began)
+        self._add(began, ended, 1.0)
+
+    def _note(self, measures: Measures, since: float, now: float) -> None:
+        if self.first is None or measures.spans[0][0] < self.first:
+            self.first = measures.spans[0][0]
+        for began, ended, busy in measures.spans:
+            self._add(began, ended, min(1.0, busy / (ended - began)) if ended > began else 1.0)
+        self.busy += measures.busy
+        if measures.cpu is not None:
+            self._cpu += measures.cpu
+            self._cpu_known = True
+        if measures.wait_for_core is not None:
+            self._for_core += measures.wait_for_core
+            self._for_core_known = True
+        self._packing += measures.packing * measures.busy
+        self.sending += self._scale * measures.reporting
+        self._retried += measures.retried
+        ended = measures.spans[-1][1]
+        if since < ended < now:
+            self._latencies.append(now - ended)
+            self.sending += now - ended
+            self._add(ended, now, 1.0)
+
+    def _add(self, began: float, ended: float, density: float) -> None:
+        if len(self._spans) == REMEMBERED:
+            self._dropped = self._spans[0].ended
+        self._spans.append(Span(began, ended, density / self.workers, density))
+
+    # -- statistics ------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        name: str,
+        *,
+        items: int,
+        busy: float,
+        starved: float,
+        blocked: float,
+        other: float,
+        queued: int,
+        skipped: int = 0,
+        replaced: int = 0,
+        source: bool = False,
+    ) -> StageRecord:
+        """Return the record of the stage, with what others have counted of it."""
+        weight = None
+        if self._weighed:
+            weight = self._weight * (self._tasks - self._before) // self._weighed
+        return StageRecord(
+            name=name,
+            backend=self.backend.name,
+            workers=self.workers,
+            items=items,
+            busy=busy,
+            starved=starved,
+            blocked=blocked,
+            other=other,
+            cpu=self._cpu if self._cpu_known else None,
+            wait_for_core=self._for_core if self._for_core_known else None,
+            packing=self._packing,
+            sending=self.sending,
+            bytes=weight,
+            queued=queued,
+            faults=Faults(skipped, replaced, self._retried, self.restarted),
+            spans=copied(self._spans),
+            latencies=copied(self._latencies),
+            since=self._dropped,
+            first=self.first,
+            full=self.full,
+            in_process=self.backend.in_process,
+            source=source,
+        )
+
+
+def copied(ring: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the items of a deque to which another thread may be adding."""
+    while True:
+        try:
+            return tuple(ring)
+        except RuntimeError:  # it was changed meanwhile
+            continue
+
+
+def size_told(payload: Any) -> int | None:
+    """Return the bytes of a result, if it tells them at once."""
+    if not isinstance(payload, ByReference):
+        return (payload.nbytes if isinstance(payload, Payload) else 0) or None
+    try:
+        return _told(payload.peek(), _NESTED) or None
+    except Exception:  # of an `nbytes` that raises
+        return None
+
+
+def _told(value: Any, depth: int) -> int:
+    size = attribute(value, "nbytes")
+    if isinstance(size, int):
+        return size
+    if not depth or not isinstance(value, (list, tuple, dict)) or len(value) > _WEIGHED:
+        return 0
+    return sum(
+        _told(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )

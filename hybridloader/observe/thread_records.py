@@ -1,0 +1,71 @@
+"""Records of threads that no meter measures: those of relays, and the loop's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hybridloader.engine.relay import REMEMBERED, RelayQueue
+from hybridloader.observe.attribution import between
+from hybridloader.observe.loop_waits import LoopWaits
+from hybridloader.observe.recording import Faults, StageRecord
+from hybridloader.observe.stage_measures import copied
+
+Pause = tuple[float, float]
+"""Begin and end of a time in which a thread slept."""
+
+
+def record_of_relay(
+    name: str,
+    queue: RelayQueue,
+    began: float,
+    ended: float,
+    *,
+    waited: float,  # seconds that its thread waited for what it pulls
+    waits: Sequence[Pause] = (),  # begin and end of these
+    faults: Faults = Faults(),  # noqa: B008  # frozen
+    source: bool = False,
+) -> StageRecord:
+    """Return the record of a relay's thread, which is busy when it does not sleep."""
+    blocks: tuple[Pause, ...] = copied(queue.blocks)
+    if queue.ended_at is not None:
+        ended = min(ended, queue.ended_at)
+    since = max((ring[0][0] for ring in (blocks, waits) if len(ring) >= REMEMBERED), default=began)
+    return StageRecord(
+        name=name,
+        backend="thread",
+        items=queue.count,
+        busy=max(0.0, ended - began - queue.blocked - waited),
+        starved=waited,
+        blocked=queue.blocked,
+        queued=len(queue.items),
+        faults=faults,
+        spans=tuple(between(since, ended, [*blocks, *waits])),
+        since=None if since == began else since,
+        source=source,
+    )
+
+
+def record_of_caller(
+    name: str,
+    loop: LoopWaits,
+    *,
+    waited: float,  # seconds that it waited for what it pulls
+    waits: Iterable[Pause] = (),  # begin and end of these
+    faults: Faults = Faults(),  # noqa: B008  # frozen
+    source: bool = False,
+) -> StageRecord:
+    """Return the record of what the loop's own thread does in `next()`, when it does not wait there."""
+    made = loop.record()
+    away = between(made.began, made.ended, made.waits)
+    pauses = [*((span.began, span.ended) for span in away), *waits]
+    return StageRecord(
+        name=name,
+        backend="caller",
+        items=made.items,
+        busy=max(0.0, made.waited - waited),
+        starved=waited,
+        other=max(0.0, made.ended - made.began - made.waited),
+        faults=faults,
+        spans=tuple(between(made.began, made.ended, pauses)),
+        source=source,
+    )

@@ -1,0 +1,116 @@
+"""Meter of a worker, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridloader.engine.meter import EVERY, Measures, Meter, Metering, RunQueue
+from hybridloader.testing import FakeClock
+
+
+def metered(meter: Meter, clock: FakeClock, took: float, packing: float = 0.0) -> Measures | None:
+    """A task, as a worker meters it."""
+    if meter.reads_cpu:
+        meter.begin()
+    began = clock.now
+    clock.now += took
+    fetched = clock.now
+    clock.now += packing
+    meter.busy += clock.now - began
+    return meter.tell(began, fetched, clock.now, 0) if clock.now >= meter.due else None
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.03), st.floats(0, 0.03)), max_size=30))
+def test_nothing_is_lost_or_counted_twice(tasks: list[tuple[float, float]]) -> None:
+    clock, cpu = FakeClock(5.0), FakeClock()
+    meter = Meter(Metering(cpu), clock)
+    meter.open()
+    told = list[Measures]()
+    worked = list[tuple[float, float]]()
+    for took, pause in [*tasks, (0.0, 1.0), (0.001, 0.0)]:
+        cpu.now += took / 2
+        measures = metered(meter, clock, took)
+        worked.append((clock.now - took, clock.now))
+        if measures is not None:
+            told.append(measures)
+        clock.now += pause
+    meter.close()
+    seconds = sum(took for took, _ in tasks) + 0.001
+    spans = [span for measures in told for span in measures.spans]
+    assert sum(m.busy for m in told) == pytest.approx(seconds)
+    assert sum(busy for _, _, busy in spans) == pytest.approx(seconds)
+    assert sum(m.cpu or 0 for m in told) == pytest.approx(seconds / 2)
+    ends = [end for began, end, busy in spans for end in (began, end)]
+    assert ends == sorted(ends)
+    for began, ended, busy in spans:
+        assert busy <= ended - began + 1e-9
+        assert min(abs(ended - end) for _, end in worked) <= EVERY + 1e-9, (
+            "told late by that at most"
+        )
+
+
+def test_short_tasks_are_told_together_and_long_ones_alone() -> None:
+    clock = FakeClock(1.0)
+    meter = Meter(Metering(None), clock)
+    meter.open()
+    assert metered(meter, clock, 1e-5) is not None, "the first is told at once"
+    told = [metered(meter, clock, 1e-5) for _ in range(2500)]
+    assert sum(one is not None for one in told) == pytest.approx(0.025 / EVERY, abs=1)
+    assert metered(meter, clock, 0.02, packing=0.01) is not None
+    last = metered(meter, clock, 0.02, packing=0.01)
+    assert last is not None
+    assert last.packing == pytest.approx(1 / 3)
+    assert len(last.spans) == 1
+    assert last.cpu is None
+    assert last.wait_for_core is None
+
+
+def test_what_a_thread_does_between_its_tasks_is_not_theirs() -> None:
+    clock, cpu = FakeClock(1.0), FakeClock()
+    meter = Meter(Metering(cpu, alone=False), clock)
+    for _ in range(3):
+        cpu.now += 0.5  # the training step
+        assert meter.reads_cpu
+        meter.begin()
+        began = clock.now
+        clock.now, cpu.now = clock.now + 0.1, cpu.now + 0.02
+        meter.busy += 0.1
+        assert meter.tell(began, clock.now, clock.now, 0).cpu == pytest.approx(0.02)
+    assert metered(meter, clock, 1e-5) is None
+    clock.now += 1
+    measures = metered(meter, clock, 1e-5)
+    assert measures is not None
+    assert not meter.reads_cpu, "too short to be worth it"
+
+
+def test_the_report_of_measures_is_timed() -> None:
+    clock = FakeClock(1.0)
+    meter = Meter(Metering(None), clock)
+
+    def report(event: object) -> None:
+        clock.now += 0.25
+
+    assert metered(meter, clock, 0.1) is not None
+    assert meter.reports
+    meter.report(report, "done")
+    assert not meter.reports
+    measures = metered(meter, clock, 0.1)
+    assert measures is not None
+    assert measures.reporting == pytest.approx(0.25)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux")
+def test_the_run_queue_of_this_thread_is_read() -> None:
+    queue = RunQueue.here()
+    if queue is None:
+        pytest.skip("this kernel counts nothing")
+    until = time.thread_time() + 0.002
+    while time.thread_time() < until:
+        pass
+    assert queue.since() >= 0
+    queue.close()

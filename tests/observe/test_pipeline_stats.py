@@ -1,0 +1,146 @@
+"""Statistics of pipelines whose bottleneck is known: the real thing, on all kinds of workers."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hybridloader import Pipeline, Stats
+
+NAP = 0.004
+
+pytestmark = pytest.mark.usefixtures("free_cores")
+
+
+def sleeping(item: int) -> int:
+    time.sleep(NAP)
+    return item
+
+
+def spinning(item: int) -> int:
+    until = time.thread_time() + NAP
+    while time.thread_time() < until:
+        pass
+    return item
+
+
+def quick(item: Any) -> Any:
+    return item
+
+
+def dear(item: int) -> Any:
+    return [[item + number] for number in range(20_000)]
+
+
+def slowly() -> Iterator[int]:
+    for item in range(60):
+        time.sleep(NAP)
+        yield item
+
+
+THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
+PROCESSES: dict[str, Any] = {"backend": "fork", "num_workers": 2}
+FEW = Pipeline.from_dataset(range(100))
+
+
+def run_of(pipe: Pipeline, step: float = 0.0) -> Stats:
+    with pipe.run() as run:
+        for _ in run:
+            if step:
+                time.sleep(step)
+        return run.stats()
+
+
+Case = tuple[Callable[[], Pipeline], float, str, str | None, str | None]
+
+CASES: dict[str, Case] = {
+    "a step that waits": (
+        lambda: FEW.map(sleeping, **THREADS),
+        0,
+        "stage",
+        "map(sleeping)",
+        "waits",
+    ),
+    "it waits in processes": (
+        lambda: FEW.map(sleeping, **PROCESSES),
+        *(0, "stage", "map(sleeping)", "waits"),
+    ),
+    "the first of two": (
+        lambda: FEW.map(sleeping, **THREADS).map(quick, **PROCESSES),
+        *(0, "stage", "map(sleeping)", "waits"),
+    ),
+    "the second of two": (
+        lambda: FEW.map(quick, **PROCESSES).map(sleeping, **THREADS),
+        *(0, "stage", "map(sleeping)", "waits"),
+    ),
+    "threads that hold the GIL": (
+        lambda: FEW.map(spinning, **THREADS),
+        *(0, "stage", "map(spinning)", "holds-gil"),
+    ),
+    "results that are dear to send": (
+        lambda: FEW.map(dear, **PROCESSES),
+        *(0, "stage", "map(dear)", "transport"),
+    ),
+    "a slow loop": (lambda: FEW.map(quick, **THREADS), NAP, "loop", None, None),
+    "a slow source": (
+        lambda: Pipeline.from_iterable(slowly).map(quick, **THREADS),
+        *(0, "source", "from_iterable(slowly)", None),
+    ),
+    "readers that wait": (
+        lambda: Pipeline.from_iterable(slowly, backend="threads", num_workers=2),
+        *(0, "source", "read(slowly)", "waits"),
+    ),
+    "a step without workers": (lambda: FEW.map(sleeping), 0, "stage", None, None),
+    "batches without workers": (
+        lambda: FEW.map(quick, **THREADS).map(sleeping).batch(2, collate_fn=list),
+        *(0, "stage", "map(sleeping) + batch(2)", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_verdict_names_what_is_known_to_be_so(case: str) -> None:
+    make, step, cause, name, kind = CASES[case]
+    stats = run_of(make(), step)
+    verdict = stats.verdict
+    assert (verdict.cause, verdict.kind) == (cause, kind), str(stats)
+    if name is not None:
+        assert verdict.stage is not None, str(stats)
+        assert verdict.stage.startswith(name[:18]), str(stats)
+    assert sum(stats.stall.by_stage.values()) <= stats.stall.seconds * (1 + 1e-6) + 1e-9
+
+
+def test_statistics_go_on_from_one_epoch_to_the_next() -> None:
+    with FEW.map(quick, **THREADS).batch(10).epochs(3) as epochs:
+        for number, run in enumerate(epochs, 1):
+            assert len(list(run)) == 10
+            assert run.stats().items == 10 * number
+    assert run.stats().verdict
+    assert run.stats().seconds == run.stats().seconds, "the clock has stopped"
+
+
+def test_a_run_that_was_never_asked_has_statistics() -> None:
+    run = FEW.map(quick, **THREADS).run()
+    assert run.stats().verdict.cause == "unknown"
+    run.close()
+    assert run.stats().items == 0
+    assert str(run.stats())
+
+
+def test_a_restart_is_counted() -> None:
+    def die_once(item: int) -> int:
+        if item == 7 and not os.path.exists(marker):
+            open(marker, "w").close()
+            os._exit(1)
+        return item
+
+    with tempfile.TemporaryDirectory() as folder:
+        marker = f"{folder}/died"
+        with FEW.map(die_once, on_worker_death="restart", **PROCESSES).run() as run:
+            assert len(list(run)) == 100
+            assert run.stats().faults.restarted == 1
