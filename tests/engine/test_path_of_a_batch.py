@@ -24,6 +24,8 @@ from hybridloader.loader.record import record_of
 
 OURS = tuple(str(Path(str(package.__file__)).parent) for package in (hybridloader, backends))
 SIZE, FIRST, BATCHES = 4, 100, 200
+OBSERVERS = ("meter.", "stage_measures.", "source_times.", "observation.", "cores.")
+"""Modules that only observe."""
 
 
 class Calls(collections.Counter[str]):
@@ -67,13 +69,14 @@ class Counted(Numbers):
         return index
 
 
-def calls_of_the_consumer(backend: Any, workers: int) -> tuple[DataLoader, Calls]:
+def calls_of_the_consumer(backend: Any, workers: int, **others: Any) -> tuple[DataLoader, Calls]:
     loader = DataLoader(
         Numbers(),  # type: ignore[arg-type]
         SIZE,
         num_workers=workers,
         backend=backend,
         collate_fn=plainly,
+        **others,
     )
     iterator = iter(loader)
     for _ in range(FIRST):
@@ -89,8 +92,15 @@ def calls_of_the_consumer(backend: Any, workers: int) -> tuple[DataLoader, Calls
     return loader, calls
 
 
-def calls_of_a_worker(backend: Any) -> Calls:
-    loader = DataLoader(Counted(), SIZE, num_workers=1, backend=backend, collate_fn=plainly)  # type: ignore[arg-type]
+def calls_of_a_worker(backend: Any, **others: Any) -> Calls:
+    loader = DataLoader(
+        Counted(),  # type: ignore[arg-type]
+        SIZE,
+        num_workers=1,
+        backend=backend,
+        collate_fn=plainly,
+        **others,
+    )
     return Calls(next(batch[0] for batch in loader if type(batch[0]) is dict))
 
 
@@ -110,6 +120,20 @@ def test_a_plain_batch_costs_the_consumer_few_calls(backend: Any, workers: int, 
 def test_a_plain_batch_costs_a_worker_few_calls(backend: Any) -> None:
     calls = calls_of_a_worker(backend)
     assert calls.a_batch() <= 30, str(calls)
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 2)])
+def test_observing_costs_a_batch_hardly_a_call(backend: Any, workers: int) -> None:
+    """What is not sampled is an addition where it is."""
+    plain = calls_of_the_consumer(backend, workers)[1].a_batch()
+    loader, calls = calls_of_the_consumer(backend, workers, observe=True)
+    # On a busy machine more of the batches are waited for, each by itself.
+    assert calls.a_batch() <= plain + 8, str(calls)
+    seldom = {name: count / BATCHES for name, count in calls.items() if name.startswith(OBSERVERS)}
+    assert sum(seldom.values()) <= 1, str(calls)
+    if workers:
+        assert calls_of_a_worker(backend, observe=True)["meter.tell"] <= BATCHES / 2
+    assert loader.stats().items == FIRST + BATCHES
 
 
 def told(heading: str) -> tuple[set[str], set[str]]:

@@ -143,6 +143,21 @@ def test_a_slow_sampler_is_named(backend: str, workers: int) -> None:
     assert (stats.verdict.cause, stats.verdict.stage) == ("source", "sampler"), str(stats)
 
 
+def test_workers_that_share_a_batch_are_measured() -> None:
+    """Threads that take samples of each other's batches: only one of them answers."""
+    loader = DataLoader(
+        Work("sleep"),  # type: ignore[arg-type]
+        12,
+        num_workers=4,
+        backend="threads",
+        observe=True,
+    )
+    list(loader)
+    (row,) = (stage for stage in loader.stats().stages if stage.name == "DataLoader")
+    assert row.busy >= 0.7 * 60 * NAP, str(loader.stats())
+    assert loader.stats().stall.by_stage["DataLoader"] <= loader.stats().stall.seconds
+
+
 # -- the object ------------------------------------------------------------------------------------
 
 
