@@ -21,6 +21,9 @@ MEASURES = "measures"
 EVERY = 0.01
 """Least seconds from one `Measures` of a worker to the next."""
 
+_LOOKS = 0.25
+"""Least seconds between two looks at the run queue: a read lets go of the GIL, and may wait for it."""
+
 _LONG, _PARTS = 1e-3, 64
 """Seconds from which a part of a task is a span of its own, and how many of these are remembered."""
 
@@ -50,7 +53,7 @@ class Measures(NamedTuple):
     cpu: float | None
     """CPU seconds."""
     wait_for_core: float | None
-    """Seconds that the worker could have run and had no core; None where the kernel does not tell."""
+    """Seconds that the worker could have run and had no core; None where it was not looked at."""
     packing: float
     """Share of the last task that went into packing its result; 0 if the tasks are too short."""
     reporting: float
@@ -79,6 +82,7 @@ class Meter:
         self.reports = False
         """True if the report of the next event is to be made by `report`."""
         self._parts: deque[tuple[float, float, float]] = deque(maxlen=_PARTS)
+        self._look = float("-inf")  # time of the next look at the run queue
         self._cpu = 0.0  # clock when it told, or when the task began
         self._reporting = 0.0
 
@@ -111,7 +115,7 @@ class Meter:
             tuple(spans),
             busy,
             self._cpu_spent(busy, last),
-            None if self._run_queue is None else self._run_queue.since(),
+            self._waited_for_core(ended),
             (ended - fetched) / last if self.packs and last > 0 else 0.0,
             self._reporting,
             retried,
@@ -134,6 +138,12 @@ class Meter:
         if self._run_queue is not None:
             self._run_queue.close()
             self._run_queue = None
+
+    def _waited_for_core(self, now: float) -> float | None:
+        if self._run_queue is None or now < self._look:
+            return None
+        self._look = now + _LOOKS
+        return self._run_queue.since()
 
     def _cpu_spent(self, busy: float, last: float) -> float | None:
         if self._cpu_clock is None:

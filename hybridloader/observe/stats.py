@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from hybridloader._support.text import table
@@ -102,7 +101,7 @@ class Stall:
     share: float = 0.0
     p50: float = 0.0
     p99: float = 0.0
-    by_stage: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    by_stage: Mapping[str, float] = field(default_factory=dict)
     warmup: float = 0.0
 
 
@@ -230,7 +229,7 @@ def stats_of(recording: Recording) -> Stats:
         figures.share,
         figures.p50,
         figures.p99,
-        MappingProxyType(by_stage),
+        by_stage,
         figures.warmup,
     )
     return Stats((*rows, mine), stall, judge(figures), seconds, recording.cores)

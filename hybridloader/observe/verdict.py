@@ -79,10 +79,10 @@ def judge(figures: Figures) -> Verdict:
     """Return the verdict on a recording."""
     loop = figures.recording.loop
     whole = loop.ended - loop.began
-    if not loop.items and not loop.waited:
+    if not loop.items:
         return _plain(
             "unknown",
-            "No batch was asked for.",
+            "No batch has come yet.",
             "Ask again once the loop has run for a while.",
         )
     if (

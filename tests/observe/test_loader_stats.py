@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 import time
 import weakref
 from collections.abc import Iterator
@@ -190,7 +191,7 @@ def test_a_loader_that_was_not_asked_says_how_to() -> None:
 def test_before_the_first_epoch_there_is_nothing() -> None:
     stats = small(observe=True).stats()
     assert stats.verdict.cause == "unknown"
-    assert "No batch" in str(stats)
+    assert "No batch has come" in str(stats)
     assert stats.items == 0
 
 
@@ -253,6 +254,7 @@ def test_faults_are_counted() -> None:
 @pytest.mark.usefixtures("_fonts_open")
 def test_all_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loader, stats = loaded("sleep", "threads", 2)
+    assert pickle.loads(pickle.dumps(stats)) == stats
     assert json.loads(json.dumps(stats.to_dict()))["verdict"]["kind"] == "waits"
     stats.print()
     assert "bottleneck is DataLoader" in capsys.readouterr().out

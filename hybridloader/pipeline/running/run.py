@@ -67,6 +67,9 @@ class Run(Iterator[Any]):
             executor.close()
             raise
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
+        loop = executor.loop
+        if not (loop.items or loop.waits):  # starting the workers was waited for, too
+            loop.note(loop.began, time.perf_counter())
 
     def __next__(self) -> Any:
         return self._ask(self._items.__next__)
