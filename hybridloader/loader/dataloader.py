@@ -108,7 +108,7 @@ persistent_workers, pin_memory_device, in_order
         docs/devices.md.
     observe
         True measures each epoch for `stats`: where the time of your loop and of the workers goes. It
-        costs about 1 % of batches that take microseconds, and nothing that shows of others. See
+        costs about 3 % of batches that take 10 microseconds, and less than 1 % of others. See
         docs/why-is-it-slow.md.
 
     Raises
