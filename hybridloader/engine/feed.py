@@ -53,6 +53,8 @@ class Observer(Protocol):
 
     restarted: int
     """Number of workers that took the place of one that had died."""
+    opens_slowly: bool
+    """True if it is to be told of the opening of every result, as the last one took a while."""
 
     def told(self, event: Result, since: float, answered: Sequence[int]) -> None:
         """Take the `Measures` out of the extras of a result.
@@ -62,7 +64,7 @@ class Observer(Protocol):
         """
 
     def opened(self, began: float, ended: float) -> None:
-        """Note how long it took to open a result that came with measures."""
+        """Note how long it took to open a result, one that came with measures or any."""
 
 
 class FlowControl(Protocol):

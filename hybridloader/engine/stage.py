@@ -313,11 +313,12 @@ class Stage(Lifecycle, Iterator[Any]):
         if self._forwards and payload.count is not None and not result.extras:
             return payload
         try:
-            if self._observer is None or result.extras is None:
+            observer = self._observer
+            if observer is None or (result.extras is None and not observer.opens_slowly):
                 return payload.open()
             began = self._clock()
             value = payload.open()
-            self._observer.opened(began, self._clock())
+            observer.opened(began, self._clock())
             return value
         except Exception as error:
             add_note(error, table.place(result.worker, index, "loading the result of"))

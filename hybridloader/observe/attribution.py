@@ -86,7 +86,8 @@ def percentile(loop: LoopRecord, waits: Sequence[Wait], part: float) -> float:
     longer = len(loop.waits)
     # Those that were dropped had shorter calls among them, too.
     brief = round(loop.brief * longer / (longer + loop.dropped)) if loop.dropped else loop.brief
+    shorter = loop.brief_seconds / loop.brief if loop.brief else 0.0
     rank = max(0, math.ceil(part * (brief + len(waits))) - 1)
-    if rank >= brief and waits:
-        return sorted(wait.ended - wait.began for wait in waits)[rank - brief]
-    return loop.brief_seconds / loop.brief if loop.brief else 0.0
+    if rank >= brief and waits:  # one of these may have been cut to what counts of it
+        return max(shorter, sorted(wait.ended - wait.began for wait in waits)[rank - brief])
+    return shorter

@@ -86,12 +86,14 @@ class Figures:
 
 
 def _full(recording: Recording) -> float | None:
-    """Return when the last stage was full; None if one is not, although the loop has got items."""
-    times = [stage.full for stage in recording.stages if stage.first is not None]
-    if any(time is None for time in times):
-        return None
-    known = [time for time in times if time is not None]
-    return max(known, default=recording.loop.began if recording.loop.items else None)
+    """Return when the last stage was full, of those that ever were; None if none was.
+
+    A stage of quick tasks may have had too few of them for that to be seen.
+    """
+    begun = [stage for stage in recording.stages if stage.first is not None]
+    if not begun:
+        return recording.loop.began if recording.loop.items else None
+    return max((stage.full for stage in begun if stage.full is not None), default=None)
 
 
 def _by_load(stages: Sequence[StageRecord]) -> list[float]:

@@ -19,6 +19,9 @@ from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.relay import REMEMBERED
 from hybridloader.observe.recording import Faults, Span, StageRecord
 
+_SLOW = 1e-4
+"""Seconds of opening a result from which the next ones are timed, too."""
+
 _WEIGHED, _NESTED = 64, 2
 """Length of a container, and containers within one another, that are looked into for bytes, at most."""
 
@@ -53,6 +56,7 @@ class StageMeasures:
         # All the mutable state:
         self._before = self._tasks
         self.restarted = 0
+        self.opens_slowly = False
         self.busy = 0.0
         self.first: float | None = None  # begin of the first task
         self.full: float | None = None  # when the stage was full for the first time
@@ -84,7 +88,8 @@ class StageMeasures:
             self._weighed += 1
 
     def opened(self, began: float, ended: float) -> None:
-        self.sending += self._scale * (ended - began)
+        self.sending += (1 if self.opens_slowly else self._scale) * (ended - began)
+        self.opens_slowly = ended - began >= _SLOW
         self._add(began, ended, 1.0)
 
     def _note(self, measures: Measures, since: float, now: float) -> None:

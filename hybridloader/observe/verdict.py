@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import median
 
 from hybridloader.observe.display import time
 from hybridloader.observe.figures import Figures, load_of
@@ -38,7 +37,13 @@ COMPUTES = 0.5
 MORE = 8
 """Multiple of the workers that is advised at most: beyond it, something else will be in the way."""
 
-ONE_CORE = (0.8, 1.2)
+TURN = 0.25
+"""Part of that time which is CPU time, at least, even if cores are wanted by others."""
+
+AT_ONCE, LATE = 1.2, 5e-4
+"""Threads that are busy at once, and seconds that their results are late, if they take turns."""
+
+ONE_CORE = (0.7, 1.2)
 """CPU seconds a second of several threads that take turns at the GIL."""
 
 
@@ -188,9 +193,19 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
         return "transport", (
             f"packing, sending and opening its results took {time(moved)}, making them {time(working)}"
         )
-    late = median(stage.latencies) if len(stage.latencies) >= 3 else 0.0
-    if stage.in_process and late >= switch_interval / 2:
-        return "holds-gil", f"its results were heard {time(late)} late, as the GIL was held"
+    known = sorted(stage.latencies)
+    late = known[3 * len(known) // 4] if len(known) >= 3 else 0.0
+    # Of threads that take turns at the GIL, one computes at any time that it has a core.
+    turn = TURN * (stage.busy - (stage.wait_for_core or 0.0)) / stage.workers
+    if (
+        stage.in_process
+        and late >= switch_interval / 2
+        and (stage.cpu is None or stage.cpu >= turn)
+    ):
+        return (
+            "holds-gil",
+            f"of its results a quarter were heard {time(late)} late, as the GIL was held",
+        )
     if stage.cpu is None or stage.busy <= 0:
         return None, ""
     computed = min(1.0, stage.cpu / stage.busy)
@@ -198,7 +213,7 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
     elapsed = _elapsed(stage)
     if stage.in_process and stage.workers > 1 and elapsed > 0:
         at_once, rate = stage.busy / elapsed, stage.cpu / elapsed
-        taking_turns = at_once >= 1.5 and ONE_CORE[0] <= rate <= ONE_CORE[1] and late > 1e-3
+        taking_turns = at_once >= AT_ONCE and ONE_CORE[0] <= rate <= ONE_CORE[1] and late > LATE
         if taking_turns and computed < 1 / ONE_CORE[1]:
             return "holds-gil", f"{at_once:.1f} busy threads computed as much as {rate:.1f}"
     return ("computes" if computed >= COMPUTES else "waits"), spent

@@ -44,6 +44,7 @@ OWN = {
     "on_worker_death": "raise",
     "task_timeout": 30.0,
     "seeding": SampleSeeding(3),
+    "observe": True,
 }
 
 

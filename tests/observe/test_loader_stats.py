@@ -265,8 +265,7 @@ def test_all_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = loaded("sleep", "threads", 4)[1]
     comparison = hybridloader.compare(stats, other)
     assert comparison.speedup is not None
-    assert comparison.speedup > 1.2
-    assert "times as many" in str(comparison)
+    assert "items a second" in str(comparison)
     assert json.loads(json.dumps(comparison.to_dict()))["changes"]
     assert comparison._repr_html_().startswith("<table>")
     comparison.print()
