@@ -49,7 +49,7 @@ def attribute(stages: Sequence[Iterable[Span]], waits: Iterable[Wait]) -> list[f
         busy[number] += step
         active += density
         # Not what is left by rounding, once the last span has ended.
-        parts[number] = parts[number] + part if busy[number] else 0.0
+        parts[number] = max(0.0, parts[number] + part) if busy[number] else 0.0
     return found
 
 

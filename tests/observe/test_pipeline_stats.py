@@ -46,6 +46,7 @@ def slowly() -> Iterator[int]:
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 PROCESSES: dict[str, Any] = {"backend": "fork", "num_workers": 2}
 FEW = Pipeline.from_dataset(range(100))
+MORE = Pipeline.from_dataset(range(300))  # next to which the start of processes is short
 
 
 def run_of(pipe: Pipeline, step: float = 0.0) -> Stats:
@@ -67,15 +68,15 @@ CASES: dict[str, Case] = {
         "waits",
     ),
     "it waits in processes": (
-        lambda: FEW.map(sleeping, **PROCESSES),
+        lambda: MORE.map(sleeping, **PROCESSES),
         *(0, "stage", "map(sleeping)", "waits"),
     ),
     "the first of two": (
-        lambda: FEW.map(sleeping, **THREADS).map(quick, **PROCESSES),
+        lambda: MORE.map(sleeping, **THREADS).map(quick, **PROCESSES),
         *(0, "stage", "map(sleeping)", "waits"),
     ),
     "the second of two": (
-        lambda: FEW.map(quick, **PROCESSES).map(sleeping, **THREADS),
+        lambda: MORE.map(quick, **PROCESSES).map(sleeping, **THREADS),
         *(0, "stage", "map(sleeping)", "waits"),
     ),
     "threads that hold the GIL": (
