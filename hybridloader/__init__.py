@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
     from hybridloader.records.shared_dict import SharedDict as SharedDict
     from hybridloader.records.shared_list import SharedList as SharedList
+    from hybridloader.sampling import BlockShuffleSampler as BlockShuffleSampler
     from hybridloader.sampling import BucketBatchSampler as BucketBatchSampler
     from hybridloader.sampling import DistributedShuffleSampler as DistributedShuffleSampler
     from hybridloader.sampling import ShuffleSampler as ShuffleSampler
@@ -92,7 +93,7 @@ __getattr__, __dir__, __all__ = lazily(
         "records.shared_list": "SharedList",
         "seeding.sample_generators": "rng",
         "seeding.sample_seeds": "SampleSeeding",
-        "sampling": "BucketBatchSampler DistributedShuffleSampler ShuffleSampler "
+        "sampling": "BlockShuffleSampler BucketBatchSampler DistributedShuffleSampler ShuffleSampler "
         "TokenBudgetBatchSampler WeightedSampler",
     },
 )

@@ -1,4 +1,4 @@
-"""Samplers that torch lacks: for huge datasets, resumable, with many weights, and by length.
+"""Samplers that torch lacks: for huge datasets, resumable, by block, with many weights, and by length.
 
 Names are imported when they are first used; `Permutation` needs no torch.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
+    from hybridloader.sampling.blocks import BlockShuffleSampler as BlockShuffleSampler
     from hybridloader.sampling.bucket import BucketBatchSampler as BucketBatchSampler
     from hybridloader.sampling.budget import TokenBudgetBatchSampler as TokenBudgetBatchSampler
     from hybridloader.sampling.distributed import (
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
+        "blocks": "BlockShuffleSampler",
         "bucket": "BucketBatchSampler",
         "budget": "TokenBudgetBatchSampler",
         "distributed": "DistributedShuffleSampler",

@@ -11,6 +11,7 @@ from collections.abc import Sized
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from hybridloader._support.arguments import flag, one_of, whole
 from hybridloader.sampling.arguments import count_of
@@ -18,6 +19,8 @@ from hybridloader.sampling.permutation import order_of
 from hybridloader.sampling.resumable import ResumableSampler, SamplerPlace
 
 UNEVEN = ("pad", "drop", "exact")
+
+Ints = npt.NDArray[np.int64]
 
 
 def _group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -131,7 +134,9 @@ class DistributedShuffleSampler(ResumableSampler[int]):
         positions = first + self.num_replicas * np.arange(steps, dtype=np.int64)
         if positions[-1] >= self._n:  # only where padded
             positions %= self._n
-        if self.shuffle:
-            positions = order_of(self._n, self.seed, place.epoch).take(positions)
-        items: list[int] = positions.tolist()
+        items: list[int] = self._indices(place.epoch, positions).tolist()
         return items
+
+    def _indices(self, epoch: int, positions: Ints) -> Ints:
+        """The indices at `positions` of the order of `epoch`, that of all ranks."""
+        return order_of(self._n, self.seed, epoch).take(positions) if self.shuffle else positions

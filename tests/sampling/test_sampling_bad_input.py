@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybridloader.sampling import (
+    BlockShuffleSampler,
     BucketBatchSampler,
     DistributedShuffleSampler,
     Permutation,
@@ -34,11 +35,21 @@ def bucketed(lengths: Any = (1, 2), batch_size: Any = 2, **changed: Any) -> Any:
     return BucketBatchSampler(lengths, batch_size, **{"seed": 0, "width": 1, **changed})
 
 
+def blocked(data_source: Any = (3, 4), **changed: Any) -> Any:
+    return BlockShuffleSampler(data_source, **{"seed": 0, **changed})
+
+
 def budgeted(lengths: Any = (1, 2), budget: Any = 9, **changed: Any) -> Any:
     return TokenBudgetBatchSampler(lengths, budget, **{"seed": 0, **changed})
 
 
 TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: blocked(5), ValueError, "lengths must have one dimension"),
+    (lambda: blocked([2, -1]), ValueError, r"must not be negative, got lengths\[1\] = -1"),
+    (lambda: blocked(block=0), ValueError, "block must be at least 1, got 0"),
+    (lambda: blocked(window=0), ValueError, "window must be at least 1, got 0"),
+    (lambda: blocked(spans=0), ValueError, "spans must be at least 1, got 0"),
+    (lambda: blocked(rank=1), ValueError, "num_replicas is None and rank is 1"),
     (lambda: ShuffleSampler(-1, 0), ValueError, "data_source must be at least 0, got -1"),
     (lambda: ShuffleSampler(2**62 + 1, 0), ValueError, "must be at most 4611686018427387904"),
     (lambda: ShuffleSampler(True, 0), TypeError, "must be a whole number, got True"),
