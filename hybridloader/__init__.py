@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from hybridloader._support.errors import ResultNotSendable as ResultNotSendable
     from hybridloader._support.errors import ShardLost as ShardLost
     from hybridloader._support.errors import ShippingError as ShippingError
+    from hybridloader._support.errors import SourceError as SourceError
     from hybridloader._support.errors import StateError as StateError
+    from hybridloader._support.errors import StoreError as StoreError
     from hybridloader._support.errors import TaskTimeout as TaskTimeout
     from hybridloader._support.errors import TooManyErrors as TooManyErrors
     from hybridloader._support.errors import WorkerDied as WorkerDied
@@ -66,8 +68,8 @@ __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
         "_support.errors": "BackendUnavailable CacheError DamagedMessage HybridLoaderError "
-        "IteratorClosed NotReady ResultNotSendable ShardLost ShippingError StateError TaskTimeout "
-        "TooManyErrors WorkerDied WorkerTimeout",
+        "IteratorClosed NotReady ResultNotSendable ShardLost ShippingError SourceError StateError "
+        "StoreError TaskTimeout TooManyErrors WorkerDied WorkerTimeout",
         "backends.fork": "Fork",
         "backends.inline": "Inline",
         "backends.shared_memory": "SharedMemory",

@@ -37,6 +37,14 @@ class StateError(HybridLoaderError, ValueError):
     """The state of a run can't be taken, or is not of this pipeline; the message names the field."""
 
 
+class SourceError(HybridLoaderError, ValueError):
+    """The data of a source are bad, and will be when asked again; the message names file and member."""
+
+
+class StoreError(HybridLoaderError, OSError):
+    """A store of files did not serve a request, which may pass; the message names the file."""
+
+
 class DamagedMessage(HybridLoaderError, ValueError):
     """A message from another process can't have been written by it; nothing of it was used."""
 

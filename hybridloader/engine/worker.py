@@ -40,6 +40,7 @@ from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.shared_items import Alone, SharedTask
 from hybridloader.engine.under_way import Fetched, TasksUnderWay
+from hybridloader.engine.worker_end import end_worker
 from hybridloader.engine.worker_info import describe
 from hybridloader.seeding.sample_rng import SampleRng
 from hybridloader.seeding.worker_seeds import (
@@ -126,8 +127,10 @@ class Worker:
         return fetcher.states.now(ended=fetcher.ended)
 
     def close(self) -> None:
-        """End the work and close what the worker was reading."""
+        """End the work and close what the worker was reading, or had opened."""
         self._let_go()
+        if self.info is not None:
+            end_worker(self.info)
         if self._rng is not None:
             self._rng.release()
         if self.meter is not None:

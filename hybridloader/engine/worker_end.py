@@ -1,0 +1,39 @@
+"""Functions to be called at the end of a worker, in the worker.
+
+They are registered from within it, on any of its threads: by what was opened there.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from hybridloader.engine.worker_info import get_worker_info
+
+_functions: dict[int, list[Callable[[], Any]]] = {}
+"""By the identity of the worker's info. In a process there is one worker, whose info may be replaced."""
+
+
+def at_end_of_worker(function: Callable[[], Any]) -> bool:
+    """Have `function` called when the worker that runs this code ends; False if there is none.
+
+    What the function raises is printed. It may be called on another thread of the worker. A fork copies
+    the functions that were registered before it.
+    """
+    info = get_worker_info()
+    if info is None:
+        return False
+    _functions.setdefault(id(info), []).append(function)
+    return True
+
+
+def end_worker(info: Any) -> None:
+    """Call the functions that were registered in the worker with this info, the last one first."""
+    keys = [*_functions] if info.worker_method == "multiprocessing" else [id(info)]
+    for key in keys:
+        for function in reversed(_functions.pop(key, ())):
+            try:
+                function()
+            except Exception:  # a worker ends whatever it had open does
+                traceback.print_exc()

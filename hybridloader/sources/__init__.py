@@ -1,0 +1,29 @@
+"""Data in files, archives and tables, as datasets whose samples are found by number.
+
+Names are imported when they are first used. What a store needs is imported when it is opened.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridloader._support.lazily import lazily
+
+if TYPE_CHECKING:
+    from hybridloader._support.errors import SourceError as SourceError
+    from hybridloader._support.errors import StoreError as StoreError
+    from hybridloader.sources.files import Files as Files
+    from hybridloader.sources.per_worker import PerWorker as PerWorker
+    from hybridloader.sources.shards import Shards as Shards
+    from hybridloader.sources.tar import Tar as Tar
+
+__getattr__, __dir__, __all__ = lazily(
+    __name__,
+    {
+        "._support.errors": "SourceError StoreError",
+        "files": "Files",
+        "per_worker": "PerWorker",
+        "shards": "Shards",
+        "tar": "Tar",
+    },
+)

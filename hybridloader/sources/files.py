@@ -1,0 +1,139 @@
+"""`Files`: a dataset of files, one sample each, from any place that fsspec knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+
+from hybridloader._support.arguments import flag
+from hybridloader._support.errors import SourceError, add_note
+from hybridloader.sources.listing import Root, Urls, list_files, place_of
+from hybridloader.sources.shards import Shards
+from hybridloader.sources.store import Store
+from hybridloader.sources.texts import Texts
+
+Load = Literal["bytes", "text"] | Callable[[bytes], Any]
+
+
+class Files(Shards[Any]):
+    """A dataset of files: the contents of each are a sample.
+
+    Files are listed once, where this object is made, and workers get the list. They are in the order of
+    `urls`, and sorted by name within each of these.
+
+    Parameters
+    ----------
+    urls
+        A path or URL, or several: of a file; of a folder, with all that is below it (one that is not
+        local ends in ``/``); or a glob, in which ``**`` stands for any number of folders and
+        ``{000..123}`` for these numbers. Any URL of fsspec, such as ``s3://``, ``gs://``,
+        ``https://``, ``memory://`` or ``zip://*.jpg::file:///data/photos.zip``.
+    load
+        ``"bytes"``, ``"text"`` (UTF-8), or a function of the bytes that makes the sample.
+    classes
+        True gives pairs of a sample and the number of its class: the name of its folder, the first one
+        below the folder or glob of `urls`. `classes` has these names, sorted.
+    index
+        Path of a local file that keeps the list for the next time. Delete it to list again.
+    storage_options
+        Options of fsspec for the places of `urls`, such as credentials.
+
+    Attributes
+    ----------
+    paths : Texts
+        Path of each file, without a protocol.
+    classes : list of str
+        Names of the classes; empty unless asked for.
+
+    Raises
+    ------
+    FileNotFoundError
+        A glob or folder has no files, or a local file is not there.
+    ImportError
+        What reads such a URL is not installed; the message has the line that installs it.
+
+    Notes
+    -----
+    Reading a file raises `FileNotFoundError` if it has gone, `SourceError` if its size is not that
+    which was listed, and `StoreError` if its store did not serve it.
+
+    Examples
+    --------
+    >>> import tempfile, pathlib
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> for name in ("cat/1.txt", "cat/2.txt", "dog/1.txt"):
+    ...     path = pathlib.Path(folder.name, name)
+    ...     path.parent.mkdir(exist_ok=True)
+    ...     _ = path.write_text(name.upper())
+    >>> files = Files(folder.name, load="text", classes=True)
+    >>> len(files), files[2], files.classes
+    (3, ('DOG/1.TXT', 1), ['cat', 'dog'])
+    >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        urls: Urls,
+        *,
+        load: Load = "bytes",
+        classes: bool = False,
+        index: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not callable(load) and load not in ("bytes", "text"):
+            raise ValueError(f"load must be 'bytes', 'text' or a function of bytes, got {load!r}")
+        options = storage_options or {}
+        roots = list_files(urls, options, index)
+        super().__init__([root.url for root in roots], [len(root.paths) for root in roots])
+        self._load = load
+        stores: dict[str, Store] = {}
+        self._stores = [
+            stores.setdefault(place_of(root.url), Store(root.url, options)) for root in roots
+        ]
+        self.paths: Texts = Texts(chain.from_iterable(root.paths for root in roots))
+        self._sizes = np.array([size for root in roots for size in root.sizes], np.int64)
+        self.classes: list[str] = []
+        self._labels: Any = None
+        if flag("classes", classes):
+            folders = [_class_of(path, root) for root in roots for path in root.paths]
+            self.classes = sorted({*folders})
+            number = {name: at for at, name in enumerate(self.classes)}
+            self._labels = np.array([number[name] for name in folders], np.int64)
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """Number of the class of each file. Raises `ValueError` unless made with ``classes=True``."""
+        if self._labels is None:
+            raise ValueError("these Files have no classes; make them with classes=True")
+        labels: list[int] = self._labels.tolist()
+        return labels
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+
+    def read(self, shard: int, number: int) -> Any:
+        index = number + (self._ends[shard - 1] if shard else 0)
+        store, path = self._stores[shard], self.paths[index]
+        data: Any = store.read(path, int(self._sizes[index]))
+        try:
+            if self._load != "bytes":
+                data = data.decode() if self._load == "text" else self._load(data)  # type: ignore[operator]
+        except Exception as error:
+            add_note(error, f"loading {store.name(path)}")
+            raise
+        return data if self._labels is None else (data, int(self._labels[index]))
+
+
+def _class_of(path: str, root: Root) -> str:
+    inner = path[len(root.folder) :].lstrip("/")
+    name, slash, _ = inner.partition("/")
+    if not slash:
+        raise SourceError(
+            f"{path} is in no class folder: classes=True takes the folder below "
+            f"{root.folder or 'the root'} as the class"
+        )
+    return name

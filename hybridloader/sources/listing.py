@@ -1,0 +1,148 @@
+"""Lists of files: globs and folders of several places, in an order that is always the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from hybridloader._support.errors import CacheError, SourceError
+from hybridloader.sources.store import Store
+
+VERSION = 1
+"""Version of a kept listing."""
+
+Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class Root(NamedTuple):
+    """Files that one URL names."""
+
+    url: str
+    folder: str  # path that the names in the URL have in common, without a final slash
+    paths: list[str]  # sorted
+    sizes: list[int]  # bytes; -1: unknown
+
+
+def urls_of(urls: Urls) -> list[str]:
+    """Return the URLs, with ``{000..123}`` written out. Raises `ValueError` if there are none."""
+    many = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    found = [one for url in many for one in _expanded(os.fspath(url))]
+    if not found:
+        raise ValueError("no files were named: give a path, a URL, a glob or several of these")
+    return found
+
+
+def _expanded(url: str) -> Iterator[str]:
+    """Write out ranges of numbers, as webdataset has them."""
+    parts = re.split(r"\{(\d+\.\.\d+)\}", url)
+    choices = [[part] for part in parts]
+    for place in range(1, len(parts), 2):
+        first, last = parts[place].split("..")
+        choices[place] = [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return map("".join, itertools.product(*choices))
+
+
+def list_files(urls: Urls, options: Mapping[str, Any], kept: str | None = None) -> list[Root]:
+    """List the files that `urls` name; a file that several name is only in the first of them.
+
+    Parameters
+    ----------
+    urls
+        Paths or URLs: of files; of folders, which end in ``/`` unless they are local; or globs.
+    options
+        Options of fsspec.
+    kept
+        Path of a local file that keeps the list: it is read if it is there, else written.
+
+    Raises
+    ------
+    FileNotFoundError
+        A glob or a folder has no files, or a local file is not there.
+    CacheError
+        `kept` is no list of these URLs.
+    SourceError
+        A name leads out of its folder.
+    """
+    wanted = urls_of(urls)
+    if kept is not None and os.path.exists(kept):
+        return _read(kept, wanted)
+    stores: dict[str, Store] = {}
+    seen: set[tuple[str, str]] = set()
+    roots = []
+    for url in wanted:
+        place = place_of(url)
+        store = stores.get(place)
+        if store is None:
+            store = stores[place] = Store(url, options)
+        root = _listed(url, store)
+        fresh = [at for at, path in enumerate(root.paths) if (place, path) not in seen]
+        seen.update((place, path) for path in root.paths)
+        paths, sizes = [root.paths[at] for at in fresh], [root.sizes[at] for at in fresh]
+        roots.append(root._replace(paths=paths, sizes=sizes))
+    if kept is not None:
+        _write(kept, roots)
+    return roots
+
+
+def place_of(url: str) -> str:
+    """Return the part of a URL that says which file system serves it."""
+    first, chained, rest = url.partition("::")
+    protocol, separator, path = first.partition("://")
+    if chained:
+        return f"{protocol}::{rest}"
+    if not separator or protocol in ("file", "local"):
+        return "file"
+    return f"{protocol}://{path.partition('/')[0]}"
+
+
+def _listed(url: str, store: Store) -> Root:
+    path = str(store.fs._strip_protocol(url.partition("::")[0]))
+    magic = re.search(r"[*?\[]" if "://" not in url or "::" in url else r"[*\[]", path)
+    if magic is not None:
+        found = store.fs.glob(path, detail=True)
+        folder = path[: magic.start()].rpartition("/")[0]
+    elif url.partition("::")[0].endswith("/") or (store.is_local and os.path.isdir(path)):
+        folder = path.rstrip("/")
+        found = store.fs.find(folder + "/" if folder else "", detail=True)
+    else:  # not looked at: a list of a million URLs would be as many requests
+        if store.is_local:
+            return Root(url, os.path.dirname(path), [path], [os.stat(path).st_size])
+        return Root(url, path.rpartition("/")[0], [path], [-1])
+    files = {name: info for name, info in found.items() if info.get("type") != "directory"}
+    if not files:
+        raise FileNotFoundError(f"{url} names no files")
+    for name in files:
+        if ".." in PurePosixPath(name.replace("\\", "/")).parts and ".." not in url:
+            raise SourceError(f"{url} lists {name!r}, a name that leads out of its folder")
+    paths = sorted(files)
+    sizes = [files[name].get("size") for name in paths]
+    return Root(url, folder, paths, [-1 if size is None else int(size) for size in sizes])
+
+
+def _read(kept: str, urls: list[str]) -> list[Root]:
+    try:
+        with open(kept, encoding="utf-8", errors="surrogateescape") as file:
+            held = json.load(file)
+        if held["version"] != VERSION:
+            raise ValueError(f"its version is {held['version']}")
+        roots = [Root(*root) for root in held["roots"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CacheError(f"{kept} is no list of files ({error}); delete it") from error
+    if [root.url for root in roots] != urls:
+        raise CacheError(
+            f"{kept} is the list of {[root.url for root in roots]!r:.200}, not of {urls!r:.200}; "
+            "delete it, or name another file"
+        )
+    return roots
+
+
+def _write(kept: str, roots: list[Root]) -> None:
+    beside = f"{kept}.{os.getpid()}"
+    with open(beside, "w", encoding="utf-8", errors="surrogateescape") as file:
+        json.dump({"version": VERSION, "roots": roots}, file, ensure_ascii=False)
+    os.replace(beside, kept)

@@ -1,0 +1,225 @@
+"""`PerWorker`: what must be opened in each worker, such as a database or a file of HDF5."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar, cast
+
+from hybridloader._support.arguments import function, one_of
+from hybridloader._support.attributes import close as close_if_it_can
+from hybridloader._support.text import brief
+from hybridloader.engine.worker_end import at_end_of_worker
+from hybridloader.engine.worker_info import get_worker_info
+
+T = TypeVar("T")
+
+_inherited: list[Any] = []
+"""Handles that a fork has copied, kept for ever, or their destructors would close them."""
+
+
+class PerWorker(Generic[T]):
+    """A handle that each worker opens for itself, when it first asks for it.
+
+    Calling this object gives the handle. It is closed with the worker, or by `close`. In a forked
+    process another one is opened, and in a process to which this object is sent: only `open` goes
+    there. Where there is no worker, the thread (or process) keeps its handle until `close`, or until
+    this object is gone.
+
+    Parameters
+    ----------
+    open
+        Function without parameters that opens the handle, such as
+        ``partial(sqlite3.connect, path)``. For fresh processes it must be one that can be sent there.
+    close
+        Function that closes it. Default: its `close()`, if it has one.
+    per
+        ``"thread"``: each thread has a handle of its own. ``"process"``: threads share one, as with
+        an environment of LMDB, which must not be opened twice in a process. Copies of this object have
+        the same handle.
+    inherited
+        Treatment of a handle that a fork has copied into a process. ``"leave"`` (default) never
+        touches it again, since its library may speak to a server, or unlock a file, on behalf of the
+        process that opened it. ``"close"`` closes it before another is opened there, as LMDB wants.
+
+    Examples
+    --------
+    >>> import sqlite3
+    >>> from functools import partial
+    >>> database = PerWorker(partial(sqlite3.connect, ":memory:"))
+    >>> database().execute("select 6 * 7").fetchone()
+    (42,)
+    >>> database() is database()
+    True
+    >>> database.close()
+    """
+
+    def __init__(
+        self,
+        open: Callable[[], T],
+        *,
+        close: Callable[[T], Any] | None = None,
+        per: Literal["thread", "process"] = "thread",
+        inherited: Literal["leave", "close"] = "leave",
+    ) -> None:
+        function("PerWorker: open", open, "a function without parameters that opens the handle")
+        if close is not None:
+            function("PerWorker: close", close, "a function of the handle that closes it")
+        one_of("PerWorker: per", per, ("thread", "process"))
+        one_of("PerWorker: inherited", inherited, ("leave", "close"))
+        self._open, self._close, self._per, self._inherited = open, close, per, inherited
+        self._key = os.urandom(12)  # by which copies know each other
+        # All the mutable state, of each process by its number: those before a fork are kept.
+        self._handles: dict[int, _Handles[T]] = {}
+
+    def __call__(self) -> T:
+        """Return the handle of this worker."""
+        handles = self._handles.get(os.getpid()) or self._join()
+        if self._per == "process":
+            return handles.shared(self._opened)
+        opened = handles.here.opened
+        if opened is None or not opened.is_open:
+            opened = handles.here.opened = self._opened()
+            at_end_of_worker(partial(_shut, weakref.ref(opened)))
+        return cast("T", opened.handle)
+
+    def _join(self) -> _Handles[T]:
+        """Return the handles of this process, which all copies share."""
+        pid = os.getpid()
+        if self._inherited == "close":
+            for handles in [*self._handles.values()]:
+                handles.close_inherited()
+        # Both are atomic: threads agree on one.
+        mine = _by_key.setdefault((pid, self._key), _Handles())
+        return self._handles.setdefault(pid, mine)
+
+    def _opened(self) -> _Opened[T]:
+        return _Opened(self._open(), self._close or close_if_it_can)
+
+    def close(self) -> None:
+        """Close the handle of this thread (or process), if it is open. The next call opens another."""
+        handles = self._handles.get(os.getpid())
+        if handles is not None:
+            handles.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_handles"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _handles={})
+
+    def __repr__(self) -> str:
+        return f"PerWorker({brief(self._open)}, per={self._per!r})"
+
+
+class _Opened(Generic[T]):
+    """An open handle, which knows in which process."""
+
+    __slots__ = ("__weakref__", "_close", "_pid", "handle", "is_open", "outside", "users")
+
+    def __init__(self, handle: T, close: Callable[[T], Any]) -> None:
+        self._close, self._pid = close, os.getpid()
+        # All the mutable state: for a shared handle, the workers that use it, and if others do.
+        self.handle: T | None = handle
+        self.is_open = True
+        self.users: set[int] = set()
+        self.outside = False
+
+    def shut(self, *, inherited: bool = False) -> None:
+        """Close the handle; one that is `inherited` only if that is said. Idempotent."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        handle, self.handle = cast("T", self.handle), None
+        if inherited or os.getpid() == self._pid:
+            self._close(handle)
+        else:
+            _inherited.append(handle)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # that it is on the wrong thread, for instance
+            self.shut()
+
+
+def _shut(reference: weakref.ref[_Opened[Any]]) -> None:
+    opened = reference()
+    if opened is not None:
+        opened.shut()
+
+
+class _Handles(Generic[T]):
+    """Handles of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # All the mutable state:
+        self.here: _OnThisThread = _OnThisThread()
+        self._shared: _Opened[T] | None = None
+
+    def shared(self, make: Callable[[], _Opened[T]]) -> T:
+        """Return the handle that all threads share."""
+        info = get_worker_info()
+        opened = self._shared
+        if opened is None or not (opened.outside if info is None else id(info) in opened.users):
+            opened = self._join(make, info)
+        return cast("T", opened.handle)
+
+    def _join(self, make: Callable[[], _Opened[T]], info: Any) -> _Opened[T]:
+        """Open the shared handle unless it is open, and make this worker one of its users."""
+        with self._lock:
+            opened = self._shared
+            if opened is None or not opened.is_open:
+                opened = self._shared = make()
+            if info is None:
+                opened.outside = True
+            elif id(info) not in opened.users:
+                opened.users.add(id(info))
+                at_end_of_worker(partial(_leave, weakref.ref(self), id(info)))
+            return opened
+
+    def leave(self, user: int) -> None:
+        """Close the shared handle if this was the last worker that used it."""
+        with self._lock:
+            opened = self._shared
+            if opened is not None:
+                opened.users.discard(user)
+                if not opened.users and not opened.outside:
+                    self._shared = None
+                    opened.shut()
+
+    def close_inherited(self) -> None:
+        """Close what was opened before the fork that made this process."""
+        for opened in (
+            self.here.opened,
+            self._shared,
+        ):  # without the lock: a fork may have copied it
+            if opened is not None:
+                opened.shut(inherited=True)
+
+    def close(self) -> None:
+        here, self.here.opened = self.here.opened, None
+        with self._lock:
+            shared, self._shared = self._shared, None
+            for opened in (here, shared):
+                if opened is not None:
+                    opened.shut()
+
+
+def _leave(reference: weakref.ref[_Handles[Any]], user: int) -> None:
+    handles = reference()
+    if handles is not None:
+        handles.leave(user)
+
+
+class _OnThisThread(threading.local):
+    opened: _Opened[Any] | None = None
+
+
+_by_key: weakref.WeakValueDictionary[tuple[int, bytes], _Handles[Any]] = (
+    weakref.WeakValueDictionary()
+)
+"""Handles by the process and the key of a `PerWorker`."""

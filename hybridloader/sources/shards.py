@@ -1,0 +1,118 @@
+"""`Shards`: samples in shards, of which each knows how many it has. The contract of all sources.
+
+A source is a map-style dataset, so order, ranks, workers, state and resuming are those of the samplers
+and of the loader: nothing here counts what was read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridloader._support.arguments import whole
+
+T_co = TypeVar("T_co", covariant=True)
+Ints = npt.NDArray[np.int64]
+
+
+class Shards(ABC, Generic[T_co]):
+    """A dataset whose samples lie in shards, one behind the other; a base class.
+
+    A subclass calls ``super().__init__`` and defines `read`, which workers call: a handle that `read`
+    needs is a `PerWorker`.
+
+    Parameters
+    ----------
+    shard_names
+        Name of each shard, for errors: a path or URL.
+    shard_sizes
+        Number of samples of each shard; 0 is allowed.
+
+    Examples
+    --------
+    >>> class Lines(Shards[str]):
+    ...     def __init__(self, texts):
+    ...         self.lines = [text.splitlines() for text in texts]
+    ...         names = [f"text {i}" for i in range(len(texts))]
+    ...         super().__init__(names, [len(lines) for lines in self.lines])
+    ...
+    ...     def read(self, shard, number):
+    ...         return self.lines[shard][number]
+    >>> lines = Lines(["a b", "c\\nd\\ne"])
+    >>> len(lines), lines[-1], lines.locate(2)
+    (4, 'e', (1, 1))
+    >>> lines.block_sizes
+    array([1, 3])
+    """
+
+    def __init__(self, shard_names: Sequence[str], shard_sizes: Sequence[int] | Ints) -> None:
+        self.shard_names = shard_names
+        self.shard_sizes: Ints = np.asarray(shard_sizes, np.int64)
+        if self.shard_sizes.shape != (len(shard_names),):
+            raise ValueError(
+                f"there are {len(shard_names)} shards, and sizes of the shape "
+                f"{self.shard_sizes.shape}; give one size for each shard"
+            )
+        if (self.shard_sizes < 0).any():
+            at = int(self.shard_sizes.argmin())
+            raise ValueError(
+                f"{shard_names[at]} has {self.shard_sizes[at]} samples; give 0 or more"
+            )
+        self._ends: list[int] = np.cumsum(self.shard_sizes).tolist()
+
+    @abstractmethod
+    def read(self, shard: int, number: int) -> T_co:
+        """Return a sample.
+
+        Parameters
+        ----------
+        shard
+            Number of the shard, from 0.
+        number
+            Number of the sample in the shard, from 0.
+
+        Raises
+        ------
+        SourceError
+            The data are bad, and will be the next time.
+        StoreError, OSError
+            The store did not serve.
+        """
+
+    @property
+    def block_sizes(self) -> Ints:
+        """Number of samples of each block of consecutive samples that are read best together.
+
+        `BlockShuffleSampler` asks for it. Here each shard is a block.
+        """
+        return self.shard_sizes
+
+    def close(self) -> None:  # most have nothing open
+        """Close the handles of this process. They are opened again when they are needed."""
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the number of the shard that has the sample `index`, and its number there."""
+        count = len(self)
+        at = whole("an index", index)
+        at += count if at < 0 else 0
+        if not 0 <= at < count:
+            raise IndexError(f"no sample {index} in a {type(self).__name__} of {count}")
+        shard = bisect_right(self._ends, at)
+        return shard, at - (self._ends[shard - 1] if shard else 0)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> T_co:
+        return self.read(*self.locate(index))
+
+    def __iter__(self) -> Any:  # else Python would ask for indices until one is out of range
+        return map(self.__getitem__, range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self):,} samples in {len(self.shard_names):,} shards)"

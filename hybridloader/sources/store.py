@@ -1,0 +1,268 @@
+"""`Store`: files of one place, as fsspec finds and reads them; opened in each worker for itself.
+
+Errors are told apart here: files that are not there, a store that did not serve, and bad data.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+from hybridloader._support.errors import SourceError, StoreError, add_note
+from hybridloader.sources.per_worker import PerWorker
+
+_FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors that another try would meet again; they stay as they are."""
+
+INSTALL = "pip install 'hybridloader[files]'"
+
+_DAMAGED = (zipfile.BadZipFile, zlib.error, KeyError)
+"""Errors of an archive whose contents are bad."""
+
+_OPEN = 64
+"""Local files that are kept open in a process."""
+
+_AHEAD = 8 << 20
+"""Bytes of a remote file that are asked for at a time where it is read through."""
+
+_MARKS = ("ETag", "etag", "LastModified", "Last-Modified", "mtime", "md5Hash", "updated", "created")
+"""Names that file systems have for what changes with the contents; the first one found is taken."""
+
+
+class Stamp(NamedTuple):
+    """Mark of the contents of a file: it differs if they do."""
+
+    size: int  # bytes; -1: unknown
+    mark: str  # time of the last change, or a checksum; empty: unknown
+
+
+class Store:
+    """Files of one place: of this machine, of a bucket or server, or of an archive.
+
+    Parameters
+    ----------
+    url
+        Any URL of the place, or a path.
+    options
+        Options of fsspec for it, such as credentials.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._url, self._options = url, dict(options)
+        self.is_local = _is_local(url)
+        # One of an archive has a file position. The others are asked from all threads at once.
+        self._opened = PerWorker(partial(_opened, url, self._options), close=_nothing)
+        self._files = PerWorker(_LocalFiles, per="process")
+
+    @property
+    def fs(self) -> Any:
+        """The file system of this worker."""
+        return self._opened()
+
+    def close(self) -> None:
+        """Close what this process, or this thread, has open."""
+        self._opened.close()
+        self._files.close()
+
+    def name(self, path: str) -> str:
+        """Return the name of a file for errors."""
+        return path if self.is_local else str(self.fs.unstrip_protocol(path))
+
+    def stamp(self, path: str) -> Stamp:
+        """Ask for size and mark of a file."""
+        if self.is_local:
+            return _stamp_of(os.stat(path))
+        try:
+            info = self.fs.info(path)
+        except Exception as error:
+            self.raise_told(error, path)
+        mark = next((f"{name} {info[name]}" for name in _MARKS if info.get(name)), "")
+        return Stamp(-1 if info.get("size") is None else int(info["size"]), mark)
+
+    def open(self, path: str) -> Any:
+        """Open a file that is read once, from its beginning to its end, by leaps."""
+        try:
+            if self.is_local:
+                return open(path, "rb")
+            return self.fs.open(path, "rb", block_size=_AHEAD, cache_type="readahead")
+        except Exception as error:
+            self.raise_told(error, path)
+
+    def read(self, path: str, size: int = -1) -> bytes:
+        """Return the contents of a file, of `size` bytes unless that is -1."""
+        try:
+            if self.is_local:
+                with open(path, "rb", buffering=0) as file:
+                    data = file.read()
+            else:
+                data = self.fs.cat_file(path)
+        except Exception as error:
+            self.raise_told(error, path)
+        if size >= 0 and len(data) != size:
+            raise SourceError(
+                f"{self.name(path)} has {len(data)} bytes, and had {size} when it was listed: it has "
+                "changed since, or was cut short; list it again"
+            )
+        return bytes(data)
+
+    def read_range(
+        self, path: str, start: int, stop: int, stamp: Stamp, what: Callable[[], str]
+    ) -> bytes:
+        """Return the bytes from `start` to before `stop` of a file; `what()` names them in errors.
+
+        A local file must have the `stamp`.
+        """
+        try:
+            if self.is_local:
+                data = self._files().read(path, start, stop, stamp)
+            else:
+                data = self.fs.cat_file(path, start=start, end=stop)
+        except SourceError as error:
+            add_note(error, f"reading {what()}")
+            raise
+        except Exception as error:
+            self.raise_told(error, path, what())
+        if len(data) == stop - start:
+            return bytes(data)
+        told = f"{self.name(path)}, {what()}: asked for the {stop - start} bytes from {start} on"
+        if len(data) > stop - start:
+            raise SourceError(
+                f"{told}, and got {len(data)}: the store sends whole files instead of ranges; copy "
+                "the file to one that serves ranges"
+            )
+        if self.is_local:
+            raise SourceError(
+                f"{told}, and the file ends after {len(data)} of them: it is cut short"
+            )
+        raise StoreError(f"{told}, and got {len(data)}: the store cut its answer short")
+
+    def raise_told(self, error: Exception, path: str, what: str = "") -> NoReturn:
+        """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
+        told = self._told(error, path, what)
+        if told is error:
+            raise
+        raise told from error
+
+    def _told(self, error: Exception, path: str, what: str = "") -> Exception:
+        """Return `error`, or one of ours, that names the file."""
+        where = f"{self._name_or(path)}{what and ', '}{what}"
+        if isinstance(error, (SourceError, StoreError, MemoryError)):
+            return error
+        # Of HTTP, fsspec says that a file is not there whatever the answer to its size was.
+        status = getattr(error.__cause__, "status", 404)
+        if isinstance(error, _FOR_GOOD) and status in (404, 410):
+            add_note(error, f"reading {where}")
+            return error
+        if self.is_local and isinstance(error, OSError):
+            add_note(error, f"reading {where}")
+            return error
+        cause = error if status in (404, 410) else error.__cause__
+        said = f"{type(cause).__name__}: {cause}".rstrip(": ")
+        if isinstance(error, _DAMAGED):
+            return SourceError(f"{where} can't be read: {said}")
+        return StoreError(
+            f"{where} was not served: {said}. If that may pass, try again with "
+            "on_error=Retry(3, on=StoreError)"
+        )
+
+    def _name_or(self, path: str) -> str:
+        try:
+            return self.name(path)
+        except Exception:  # it could not even be opened
+            return path
+
+
+def _nothing(_: Any) -> None:
+    """Leave it to its destructor: several threads may use one file system."""
+
+
+def _is_local(url: str) -> bool:
+    protocol, separator, _ = url.partition("://")
+    return "::" not in url and (not separator or protocol in ("file", "local"))
+
+
+def fsspec_module(url: str) -> Any:
+    """Import fsspec. Raises `ImportError` with the line that installs it."""
+    try:
+        import fsspec.core
+    except ImportError as error:
+        raise ImportError(f"{url} is read by fsspec: {INSTALL}") from error
+    return fsspec
+
+
+def _opened(url: str, options: Mapping[str, Any]) -> Any:
+    fsspec = fsspec_module(url)
+    try:
+        return fsspec.core.url_to_fs(url, **options)[0]
+    except ImportError as error:  # fsspec says what to install
+        raise ImportError(f"{url} can't be opened: {error}. For http(s): {INSTALL}") from error
+    except zipfile.BadZipFile as error:
+        raise SourceError(f"{url} is no zip archive, or is cut short: {error}") from error
+
+
+def _stamp_of(stat: os.stat_result) -> Stamp:
+    return Stamp(stat.st_size, f"mtime {stat.st_mtime_ns}")
+
+
+class _LocalFile:
+    """Open local file, closed when nothing refers to it."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+class _LocalFiles:
+    """Local files that are open, the last `_OPEN` of them. A file stays open while it is read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # All the mutable state:
+        self._files: OrderedDict[str, _LocalFile] = OrderedDict()
+
+    def read(self, path: str, start: int, stop: int, stamp: Stamp) -> bytes:
+        file = self._file(path, stamp)
+        if not hasattr(os, "pread"):  # Windows
+            with open(path, "rb", buffering=0) as own:
+                own.seek(start)
+                return own.read(stop - start)
+        parts: list[bytes] = []
+        while start < stop:
+            part = os.pread(file.fd, stop - start, start)  # at most 2 GiB at a time
+            if not part:
+                break
+            parts.append(part)
+            start += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _file(self, path: str, stamp: Stamp) -> _LocalFile:
+        with self._lock:
+            file = self._files.get(path)
+            if file is not None:
+                self._files.move_to_end(path)
+                return file
+        file = _LocalFile(path)
+        found = _stamp_of(os.fstat(file.fd))
+        if found != stamp:
+            raise SourceError(
+                f"{path} has changed since it was indexed: it had {stamp.size} bytes ({stamp.mark}), "
+                f"and has {found.size} ({found.mark}); make the source again"
+            )
+        with self._lock:
+            file = self._files.setdefault(path, file)
+            while len(self._files) > _OPEN:
+                self._files.popitem(last=False)
+        return file
+
+    def close(self) -> None:
+        with self._lock:
+            self._files.clear()

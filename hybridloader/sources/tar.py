@@ -1,0 +1,315 @@
+"""`Tar`: a dataset of samples in tar archives, found by an index of their members."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hybridloader._support.arguments import function, whole
+from hybridloader._support.errors import SourceError, add_note
+from hybridloader.sources.listing import Urls, list_files, place_of
+from hybridloader.sources.shards import Shards
+from hybridloader.sources.store import Stamp, Store
+from hybridloader.sources.tar_index import (
+    BLOCK,
+    TarIndex,
+    header_sum,
+    load_index,
+    make_index,
+    save_index,
+)
+from hybridloader.sources.texts import Texts
+
+_GAP = 64 * 1024
+"""Bytes between two members of a sample up to which one read takes both: less than a request costs."""
+
+_AT_ONCE = 8
+"""Remote archives that are indexed at the same time."""
+
+
+class _Member(NamedTuple):
+    """Place of a member in its archive."""
+
+    offset: int
+    size: int
+    header: int
+    extension: int
+
+
+class Tar(Shards[Any]):
+    """A dataset of samples in tar archives, with the names of webdataset.
+
+    Members that have a name in common up to its first dot are one sample: ``0001.jpg`` and
+    ``0001.cls``. The archives are indexed once, where this object is made: their headers are read, in
+    one pass. A sample is then found at once, in any order, and remote members by ranges of bytes.
+
+    Parameters
+    ----------
+    urls
+        Paths or URLs of uncompressed archives, folders or globs of them, as for `Files`; also
+        ``{000..123}``.
+    members
+        Extensions of the members of a sample, such as ``("jpg;png", "cls")``: a sample is then a tuple
+        of their contents. A semicolon stands between alternatives. Others are not read. Default: all,
+        as a dict.
+    load
+        Function of that tuple or dict that makes the sample.
+    index
+        Folder in which the indices are kept for the next time, or ``"beside"``: each beside its
+        archive, as ``NAME.tar.index``, if that is local. One of an archive that has changed is made
+        again. Default: they are not kept.
+    merge
+        Bytes between two samples of a batch up to which one read takes both; for remote archives that
+        are read in order. A batch is then made in one call, so `threads_per_worker` has no effect.
+        Default: each sample is read alone.
+    storage_options
+        Options of fsspec for the places of `urls`.
+
+    Attributes
+    ----------
+    keys : Texts
+        Key of each sample.
+    extensions : list of str
+        Extensions of all members, in lower case.
+    ignored : int
+        Number of files that are no sample's: without an extension, hidden, or ``__like_this__``.
+
+    Raises
+    ------
+    SourceError
+        An archive is compressed, damaged or cut short; a member is sparse or a link, leads outside, or
+        comes twice. The message names archive and member.
+    FileNotFoundError, StoreError
+        An archive is not there, or was not served.
+
+    Notes
+    -----
+    A sample without `members` is a dict of bytes by extension, with ``__key__`` and ``__url__``.
+
+    A member is read with its header, which must be the one that was indexed. So an archive that has
+    been written anew since is a `SourceError`, also behind HTTP.
+
+    Examples
+    --------
+    >>> import io, tarfile, tempfile
+    >>> file = tempfile.NamedTemporaryFile(suffix=".tar")
+    >>> with tarfile.open(file.name, "w") as archive:
+    ...     for name in ("0.txt", "0.cls", "1.txt", "1.cls"):
+    ...         member = tarfile.TarInfo(name)
+    ...         member.size = len(name)
+    ...         archive.addfile(member, io.BytesIO(name.encode()))
+    >>> tar = Tar(file.name, members=("txt", "cls"))
+    >>> len(tar), tar[1], tar.keys[1]
+    (2, (b'1.txt', b'1.cls'), '1')
+    >>> file.close()
+    """
+
+    def __init__(
+        self,
+        urls: Urls,
+        *,
+        members: Sequence[str] | None = None,
+        load: Callable[[Any], Any] | None = None,
+        index: str | None = None,
+        merge: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(members, str):
+            raise TypeError(f"members is a sequence of extensions, such as ({members!r},)")
+        if load is not None:
+            function("load", load, "a function of a sample")
+        self._merge = None if merge is None else whole("merge", merge, 0)
+        self._load = load
+        options = storage_options or {}
+        stores: dict[str, Store] = {}
+        places = []
+        for root in list_files(urls, options):
+            store = stores.setdefault(place_of(root.url), Store(root.url, options))
+            places += [(store, path) for path in root.paths]
+        indices = _indexed(places, index)
+        super().__init__(
+            [store.name(path) for store, path in places], [len(one.keys) for one in indices]
+        )
+        self._places = places
+        self._stamps = [one.stamp for one in indices]
+        self.keys: Texts = Texts(chain.from_iterable(one.keys for one in indices))
+        self.extensions = sorted({name for one in indices for name in one.extensions})
+        self.ignored = sum(one.ignored for one in indices)
+        self._gather(indices)
+        self.members = None if members is None else tuple(members)
+        self._wanted = None
+        if members is not None:
+            self._wanted = [[name.strip().lower() for name in one.split(";")] for one in members]
+
+    def _gather(self, indices: Sequence[TarIndex]) -> None:
+        """Put the indices into arrays over all archives."""
+        number = {name: at for at, name in enumerate(self.extensions)}
+        firsts = np.cumsum([0, *(len(one.offset) for one in indices)])
+        rows = [one.starts[:-1] + first for one, first in zip(indices, firsts, strict=False)]
+        self._starts = np.concatenate([*rows, firsts[-1:]])
+        codes = [
+            np.array([number[name] for name in one.extensions], np.int64)[one.extension]
+            for one in indices
+        ]
+        columns = [
+            np.concatenate([getattr(one, name) for one in indices])
+            for name in ("offset", "size", "header")
+        ]
+        self._members = np.stack([*columns, np.concatenate(codes)], axis=1)
+
+    def close(self) -> None:
+        for store, _ in self._places:
+            store.close()
+
+    def read(self, shard: int, number: int) -> Any:
+        index = number + (self._ends[shard - 1] if shard else 0)
+        members = self._members_of(index)
+        contents = self._contents(shard, members, _GAP)
+        return self._made(shard, index, members, contents)
+
+    @property
+    def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
+        if self._merge is None:  # then a batch is its samples, one by one
+            raise AttributeError("__getitems__ is only there with merge=")
+        return self._batch
+
+    def _batch(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples; those that lie close together are read together."""
+        assert self._merge is not None
+        shards: dict[int, list[_Member]] = {}
+        found = []
+        for asked in indices:
+            shard, number = self.locate(asked)
+            index = number + (self._ends[shard - 1] if shard else 0)
+            members = self._members_of(index)
+            found.append((shard, index, members))
+            shards.setdefault(shard, []).extend(members)
+        contents = {
+            shard: self._contents(shard, members, max(_GAP, self._merge))
+            for shard, members in shards.items()
+        }
+        return [self._made(*one, contents[one[0]]) for one in found]
+
+    def _members_of(self, index: int) -> list[_Member]:
+        """Return the members of a sample that are to be read. Raises `SourceError` if one lacks."""
+        first, last = self._starts[index : index + 2].tolist()
+        members = [_Member(*row) for row in self._members[first:last].tolist()]
+        if self._wanted is None:
+            return members
+        by_name = {self.extensions[member.extension]: member for member in members}
+        chosen = []
+        for names in self._wanted:
+            member = next((by_name[name] for name in names if name in by_name), None)
+            if member is None:
+                shard, _ = self.locate(index)
+                raise SourceError(
+                    f"{self.shard_names[shard]}, sample {self.keys[index]!r} has no member "
+                    f"{' or '.join(names)}; it has {', '.join(by_name)}"
+                )
+            chosen.append(member)
+        return chosen
+
+    def _contents(self, shard: int, members: Sequence[_Member], gap: int) -> dict[int, bytes]:
+        """Return the data of members of one archive by their offsets.
+
+        Those that are at most `gap` bytes apart are read together.
+        """
+        parts: list[list[_Member]] = []
+        end = -gap - 1
+        for member in sorted(set(members)):
+            if member.offset - BLOCK - end > gap:
+                parts.append([])
+            parts[-1].append(member)
+            end = max(end, member.offset + member.size)
+        contents: dict[int, bytes] = {}
+        for part in parts:
+            self._read_part(shard, part, contents)
+        return contents
+
+    def _read_part(self, shard: int, part: Sequence[_Member], contents: dict[int, bytes]) -> None:
+        store, path = self._places[shard]
+        start, stop = part[0].offset - BLOCK, max(one.offset + one.size for one in part)
+        what = partial(self._named, shard, part[0])
+        data = memoryview(store.read_range(path, start, stop, self._stamps[shard], what))
+        for member in part:
+            at = member.offset - start
+            if header_sum(data[at - BLOCK : at]) != member.header:
+                raise SourceError(
+                    f"{self.shard_names[shard]}, {self._named(shard, member)}: another header is at "
+                    f"byte {member.offset - BLOCK}: the archive has changed since it was indexed; make "
+                    "the Tar again"
+                )
+            contents[member.offset] = bytes(data[at : at + member.size])
+
+    def _named(self, shard: int, member: _Member) -> str:
+        """Return the name of a member for errors."""
+        first = self._ends[shard - 1] if shard else 0
+        rows = self._starts[first : self._ends[shard]]
+        begin, end = int(self._starts[first]), int(self._starts[self._ends[shard]])
+        row = begin + int((self._members[begin:end, 0] == member.offset).argmax())
+        index = first + int(np.searchsorted(rows, row, "right")) - 1
+        return f"member {self.keys[index]}.{self.extensions[member.extension]}"
+
+    def _made(
+        self, shard: int, index: int, members: Sequence[_Member], contents: Mapping[int, bytes]
+    ) -> Any:
+        sample: Any
+        if self._wanted is not None:
+            sample = tuple(contents[member.offset] for member in members)
+        else:
+            sample = {"__key__": self.keys[index], "__url__": self.shard_names[shard]}
+            for member in members:
+                sample[self.extensions[member.extension]] = contents[member.offset]
+        if self._load is None:
+            return sample
+        try:
+            return self._load(sample)
+        except Exception as error:
+            add_note(error, f"loading sample {self.keys[index]!r} of {self.shard_names[shard]}")
+            raise
+
+
+def _indexed(places: Sequence[tuple[Store, str]], kept: str | None) -> list[TarIndex]:
+    """Index archives, or read what was kept of them."""
+    if kept is not None and kept != "beside":
+        os.makedirs(kept, exist_ok=True)
+
+    def one(place: tuple[Store, str]) -> TarIndex:
+        return _index_of(*place, kept)
+
+    if len(places) < 2 or all(store.is_local for store, _ in places):  # else it waits for a store
+        return [*map(one, places)]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return [*threads.map(one, places)]
+
+
+def _index_of(store: Store, path: str, kept: str | None) -> TarIndex:
+    stamp = store.stamp(path)
+    place = None if kept is None else _place_of_index(store, path, kept)
+    index = None if place is None else load_index(place, stamp)
+    if index is None:
+        name = store.name(path)
+        with store.open(path) as file:
+            try:
+                index = make_index(name, file, stamp)
+            except Exception as error:
+                store.raise_told(error, path)
+        if place is not None and stamp != Stamp(stamp.size, ""):
+            save_index(place, index)
+    return index
+
+
+def _place_of_index(store: Store, path: str, kept: str) -> str | None:
+    if kept == "beside":
+        return f"{path}.index" if store.is_local else None
+    import hashlib
+
+    name = store.name(path)
+    told = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return os.path.join(kept, f"{os.path.basename(path)}.{told}.index")

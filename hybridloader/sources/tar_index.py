@@ -1,0 +1,213 @@
+"""Index of one tar archive: samples by key, and the place of each of their members.
+
+It is made in one pass over the headers, and may be kept in a file. Nothing here reads members.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridloader._support.errors import SourceError
+from hybridloader.sources.store import Stamp
+
+VERSION = 1
+"""Version of a kept index."""
+
+BLOCK = 512
+"""Bytes of a header, and of what the size of a member is rounded up to."""
+
+_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
+"""Key and extension, as webdataset has them: the name is cut at the first dot behind the last slash."""
+
+_META = re.compile(r"__[^/]*__($|/)")
+"""Names of members that webdataset leaves out, too."""
+
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TarIndex:
+    """Samples of one archive, in the order of their first members.
+
+    Attributes
+    ----------
+    stamp
+        Size and mark of the archive that was indexed.
+    keys
+        Key of each sample.
+    starts
+        First member of each sample, and, last, the number of members.
+    extensions
+        All extensions of the archive.
+    extension
+        Number of the extension of each member.
+    offset, size
+        Place of the data of each member, in bytes; its header is the block in front of it.
+    header
+        Checksum of the header of each member.
+    ignored
+        Number of files that are no sample's: without an extension, or hidden.
+    """
+
+    stamp: Stamp
+    keys: list[str]
+    starts: Ints
+    extensions: list[str]
+    extension: Ints
+    offset: Ints
+    size: Ints
+    header: Ints
+    ignored: int
+
+
+def header_sum(block: bytes | memoryview) -> int:
+    """Return the checksum of a header, by which it is known again."""
+    return zlib.crc32(block)
+
+
+def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
+    """Index the archive `name`, which is open for reading from its beginning.
+
+    Raises
+    ------
+    SourceError
+        It is no tar archive, is compressed or cut short, or has members that can't be found by an
+        offset, names that lead outside, or two members of one name.
+    """
+    start = file.read(6)
+    for magic, method in _PACKED.items():
+        if start.startswith(magic):
+            raise SourceError(
+                f"{name} is compressed by {method}, so its members can't be found by an offset: write "
+                "it uncompressed (images, sound and video hardly get smaller). To read it from "
+                "beginning to end, give a generator over it to Pipeline.from_iterable"
+            )
+    file.seek(0)
+    members: dict[str, dict[str, tuple[int, int, int]]] = {}
+    ignored = 0
+    for member in _members(name, file):
+        found = _NAME.fullmatch(member.name)
+        if found is None or _META.match(member.name):
+            ignored += 1
+            continue
+        key, extension = found[1], found[2].lower()
+        parts = members.setdefault(key, {})
+        if extension in parts:
+            raise SourceError(f"{name} has two members {key}.{extension}, so one would be lost")
+        file.seek(member.offset_data - BLOCK)
+        header = header_sum(file.read(BLOCK))
+        parts[extension] = member.offset_data, member.size, header
+    extensions = sorted({extension for parts in members.values() for extension in parts})
+    number = {extension: at for at, extension in enumerate(extensions)}
+    rows = [
+        (number[extension], *place)
+        for parts in members.values()
+        for extension, place in parts.items()
+    ]
+    table = np.array(rows, np.int64).reshape(len(rows), 4).T
+    starts = np.cumsum([0, *map(len, members.values())], dtype=np.int64)
+    return TarIndex(stamp, [*members], starts, extensions, *table.copy(), ignored)
+
+
+def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
+    """Yield the members that are regular files. Raises `SourceError` for what would be lost."""
+    last = "its beginning"
+    try:
+        archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  # the file is the caller's
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all
+            last = f"member {member.name!r}"
+            if member.issparse():
+                raise SourceError(f"{name}, {last} is sparse; write the archive without --sparse")
+            if member.islnk() or member.issym():
+                raise SourceError(
+                    f"{name}, {last} is a link to {member.linkname!r} and has no data; write the "
+                    "archive with --dereference --hard-dereference"
+                )
+            if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
+                raise SourceError(f"{name}, {last}: its name leads out of the archive")
+            if member.isreg():
+                yield member
+        end = archive.offset  # type: ignore[attr-defined]
+    except (tarfile.TarError, EOFError) as error:
+        raise SourceError(
+            f"{name} is no tar archive, or is damaged or cut short behind {last}: {error}"
+        ) from error
+    file.seek(end)
+    # tarfile takes a damaged header, and the end of the file, for the end of the archive.
+    if file.read(BLOCK) != bytes(BLOCK):
+        raise SourceError(
+            f"{name} is damaged or cut short behind {last}: there is neither a header nor the end of "
+            f"an archive at byte {end}"
+        )
+    while rest := file.read(1 << 20):
+        if rest.strip(b"\0"):
+            raise SourceError(
+                f"{name} goes on behind its end, at byte {end}: archives were joined by cat; use "
+                "tar --concatenate, or several files"
+            )
+
+
+def save_index(path: str, index: TarIndex) -> None:
+    """Write an index to a local file, at once or not at all."""
+    told = {
+        "version": VERSION,
+        "stamp": index.stamp,
+        "extensions": index.extensions,
+        "ignored": index.ignored,
+    }
+    keys = "\0".join(index.keys).encode("utf-8", "surrogateescape")
+    arrays = {name: getattr(index, name) for name in _ARRAYS}
+    packed = io.BytesIO()
+    np.savez(
+        packed,
+        told=np.frombuffer(json.dumps(told).encode(), np.uint8),
+        keys=np.frombuffer(keys, np.uint8),
+        **arrays,
+    )
+    beside = f"{path}.{os.getpid()}"
+    with open(beside, "wb") as file:
+        file.write(packed.getbuffer())
+    os.replace(beside, path)
+
+
+_ARRAYS = ("starts", "extension", "offset", "size", "header")
+
+
+def load_index(path: str, stamp: Stamp) -> TarIndex | None:
+    """Read a kept index; None if there is none, or none of an archive with this stamp."""
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            told = json.loads(held["told"].tobytes())
+            if told["version"] != VERSION or Stamp(*told["stamp"]) != stamp:
+                return None
+            arrays = {name: held[name] for name in _ARRAYS}
+            text = held["keys"].tobytes().decode("utf-8", "surrogateescape")
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None
+    count = len(arrays["starts"]) - 1
+    keys = text.split("\0") if count else []
+    if len(keys) != count:
+        return None
+    return TarIndex(stamp, keys, extensions=told["extensions"], ignored=told["ignored"], **arrays)

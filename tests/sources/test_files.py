@@ -1,0 +1,251 @@
+"""Files of any place: listed once, in one order, and read by any worker."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.http_store import HttpStore
+
+from hybridloader import (
+    CacheError,
+    DataLoader,
+    Retry,
+    ShuffleSampler,
+    Skip,
+    SourceError,
+    StoreError,
+)
+from hybridloader.sources import Files
+
+NAMES = ["a/1.txt", "a/2.txt", "b/1.txt", "b/deep/3.txt", "b/x.jpg"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "data"
+    for name in NAMES:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name.upper())
+    return root
+
+
+def names(files: Files, folder: Path) -> list[str]:
+    return [Path(path).relative_to(folder.as_posix()).as_posix() for path in files.paths]
+
+
+def test_a_folder_has_all_files_below_it_sorted(folder: Path) -> None:
+    for url in (folder, str(folder), f"{folder}/", f"file://{folder}"):
+        files = Files(url, load="text")
+        assert names(files, folder) == NAMES
+        assert list(files) == [name.upper() for name in NAMES]
+    assert repr(files) == "Files(5 samples in 1 shards)"
+
+
+def test_globs_and_several_roots_name_each_file_once(folder: Path) -> None:
+    assert names(Files(f"{folder}/*/*.txt"), folder) == ["a/1.txt", "a/2.txt", "b/1.txt"]
+    assert names(Files(f"{folder}/**/*.txt"), folder) == NAMES[:4]
+    files = Files([f"{folder}/b", f"{folder}/**/*.txt", folder / "b" / "1.txt"])
+    assert names(files, folder) == [*NAMES[2:], *NAMES[:2]]
+    assert files.block_sizes.tolist() == [3, 2, 0]
+    assert [files.locate(i)[0] for i in range(5)] == [0, 0, 0, 1, 1]
+    assert names(Files(f"{folder}/a/{{1..2}}.txt"), folder) == NAMES[:2]
+
+
+def test_what_a_sample_is(folder: Path) -> None:
+    assert Files(folder)[0] == b"A/1.TXT"
+    assert Files(folder, load="text")[0] == "A/1.TXT"
+    assert Files(folder, load=len)[0] == 7
+    with pytest.raises(ValueError, match="load must be 'bytes', 'text' or a function"):
+        Files(folder, load="image")  # type: ignore[arg-type]
+
+
+def test_classes_are_the_folders_below_the_root(folder: Path) -> None:
+    files = Files(f"{folder}/**/*.txt", load="text", classes=True)
+    assert files.classes == ["a", "b"]
+    assert files.labels == [0, 0, 1, 1]
+    assert files[3] == ("B/DEEP/3.TXT", 1)
+    with pytest.raises(SourceError, match=r"1\.txt is in no class folder"):
+        Files(f"{folder}/a/*.txt", classes=True)
+    with pytest.raises(ValueError, match="make them with classes=True"):
+        _ = Files(folder).labels
+
+
+def test_a_list_is_kept_and_used_again(folder: Path, tmp_path: Path) -> None:
+    kept = str(tmp_path / "files.json")
+    first = Files(folder, index=kept)
+    (folder / "a" / "0.txt").write_text("new")
+    assert list(Files(folder, index=kept).paths) == list(first.paths)
+    assert len(Files(folder)) == 6
+    with pytest.raises(CacheError, match="delete it, or name another file"):
+        Files(f"{folder}/a", index=kept)
+    Path(kept).write_text("{}")
+    with pytest.raises(CacheError, match="is no list of files"):
+        Files(folder, index=kept)
+    Path(kept).write_text(json.dumps({"version": 99, "roots": []}))
+    with pytest.raises(CacheError, match="its version is 99"):
+        Files(folder, index=kept)
+
+
+def test_files_in_memory(memory: Any) -> None:
+    for name in NAMES:
+        memory.pipe(f"/data/{name}", name.encode())
+    for url in ("memory://data/", "memory://data/**"):
+        assert list(Files(url)) == [name.encode() for name in NAMES]
+    assert Files("memory://data/b/1.txt")[0] == b"b/1.txt"
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork", "spawn"])
+def test_an_archive_is_opened_in_each_worker(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "all.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(20):
+            archive.writestr(f"d/{number:02d}.txt", f"text {number}" * 50)
+    files = Files(f"zip://**/*.txt::file://{path}", load="text")
+    assert files[7] == "text 7" * 50  # open here, too, before any fork
+    loader: Any = DataLoader(files, 2, num_workers=2, backend=backend, collate_fn=list)
+    assert [text for batch in loader for text in batch] == [f"text {n}" * 50 for n in range(20)]
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+def test_files_behind_http(store: HttpStore, backend: str) -> None:
+    for number in range(8):
+        store.files[f"/d/{number}.txt"] = f"text {number}".encode()
+    store.files["/d/"] = "".join(f'<a href="{n}.txt">' for n in range(8)).encode()
+    for url in (f"{store.url}/d/*.txt", f"{store.url}/d/{{0..7}}.txt"):
+        files = Files(url, load="text")
+        assert files[0] == "text 0"  # a connection and a thread are open before any fork
+        loader: Any = DataLoader(files, 3, num_workers=2, backend=backend, collate_fn=list)
+        assert [text for batch in loader for text in batch] == [f"text {n}" for n in range(8)]
+
+
+def test_names_that_need_no_listing_are_not_asked_for(store: HttpStore) -> None:
+    store.files["/a.txt"] = b"a"
+    files = Files([f"{store.url}/a.txt", f"{store.url}/b.txt?x=[1]"][:1] * 2)
+    assert not store.requests
+    assert list(files) == [b"a"]
+    assert store.requests == [("/a.txt", "")]
+
+
+def test_files_and_their_order_can_be_sent(folder: Path) -> None:
+    files = pickle.loads(pickle.dumps(Files(folder, load="text", classes=True)))
+    order = list(ShuffleSampler(files, 0))
+    assert [files[i] for i in order] == [Files(folder, load="text", classes=True)[i] for i in order]
+
+
+# Bad input.
+
+
+def test_what_names_no_files_is_told(folder: Path, memory: Any) -> None:
+    for url in (f"{folder}/*.png", f"{folder}/none/", "memory://none/", "memory://no/**"):
+        with pytest.raises(FileNotFoundError):
+            Files(url)
+    with pytest.raises(FileNotFoundError, match=r"no\.txt"):
+        Files(f"{folder}/no.txt")
+    with pytest.raises(ValueError, match="no files were named"):
+        Files([])
+    with pytest.raises(ValueError, match="Protocol not known: nosuch"):
+        Files("nosuch://a/*")
+
+
+def test_a_missing_library_is_told_with_the_line_that_installs_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ImportError, match=r"pip install 'hybridloader\[files\]'"):
+        Files(folder)
+
+
+def test_a_file_that_changed_or_vanished_is_told_by_name(folder: Path) -> None:
+    files = Files(folder)
+    (folder / "a" / "1.txt").write_text("longer than it was")
+    with pytest.raises(SourceError, match=r"a/1\.txt has 18 bytes, and had 7 when it was listed"):
+        files[0]
+    (folder / "a" / "2.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a/2\.txt"):
+        files[1]
+    loader: Any = DataLoader(files, 5, collate_fn=list, on_error=Skip(budget=2))
+    assert [len(batch) for batch in loader] == [3]
+    assert [bad.index for bad in loader.skipped] == [0, 1]
+
+
+def test_an_error_of_a_function_names_the_file(folder: Path) -> None:
+    (folder / "a" / "1.txt").write_bytes(b"\xff")
+    with pytest.raises(UnicodeDecodeError) as told:
+        Files(folder, load="text")[0]
+    if sys.version_info >= (3, 11):
+        assert any("a/1.txt" in note for note in told.value.__notes__)
+
+
+def test_a_store_that_fails_is_asked_again(store: HttpStore) -> None:
+    for number in range(3):
+        store.files[f"/{number}.txt"] = f"text {number}".encode() * 9
+    files = Files(f"{store.url}/{{0..2}}.txt")
+    for fault, said in [("503", "503"), ("short", "Payload")]:
+        store.faults.append(fault)
+        with pytest.raises(StoreError, match=rf"/1\.txt was not served: .*{said}") as told:
+            files[1]
+        assert isinstance(told.value, OSError)
+        store.faults.extend([fault, fault, "ok"])
+        loader: Any = DataLoader(
+            files, 3, collate_fn=list, on_error=Retry(2, backoff=0.0, on=StoreError)
+        )
+        assert list(loader) == [[f"text {number}".encode() * 9 for number in range(3)]]
+
+
+def test_a_file_that_is_not_there_is_not_asked_for_again(store: HttpStore) -> None:
+    files = Files(f"{store.url}/gone.txt")
+    retry = Retry(3, backoff=0.0, on=StoreError)
+    with pytest.raises(FileNotFoundError, match=r"gone\.txt"):
+        list(DataLoader(files, 1, on_error=retry))
+    assert len(store.requests) == 1
+
+
+def test_a_store_that_hangs_is_left_after_its_time(store: HttpStore) -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+    store.files["/a.txt"] = b"a"
+    options = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.1)}}
+    files = Files(f"{store.url}/a.txt", storage_options=options)
+    store.faults.append("hang")
+    with pytest.raises(StoreError, match=r"a\.txt was not served"):
+        files[0]
+    assert files[0] == b"a"
+
+
+def test_a_damaged_archive_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "all.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("a.txt", "a" * 1000)
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+    files = Files(f"zip://*.txt::file://{path}")
+    with pytest.raises(SourceError, match=r"a\.txt.* can't be read: BadZipFile: Bad CRC"):
+        files[0]
+    path.write_bytes(data[:700])
+    with pytest.raises(SourceError, match=r"all\.zip is no zip archive, or is cut short"):
+        Files(f"zip://*.txt::file://{path}")
+
+
+def test_names_that_lead_outside_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "all.zip"
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("../a.txt", "a")
+    path.write_bytes(packed.getvalue())
+    with pytest.raises(SourceError, match="leads out of its folder"):
+        Files(f"zip://**::file://{path}")
+
+
+def test_nothing_of_a_listing_is_left_on_the_disk(folder: Path, tmp_path: Path) -> None:
+    Files(folder, index=str(tmp_path / "kept"))
+    assert Counter(os.listdir(tmp_path)) == Counter(["data", "kept"])
