@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +79,7 @@ class BlockShuffleSampler(DistributedShuffleSampler):
     True
     """
 
-    _STATED = ("seed", "shuffle", "window", "spans")
+    _STATED: ClassVar[tuple[str, ...]] = ("seed", "shuffle", "window", "spans")
 
     def __init__(
         self,

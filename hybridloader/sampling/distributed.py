@@ -8,7 +8,7 @@ load the same state on all, is the caller's part.
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +86,7 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     [0, 1, 2, 3, 4]
     """
 
-    _STATED = ("seed", "shuffle")
+    _STATED: ClassVar[tuple[str, ...]] = ("seed", "shuffle")
 
     def __init__(
         self,

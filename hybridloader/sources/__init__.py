@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hybridloader._support.errors import SourceError as SourceError
     from hybridloader._support.errors import StoreError as StoreError
     from hybridloader.sources.files import Files as Files
+    from hybridloader.sources.parquet import Parquet as Parquet
     from hybridloader.sources.per_worker import PerWorker as PerWorker
     from hybridloader.sources.shards import Shards as Shards
     from hybridloader.sources.tar import Tar as Tar
@@ -22,6 +23,7 @@ __getattr__, __dir__, __all__ = lazily(
     {
         "._support.errors": "SourceError StoreError",
         "files": "Files",
+        "parquet": "Parquet",
         "per_worker": "PerWorker",
         "shards": "Shards",
         "tar": "Tar",

@@ -120,8 +120,10 @@ class Files(Shards[Any]):
         store, path = self._stores[shard], self.paths[index]
         data: Any = store.read(path, int(self._sizes[index]))
         try:
-            if self._load != "bytes":
-                data = data.decode() if self._load == "text" else self._load(data)  # type: ignore[operator]
+            if callable(self._load):
+                data = self._load(data)
+            elif self._load == "text":
+                data = data.decode()
         except Exception as error:
             add_note(error, f"loading {store.name(path)}")
             raise

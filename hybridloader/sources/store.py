@@ -85,12 +85,14 @@ class Store:
         mark = next((f"{name} {info[name]}" for name in _MARKS if info.get(name)), "")
         return Stamp(-1 if info.get("size") is None else int(info["size"]), mark)
 
-    def open(self, path: str) -> Any:
-        """Open a file that is read once, from its beginning to its end, by leaps."""
+    def open(self, path: str, *, ahead: bool = True) -> Any:
+        """Open a file. If `ahead`, it is read once, from its beginning to its end, by leaps."""
         try:
             if self.is_local:
                 return open(path, "rb")
-            return self.fs.open(path, "rb", block_size=_AHEAD, cache_type="readahead")
+            if ahead:
+                return self.fs.open(path, "rb", block_size=_AHEAD, cache_type="readahead")
+            return self.fs.open(path, "rb", cache_type="none")
         except Exception as error:
             self.raise_told(error, path)
 

@@ -125,9 +125,10 @@ def make_index(name: str, file: Any, stamp: Stamp) -> TarIndex:
         for parts in members.values()
         for extension, place in parts.items()
     ]
-    table = np.array(rows, np.int64).reshape(len(rows), 4).T
+    columns = np.array(rows, np.int64).reshape(len(rows), 4).T.copy()
     starts = np.cumsum([0, *map(len, members.values())], dtype=np.int64)
-    return TarIndex(stamp, [*members], starts, extensions, *table.copy(), ignored)
+    codes, offsets, sizes, headers = columns
+    return TarIndex(stamp, [*members], starts, extensions, codes, offsets, sizes, headers, ignored)
 
 
 def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
@@ -136,7 +137,7 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
     try:
         archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  # the file is the caller's
         while (member := archive.next()) is not None:
-            archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all
+            archive.members.clear()  # else it keeps all
             last = f"member {member.name!r}"
             if member.issparse():
                 raise SourceError(f"{name}, {last} is sparse; write the archive without --sparse")

@@ -74,6 +74,8 @@ def test_examples_in_docstrings_run(name: str) -> None:
     import doctest
     import importlib
 
+    if name == "Parquet":
+        pytest.importorskip("pyarrow")
     module = importlib.import_module(getattr(sources, name).__module__)
     result = doctest.testmod(module)
     assert result.attempted

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +21,9 @@ from hybridloader import (
     Pipeline,
     ShuffleSampler,
 )
-from hybridloader.sources import Files, Shards, Tar
+from hybridloader.sources import Files, Parquet, Shards, Tar
 
-SOURCES = ["files", "tar", "tar, merged"]
+SOURCES = ["files", "tar", "tar, merged", "parquet"]
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "shuffle": lambda source: ShuffleSampler(source, 3),
     "blocks": lambda source: BlockShuffleSampler(source, 3, block=3, window=2, spans=2),
@@ -41,18 +41,34 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shards[Any]]:
         path.write_text(f"text {number}")
     paths = write_shards(folder / "tar", [5, 9, 0, 8])
     tar = partial(Tar, paths, members=("txt",))
+    parquet = {}
+    if importlib.util.find_spec("pyarrow") is not None:
+        import pyarrow.parquet
+
+        for number, count in enumerate((9, 13)):
+            rows = pyarrow.table({"x": range(100 * number, 100 * number + count)})
+            path = folder / f"{number}.parquet"
+            pyarrow.parquet.write_table(rows, path, row_group_size=4)
+        parquet["parquet"] = Parquet(f"{folder}/*.parquet")
     return {
+        **parquet,
         "files": Files(folder / "files", load="text", classes=True),
         "tar": tar(),
         "tar, merged": tar(merge=512),
     }
 
 
+@pytest.fixture(scope="module", params=SOURCES)
+def source(made: dict[str, Shards[Any]], request: Any) -> Shards[Any]:
+    if request.param not in made:
+        pytest.skip("pyarrow is not installed")
+    return made[request.param]
+
+
 @pytest.fixture(autouse=True)
-def _closed(made: dict[str, Shards[Any]]) -> Iterator[None]:
+def _closed(source: Shards[Any]) -> Iterator[None]:
     yield
-    for source in made.values():
-        source.close()
+    source.close()
 
 
 def loader_of(source: Any, sampler: Any, batch_size: int, crew: tuple[str, int]) -> Any:
@@ -83,23 +99,21 @@ def resumes(source: Any, kind: str, size: int, place: int, crews: list[tuple[str
     assert [*other, *other] == batches[0][place:] + batches[1]
 
 
-@pytest.mark.parametrize("name", SOURCES)
 @settings(max_examples=70)
 @given(st.sampled_from([*SAMPLERS]), st.integers(1, 6), st.integers(0, 30), st.tuples(CHEAP, CHEAP))
 def test_at_any_place_with_other_workers(
-    made: Any, name: str, kind: str, size: int, place: int, crews: Any
+    source: Any, kind: str, size: int, place: int, crews: Any
 ) -> None:
-    resumes(made[name], kind, size, place, list(crews))
+    resumes(source, kind, size, place, list(crews))
 
 
-@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize(
     "crews",
     [[("fork", 2), ("threads", 1)], [("inline", 0), ("fork", 1)], [("spawn", 1), ("fork", 2)]],
 )
-def test_on_processes(made: Any, name: str, crews: Any) -> None:
+def test_on_processes(source: Any, crews: Any) -> None:
     for place in (0, 3, 4):
-        resumes(made[name], "blocks", 4, place, crews)
+        resumes(source, "blocks", 4, place, crews)
 
 
 def ranked(kind: str, source: Any, replicas: int, rank: int, uneven: Any) -> Any:
@@ -109,7 +123,6 @@ def ranked(kind: str, source: Any, replicas: int, rank: int, uneven: Any) -> Any
     return DistributedShuffleSampler(source, 3, **options)
 
 
-@pytest.mark.parametrize("name", SOURCES)
 @settings(max_examples=70)
 @given(
     st.sampled_from(["blocks", "shuffle"]),
@@ -118,10 +131,9 @@ def ranked(kind: str, source: Any, replicas: int, rank: int, uneven: Any) -> Any
     st.sampled_from(["pad", "drop", "exact"]),
 )
 def test_at_any_place_with_another_number_of_ranks(
-    made: Any, name: str, kind: str, size: int, legs: Any, uneven: Any
+    source: Any, kind: str, size: int, legs: Any, uneven: Any
 ) -> None:
     """A leg is a number of ranks, of batches on each, and the workers; the last goes to the end."""
-    source = made[name]
     wanted = [source[i] for i in ranked(kind, source, 1, 0, uneven)]
     seen: list[Any] = []
     state: Any = None
@@ -148,10 +160,7 @@ def test_at_any_place_with_another_number_of_ranks(
     assert len(seen) == len(wanted) or uneven != "exact"
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_in_a_pipeline(made: Any, name: str, tmp_path: Path) -> None:
-    source = made[name]
-
+def test_in_a_pipeline(source: Any) -> None:
     def pipe(backend: str) -> Pipeline[Any]:
         sampler = BlockShuffleSampler(source, 3, block=3, window=2)
         read = Pipeline.from_dataset(source, sampler=sampler, backend=backend, num_workers=2)

@@ -1,0 +1,228 @@
+"""`Parquet`: a dataset of the rows of Parquet files, read a row group at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hybridloader._support.arguments import flag, whole
+from hybridloader._support.errors import SourceError
+from hybridloader.sources.listing import Urls, list_files, place_of
+from hybridloader.sources.per_worker import PerWorker
+from hybridloader.sources.row_groups import (
+    Columns,
+    Ints,
+    ParquetFile,
+    RowGroups,
+    gathered,
+    pyarrow_modules,
+)
+from hybridloader.sources.shards import Shards
+from hybridloader.sources.store import Store
+
+CACHE = 256 << 20
+"""Bytes of decoded row groups that a process keeps."""
+
+
+class Parquet(Shards[Any]):
+    """A dataset of the rows of Parquet files.
+
+    A row group is read and decoded as a whole, and kept for the next rows. `block_sizes` are the row
+    groups, so a `BlockShuffleSampler` reads each of them once: give this dataset room for its window.
+
+    Parameters
+    ----------
+    urls
+        Paths or URLs of files, folders or globs, as for `Files`.
+    columns
+        Names of the columns to read. Default: all.
+    filter
+        Expression of pyarrow, such as ``pyarrow.dataset.field("label") >= 0``: only such rows are
+        samples. They are counted here, once; row groups whose statistics exclude them are not read.
+    tensors
+        True makes a batch in one call: a dict of tensors, each gathered once, into shared memory where
+        the batch goes to another process. Give the loader ``collate_fn=Parquet.collate_fn``. Columns of
+        numbers and booleans are tensors, lists of one length rows of a matrix, and others lists of
+        Python's objects. Default: a row is a dict of Python's objects.
+    cache
+        Bytes of decoded row groups that a process keeps: the ones used last, and at least one.
+    storage_options
+        Options of fsspec for the places of `urls`.
+
+    Attributes
+    ----------
+    columns : tuple of str
+        Names of the columns that are read.
+
+    Raises
+    ------
+    ImportError
+        pyarrow is not installed; the message has the line that installs it.
+    SourceError
+        A file is no Parquet, is damaged, or has another schema than the first one.
+    ValueError
+        There is no such column.
+
+    Notes
+    -----
+    Workers that are threads share the row groups. Each process decodes those of the window for itself.
+
+    Examples
+    --------
+    >>> import tempfile, pyarrow, pyarrow.parquet
+    >>> file = tempfile.NamedTemporaryFile(suffix=".parquet")
+    >>> table = pyarrow.table({"x": [0.0, 0.5, 1.0], "name": ["a", "b", "c"]})
+    >>> pyarrow.parquet.write_table(table, file.name, row_group_size=2)
+    >>> rows = Parquet(file.name)
+    >>> len(rows), rows[2], rows.block_sizes
+    (3, {'x': 1.0, 'name': 'c'}, array([2, 1]))
+    >>> Parquet(file.name, columns=["x"], tensors=True).__getitems__([2, 0])
+    {'x': tensor([1., 0.], dtype=torch.float64)}
+    >>> file.close()
+    """
+
+    def __init__(
+        self,
+        urls: Urls,
+        *,
+        columns: Sequence[str] | None = None,
+        filter: Any = None,
+        tensors: bool = False,
+        cache: int = CACHE,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        pyarrow_modules()
+        if isinstance(columns, str):
+            raise TypeError(f"columns is a sequence of names, such as [{columns!r}]")
+        self._tensors, self._filter = flag("tensors", tensors), filter
+        options = storage_options or {}
+        stores: dict[str, Store] = {}
+        self._files: list[ParquetFile] = []
+        for root in list_files(urls, options):
+            store = stores.setdefault(place_of(root.url), Store(root.url, options))
+            self._files += [ParquetFile(store, path, store.stamp(path)) for path in root.paths]
+        self.columns: tuple[str, ...] = () if columns is None else tuple(columns)
+        groups = self._index(columns is None)
+        counts = np.zeros(len(self._files), np.int64)
+        np.add.at(counts, groups[:, 0], groups[:, 2])
+        super().__init__([file.name for file in self._files], counts)
+        self._groups = groups
+        self._group_ends: list[int] = np.cumsum(groups[:, 2]).tolist()
+        self._cache = PerWorker(partial(RowGroups, whole("cache", cache, 0)), per="process")
+
+    def _index(self, all_columns: bool) -> Ints:
+        """Return file, number and rows of each row group that has rows."""
+        schema: Any = None
+        groups = []
+        for number, file in enumerate(self._files):
+            fragment = file.open()
+            found = fragment.physical_schema
+            if schema is None:
+                schema = found
+                if all_columns:
+                    self.columns = tuple(schema.names)
+                if unknown := [name for name in self.columns if name not in schema.names]:
+                    raise ValueError(
+                        f"{file.name} has no column {unknown[0]!r}; it has {', '.join(schema.names)}"
+                    )
+            self._check_schema(file, found, schema, all_columns)
+            groups += [(number, *group) for group in self._counted(file, fragment)]
+        return np.array(groups, np.int64).reshape(len(groups), 3)
+
+    def _check_schema(self, file: ParquetFile, found: Any, schema: Any, all_columns: bool) -> None:
+        first = self._files[0].name
+        for name in self.columns:
+            here = found.field(name).type if name in found.names else "missing"
+            if here != schema.field(name).type:
+                raise SourceError(
+                    f"{file.name} has another schema than {first}: column {name} is {here}, and "
+                    f"{schema.field(name).type} there"
+                )
+        if all_columns and (more := [name for name in found.names if name not in schema.names]):
+            raise SourceError(
+                f"{file.name} has another schema than {first}, which has no column {more[0]}; name "
+                "the columns to read"
+            )
+
+    def _counted(self, file: ParquetFile, fragment: Any) -> list[tuple[int, int]]:
+        """Return number and rows of the row groups of one file, without those of no row."""
+        if self._filter is None:
+            counted = [(group.id, group.num_rows) for group in fragment.row_groups]
+        else:
+            try:
+                left = fragment.subset(filter=self._filter, schema=fragment.physical_schema)
+                counted = [
+                    (
+                        group.id,
+                        fragment.subset(row_group_ids=[group.id]).count_rows(
+                            filter=self._filter, use_threads=False
+                        ),
+                    )
+                    for group in left.row_groups
+                ]
+            except Exception as error:
+                file.raise_told(error, "filter")
+        return [(number, rows) for number, rows in counted if rows]
+
+    @property
+    def block_sizes(self) -> Ints:
+        sizes: Ints = self._groups[:, 2]
+        return sizes
+
+    def close(self) -> None:
+        self._cache.close()
+        for file in self._files:
+            file.store.close()
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return the row group of a sample, of all files, and its row there."""
+        group = bisect_right(self._group_ends, index)
+        return group, index - (self._group_ends[group - 1] if group else 0)
+
+    def _columns(self, group: int) -> Columns:
+        file, number, rows = self._groups[group].tolist()
+        return self._cache().get(self._files[file], number, self.columns, self._filter, rows)
+
+    def read(self, shard: int, number: int) -> dict[str, Any]:
+        group, row = self._place(number + (self._ends[shard - 1] if shard else 0))
+        columns = self._columns(group)
+        if not self._tensors:
+            return {name: columns.table.column(name)[row].as_py() for name in self.columns}
+        batch = self._gather([(columns, np.zeros(1, np.int64), np.array([row]))], 1)
+        return {name: values[0] for name, values in batch.items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Return rows of a batch: a dict of tensors, or a list of dicts."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for at, index in enumerate(indices):
+            shard, number = self.locate(index)
+            group, row = self._place(number + (self._ends[shard - 1] if shard else 0))
+            places.setdefault(group, []).append((at, row))
+        parts = []
+        for group, pairs in places.items():
+            in_batch, rows = np.array(pairs, np.int64).T
+            parts.append((self._columns(group), in_batch, rows))
+        if self._tensors:
+            return self._gather(parts, len(indices))
+        found: list[Any] = [None] * len(indices)
+        for columns, in_batch, rows in parts:
+            taken = columns.table.take(rows).to_pylist()
+            for at, row in zip(in_batch.tolist(), taken, strict=True):
+                found[at] = row
+        return found
+
+    def _gather(self, parts: Sequence[tuple[Columns, Ints, Ints]], count: int) -> dict[str, Any]:
+        return {name: gathered(name, parts, count) for name in self.columns}
+
+    @staticmethod
+    def collate_fn(samples: Any) -> Any:
+        """Return a batch that is one already, or make it of samples that were read one by one."""
+        if isinstance(samples, dict):
+            return samples
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)

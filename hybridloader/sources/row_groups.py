@@ -1,0 +1,245 @@
+"""Row groups of Parquet files in one process: read, decoded, and kept within a bound.
+
+Threads share them: a row group that several want is decoded once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridloader._support.errors import SourceError
+from hybridloader.sources.store import Stamp, Store
+
+INSTALL = "pip install 'hybridloader[parquet]'"
+
+Ints = npt.NDArray[np.int64]
+
+
+def pyarrow_modules() -> tuple[Any, Any]:
+    """Import pyarrow and pyarrow.dataset. Raises `ImportError` with the line that installs them."""
+    try:
+        import pyarrow
+        import pyarrow.dataset
+        import pyarrow.fs
+    except ImportError as error:
+        raise ImportError(f"Parquet is read by pyarrow: {INSTALL}") from error
+    return pyarrow, pyarrow.dataset
+
+
+class ParquetFile(NamedTuple):
+    """A file that was indexed."""
+
+    store: Store
+    path: str
+    stamp: Stamp
+
+    @property
+    def name(self) -> str:
+        return self.store.name(self.path)
+
+    def open(self) -> Any:
+        """Return the file as a fragment of pyarrow.dataset, with its metadata."""
+        pyarrow, dataset = pyarrow_modules()
+        shape = dataset.ParquetFileFormat()
+        try:
+            if self.store.is_local:
+                fragment = shape.make_fragment(self.path, pyarrow.fs.LocalFileSystem())
+            else:  # pyarrow's own way to fsspec takes any failure for a file that is not there
+                fragment = shape.make_fragment(self.store.open(self.path, ahead=False))
+            fragment.ensure_complete_metadata()
+        except Exception as error:
+            self.raise_told(error)
+        return fragment
+
+    def raise_told(self, error: Exception, what: str = "") -> NoReturn:
+        """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
+        pyarrow, _ = pyarrow_modules()
+        # pyarrow's own errors of bad data are of its classes, or an OSError without a number.
+        bad = isinstance(error, pyarrow.ArrowException)
+        if bad or (type(error) is OSError and error.errno is None):
+            where = f"{self.name}{what and ', '}{what}"
+            raise SourceError(
+                f"{where} is no Parquet, or is damaged or cut short: {error}"
+            ) from error
+        self.store.raise_told(error, self.path, what)
+
+
+class Columns:
+    """Decoded columns of one row group.
+
+    Attributes
+    ----------
+    table : pyarrow.Table
+        All columns, each in one piece.
+    """
+
+    def __init__(self, table: Any, where: str) -> None:
+        self.table, self._where = table.combine_chunks(), where
+        self._arrays: dict[str, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.table.nbytes)
+
+    def array(self, name: str) -> npt.NDArray[Any] | None:
+        """Return a column as numbers, without a copy but of booleans; None if it is of other things.
+
+        Lists of one length are rows of a matrix. Raises `SourceError` for numbers with nulls.
+        """
+        if name not in self._arrays:
+            self._arrays[name] = self._made(name)
+        array: npt.NDArray[Any] | None = self._arrays[name]
+        return array
+
+    def _made(self, name: str) -> npt.NDArray[Any] | None:
+        pyarrow, _ = pyarrow_modules()
+        types = pyarrow.types
+        column = self.table.column(name)
+        kind, widths = column.type, []
+        while types.is_fixed_size_list(kind):
+            widths.append(kind.list_size)
+            kind = kind.value_type
+        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+            return None
+        count = len(column)
+        values = column.chunk(0) if column.num_chunks else pyarrow.array([], column.type)
+        for _ in widths:
+            self._check(values, name)
+            values = values.flatten()
+        if not types.is_floating(kind):  # in those a null is a NaN
+            self._check(values, name)
+        array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
+        return array.reshape(count, *widths)
+
+    def _check(self, values: Any, name: str) -> None:
+        if values.null_count:
+            raise SourceError(
+                f"{self._where}, column {name} has {values.null_count} nulls, which no tensor of "
+                "numbers holds: leave them out by filter=, leave the column out by columns=, or read "
+                "rows"
+            )
+
+
+class RowGroups:
+    """Row groups of one process, the last ones used, up to `limit` bytes and at least one."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        # All the mutable state:
+        self._files: dict[str, Any] = {}
+        self._entries: OrderedDict[tuple[str, int], _Entry] = OrderedDict()
+        self._bytes = 0
+
+    def get(
+        self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any, rows: int
+    ) -> Columns:
+        """Return the row group of number `group` in its file.
+
+        Raises `SourceError` if it has not the `rows` rows that were counted.
+        """
+        key = file.path, group
+        with self._lock:
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+        with entry.lock:
+            if entry.columns is None:
+                found = self._read(file, group, columns, condition)
+                if len(found.table) != rows:
+                    raise SourceError(
+                        f"{file.name}, row group {group} has {len(found.table)} rows, and had {rows} "
+                        "when it was indexed; make the Parquet again"
+                    )
+                entry.columns = found
+                self._keep(key, found.nbytes)
+            return entry.columns
+
+    def _keep(self, key: tuple[str, int], size: int) -> None:
+        with self._lock:
+            self._bytes += size
+            for old in [*self._entries]:
+                if self._bytes <= self._limit:
+                    break
+                if old != key and (columns := self._entries[old].columns) is not None:
+                    del self._entries[old]
+                    self._bytes -= columns.nbytes
+
+    def _read(
+        self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any
+    ) -> Columns:
+        fragment = self._files.get(file.path)
+        if fragment is None:
+            found = file.store.stamp(file.path)
+            if found != file.stamp:
+                raise SourceError(
+                    f"{file.name} has changed since it was indexed: it had {file.stamp.size} bytes "
+                    f"({file.stamp.mark}), and has {found.size} ({found.mark}); make the Parquet "
+                    "again"
+                )
+            fragment = self._files.setdefault(file.path, file.open())
+        what = f"row group {group}"
+        try:
+            # Without threads of its own: workers are many, and some are forked.
+            table = fragment.subset(row_group_ids=[group]).to_table(
+                columns=[*columns], filter=condition, use_threads=False
+            )
+        except Exception as error:
+            file.raise_told(error, what)
+        return Columns(table, f"{file.name}, {what}")
+
+    def close(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._files.clear()
+            self._bytes = 0
+
+
+class _Entry:
+    """A row group, or the place where it will be."""
+
+    __slots__ = ("columns", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.columns: Columns | None = None
+
+
+def gathered(name: str, parts: Sequence[tuple[Columns, Ints, Ints]], count: int) -> Any:
+    """Return one column of a batch of `count` rows: a tensor, or a list of Python's objects.
+
+    Parameters
+    ----------
+    parts
+        A row group, places in the batch, and the rows of the group that belong there.
+    """
+    arrays = [columns.array(name) for columns, _, _ in parts]
+    first = arrays[0]
+    if first is None:
+        values: list[Any] = [None] * count
+        for columns, places, rows in parts:
+            found = columns.table.column(name).take(rows).to_pylist()
+            for place, value in zip(places.tolist(), found, strict=True):
+                values[place] = value
+        return values
+    import torch
+
+    from hybridloader.fetching.collate import slot_for
+
+    shape, dtype = (count, *first.shape[1:]), torch.from_numpy(np.empty(0, first.dtype)).dtype
+    tensor = slot_for(shape, dtype)
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype)
+    target = tensor.numpy()
+    for (_, places, rows), array in zip(parts, arrays, strict=True):
+        assert array is not None
+        if len(parts) == 1:
+            np.take(array, rows, axis=0, out=target, mode="clip")  # "raise" would copy twice
+        else:
+            target[places] = array[rows]
+    return tensor

@@ -1,0 +1,272 @@
+"""Parquet: rows found by row group, batches of tensors, and a bounded cache."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.http_store import HttpStore
+
+from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, Skip, SourceError, StoreError
+from hybridloader.sources import Parquet
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+ds = pytest.importorskip("pyarrow.dataset")
+
+
+def table(first: int, count: int) -> Any:
+    """Rows of all kinds of columns, made of their numbers."""
+    x = range(first, first + count)
+    pairs = pa.array([[i, i + 1] for i in x], pa.list_(pa.int32(), 2))
+    return pa.table(
+        {
+            "int": pa.array(x, pa.int64()),
+            "half": pa.array(np.arange(first, first + count), pa.float32()),
+            "flag": [i % 2 == 0 for i in x],
+            "pair": pairs,
+            "name": [f"n{i}" for i in x],
+            "some": [[0] * (i % 3) for i in x],
+        }
+    )
+
+
+def row(i: int) -> dict[str, Any]:
+    return {
+        "int": i,
+        "half": float(i),
+        "flag": i % 2 == 0,
+        "pair": [i, i + 1],
+        "name": f"n{i}",
+        "some": [0] * (i % 3),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files, of 10 and of 7 rows, in row groups of 4."""
+    root = tmp_path / "data"
+    root.mkdir()
+    pq.write_table(table(0, 10), root / "a.parquet", row_group_size=4)
+    pq.write_table(table(10, 7), root / "b.parquet", row_group_size=4)
+    return root
+
+
+def test_rows_are_those_of_the_files_in_turn(folder: Path) -> None:
+    rows = Parquet(folder)
+    assert list(rows) == [row(i) for i in range(17)]
+    assert rows.shard_sizes.tolist() == [10, 7]
+    assert rows.block_sizes.tolist() == [4, 4, 2, 4, 3]
+    assert rows.__getitems__([16, 3, 3, 0, 9]) == [row(i) for i in (16, 3, 3, 0, 9)]
+    assert rows.columns == ("int", "half", "flag", "pair", "name", "some")
+    some = Parquet(folder, columns=["name", "int"])
+    assert some[12] == {"name": "n12", "int": 12}
+    rows.close()
+    some.close()
+
+
+def test_a_batch_of_tensors_has_the_types_of_the_columns(folder: Path) -> None:
+    rows = Parquet(folder, tensors=True)
+    for indices in ([2, 0, 3], [16, 3, 3, 0, 9]):
+        batch = rows.__getitems__(indices)
+        wanted = torch.tensor(indices)
+        assert torch.equal(batch["int"], wanted)
+        assert torch.equal(batch["half"], wanted.float())
+        assert torch.equal(batch["flag"], wanted % 2 == 0)
+        assert torch.equal(batch["pair"], torch.stack([wanted, wanted + 1], 1).int())
+        assert batch["name"] == [f"n{i}" for i in indices]
+        assert batch["some"] == [[0] * (i % 3) for i in indices]
+        alone = Parquet.collate_fn([rows[i] for i in indices]) if "some" not in batch else None
+        assert alone is None
+        batch["int"].add_(1)  # nobody else's
+    assert torch.equal(rows.__getitems__([2])["int"], torch.tensor([2]))
+    numbers = Parquet(folder, columns=["int", "pair"], tensors=True)
+    alone = Parquet.collate_fn([numbers[i] for i in (5, 16)])
+    together = numbers.__getitems__([5, 16])
+    for name in numbers.columns:
+        assert torch.equal(alone[name], together[name])
+        assert alone[name].dtype == together[name].dtype
+    rows.close()
+    numbers.close()
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+def test_every_backend_reads_it(backend: str, folder: Path) -> None:
+    rows = Parquet(folder, columns=["int", "pair"], tensors=True)
+    rows[0]  # open here before any fork
+    sampler = BlockShuffleSampler(rows, 3, window=2)
+    loader: Any = DataLoader(
+        rows,
+        5,
+        sampler=sampler,
+        num_workers=2,
+        backend=backend,
+        collate_fn=Parquet.collate_fn,
+    )
+    batches = list(loader)
+    found = torch.cat([batch["int"] for batch in batches]).tolist()
+    assert found == list(BlockShuffleSampler(rows, 3, window=2))
+    assert all(torch.equal(b["pair"][:, 0], b["int"].int()) for b in batches)
+    rows.close()
+
+
+def test_large_batches_lie_in_slots(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": np.arange(200_000.0)}), path, row_group_size=100_000)
+    rows = Parquet(path, tensors=True)
+    loader: Any = DataLoader(
+        rows, 50_000, num_workers=2, backend="fork", collate_fn=Parquet.collate_fn
+    )
+    found = torch.cat([batch["x"].clone() for batch in loader])
+    assert torch.equal(found, torch.arange(200_000.0, dtype=torch.float64))
+    rows.close()
+
+
+def test_a_filter_counts_rows_and_leaves_out_row_groups(folder: Path) -> None:
+    rows = Parquet(folder, columns=["int"], filter=ds.field("int") > 5)
+    assert [one["int"] for one in rows] == list(range(6, 17))
+    assert rows.block_sizes.tolist() == [2, 2, 4, 3]  # the first row group is left out
+    assert [one["name"] for one in Parquet(folder, filter=ds.field("flag"))][:2] == ["n0", "n2"]
+    assert len(Parquet(folder, filter=ds.field("int") > 99)) == 0
+    other = pickle.loads(pickle.dumps(rows))
+    assert list(other) == list(rows)
+    rows.close()
+    other.close()
+
+
+def test_row_groups_are_read_once_in_a_window_and_kept_within_the_bound(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybridloader.sources.row_groups import RowGroups
+
+    read = RowGroups._read
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    def counted(self: Any, file: Any, group: int, *args: Any) -> Any:
+        with lock:
+            seen.append(group)
+        return read(self, file, group, *args)
+
+    monkeypatch.setattr(RowGroups, "_read", counted)
+    rows = Parquet(folder)
+    loader: Any = DataLoader(
+        rows,
+        2,
+        sampler=BlockShuffleSampler(rows, 3, window=2),
+        num_workers=2,
+        backend="threads",
+        collate_fn=list,
+    )
+    assert sum(map(len, loader)) == 17
+    assert len(seen) == 5
+    seen.clear()
+    small = Parquet(folder, cache=0)  # one is kept
+    assert [small[i]["int"] for i in (0, 1, 5, 0)] == [0, 1, 5, 0]
+    assert seen == [0, 1, 0]
+    small.close()
+
+
+def test_remote_files_are_read_by_ranges(store: HttpStore) -> None:
+    packed = io.BytesIO()
+    pq.write_table(table(0, 10), packed, row_group_size=4)
+    store.files["/a.parquet"] = packed.getvalue()
+    rows = Parquet(f"{store.url}/a.parquet", columns=["int"])
+    assert [one["int"] for one in rows] == list(range(10))
+    rows.close()
+    store.faults.append("503")
+    with pytest.raises(StoreError, match=r"a\.parquet.* was not served: .*503"):
+        rows[0]
+    rows.close()
+
+
+def test_in_a_pipeline(folder: Path) -> None:
+    rows = Parquet(folder, columns=["int"])
+    sampler = BlockShuffleSampler(rows, 3)
+    pipe = Pipeline.from_dataset(rows, sampler=sampler, backend="threads", num_workers=2)
+    assert sorted(one["int"] for one in pipe) == list(range(17))
+
+
+# Bad input.
+
+
+def test_a_missing_library_is_told_with_the_line_that_installs_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"pip install 'hybridloader\[parquet\]'"):
+        Parquet(folder)
+
+
+def test_columns_that_are_not_there_are_told(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.parquet has no column 'nome'; it has int, half"):
+        Parquet(folder, columns=["nome"])
+    with pytest.raises(TypeError, match=r"columns is a sequence of names, such as \['int'\]"):
+        Parquet(folder, columns="int")
+    with pytest.raises(SourceError, match=r"a\.parquet, filter"):
+        Parquet(folder, filter=ds.field("nome") > 1)
+
+
+def test_a_file_with_another_schema_is_told(folder: Path) -> None:
+    for other, said in [
+        ({"int": ["a"], "half": [1.0]}, "column int is string, and int64 there"),
+        ({"half": [1.0]}, "column int is missing"),
+    ]:
+        pq.write_table(pa.table(other), folder / "c.parquet")
+        with pytest.raises(SourceError, match=rf"c\.parquet has another schema than .*{said}"):
+            Parquet(folder, columns=["int"])
+    more = table(0, 3).append_column("more", [[1, 2, 3]])
+    pq.write_table(more, folder / "c.parquet")
+    with pytest.raises(SourceError, match=r"which has no column more; name the columns"):
+        Parquet(folder)
+    assert len(Parquet(folder, columns=["int"])) == 20
+
+
+def test_damaged_files_are_told(folder: Path) -> None:
+    path = folder / "a.parquet"
+    whole = path.read_bytes()
+    for data in (b"", b"no parquet", whole[:-10], whole[: len(whole) // 2]):
+        path.write_bytes(data)
+        with pytest.raises(SourceError, match=r"a\.parquet is no Parquet, or is damaged or cut"):
+            Parquet(folder)
+    damaged = bytearray(whole)
+    damaged[4:200] = bytes(196)
+    path.write_bytes(damaged)
+    rows = Parquet(folder, columns=["int"])
+    with pytest.raises(SourceError, match=r"a\.parquet, row group 0 is no Parquet, or is damaged"):
+        rows[0]
+    loader: Any = DataLoader(rows, 4, collate_fn=list, on_error=Skip(budget=4))
+    assert [one["int"] for batch in loader for one in batch] == list(range(4, 17))
+    assert [bad.index for bad in loader.skipped] == [0, 1, 2, 3]
+    rows.close()
+
+
+def test_a_file_that_changed_since_it_was_indexed_is_told(folder: Path) -> None:
+    rows = Parquet(folder)
+    os.utime(folder / "b.parquet", (1, 1))
+    assert rows[0] == row(0)
+    with pytest.raises(SourceError, match=r"b\.parquet has changed since it was indexed"):
+        rows[10]
+    (folder / "b.parquet").unlink()
+    with pytest.raises(FileNotFoundError):
+        rows[10]
+    rows.close()
+
+
+def test_nulls_among_numbers_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": [1, None], "y": [1.0, None]}), path)
+    rows = Parquet(path, tensors=True)
+    with pytest.raises(SourceError, match=r"row group 0, column x has 1 nulls"):
+        rows[0]
+    assert Parquet(path)[1] == {"x": None, "y": None}
+    assert Parquet(path, columns=["y"], tensors=True)[1]["y"].isnan()
+    rows.close()
