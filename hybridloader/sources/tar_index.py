@@ -137,7 +137,7 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
     try:
         archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  # the file is the caller's
         while (member := archive.next()) is not None:
-            archive.members.clear()  # else it keeps all
+            archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all
             last = f"member {member.name!r}"
             if member.issparse():
                 raise SourceError(f"{name}, {last} is sparse; write the archive without --sparse")
@@ -150,7 +150,7 @@ def _members(name: str, file: Any) -> Iterator[tarfile.TarInfo]:
                 raise SourceError(f"{name}, {last}: its name leads out of the archive")
             if member.isreg():
                 yield member
-        end = archive.offset  # type: ignore[attr-defined]
+        end = archive.offset
     except (tarfile.TarError, EOFError) as error:
         raise SourceError(
             f"{name} is no tar archive, or is damaged or cut short behind {last}: {error}"

@@ -20,6 +20,7 @@ def _loop_running() -> None:
 
 @pytest.fixture
 def store() -> Iterator[HttpStore]:
+    pytest.importorskip("aiohttp")
     from fsspec.implementations.http import HTTPFileSystem
 
     server = HttpStore()
