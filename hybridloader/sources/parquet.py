@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -111,7 +110,7 @@ class Parquet(Shards[Any]):
         np.add.at(counts, groups[:, 0], groups[:, 2])
         super().__init__([file.name for file in self._files], counts)
         self._groups = groups
-        self._group_ends: list[int] = np.cumsum(groups[:, 2]).tolist()
+        self._group_stops: Ints = np.cumsum(groups[:, 2])
         self._cache = PerWorker(partial(RowGroups, whole("cache", cache, 0)), per="process")
 
     def _index(self, all_columns: bool) -> Ints:
@@ -178,42 +177,49 @@ class Parquet(Shards[Any]):
         for file in self._files:
             file.store.close()
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """Return the row group of a sample, of all files, and its row there."""
-        group = bisect_right(self._group_ends, index)
-        return group, index - (self._group_ends[group - 1] if group else 0)
-
     def _columns(self, group: int) -> Columns:
         file, number, rows = self._groups[group].tolist()
         return self._cache().get(self._files[file], number, self.columns, self._filter, rows)
 
     def read(self, shard: int, number: int) -> dict[str, Any]:
-        group, row = self._place(number + (self._ends[shard - 1] if shard else 0))
-        columns = self._columns(group)
+        index = number + (self._ends[shard - 1] if shard else 0)
+        ((columns, place, row),) = self._parts([index])
         if not self._tensors:
-            return {name: columns.table.column(name)[row].as_py() for name in self.columns}
-        batch = self._gather([(columns, np.zeros(1, np.int64), np.array([row]))], 1)
+            return {name: columns.table.column(name)[row[0]].as_py() for name in self.columns}
+        batch = self._gather([(columns, place, row)], 1)
         return {name: values[0] for name, values in batch.items()}
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return rows of a batch: a dict of tensors, or a list of dicts."""
-        places: dict[int, list[tuple[int, int]]] = {}
-        for at, index in enumerate(indices):
-            shard, number = self.locate(index)
-            group, row = self._place(number + (self._ends[shard - 1] if shard else 0))
-            places.setdefault(group, []).append((at, row))
-        parts = []
-        for group, pairs in places.items():
-            in_batch, rows = np.array(pairs, np.int64).T
-            parts.append((self._columns(group), in_batch, rows))
+        parts = self._parts(indices)
         if self._tensors:
             return self._gather(parts, len(indices))
         found: list[Any] = [None] * len(indices)
-        for columns, in_batch, rows in parts:
-            taken = columns.table.take(rows).to_pylist()
-            for at, row in zip(in_batch.tolist(), taken, strict=True):
-                found[at] = row
+        for columns, places, rows in parts:
+            for place, row in zip(
+                places.tolist(), columns.table.take(rows).to_pylist(), strict=True
+            ):
+                found[place] = row
         return found
+
+    def _parts(self, indices: Sequence[int]) -> list[tuple[Columns, Ints, Ints]]:
+        """Return each row group of a batch, places in the batch, and its rows that belong there."""
+        wanted = np.array(indices)
+        count = len(self)
+        if wanted.size and (
+            wanted.dtype.kind not in "iu" or wanted.min() < 0 or wanted.max() >= count
+        ):
+            # What one by one is an error, or an index from the end.
+            located = [self.locate(index) for index in indices]
+            wanted = np.array([at + (self._ends[s - 1] if s else 0) for s, at in located])
+        groups = np.searchsorted(self._group_stops, wanted, "right")
+        by_group = np.argsort(groups, kind="stable")
+        found, firsts = np.unique(groups[by_group], return_index=True)
+        parts = []
+        for group, places in zip(found.tolist(), np.split(by_group, firsts[1:]), strict=False):
+            rows = wanted[places] - (self._group_stops[group - 1] if group else 0)
+            parts.append((self._columns(group), places, rows))
+        return parts
 
     def _gather(self, parts: Sequence[tuple[Columns, Ints, Ints]], count: int) -> dict[str, Any]:
         return {name: gathered(name, parts, count) for name in self.columns}

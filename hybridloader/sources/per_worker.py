@@ -27,8 +27,8 @@ class PerWorker(Generic[T]):
 
     Calling this object gives the handle. It is closed with the worker, or by `close`. In a forked
     process another one is opened, and in a process to which this object is sent: only `open` goes
-    there. Where there is no worker, the thread (or process) keeps its handle until `close`, or until
-    this object is gone.
+    there. A copy within one process is this object itself. Where there is no worker, the thread (or
+    process) keeps its handle until `close`, or until this object is gone.
 
     Parameters
     ----------
@@ -39,8 +39,7 @@ class PerWorker(Generic[T]):
         Function that closes it. Default: its `close()`, if it has one.
     per
         ``"thread"``: each thread has a handle of its own. ``"process"``: threads share one, as with
-        an environment of LMDB, which must not be opened twice in a process. Copies of this object have
-        the same handle.
+        an environment of LMDB, which must not be opened twice in a process.
     inherited
         Treatment of a handle that a fork has copied into a process. ``"leave"`` (default) never
         touches it again, since its library may speak to a server, or unlock a file, on behalf of the
@@ -72,9 +71,10 @@ class PerWorker(Generic[T]):
         one_of("PerWorker: per", per, ("thread", "process"))
         one_of("PerWorker: inherited", inherited, ("leave", "close"))
         self._open, self._close, self._per, self._inherited = open, close, per, inherited
-        self._key = os.urandom(12)  # by which copies know each other
+        self._key = os.urandom(12)
         # All the mutable state, of each process by its number: those before a fork are kept.
         self._handles: dict[int, _Handles[T]] = {}
+        _known[self._key] = self
 
     def __call__(self) -> T:
         """Return the handle of this worker."""
@@ -88,14 +88,11 @@ class PerWorker(Generic[T]):
         return cast("T", opened.handle)
 
     def _join(self) -> _Handles[T]:
-        """Return the handles of this process, which all copies share."""
-        pid = os.getpid()
+        """Return the handles of this process."""
         if self._inherited == "close":
             for handles in [*self._handles.values()]:
                 handles.close_inherited()
-        # Both are atomic: threads agree on one.
-        mine = _by_key.setdefault((pid, self._key), _Handles())
-        return self._handles.setdefault(pid, mine)
+        return self._handles.setdefault(os.getpid(), _Handles())  # atomic: threads agree on one
 
     def _opened(self) -> _Opened[T]:
         return _Opened(self._open(), self._close or close_if_it_can)
@@ -106,14 +103,27 @@ class PerWorker(Generic[T]):
         if handles is not None:
             handles.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_handles"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _handles={})
+    def __reduce__(self) -> Any:
+        options = {"close": self._close, "per": self._per, "inherited": self._inherited}
+        return _received, (self._key, self._open, options)
 
     def __repr__(self) -> str:
         return f"PerWorker({brief(self._open)}, per={self._per!r})"
+
+
+_known: weakref.WeakValueDictionary[bytes, PerWorker[Any]] = weakref.WeakValueDictionary()
+"""All that there are in this process, by key."""
+
+
+def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> PerWorker[T]:
+    """Return the object with this key, made anew if it is not in this process."""
+    found = _known.get(key)
+    if found is None:
+        found = PerWorker(open, **options)
+        del _known[found._key]
+        found._key = key
+        _known[key] = found
+    return found
 
 
 class _Opened(Generic[T]):
@@ -217,9 +227,3 @@ def _leave(reference: weakref.ref[_Handles[Any]], user: int) -> None:
 
 class _OnThisThread(threading.local):
     opened: _Opened[Any] | None = None
-
-
-_by_key: weakref.WeakValueDictionary[tuple[int, bytes], _Handles[Any]] = (
-    weakref.WeakValueDictionary()
-)
-"""Handles by the process and the key of a `PerWorker`."""

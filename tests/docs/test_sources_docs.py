@@ -6,6 +6,8 @@ import doctest
 import io
 import re
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -69,3 +71,17 @@ def test_the_block_for_users_of_webdataset_runs(tmp_path: Path) -> None:
     names: dict[str, Any] = {"urls": str(path), "decoded": decode}
     exec(compile(block.replace("num_workers=4", "num_workers=0"), "coming-from.md", "exec"), names)
     assert sum(len(lengths) for lengths, _ in names["loader"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("remote_tar", "200: every sample once"), ("parquet_tabular", "epoch 2: ")]
+)
+def test_the_examples_run(name: str, said: str) -> None:
+    pytest.importorskip("aiohttp")
+    path = DOCS.parent / "examples" / f"{name}.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    assert f"examples/{name}.py" in (DOCS / "sources.md").read_text()

@@ -66,6 +66,10 @@ def test_rows_are_those_of_the_files_in_turn(folder: Path) -> None:
     assert rows.shard_sizes.tolist() == [10, 7]
     assert rows.block_sizes.tolist() == [4, 4, 2, 4, 3]
     assert rows.__getitems__([16, 3, 3, 0, 9]) == [row(i) for i in (16, 3, 3, 0, 9)]
+    assert rows.__getitems__([-1, 0]) == [row(16), row(0)]
+    assert rows.__getitems__([]) == []
+    with pytest.raises(IndexError, match="no sample 17 in a Parquet of 17"):
+        rows.__getitems__([3, 17])
     assert rows.columns == ("int", "half", "flag", "pair", "name", "some")
     some = Parquet(folder, columns=["name", "int"])
     assert some[12] == {"name": "n12", "int": 12}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import pickle
@@ -180,11 +181,14 @@ def test_copies_have_the_same_handle_and_only_the_function_is_sent(
 ) -> None:
     handle: Any = PerWorker(partial(Handle, str(tmp_path / "notes")), per=per)
     opened = handle()
-    other = pickle.loads(pickle.dumps(handle))
-    assert other() is opened
-    assert repr(other).startswith("PerWorker(functools.partial(")
-    handle.close()
+    packed = pickle.dumps(handle)
+    assert pickle.loads(packed) is copy.deepcopy(handle) is handle
+    assert handle() is opened
+    del handle
+    other = pickle.loads(packed)  # as in another process
     assert other() is not opened
+    assert pickle.loads(packed) is other
+    assert repr(other).startswith("PerWorker(functools.partial(")
     other.close()
 
 
