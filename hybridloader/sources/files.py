@@ -10,9 +10,8 @@ import numpy as np
 
 from hybridloader._support.arguments import flag
 from hybridloader._support.errors import SourceError, add_note
-from hybridloader.sources.listing import Root, Urls, list_files, place_of
+from hybridloader.sources.listing import Root, Urls, list_files, stores_of
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import Store
 from hybridloader.sources.texts import Texts
 
 Load = Literal["bytes", "text"] | Callable[[bytes], Any]
@@ -89,10 +88,7 @@ class Files(Shards[Any]):
         roots = list_files(urls, options, index)
         super().__init__([root.url for root in roots], [len(root.paths) for root in roots])
         self._load = load
-        stores: dict[str, Store] = {}
-        self._stores = [
-            stores.setdefault(place_of(root.url), Store(root.url, options)) for root in roots
-        ]
+        self._stores = stores_of(roots, options)
         self.paths: Texts = Texts(chain.from_iterable(root.paths for root in roots))
         self._sizes = np.array([size for root in roots for size in root.sizes], np.int64)
         self.classes: list[str] = []

@@ -75,7 +75,7 @@ def list_files(urls: Urls, options: Mapping[str, Any], kept: str | None = None) 
     seen: set[tuple[str, str]] = set()
     roots = []
     for url in wanted:
-        place = place_of(url)
+        place = _place_of(url)
         store = stores.get(place)
         if store is None:
             store = stores[place] = Store(url, options)
@@ -89,7 +89,13 @@ def list_files(urls: Urls, options: Mapping[str, Any], kept: str | None = None) 
     return roots
 
 
-def place_of(url: str) -> str:
+def stores_of(roots: Sequence[Root], options: Mapping[str, Any]) -> list[Store]:
+    """Return the store of each root; those of one place share it."""
+    stores = {_place_of(root.url): Store(root.url, options) for root in roots}
+    return [stores[_place_of(root.url)] for root in roots]
+
+
+def _place_of(url: str) -> str:
     """Return the part of a URL that says which file system serves it."""
     first, chained, rest = url.partition("::")
     protocol, separator, path = first.partition("://")

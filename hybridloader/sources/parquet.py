@@ -10,7 +10,7 @@ import numpy as np
 
 from hybridloader._support.arguments import flag, whole
 from hybridloader._support.errors import SourceError
-from hybridloader.sources.listing import Urls, list_files, place_of
+from hybridloader.sources.listing import Urls, list_files, stores_of
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.row_groups import (
     Columns,
@@ -21,7 +21,6 @@ from hybridloader.sources.row_groups import (
     pyarrow_modules,
 )
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import Store
 
 CACHE = 256 << 20
 """Bytes of decoded row groups that a process keeps."""
@@ -99,11 +98,12 @@ class Parquet(Shards[Any]):
             raise TypeError(f"columns is a sequence of names, such as [{columns!r}]")
         self._tensors, self._filter = flag("tensors", tensors), filter
         options = storage_options or {}
-        stores: dict[str, Store] = {}
-        self._files: list[ParquetFile] = []
-        for root in list_files(urls, options):
-            store = stores.setdefault(place_of(root.url), Store(root.url, options))
-            self._files += [ParquetFile(store, path, store.stamp(path)) for path in root.paths]
+        roots = list_files(urls, options)
+        self._files = [
+            ParquetFile(store, path, store.stamp(path))
+            for root, store in zip(roots, stores_of(roots, options), strict=True)
+            for path in root.paths
+        ]
         self.columns: tuple[str, ...] = () if columns is None else tuple(columns)
         groups = self._index(columns is None)
         counts = np.zeros(len(self._files), np.int64)

@@ -84,7 +84,7 @@ class PerWorker(Generic[T]):
         opened = handles.here.opened
         if opened is None or not opened.is_open:
             opened = handles.here.opened = self._opened()
-            at_end_of_worker(partial(_shut, weakref.ref(opened)))
+            at_end_of_worker(partial(_shut, weakref.ref(opened), threading.get_ident()))
         return cast("T", opened.handle)
 
     def _join(self) -> _Handles[T]:
@@ -155,9 +155,10 @@ class _Opened(Generic[T]):
             self.shut()
 
 
-def _shut(reference: weakref.ref[_Opened[Any]]) -> None:
+def _shut(reference: weakref.ref[_Opened[Any]], thread: int) -> None:
+    """Close a handle at the end of its worker; one of a helper thread waits for the end of that."""
     opened = reference()
-    if opened is not None:
+    if opened is not None and thread == threading.get_ident():
         opened.shut()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hybridloader._support.arguments import function, whole
 from hybridloader._support.errors import SourceError, add_note
-from hybridloader.sources.listing import Urls, list_files, place_of
+from hybridloader.sources.listing import Urls, list_files, stores_of
 from hybridloader.sources.shards import Shards
 from hybridloader.sources.store import Stamp, Store
 from hybridloader.sources.tar_index import (
@@ -28,6 +28,9 @@ from hybridloader.sources.texts import Texts
 
 _GAP = 64 * 1024
 """Bytes between two members of a sample up to which one read takes both: less than a request costs."""
+
+_BESIDE = ".index"
+"""End of the name of an index that is kept beside its archive."""
 
 _AT_ONCE = 8
 """Remote archives that are indexed at the same time."""
@@ -62,7 +65,7 @@ class Tar(Shards[Any]):
         Function of that tuple or dict that makes the sample.
     index
         Folder in which the indices are kept for the next time, or ``"beside"``: each beside its
-        archive, as ``NAME.tar.index``, if that is local. One of an archive that has changed is made
+        archive, as ``NAME.index``, if that is local. One of an archive that has changed is made
         again. Default: they are not kept.
     merge
         Bytes between two samples of a batch up to which one read takes both; for remote archives that
@@ -127,11 +130,13 @@ class Tar(Shards[Any]):
         self._merge = None if merge is None else whole("merge", merge, 0)
         self._load = load
         options = storage_options or {}
-        stores: dict[str, Store] = {}
-        places = []
-        for root in list_files(urls, options):
-            store = stores.setdefault(place_of(root.url), Store(root.url, options))
-            places += [(store, path) for path in root.paths]
+        roots = list_files(urls, options)
+        places = [
+            (store, path)
+            for root, store in zip(roots, stores_of(roots, options), strict=True)
+            for path in root.paths
+            if not path.endswith(_BESIDE)
+        ]
         indices = _indexed(places, index)
         super().__init__(
             [store.name(path) for store, path in places], [len(one.keys) for one in indices]
@@ -307,7 +312,7 @@ def _index_of(store: Store, path: str, kept: str | None) -> TarIndex:
 
 def _place_of_index(store: Store, path: str, kept: str) -> str | None:
     if kept == "beside":
-        return f"{path}.index" if store.is_local else None
+        return f"{path}{_BESIDE}" if store.is_local else None
     import hashlib
 
     name = store.name(path)

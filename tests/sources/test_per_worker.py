@@ -109,16 +109,18 @@ def test_steps_of_a_pipeline_close_theirs(tmp_path: Path) -> None:
 
 def test_the_threads_of_a_worker_have_one_each(tmp_path: Path) -> None:
     path = tmp_path / "notes"
+    data = Asking(path)  # kept: else the handles of threads that are ending would go with it
     loader: Any = DataLoader(
-        Asking(path), 12, num_workers=1, backend="threads", threads_per_worker=3, collate_fn=list
+        data, 12, num_workers=1, backend="threads", threads_per_worker=3, collate_fn=list
     )
-    (batch,) = loader
+    with iter(loader) as batches:
+        batch = next(batches)
+        helpers = [thread for thread in threading.enumerate() if "fanout" in thread.name]
     assert {*notes(path)["open"]} == {*batch}
-    del loader
+    del loader, batches
     gc.collect()
-    for thread in threading.enumerate():
-        if "fanout" in thread.name:
-            thread.join()
+    for thread in helpers:
+        thread.join()
     assert sorted(notes(path)["close"]) == sorted(notes(path)["open"])
 
 

@@ -121,6 +121,7 @@ def test_an_index_is_kept_beside_the_archive_or_in_a_folder(tmp_path: Path) -> N
         assert kept.stat().st_ino != before
         kept.write_bytes(b"damaged")
         assert len(Tar(path, index=index)) == 2
+        assert len(Tar(f"{tmp_path}/d/", index=index)) == 2  # an index is no archive
         assert [*place.glob("*.index")] == [kept]
         Path(path).write_bytes(tar_bytes(sample_members(0, 4)))
 
