@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from hybridloader._support.errors import CacheError, SourceError
+from hybridloader.sources.kept import write_whole
 from hybridloader.sources.store import Store
 
 VERSION = 1
@@ -148,7 +149,5 @@ def _read(kept: str, urls: list[str]) -> list[Root]:
 
 
 def _write(kept: str, roots: list[Root]) -> None:
-    beside = f"{kept}.{os.getpid()}"
-    with open(beside, "w", encoding="utf-8", errors="surrogateescape") as file:
-        json.dump({"version": VERSION, "roots": roots}, file, ensure_ascii=False)
-    os.replace(beside, kept)
+    text = json.dumps({"version": VERSION, "roots": roots}, ensure_ascii=False)
+    write_whole(kept, text.encode("utf-8", "surrogateescape"))

@@ -118,18 +118,18 @@ class Parquet(Shards[Any]):
         schema: Any = None
         groups = []
         for number, file in enumerate(self._files):
-            fragment = file.open()
-            found = fragment.physical_schema
-            if schema is None:
-                schema = found
-                if all_columns:
-                    self.columns = tuple(schema.names)
-                if unknown := [name for name in self.columns if name not in schema.names]:
-                    raise ValueError(
-                        f"{file.name} has no column {unknown[0]!r}; it has {', '.join(schema.names)}"
-                    )
-            self._check_schema(file, found, schema, all_columns)
-            groups += [(number, *group) for group in self._counted(file, fragment)]
+            with file.open() as fragment:
+                found = fragment.physical_schema
+                if schema is None:
+                    schema = found
+                    if all_columns:
+                        self.columns = tuple(schema.names)
+                    if unknown := [name for name in self.columns if name not in schema.names]:
+                        raise ValueError(
+                            f"{file.name} has no column {unknown[0]!r}; it has {', '.join(schema.names)}"
+                        )
+                self._check_schema(file, found, schema, all_columns)
+                groups += [(number, *group) for group in self._counted(file, fragment)]
         return np.array(groups, np.int64).reshape(len(groups), 3)
 
     def _check_schema(self, file: ParquetFile, found: Any, schema: Any, all_columns: bool) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -43,19 +44,26 @@ class ParquetFile(NamedTuple):
     def name(self) -> str:
         return self.store.name(self.path)
 
-    def open(self) -> Any:
-        """Return the file as a fragment of pyarrow.dataset, with its metadata."""
+    @contextmanager
+    def open(self) -> Iterator[Any]:
+        """Open the file as a fragment of pyarrow.dataset, with its metadata, and close it again."""
+        # Not by a file system of pyarrow's: that closes files late, on threads of its own, and takes
+        # any failure of fsspec for a file that is not there.
         pyarrow, dataset = pyarrow_modules()
-        shape = dataset.ParquetFileFormat()
         try:
             if self.store.is_local:
-                fragment = shape.make_fragment(self.path, pyarrow.fs.LocalFileSystem())
-            else:  # pyarrow's own way to fsspec takes any failure for a file that is not there
-                fragment = shape.make_fragment(self.store.open(self.path, ahead=False))
-            fragment.ensure_complete_metadata()
+                source = pyarrow.OSFile(self.path)
+            else:
+                source = pyarrow.PythonFile(self.store.open(self.path, ahead=False), mode="r")
         except Exception as error:
             self.raise_told(error)
-        return fragment
+        with source:
+            try:
+                fragment = dataset.ParquetFileFormat().make_fragment(source)
+                fragment.ensure_complete_metadata()
+            except Exception as error:
+                self.raise_told(error)
+            yield fragment
 
     def raise_told(self, error: Exception, what: str = "") -> NoReturn:
         """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
@@ -133,7 +141,8 @@ class RowGroups:
         self._limit = limit
         self._lock = threading.Lock()
         # All the mutable state:
-        self._files: dict[str, Any] = {}
+        self._remote: dict[str, Any] = {}  # fragments of files that are open
+        self._open = ExitStack()
         self._entries: OrderedDict[tuple[str, int], _Entry] = OrderedDict()
         self._bytes = 0
 
@@ -173,31 +182,44 @@ class RowGroups:
     def _read(
         self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any
     ) -> Columns:
-        fragment = self._files.get(file.path)
-        if fragment is None:
-            found = file.store.stamp(file.path)
-            if found != file.stamp:
-                raise SourceError(
-                    f"{file.name} has changed since it was indexed: it had {file.stamp.size} bytes "
-                    f"({file.stamp.mark}), and has {found.size} ({found.mark}); make the Parquet "
-                    "again"
-                )
-            fragment = self._files.setdefault(file.path, file.open())
         what = f"row group {group}"
-        try:
-            # Without threads of its own: workers are many, and some are forked.
-            table = fragment.subset(row_group_ids=[group]).to_table(
-                columns=[*columns], filter=condition, use_threads=False
-            )
-        except Exception as error:
-            file.raise_told(error, what)
+        with self._opened(file) as fragment:
+            try:
+                # Without threads of its own: workers are many, and some are forked.
+                table = fragment.subset(row_group_ids=[group]).to_table(
+                    columns=[*columns], filter=condition, use_threads=False
+                )
+            except Exception as error:
+                file.raise_told(error, what)
         return Columns(table, f"{file.name}, {what}")
+
+    def _opened(self, file: ParquetFile) -> AbstractContextManager[Any]:
+        """Open a file that has not changed; one that is remote stays open."""
+        with self._lock:
+            remote = self._remote.get(file.path)
+        if remote is not None:
+            return nullcontext(remote)
+        found = file.store.stamp(file.path)
+        if found != file.stamp:
+            raise SourceError(
+                f"{file.name} has changed since it was indexed: it had {file.stamp.size} bytes "
+                f"({file.stamp.mark}), and has {found.size} ({found.mark}); make the Parquet again"
+            )
+        if file.store.is_local:
+            return file.open()
+        with ExitStack() as stack:
+            fragment = stack.enter_context(file.open())
+            with self._lock:
+                self._remote[file.path] = fragment
+                self._open.push(stack.pop_all())
+        return nullcontext(fragment)
 
     def close(self) -> None:
         with self._lock:
             self._entries.clear()
-            self._files.clear()
+            self._remote.clear()
             self._bytes = 0
+            self._open.close()
 
 
 class _Entry:

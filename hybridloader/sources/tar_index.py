@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import tarfile
 import zipfile
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.errors import SourceError
+from hybridloader.sources.kept import write_whole
 from hybridloader.sources.store import Stamp
 
 VERSION = 1
@@ -187,10 +187,7 @@ def save_index(path: str, index: TarIndex) -> None:
         keys=np.frombuffer(keys, np.uint8),
         **arrays,
     )
-    beside = f"{path}.{os.getpid()}"
-    with open(beside, "wb") as file:
-        file.write(packed.getbuffer())
-    os.replace(beside, path)
+    write_whole(path, packed.getbuffer())
 
 
 _ARRAYS = ("starts", "extension", "offset", "size", "header")

@@ -185,6 +185,9 @@ def test_remote_files_are_read_by_ranges(store: HttpStore) -> None:
     store.files["/a.parquet"] = packed.getvalue()
     rows = Parquet(f"{store.url}/a.parquet", columns=["int"])
     assert [one["int"] for one in rows] == list(range(10))
+    for backend in ("threads", "fork"):
+        loader: Any = DataLoader(rows, 2, num_workers=2, backend=backend, collate_fn=list)
+        assert [one["int"] for batch in loader for one in batch] == list(range(10))
     rows.close()
     store.faults.append("503")
     with pytest.raises(StoreError, match=r"a\.parquet.* was not served: .*503"):
