@@ -5,6 +5,7 @@ Threads share them: a row group that several want is decoded once.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -45,8 +46,11 @@ class ParquetFile(NamedTuple):
         return self.store.name(self.path)
 
     @contextmanager
-    def open(self) -> Iterator[Any]:
-        """Open the file as a fragment of pyarrow.dataset, with its metadata, and close it again."""
+    def open(self, what: str = "") -> Iterator[Any]:
+        """Open the file as a fragment of pyarrow.dataset, with its metadata, and close it again.
+
+        `what` of the file is named in errors.
+        """
         # Not by a file system of pyarrow's: that closes files late, on threads of its own, and takes
         # any failure of fsspec for a file that is not there.
         pyarrow, dataset = pyarrow_modules()
@@ -54,15 +58,15 @@ class ParquetFile(NamedTuple):
             if self.store.is_local:
                 source = pyarrow.OSFile(self.path)
             else:
-                source = pyarrow.PythonFile(self.store.open(self.path, ahead=False), mode="r")
+                source = pyarrow.PythonFile(_RemoteFile(self), mode="r")
         except Exception as error:
-            self.raise_told(error)
+            self.raise_told(error, what)
         with source:
             try:
                 fragment = dataset.ParquetFileFormat().make_fragment(source)
                 fragment.ensure_complete_metadata()
             except Exception as error:
-                self.raise_told(error)
+                self.raise_told(error, what)
             yield fragment
 
     def raise_told(self, error: Exception, what: str = "") -> NoReturn:
@@ -76,6 +80,36 @@ class ParquetFile(NamedTuple):
                 f"{where} is no Parquet, or is damaged or cut short: {error}"
             ) from error
         self.store.raise_told(error, self.path, what)
+
+
+class _RemoteFile:
+    """A remote file for pyarrow, which asks for each range once, and not beyond the end.
+
+    One thread at a time reads it: pyarrow has a lock around it.
+    """
+
+    closed = False
+
+    def __init__(self, file: ParquetFile) -> None:
+        self._file, self._size = file, file.stamp.size
+        if self._size < 0:
+            raise SourceError(f"{file.name} can't be read by ranges: its store tells no size")
+        self._at = 0  # all the mutable state
+
+    def read(self, size: int) -> bytes:
+        start, stop = self._at, min(self._at + size, self._size)
+        self._at = max(start, stop)
+        return self._file.store.remote_range(self._file.path, start, stop) if stop > start else b""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Columns:
@@ -183,7 +217,7 @@ class RowGroups:
         self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any
     ) -> Columns:
         what = f"row group {group}"
-        with self._opened(file) as fragment:
+        with self._opened(file, what) as fragment:
             try:
                 # Without threads of its own: workers are many, and some are forked.
                 table = fragment.subset(row_group_ids=[group]).to_table(
@@ -193,7 +227,7 @@ class RowGroups:
                 file.raise_told(error, what)
         return Columns(table, f"{file.name}, {what}")
 
-    def _opened(self, file: ParquetFile) -> AbstractContextManager[Any]:
+    def _opened(self, file: ParquetFile, what: str) -> AbstractContextManager[Any]:
         """Open a file that has not changed; one that is remote stays open."""
         with self._lock:
             remote = self._remote.get(file.path)
@@ -206,9 +240,9 @@ class RowGroups:
                 f"({file.stamp.mark}), and has {found.size} ({found.mark}); make the Parquet again"
             )
         if file.store.is_local:
-            return file.open()
+            return file.open(what)
         with ExitStack() as stack:
-            fragment = stack.enter_context(file.open())
+            fragment = stack.enter_context(file.open(what))
             with self._lock:
                 self._remote[file.path] = fragment
                 self._open.push(stack.pop_all())

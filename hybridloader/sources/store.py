@@ -42,6 +42,23 @@ class Stamp(NamedTuple):
     mark: str  # time of the last change, or a checksum; empty: unknown
 
 
+class WrongLength(Exception):
+    """A store has sent other than the bytes from `start` to before `stop` that it was asked for."""
+
+    def __init__(self, start: int, stop: int, got: int) -> None:
+        super().__init__(start, stop, got)
+        self.asked, self.start, self.got = stop - start, start, got
+
+    def told(self, where: str) -> Exception:
+        told = f"{where}: asked for the {self.asked} bytes from {self.start} on, and got {self.got}"
+        if self.got < self.asked:
+            return StoreError(f"{told}: the store cut its answer short")
+        return SourceError(
+            f"{told}: the store sends whole files instead of ranges; copy the file to one that serves "
+            "ranges"
+        )
+
+
 class Store:
     """Files of one place: of this machine, of a bucket or server, or of an archive.
 
@@ -85,14 +102,12 @@ class Store:
         mark = next((f"{name} {info[name]}" for name in _MARKS if info.get(name)), "")
         return Stamp(-1 if info.get("size") is None else int(info["size"]), mark)
 
-    def open(self, path: str, *, ahead: bool = True) -> Any:
-        """Open a file. If `ahead`, it is read once, from its beginning to its end, by leaps."""
+    def open(self, path: str) -> Any:
+        """Open a file that is read once, from its beginning to its end, by leaps."""
         try:
             if self.is_local:
                 return open(path, "rb")
-            if ahead:
-                return self.fs.open(path, "rb", block_size=_AHEAD, cache_type="readahead")
-            return self.fs.open(path, "rb", cache_type="none")
+            return self.fs.open(path, "rb", block_size=_AHEAD, cache_type="readahead")
         except Exception as error:
             self.raise_told(error, path)
 
@@ -121,28 +136,30 @@ class Store:
         A local file must have the `stamp`.
         """
         try:
-            if self.is_local:
-                data = self._files().read(path, start, stop, stamp)
-            else:
-                data = self.fs.cat_file(path, start=start, end=stop)
+            if not self.is_local:
+                return self.remote_range(path, start, stop)
+            data = self._files().read(path, start, stop, stamp)
         except SourceError as error:
             add_note(error, f"reading {what()}")
             raise
         except Exception as error:
             self.raise_told(error, path, what())
-        if len(data) == stop - start:
-            return bytes(data)
-        told = f"{self.name(path)}, {what()}: asked for the {stop - start} bytes from {start} on"
-        if len(data) > stop - start:
+        if len(data) < stop - start:
             raise SourceError(
-                f"{told}, and got {len(data)}: the store sends whole files instead of ranges; copy "
-                "the file to one that serves ranges"
+                f"{self.name(path)}, {what()}: the file ends after {len(data)} of the {stop - start} "
+                f"bytes from {start} on: it is cut short"
             )
-        if self.is_local:
-            raise SourceError(
-                f"{told}, and the file ends after {len(data)} of them: it is cut short"
-            )
-        raise StoreError(f"{told}, and got {len(data)}: the store cut its answer short")
+        return data
+
+    def remote_range(self, path: str, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to before `stop` of a remote file.
+
+        Raises what its file system does, or `WrongLength`; `raise_told` makes our errors of these.
+        """
+        data = bytes(self.fs.cat_file(path, start=start, end=stop))
+        if len(data) != stop - start:
+            raise WrongLength(start, stop, len(data))
+        return data
 
     def raise_told(self, error: Exception, path: str, what: str = "") -> NoReturn:
         """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
@@ -156,6 +173,8 @@ class Store:
         where = f"{self._name_or(path)}{what and ', '}{what}"
         if isinstance(error, (SourceError, StoreError, MemoryError)):
             return error
+        if isinstance(error, WrongLength):
+            return error.told(where)
         # Of HTTP, fsspec says that a file is not there whatever the answer to its size was.
         status = getattr(error.__cause__, "status", 404)
         if isinstance(error, _FOR_GOOD) and status in (404, 410):

@@ -20,6 +20,8 @@ class HttpStore:
         What to do with the next requests for data, one each: ``"503"``, ``"short"`` (half of the bytes
         that it announces), ``"less"`` (half of them, announced as such), ``"whole"`` (no range),
         ``"hang"`` (until the test ends) or ``"ok"``.
+    moved
+        Path or URL to which a path redirects.
     requests
         Pairs of a path and the range that was asked for.
     """
@@ -27,6 +29,7 @@ class HttpStore:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.faults: deque[str] = deque()
+        self.moved: dict[str, str] = {}
         self.requests: list[tuple[str, str]] = []
         self.released = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -59,6 +62,12 @@ def _handler(store: HttpStore) -> Any:
             if sends:
                 store.requests.append((self.path, asked))
                 fault = store.faults.popleft() if store.faults else "ok"
+            if self.path in store.moved:
+                self.send_response(302)
+                self.send_header("Location", store.moved[self.path])
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             data = store.files.get(self.path)
             if fault == "hang":
                 store.released.wait()

@@ -1,0 +1,201 @@
+"""Stores that fail, hang, redirect, or have changed: the same errors for files, archives and tables."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from support.archives import tar_bytes
+from support.http_store import HttpStore
+
+from hybridloader import DataLoader, Retry, Skip
+from hybridloader.sources import Files, Parquet, Shards, SourceError, StoreError, Tar
+
+ROWS = 6
+
+
+def parquet_bytes(first: int) -> bytes:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    packed = io.BytesIO()
+    noise = [f"{first + n}".encode() * 5000 for n in range(ROWS)]
+    pq.write_table(
+        pa.table({"x": noise}), packed, row_group_size=2, compression="none", use_dictionary=False
+    )
+    return packed.getvalue()
+
+
+def files_of(store: HttpStore, **options: Any) -> Shards[Any]:
+    for number in range(ROWS):
+        store.files[f"/{number}.txt"] = f"{number}".encode() * 5000
+    return Files(f"{store.url}/{{0..{ROWS - 1}}}.txt", **options)
+
+
+def tar_of(store: HttpStore, **options: Any) -> Shards[Any]:
+    store.files["/a.tar"] = tar_bytes([(f"{n}.txt", f"{n}".encode() * 5000) for n in range(ROWS)])
+    return Tar(f"{store.url}/a.tar", members=("txt",), **options)
+
+
+def parquet_of(store: HttpStore, **options: Any) -> Shards[Any]:
+    store.files["/a.parquet"] = parquet_bytes(0)
+    rows = Parquet(f"{store.url}/a.parquet", cache=0, **options)
+    rows[ROWS - 1]  # opens it; a test of its own fails here
+    return rows
+
+
+KINDS: dict[str, tuple[Callable[..., Shards[Any]], str]] = {
+    "files": (files_of, r"/[01]\.txt"),
+    "tar": (tar_of, r"/a\.tar, member [01]\.txt"),
+    "parquet": (parquet_of, r"/a\.parquet, row group 0"),
+}
+
+
+def contents(sample: Any) -> bytes:
+    """Return the bytes of a sample of any kind."""
+    if isinstance(sample, bytes):
+        return sample
+    value: bytes = sample["x"] if isinstance(sample, dict) else sample[0]
+    return value
+
+
+def expected(number: int) -> bytes:
+    return f"{number}".encode() * 5000
+
+
+@pytest.fixture(params=[*KINDS])
+def kind(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Shards[Any]], Shards[Any]]]:
+    sources: list[Shards[Any]] = []
+
+    def keep(source: Shards[Any]) -> Shards[Any]:
+        sources.append(source)
+        return source
+
+    yield keep
+    for source in sources:
+        with suppress(Exception):
+            source.close()
+
+
+def list_loader(source: Any, **options: Any) -> Any:
+    return DataLoader(source, 2, collate_fn=list, **options)
+
+
+@pytest.mark.parametrize("fault", ["503", "short"])
+def test_what_may_pass_is_told_by_name_and_tried_again(
+    kind: str, fault: str, store: HttpStore, opened: Any
+) -> None:
+    make, name = KINDS[kind]
+    source = opened(make(store))
+    store.faults.append(fault)
+    with pytest.raises(StoreError, match=rf"{name}.* was not served") as told:
+        source[0]
+    assert isinstance(told.value, OSError)
+    store.faults.extend([fault, fault])
+    loader = list_loader(source, on_error=Retry(2, backoff=0.0, on=StoreError))
+    assert [contents(one) for batch in loader for one in batch] == [*map(expected, range(ROWS))]
+    store.faults.extend([fault] * 9)
+    with pytest.raises(StoreError, match="was not served"):
+        list(list_loader(source, on_error=Retry(1, backoff=0.0, on=StoreError)))
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork", "spawn"])
+def test_a_worker_raises_the_same(kind: str, backend: str, store: HttpStore, opened: Any) -> None:
+    make, name = KINDS[kind]
+    source = opened(make(store))
+    store.faults.extend(["503"] * 99)
+    loader = list_loader(source, num_workers=1, backend=backend)
+    with pytest.raises(StoreError, match=rf"{name}.* was not served"):
+        list(loader)
+
+
+def test_what_vanished_is_not_asked_for_again(kind: str, store: HttpStore, opened: Any) -> None:
+    make, _ = KINDS[kind]
+    source = opened(make(store))
+    gone = next(iter(store.files))
+    del store.files[gone]
+    asked = len(store.requests)
+    with pytest.raises(FileNotFoundError, match=gone.strip("/")):
+        list(list_loader(source, on_error=Retry(3, backoff=0.0, on=StoreError)))
+    assert len(store.requests) - asked <= 2
+    loader = list_loader(source, on_error=Skip(budget=ROWS))
+    found = [contents(one) for batch in loader for one in batch]
+    kept = {"files": range(1, ROWS), "tar": range(0), "parquet": range(4, ROWS)}
+    assert sorted(found) == [*map(expected, kept[kind])]  # the last row group is there already
+
+
+def test_redirects_are_followed_and_a_circle_of_them_is_told(
+    kind: str, store: HttpStore, opened: Any
+) -> None:
+    make, name = KINDS[kind]
+    source = opened(make(store))
+    for path in [*store.files]:
+        store.files[f"/elsewhere{path}"] = store.files.pop(path)
+        store.moved[path] = f"/elsewhere{path}"
+    found = [contents(one) for batch in list_loader(source) for one in batch]
+    assert found == [*map(expected, range(ROWS))]
+    for path in [*store.moved]:
+        store.moved[path] = path
+    with pytest.raises(StoreError, match=rf"{name}.* was not served: TooManyRedirects"):
+        source[0]
+
+
+def test_a_store_that_hangs_is_left_after_its_time(
+    kind: str, store: HttpStore, opened: Any
+) -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+    make, name = KINDS[kind]
+    options = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.3)}}
+    source = opened(make(store, storage_options=options))
+    store.faults.append("hang")
+    with pytest.raises(StoreError, match=rf"{name}.* was not served: .*Timeout"):
+        source[0]
+    assert contents(source[0]) == expected(0)
+
+
+def test_an_answer_with_too_few_bytes_is_told(kind: str, store: HttpStore, opened: Any) -> None:
+    """They are announced as they come, so that only who knows what there should be can notice."""
+    if kind == "files":
+        pytest.skip("nobody knows the sizes of files that were not listed")
+    make, name = KINDS[kind]
+    source = opened(make(store))
+    store.faults.append("less")
+    with pytest.raises((StoreError, SourceError), match=name):
+        source[0]
+
+
+def test_a_store_without_ranges_is_told(kind: str, store: HttpStore, opened: Any) -> None:
+    if kind == "files":
+        pytest.skip("files are asked for whole")
+    make, name = KINDS[kind]
+    source = opened(make(store))
+    store.faults.extend(["whole"] * 9)
+    with pytest.raises((StoreError, SourceError), match=name):
+        source[0]
+
+
+def test_a_remote_table_that_changed_is_told(store: HttpStore, opened: Any) -> None:
+    parquet_of(store).close()
+    source = opened(Parquet(f"{store.url}/a.parquet"))
+    store.files["/a.parquet"] = parquet_bytes(1000)
+    with pytest.raises(SourceError, match=r"a\.parquet has changed since it was indexed"):
+        source[0]
+
+
+def test_a_loader_does_not_wait_longer_than_its_timeout(
+    kind: str, store: HttpStore, opened: Any
+) -> None:
+    make, _ = KINDS[kind]
+    source = opened(make(store))
+    store.faults.extend(["hang"] * 2)
+    loader = list_loader(source, num_workers=1, backend="threads", timeout=0.2)
+    iterator = iter(loader)
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(iterator)
+    store.released.set()
