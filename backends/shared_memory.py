@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hybridloader._support.devices_in_use import device_in_use
 from hybridloader._support.errors import BackendUnavailable
-from hybridloader.backends.process.backend import ProcessBackend, check_children_allowed
+from hybridloader.backends.process.backend import (
+    ProcessBackend,
+    check_children_allowed,
+    check_libraries,
+    method_for_workers,
+    tell_fresh,
+)
 from hybridloader.engine.contract import Backend
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
@@ -26,7 +31,8 @@ class SharedMemory(ProcessBackend):
         multiprocessing's own, which run the main script again and so need a ``__main__`` guard; but
         on Linux ``"forkserver"`` is ``"loky"``, which forks workers from one process as well.
         None takes fork where that is multiprocessing's default and safe, that is on Linux before
-        Python 3.14 while no device such as CUDA is initialised, else loky.
+        Python 3.14 while no device such as CUDA is initialised and no library runs threads that a
+        fork would harm (polars, lance, PyAV, fsspec; a warning says so), else loky.
     memory
         Limit and kind of the slots through which large tensors and arrays come back.
 
@@ -54,8 +60,12 @@ class SharedMemory(ProcessBackend):
     def _method(self) -> str:
         if self.start_method is not None:
             return self.start_method
-        forks = multiprocessing.get_start_method() == "fork" and device_in_use() is None
-        return "fork" if forks else "loky"
+        return "fork" if method_for_workers() == "fork" and device_in_use() is None else "loky"
+
+    def check(self) -> None:
+        super().check()
+        if self.start_method is None:
+            tell_fresh(f"backend {self.name!r}")
 
 
 @dataclass(frozen=True)
@@ -64,11 +74,16 @@ class AsTorch(SharedMemory):
 
     This includes forking after a device was initialised, which every training script does that makes
     a new iterator for its second epoch. Workers that leave the device alone are not harmed by it, and
-    torch itself raises in those that do not.
+    torch itself raises in those that do not. Where a library is in use that does not survive a fork,
+    workers are fresh.
     """
 
     def check(self) -> None:
         check_children_allowed("the default")
+        if self.start_method is None:
+            tell_fresh("this loader")
+        elif self.start_method == "fork":
+            check_libraries("the default, with multiprocessing_context='fork'")
 
     def _method(self) -> str:
-        return self.start_method or multiprocessing.get_start_method()
+        return self.start_method or method_for_workers()

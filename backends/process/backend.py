@@ -11,11 +11,12 @@ from abc import abstractmethod
 from collections.abc import Collection
 from typing import Any, ClassVar
 
-from hybridloader._support.caller import warn
+from hybridloader._support.caller import warn, warn_once
 from hybridloader._support.devices_in_use import device_in_use
-from hybridloader._support.errors import BackendUnavailable
+from hybridloader._support.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.backends.process import fork_safety, socket_transport
 from hybridloader.backends.process.crew import ProcessCrew, slot_kind
+from hybridloader.backends.process.fork_hazards import fork_hazard
 from hybridloader.engine.contract import Backend, Crew
 
 _OURS = "hybridloader"
@@ -94,6 +95,35 @@ def check_fork(name: str) -> None:
             "does not survive a fork. Use backend='threads', 'spawn' or "
             "SharedMemory(start_method='spawn'), or make the iterator before the first use of "
             f"{device}."
+        )
+    check_libraries(name)
+
+
+def check_libraries(name: str) -> None:
+    """Refuse to fork where a library is in use that does not survive it."""
+    hazard = fork_hazard()
+    if hazard is not None:
+        raise ForkUnsafe(
+            f"backend {name!r} would fork this process, but {hazard.runs}. Use backend='spawn', "
+            "'shared-memory' or 'threads', or make the iterator before the first use of "
+            f"{hazard.library}."
+        )
+
+
+def method_for_workers() -> str:
+    """Return multiprocessing's start method, or ``"loky"`` where a fork would harm a library in use."""
+    method = multiprocessing.get_start_method()
+    return "loky" if method == "fork" and fork_hazard() is not None else method
+
+
+def tell_fresh(name: str) -> None:
+    """Warn, once per process, if workers are fresh because of a library."""
+    hazard = fork_hazard() if multiprocessing.get_start_method() == "fork" else None
+    if hazard is not None:
+        warn_once(
+            f"{name} starts fresh workers and does not fork: {hazard.runs}. They take longer to start, "
+            "and the dataset is sent to them by cloudpickle. backend='spawn' says so, "
+            "backend='threads' has no such limits"
         )
 
 

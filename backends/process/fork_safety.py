@@ -38,7 +38,12 @@ def available() -> bool:
         os.close(os.pidfd_open(os.getpid()))  # also an old kernel, or a sandbox, may have none
     except (AttributeError, OSError):
         return False
-    return hasattr(os, "fork") and (_PROCESS / "task").exists()
+    return hasattr(os, "fork") and tells_threads()
+
+
+def tells_threads() -> bool:
+    """True if this platform tells of the threads that Python knows nothing of."""
+    return (_PROCESS / "task").exists()
 
 
 def open_descriptors() -> set[int]:  # of this process

@@ -25,6 +25,10 @@ class BackendUnavailable(HybridLoaderError, ValueError):
     """The backend is unknown, is not installed, or can't serve on this machine or in this process."""
 
 
+class ForkUnsafe(BackendUnavailable):
+    """A fork that was asked for by name would harm a library that is in use."""
+
+
 class ShippingError(HybridLoaderError, TypeError):
     """Something that must be sent to a worker can't be pickled; the message names the attribute."""
 

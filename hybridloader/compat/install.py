@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.caller import warn, warn_once
-from hybridloader._support.errors import BackendUnavailable, ShippingError
+from hybridloader._support.errors import BackendUnavailable, ForkUnsafe, ShippingError
 from hybridloader._support.import_hooks import when_imported
 from hybridloader.engine.registry import get_backend
 from hybridloader.loader.options import Options
@@ -114,6 +114,9 @@ class Installation:
         before = generator.get_state()
         try:
             return LoaderIterator(loader, plan)
+        except ForkUnsafe:  # torch's own loader would fork as well
+            generator.set_state(before)
+            raise
         except (BackendUnavailable, ShippingError) as error:
             # No worker has started yet, and only the sampler's iterator was made: torch draws the same.
             generator.set_state(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -12,22 +13,23 @@ import pytest
 from support.http_store import HttpStore
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _loop_running() -> None:
-    """Start fsspec's thread, which lives as long as the process."""
-    fsspec.asyn.get_loop()
-
-
 @pytest.fixture
 def store() -> Iterator[HttpStore]:
+    """A server; fsspec's event loop, by which it is read, ends with it, so other tests may fork."""
     pytest.importorskip("aiohttp")
     from fsspec.implementations.http import HTTPFileSystem
 
+    loop = fsspec.asyn.get_loop()
     server = HttpStore()
     yield server
     server.close()
     HTTPFileSystem.clear_instance_cache()  # it keeps connections open
     gc.collect()
+    asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    fsspec.asyn.iothread[0].join()
+    loop.close()
+    fsspec.asyn.iothread[0] = fsspec.asyn.loop[0] = None
 
 
 @pytest.fixture

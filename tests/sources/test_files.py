@@ -16,6 +16,7 @@ import pytest
 from support.http_store import HttpStore
 
 from hybridloader import (
+    BackendUnavailable,
     CacheError,
     DataLoader,
     Retry,
@@ -24,6 +25,7 @@ from hybridloader import (
     SourceError,
     StoreError,
 )
+from hybridloader._support.caller import warn_once
 from hybridloader.sources import Files
 
 NAMES = ["a/1.txt", "a/2.txt", "b/1.txt", "b/deep/3.txt", "b/x.jpg"]
@@ -115,7 +117,7 @@ def test_an_archive_is_opened_in_each_worker(backend: str, tmp_path: Path) -> No
     assert [text for batch in loader for text in batch] == [f"text {n}" * 50 for n in range(20)]
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+@pytest.mark.parametrize("backend", ["inline", "threads", "spawn"])
 def test_files_behind_http(store: HttpStore, backend: str) -> None:
     for number in range(8):
         store.files[f"/d/{number}.txt"] = f"text {number}".encode()
@@ -125,6 +127,20 @@ def test_files_behind_http(store: HttpStore, backend: str) -> None:
         assert files[0] == "text 0"  # a connection and a thread are open before any fork
         loader: Any = DataLoader(files, 3, num_workers=2, backend=backend, collate_fn=list)
         assert [text for batch in loader for text in batch] == [f"text {n}" for n in range(8)]
+
+
+def test_a_remote_store_is_read_by_fresh_workers(store: HttpStore) -> None:
+    """A fork would lose the thread of fsspec's loop."""
+    store.files["/a.txt"] = b"a"
+    files = Files(f"{store.url}/a.txt", load="text")
+    assert files[0] == "a"
+    warn_once.cache_clear()
+    with pytest.warns(
+        UserWarning, match="starts fresh workers and does not fork: fsspec is in use"
+    ):
+        assert list(DataLoader(files, 1, num_workers=1)) == [["a"]]
+    with pytest.raises(BackendUnavailable, match="fsspec is in use"):
+        iter(DataLoader(files, 1, num_workers=1, backend="fork"))
 
 
 def test_names_that_need_no_listing_are_not_asked_for(store: HttpStore) -> None:

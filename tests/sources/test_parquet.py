@@ -185,7 +185,7 @@ def test_remote_files_are_read_by_ranges(store: HttpStore) -> None:
     store.files["/a.parquet"] = packed.getvalue()
     rows = Parquet(f"{store.url}/a.parquet", columns=["int"])
     assert [one["int"] for one in rows] == list(range(10))
-    for backend in ("threads", "fork"):
+    for backend in ("threads", "spawn"):
         loader: Any = DataLoader(rows, 2, num_workers=2, backend=backend, collate_fn=list)
         assert [one["int"] for batch in loader for one in batch] == list(range(10))
     rows.close()

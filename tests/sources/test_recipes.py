@@ -121,8 +121,7 @@ class Zarr:
         return np.asarray(self.array()[index])
 
 
-# Not "fork": zarr 3 runs an event loop on a thread, which a fork does not copy.
-@pytest.mark.parametrize("backend", ["inline", "threads", "spawn"])
+@backends
 def test_zarr(backend: str, tmp_path: Path) -> None:
     """In a process of its own, since zarr's threads live as long as the process."""
     zarr = pytest.importorskip("zarr")

@@ -105,7 +105,7 @@ def test_what_may_pass_is_told_by_name_and_tried_again(
         list(list_loader(source, on_error=Retry(1, backoff=0.0, on=StoreError)))
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork", "spawn"])
+@pytest.mark.parametrize("backend", ["threads", "spawn"])
 def test_a_worker_raises_the_same(kind: str, backend: str, store: HttpStore, opened: Any) -> None:
     make, name = KINDS[kind]
     source = opened(make(store))

@@ -155,7 +155,7 @@ def test_it_can_be_sent(tmp_path: Path) -> None:
 # Remote archives.
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork"])
+@pytest.mark.parametrize("backend", ["threads", "spawn"])
 def test_remote_members_are_read_by_ranges(store: HttpStore, backend: str, tmp_path: Path) -> None:
     for number in range(3):
         store.files[f"/{number}.tar"] = tar_bytes(sample_members(4 * number, 4))
