@@ -116,13 +116,13 @@ class TaskBatching(Feed):
         *,
         forwarded: bool = False,  # some of `items` are payloads of several items
         least: int = 1,  # items of a task if they are there, for workers that do several at once
-        most: int | None = None,  # items of a task; None: `MOST`
+        most: int | None = None,  # items of a task; None: `MOST`, or `least`
         final: tuple[type[Exception], ...] = (),
     ) -> None:
         self._next: Callable[[], Any] = attribute(items, "next_nowait", items.__next__)
         self._when_ready = attribute(items, "when_ready")
         self._forwarded, self._least = forwarded, least
-        self._most = MOST if most is None else min(MOST, most)
+        self._most = max(MOST, least) if most is None else min(max(MOST, least), most)
         self._others: list[TaskBatching] = []
         self.final = final
         # All the mutable state:

@@ -7,6 +7,7 @@ An error of one item takes its place; the other items of the task are not affect
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -23,12 +24,20 @@ from hybridloader.fetching.on_error.task_results import sendable_items
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
+def is_async(function: Any) -> bool:
+    """Tell whether `function` is an ``async def``, or an object whose call is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        attribute(type(function), "__call__")
+    )
+
+
 @dataclass(frozen=True)
 class Step:
     """One function of a piece of work."""
 
     kind: str  # "map": returns one result, "flat_map": several, "filter": whether to keep the item
     function: Any  # of the user's, or a `MapFetch` that is opened in the worker
+    concurrency: int = 0  # coroutines at a time, if it is an `async def`
 
     def open(
         self, context: TaskContext, on_error: Policy | None = None, number: int = 0
@@ -48,6 +57,10 @@ class Step:
             function.setup()
         if rng is not None:
             function = rng.seeded_by_item(self.kind, function)
+        if self.concurrency:
+            from hybridloader.fetching.coroutines import Coroutines
+
+            function = Coroutines(function, self.concurrency, context)
         return self.kind, function
 
     def _open_fetch(
@@ -108,7 +121,13 @@ class WorkFetch(Fetch):
         policy, rng = self.on_error, context.rng
         if rng is not None:
             policy = seeded(policy, rng, item_key)
-        return ItemsFetcher(opened, ErrorHandler(policy, context), context, self.threads)
+        return ItemsFetcher(
+            opened,
+            ErrorHandler(policy, context),
+            context,
+            self.threads,
+            coroutines=self.steps[0].concurrency > 0,
+        )
 
 
 class ItemsFetcher(Fetcher):
@@ -119,19 +138,32 @@ class ItemsFetcher(Fetcher):
     """
 
     def __init__(
-        self, opened: Opened, handler: ErrorHandler, context: TaskContext, threads: int
+        self,
+        opened: Opened,
+        handler: ErrorHandler,
+        context: TaskContext,
+        threads: int,
+        *,
+        coroutines: bool = False,  # the first step is an `async def`
     ) -> None:
         self._handler, self._context, self._rng = handler, context, context.rng
         enter = None if self._rng is None else numbered_item
         spread = spread_over(threads, context) if threads > 1 else None
         self._loop = ItemLoop(opened, handler, context, spread, enter=enter)
+        self._coroutines: Any = opened[0][1] if coroutines else None
 
     def fetch(self, items: list[Any]) -> Any:
         spared, rng = type(items) is Spared, self._rng
         if rng is not None:
             items = list(zip(items, count(rng.take(len(items))), strict=False))
+        if self._coroutines is not None:
+            items = self._coroutines.through(items)
         results = self._loop.run(items, spared=spared)
         return results.hand_over(self._context) if results.notes else results.values
+
+    def close(self) -> None:
+        if self._coroutines is not None:
+            self._coroutines.close()
 
     def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
         return sendable_items(self._handler, self._context, value, check)

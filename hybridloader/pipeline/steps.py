@@ -74,13 +74,14 @@ class Steps(Chain):
         ----------
         function
             Takes an item. An object with a method `setup()` is copied for every worker, and `setup` is
-            called there once before the first item.
+            called there once before the first item. Of an ``async def``, `concurrency` coroutines are in
+            work at a time in each worker, and their results are the items.
         name
             Name of this stage in errors and tables.
         **where
             See `Placement`: `backend`, `num_workers`, `in_order`, `prefetch`, `buffer_bytes`, `timeout`,
-            `worker_init_fn`, `threads_per_worker`, `fuse`, `seeding`, `on_error`, `on_worker_death`,
-            `task_timeout`.
+            `worker_init_fn`, `threads_per_worker`, `concurrency`, `fuse`, `seeding`, `on_error`,
+            `on_worker_death`, `task_timeout`.
         """
         return self._then(Map.placed(function, name, where))
 

@@ -80,6 +80,7 @@ class Executor:
         self.stages = RunningStages(self.seed, self.closed)
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, RunningRelay] = {}
+        self._coroutines: list[Any] = []  # of functions without workers
         self._ending = threading.RLock()
         self.loop = LoopWaits()
         if resumed is None:
@@ -105,6 +106,10 @@ class Executor:
             else:
                 running.replace(relay)
         return running
+
+    def add_coroutines(self, coroutines: Any) -> None:
+        """Take charge of coroutines without workers: they are cancelled when the pass is left."""
+        self._coroutines = [*(one for one in self._coroutines if one.is_open), coroutines]
 
     def pinner_of(self, node: RelayNode) -> Pinner | None:
         """Return what pins or moves the items of a relay: made once, for the device current then."""
@@ -212,6 +217,8 @@ class Executor:
             relay.shut()
         for running in self.stages.values():
             running.stage.interrupt()
+        for coroutines in [*self._coroutines]:
+            coroutines.close()
         return relays
 
     def close(self) -> None:

@@ -24,10 +24,12 @@ from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
 class InlineItems(OperatorIterator):
-    """Results of a function that is called where they are asked for.
+    """Results of a function that is called where they are asked for; its `coroutines`, if it is async.
 
     `left` is cancelled when nobody wants items any more, so that a filter that keeps nothing ends.
     """
+
+    coroutines: Any = None
 
     def __init__(
         self,
@@ -53,6 +55,9 @@ class InlineItems(OperatorIterator):
         opened = step.open(context, policy)
         self._loop = ItemLoop([opened], handler, left)
         self._kind, self._function = opened
+        if step.concurrency:
+            self.coroutines: Any = opened[1]
+            self._pull = self.coroutines.through(items).__next__
         # An iterable of a function may be long, or endless, so it is not read before it is asked for.
         if self._kind == "batch" or (self._kind == "flat_map" and handler.acts):
             self._kind, self._function = "results", self._loop.alone
@@ -85,7 +90,10 @@ class InlineItems(OperatorIterator):
                 self._told = False
             if self._left.cancelled:
                 raise IteratorClosed(f"the iterator of stage {self._stage!r} is closed")
-            item = self._pull()
+            try:
+                item = self._pull()
+            except Abandoned:  # by coroutines
+                continue
             error: Exception | None = None
             try:
                 found = self._function(item)
@@ -123,4 +131,6 @@ class InlineItems(OperatorIterator):
         self._told = True
 
     def close(self) -> None:
+        if self.coroutines is not None:
+            self.coroutines.close()
         close(self._items)

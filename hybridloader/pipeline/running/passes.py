@@ -204,6 +204,8 @@ class ChainPass:
                 items = InlineItems(
                     items, work.step(), work.name, self.left, sample_rng, policy, budget
                 )
+                if items.coroutines is not None:
+                    self.executor.add_coroutines(items.coroutines)
             except Exception as error:
                 add_note(error, f"In stage {work.name!r}, setting it up.")
                 raise
@@ -259,7 +261,7 @@ class ChainPass:
         batching = TaskBatching(
             items,
             forwarded=isinstance(stage_before, WorkerNode) and stage_before.forwarded,
-            least=placement.threads_per_worker,
+            least=placement.least,
             # What is counted in bytes is counted item by item.
             most=1 if placement.buffer_bytes else placement.prefetch,
             final=FINAL,

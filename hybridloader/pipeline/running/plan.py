@@ -242,7 +242,7 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
     functions = others = 0  # before this one
     for operator in operators:
         work = operator if isinstance(operator, (Work, Readers)) else None
-        if group and isinstance(work, Work) and _may_join(group, shared, work.placement):
+        if group and isinstance(work, Work) and _may_join(group, shared, work):
             group.append(work)
             shared = replace(shared, in_order=shared.in_order and work.placement.in_order)
             continue
@@ -263,8 +263,10 @@ def _grouped(operators: list[Operator]) -> Iterator[Node]:
         yield _group(group, shared, functions)
 
 
-def _may_join(group: list[Work | Readers], shared: Placement, placement: Placement) -> bool:
-    return not isinstance(group[-1], Readers) and _fusible(shared, placement) and _counts(group)
+def _may_join(group: list[Work | Readers], shared: Placement, work: Work) -> bool:
+    if isinstance(group[-1], Readers) or work.step().concurrency:  # coroutines begin a task
+        return False
+    return _fusible(shared, work.placement) and _counts(group)
 
 
 def _counts(group: list[Work | Readers]) -> bool:

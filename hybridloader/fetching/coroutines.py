@@ -1,0 +1,230 @@
+"""Coroutines of an ``async def`` function: several at a time, on one event loop of the worker.
+
+The loop runs on the worker's own thread, and only while somebody waits for a result. It lives as long as
+the worker, so connections that belong to it serve all epochs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
+from hybridloader.engine.worker_end import at_end_of_worker
+
+_SLICE = 0.05
+"""Seconds between two looks at the context while a loop runs."""
+
+_PATIENCE = 1.5
+"""Seconds that coroutines which were cancelled get to end: less than a crew waits for its workers."""
+
+
+_HELD = 4
+"""Items that may be begun and not yet taken, for each that may be in work: behind a slow one."""
+
+
+class Loop:
+    """An event loop, run from one thread at a time, by whoever waits."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._context: TaskContext | None = None  # of the wait in hand
+        self.in_use = threading.Lock()  # by whoever runs it, or ends it
+        self._loop.call_soon(self._look)
+
+    def begin(self, coroutine: Any) -> asyncio.Task[Any]:
+        return self._loop.create_task(coroutine)
+
+    def wait(self, task: asyncio.Task[Any], context: TaskContext) -> None:
+        """Run until `task` is done. Raises `Abandoned` if the context is cancelled before."""
+        if not task.done():
+            self._context = context
+            task.add_done_callback(self._stop)
+            try:
+                with self.in_use, _beside_the_callers():
+                    self._loop.run_forever()
+            finally:
+                self._context = None
+                task.remove_done_callback(self._stop)
+        if context.cancelled:
+            raise Abandoned
+
+    def cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """Cancel tasks, and let them end, for as long as `_PATIENCE`."""
+        left = {task for task in tasks if not task.done()}
+        for task in left:
+            task.cancel()
+        if left and not self._loop.is_closed():
+            with _beside_the_callers():
+                self._loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # else asyncio says that nobody has asked for it
+
+    def close(self) -> None:
+        """End what still runs on the loop, and close it. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self.cancel(asyncio.all_tasks(self._loop))
+        with _beside_the_callers():
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def _stop(self, _: asyncio.Task[Any]) -> None:
+        self._loop.stop()
+
+    def _look(self) -> None:
+        if self._context is not None and self._context.cancelled:
+            self._loop.stop()
+        self._loop.call_later(_SLICE, self._look)
+
+
+@contextmanager
+def _beside_the_callers() -> Iterator[None]:
+    """Allow a loop to run on a thread that has one running, as in a notebook."""
+    before = events._get_running_loop()
+    events._set_running_loop(None)
+    try:
+        yield
+    finally:
+        events._set_running_loop(before)
+
+
+class _OnThisThread(threading.local):
+    loop: Loop | None = None  # of the worker that this thread is
+
+
+_on_this_thread = _OnThisThread()
+
+
+def _loop_of_worker() -> tuple[Loop, bool]:
+    """Return the loop, and whether it is the worker's: a new one where there is no worker."""
+    if _on_this_thread.loop is not None:
+        return _on_this_thread.loop, True
+    loop = Loop()
+    if not at_end_of_worker(_close_loop):
+        return loop, False
+    _on_this_thread.loop = loop
+    return loop, True
+
+
+def _close_loop() -> None:
+    loop, _on_this_thread.loop = _on_this_thread.loop, None
+    if loop is not None:
+        loop.close()
+
+
+class Coroutines:
+    """An ``async def`` function as a step calls it: `through` items, then once for each of them.
+
+    `limit` coroutines are in work at a time. They are begun in the order of their items.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], limit: int, context: TaskContext) -> None:
+        self._function, self._limit, self._context = function, limit, context
+        # All the mutable state:
+        self.is_open = True
+        self._loop: Loop | None = None  # made in the thread that first needs it
+        self._is_workers = False
+        self._items: Iterator[Any] = iter(())
+        self._begun: deque[tuple[Any, asyncio.Task[Any] | Exception | None]] = deque()
+        self._in_work = 0
+        self._done: asyncio.Task[Any] | None = None  # of the item that `through` gave last
+
+    def through(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Return an iterator of the items, each when its coroutine has ended."""
+        return _Through(self, iter(items))
+
+    def __call__(self, item: Any) -> Any:
+        """Return the result of the item that `through` gave last; of any other, run its coroutine."""
+        task, self._done = self._done, None
+        if task is None:  # a retry
+            task = self._begin(item)
+            assert self._loop is not None
+            self._loop.wait(task, self._context)
+        try:
+            return task.result()
+        except asyncio.CancelledError as error:
+            raise RuntimeError("its coroutine was cancelled, and not by this pipeline") from error
+
+    def next(self, items: Iterator[Any]) -> Any:
+        """Return the next of the items whose coroutine has ended, in order."""
+        self._items = items
+        self._fill()
+        item, task = self._begun[0]
+        if isinstance(task, Exception):
+            self._begun.popleft()
+            if isinstance(task, StopIteration) and not self._is_workers:
+                self.close()
+            raise task
+        if task is not None:
+            assert self._loop is not None
+            try:
+                self._loop.wait(task, self._context)
+            except Abandoned:
+                self.close()
+                raise
+        self._begun.popleft()
+        self._done = task
+        return item
+
+    def _fill(self) -> None:
+        """Begin items, up to one that can't be had."""
+        begun = self._begun
+        while self._in_work < self._limit and len(begun) < _HELD * self._limit:
+            if begun and isinstance(begun[-1][1], Exception):
+                return
+            try:
+                item = next(self._items)
+            except Exception as error:  # it is raised in its place
+                begun.append((None, error))
+                return
+            begun.append((item, None if type(item) is GivenUp else self._begin(item)))
+
+    def _begin(self, item: Any) -> asyncio.Task[Any]:
+        if self._loop is None:
+            self._loop, self._is_workers = _loop_of_worker()
+        task = self._loop.begin(self._function(item))
+        self._in_work += 1
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, _: asyncio.Task[Any]) -> None:
+        self._in_work -= 1
+        if self._loop is not None:  # else they are being cancelled
+            self._fill()
+
+    def close(self) -> None:
+        """Cancel what is in work; close the loop unless it is the worker's. Idempotent.
+
+        From any thread. Where another one waits for a result, that one does it, once it has seen that
+        the context is cancelled.
+        """
+        self.is_open = False
+        loop = self._loop
+        if loop is None or not loop.in_use.acquire(blocking=False):
+            return
+        try:
+            self._loop = None
+            loop.cancel([task for _, task in self._begun if isinstance(task, asyncio.Task)])
+            self._begun.clear()
+            if not self._is_workers:
+                loop.close()
+        finally:
+            loop.in_use.release()
+
+
+class _Through(Iterator[Any]):
+    """Items of a task. An error of theirs is raised in its place, and more may come behind it."""
+
+    def __init__(self, coroutines: Coroutines, items: Iterator[Any]) -> None:
+        self._coroutines, self._items = coroutines, items
+
+    def __next__(self) -> Any:
+        return self._coroutines.next(self._items)

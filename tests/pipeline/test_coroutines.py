@@ -1,0 +1,292 @@
+"""`async def` functions in `map`: coroutines in work at a time, with order, errors and ends as ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from hybridloader import Pipeline, Replace, Retry, Skip, WorkerTimeout, get_worker_info
+from hybridloader.fetching.coroutines import Coroutines, Loop
+
+WHERE: list[Any] = [
+    {},
+    {"backend": "inline"},
+    {"backend": "threads", "num_workers": 2},
+    {"backend": "fork", "num_workers": 2},
+    {"backend": "spawn", "num_workers": 1},
+]
+everywhere = pytest.mark.parametrize(
+    "where", WHERE, ids=lambda where: str(where.get("backend", "nowhere"))
+)
+
+
+class Meeting:
+    """A function whose coroutines of `size` items wait for each other."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def setup(self) -> None:
+        self.most = self.here = 0
+        self.gate = asyncio.Event()
+
+    async def __call__(self, item: int) -> tuple[int, int, int, int]:
+        self.here += 1
+        self.most = max(self.most, self.here)
+        if self.here == self.size:
+            self.gate.set()
+        await self.gate.wait()
+        await asyncio.sleep(0)
+        self.here -= 1
+        loop = id(asyncio.get_running_loop())
+        return item, self.most, loop, threading.get_ident() * 10**7 + os.getpid()
+
+
+async def double(item: int) -> int:
+    for _ in range(item % 3):
+        await asyncio.sleep(0)
+    return 2 * item
+
+
+async def fails(item: int) -> int:
+    await asyncio.sleep(0)
+    if item % 4 == 1:
+        raise ValueError(f"item {item}")
+    return item
+
+
+@everywhere
+def test_several_are_in_work_at_a_time_on_one_loop_and_in_order(where: Any) -> None:
+    pipe = Pipeline.from_iterable(range(40)).map(Meeting(4), concurrency=4, **where)
+    for found in (list(pipe), list(pipe)):
+        assert [item for item, *_ in found] == [*range(40)]
+        assert {most for _, most, *_ in found} == {4}
+        loops = {(loop, worker) for _, _, loop, worker in found}
+        assert len(loops) <= where.get("num_workers", 1)
+
+
+@everywhere
+def test_errors_are_raised_in_their_place(where: Any) -> None:
+    pipe = Pipeline.from_iterable(range(12)).map(fails, concurrency=3, **where)
+    with pipe.run() as run:
+        assert next(run) == 0
+        with pytest.raises(ValueError, match="item 1"):
+            next(run)
+
+
+@everywhere
+def test_policies_for_errors(where: Any) -> None:
+    def made(on_error: Any) -> list[Any]:
+        pipe = Pipeline.from_iterable(range(12))
+        return list(pipe.map(fails, concurrency=3, on_error=on_error, **where))
+
+    good = [n for n in range(12) if n % 4 != 1]
+    assert made(Skip(budget=3)) == good
+    assert made(Replace(lambda item, _: -item)) == [-n if n % 4 == 1 else n for n in range(12)]
+    with pytest.raises(ValueError, match="item 1"):
+        made(Retry(2, backoff=0.0))
+
+
+class Flaky:
+    """Fails at the first try of each item."""
+
+    def setup(self) -> None:
+        self.tried: set[int] = set()
+
+    async def __call__(self, item: int) -> int:
+        await asyncio.sleep(0)
+        if item not in self.tried:
+            self.tried.add(item)
+            raise OSError("not yet")
+        return item
+
+
+@everywhere
+def test_a_retry_runs_the_coroutine_again(where: Any) -> None:
+    pipe = Pipeline.from_iterable(range(9)).map(
+        Flaky(), concurrency=3, on_error=Retry(1, backoff=0.0), **where
+    )
+    assert list(pipe) == [*range(9)]
+
+
+@everywhere
+def test_a_run_goes_on_from_a_state(where: Any) -> None:
+    pipe = Pipeline.from_iterable(range(30)).shuffle(5, seed=1).map(double, concurrency=4, **where)
+    whole = list(pipe.run(seed=3))
+    for place in (0, 1, 7, 29):
+        with pipe.run(seed=3) as run:
+            assert list(islice(run, place)) == whole[:place]
+            state = run.state_dict()
+        with pipe.run(state=state) as run:
+            assert list(run) == whole[place:]
+
+
+@everywhere
+def test_an_error_of_the_source_comes_in_its_place(where: Any) -> None:
+    class Source:
+        def __iter__(self) -> Iterator[int]:
+            yield from range(5)
+            raise OSError("the source")
+
+    pipe = Pipeline.from_iterable(Source()).map(double, concurrency=4, **where)
+    with pipe.run() as run:
+        assert list(islice(run, 5)) == [0, 2, 4, 6, 8]
+        with pytest.raises(OSError, match="the source"):
+            next(run)
+
+
+def test_steps_around_it_are_steps_as_ever() -> None:
+    pipe = (
+        Pipeline.from_iterable(range(20))
+        .map(str, backend="threads", num_workers=1)
+        .map(lambda text: int(text), backend="threads", num_workers=1)
+        .map(double, concurrency=3, backend="threads", num_workers=1)
+        .map(double, concurrency=3, backend="threads", num_workers=1)
+        .filter(lambda number: number % 8 == 0)
+        .batch(2)
+    )
+    assert next(iter(pipe)).tolist() == [0, 8]
+
+
+class Stuck:
+    """Coroutines that never end, and tell when they are cancelled."""
+
+    def __init__(self) -> None:
+        self.begun, self.cancelled = threading.Semaphore(0), threading.Semaphore(0)
+
+    async def __call__(self, item: int) -> None:
+        self.begun.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.release()
+
+
+@pytest.mark.parametrize("where", [{}, {"backend": "threads", "num_workers": 1}])
+def test_closing_cancels_what_is_in_work(where: Any) -> None:
+    stuck = Stuck()
+    run = Pipeline.from_iterable(range(9)).map(stuck, concurrency=3, **where).run()
+    closing = threading.Timer(0, lambda: (stuck.begun.acquire(), run.close()))
+    closing.start()
+    with pytest.raises(Exception, match=r"clos"):
+        next(run)
+    closing.join()
+    run.close()
+    assert all(stuck.cancelled.acquire(timeout=5) for _ in range(3))
+
+
+def test_a_limit_of_time_is_kept() -> None:
+    pipe = Pipeline.from_iterable(range(9)).map(
+        Stuck(), concurrency=3, backend="threads", num_workers=1, timeout=0.2
+    )
+    with pipe.run() as run, pytest.raises(WorkerTimeout):
+        next(run)
+
+
+@pytest.mark.slow  # a process that is stuck is killed
+def test_a_task_has_a_limit_of_time_too() -> None:
+    async def stuck(item: int) -> None:
+        await asyncio.Event().wait()
+
+    pipe = Pipeline.from_iterable(range(9)).map(
+        stuck, concurrency=3, backend="fork", num_workers=1, task_timeout=0.3
+    )
+    with pipe.run() as run, pytest.raises(RuntimeError, match="task_timeout"):
+        next(run)
+
+
+def test_a_slow_one_holds_up_only_so_many() -> None:
+    """Behind it, items are begun up to four times as many as may be in work."""
+    begun: list[int] = []
+    gate = asyncio.Event()
+
+    async def function(item: int) -> int:
+        begun.append(item)
+        if item == 0:
+            await gate.wait()
+        elif item == 11:
+            gate.set()
+        return item
+
+    assert list(islice(Pipeline.from_iterable(range(99)).map(function, concurrency=3), 1)) == [0]
+    assert begun == [*range(12)]
+
+
+def test_a_worker_is_known_in_its_coroutines() -> None:
+    async def who(_: int) -> Any:
+        await asyncio.sleep(0)
+        info = get_worker_info()
+        return None if info is None else info.id
+
+    pipe = Pipeline.from_iterable(range(8)).map(
+        who, concurrency=2, backend="threads", num_workers=2
+    )
+    assert set(pipe) <= {0, 1}
+
+
+def test_in_a_notebook_a_loop_runs_already() -> None:
+    async def cell() -> list[int]:
+        return list(Pipeline.from_iterable(range(5)).map(double, concurrency=2))
+
+    assert asyncio.run(cell()) == [0, 2, 4, 6, 8]
+
+
+def test_a_coroutine_that_cancels_itself_is_an_error() -> None:
+    async def function(item: int) -> int:
+        raise asyncio.CancelledError
+
+    pipe = Pipeline.from_iterable(range(3)).map(function, concurrency=2)
+    with (
+        pipe.run() as run,
+        pytest.raises(RuntimeError, match="was cancelled, and not by this pipeline"),
+    ):
+        next(run)
+
+
+def test_partials_and_objects_are_known_too() -> None:
+    from functools import partial
+
+    async def add(number: int, item: int) -> int:
+        return number + item
+
+    assert list(Pipeline.from_iterable(range(3)).map(partial(add, 1))) == [1, 2, 3]
+
+
+def test_bad_arguments_are_told() -> None:
+    pipe = Pipeline.from_iterable(range(3))
+    with pytest.raises(ValueError, match=r"concurrency is for an async def function"):
+        pipe.map(str, concurrency=3)
+    with pytest.raises(TypeError, match=r"got an async def function; await it in a map\(\)"):
+        pipe.filter(double)
+    with pytest.raises(ValueError, match="threads_per_worker and an async def"):
+        pipe.map(double, concurrency=2, threads_per_worker=2, backend="threads")
+    with pytest.raises(ValueError, match=r"seeding='sample' and an async def"):
+        pipe.map(double, concurrency=2, seeding="sample")
+    with pytest.raises(ValueError, match="concurrency"):
+        pipe.map(double, concurrency=0)
+
+
+def test_a_loop_is_closed_whatever_runs_on_it() -> None:
+    loop = Loop()
+    ended: list[float] = []
+
+    async def stubborn() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            ended.append(time.monotonic())
+
+    task = loop.begin(stubborn())
+    loop.begin(asyncio.sleep(0))
+    loop.close()
+    loop.close()
+    assert ended or task.cancelled()
+    assert Coroutines(double, 1, None).close() is None  # type: ignore[arg-type, func-returns-value]
