@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NoReturn
 from hybridloader._support.attributes import attribute
 from hybridloader._support.cadence import Cadence
 from hybridloader._support.errors import StateError
+from hybridloader._support.hf_streams import has_buffer
 from hybridloader._support.inheritance import Shared
 
 DEAR = 100e-6
@@ -182,11 +183,12 @@ class Missing(Given):
 
 
 def is_stateful(thing: Any) -> bool:
-    """True if `thing` has both methods of torchdata's `Stateful`."""
+    """True if `thing` has both methods of torchdata's `Stateful`, and they tell its whole state."""
     return (
         callable(attribute(thing, "state_dict"))
         and callable(attribute(thing, "load_state_dict"))
         and not isinstance(thing, type)
+        and not has_buffer(thing)
     )
 
 

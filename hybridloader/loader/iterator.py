@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import (
 
 from hybridloader._support.caller import warn_once
 from hybridloader._support.errors import Failure, IteratorClosed, StateError, add_note
+from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
 from hybridloader.devices.pinning import pinner_for
 from hybridloader.engine.contract import WorkerHandle
@@ -150,6 +151,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         separate = not self._backend.in_caller and not self._sends_states
         self._reorder = self._plan.reorder if separate else None
         self._dispatch = self._rule_of_dispatch()
+        warn_of_few_shards(self._dataset, self._num_workers, "DataLoader")
         if self._pass_start.resume is not None:
             self._dispatch = ResumedDispatch(self._dispatch)
         spec = WorkerSpec(

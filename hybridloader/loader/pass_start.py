@@ -236,9 +236,9 @@ class PassStart:
         rereads = any(s.skip > s.position and not s.stateful for s in resume.starts)
         if rereads and self._plan.iterable:
             warn_once(
-                f"{type(self._plan.dataset).__name__} has no state_dict() and load_state_dict(), nor "
-                "has its iterator, so each worker reads its part of it again up to its place. "
-                "`loader.resuming` counts the samples"
+                f"{type(self._plan.dataset).__name__} has no state_dict() and load_state_dict() that "
+                "tell all of its state, nor has its iterator, so each worker reads its part of it again "
+                "up to its place. `loader.resuming` counts the samples"
             )
         return resume.starts
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Regression, torch_loader
 
-from hybridloader import DataLoader
+from hybridloader import BlockShuffleSampler, DataLoader, Pipeline
+from hybridloader._support.caller import warn_once
 from hybridloader.backends.threads import Threads
 
 datasets = pytest.importorskip("datasets")
@@ -115,6 +118,7 @@ def test_r33_a_table_is_asked_for_whole_batches(
     assert [len(batch["target"]) for batch in loader] == [4] * 5
 
 
+@pytest.mark.filterwarnings("ignore:stage 'DataLoader'. the dataset has 3 shards")
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
     ("workers", "backend"),
@@ -164,12 +168,14 @@ def test_streams_split_by_node_are_those_of_torchs_loader(backend: Any) -> None:
     assert len(set(seen)) == len(seen) == 4 * IN_SHARD
 
 
-def test_more_workers_than_shards_is_said_by_datasets(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_workers_than_shards_is_said(caplog: pytest.LogCaptureFixture) -> None:
     datasets.logging.set_verbosity_warning()
     datasets.logging.enable_propagation()
     try:
         loader = DataLoader(stream(), batch_size=4, num_workers=SHARDS + 1, backend="threads")
-        assert sum(len(batch["target"]) for batch in loader) == SHARDS * IN_SHARD
+        warn_once.cache_clear()
+        with pytest.warns(UserWarning, match=r"3 shards for 4 workers of this rank, so 1 of them"):
+            assert sum(len(batch["target"]) for batch in loader) == SHARDS * IN_SHARD
     finally:
         datasets.logging.disable_propagation()
     assert "Too many dataloader workers: 4 (max is dataset.num_shards=3)" in caplog.text
@@ -195,3 +201,53 @@ def test_a_stream_goes_on_from_a_state(workers: int, backend: str) -> None:
     other = loader()
     other.load_state_dict(state)
     assert taken + [batch["features"].tolist() for batch in other] == whole
+
+
+def test_shards_that_ranks_can_not_divide_are_said() -> None:
+    data = split_dataset_by_node(stream(4), rank=0, world_size=3)
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="4 shards can't be divided evenly among 3 ranks"):
+        list(DataLoader(data, batch_size=4))
+    warn_once.cache_clear()
+    pipe = Pipeline.from_iterable(stream(2), backend="threads", num_workers=3)
+    with pytest.warns(UserWarning, match="2 shards for 3 workers of this rank"):
+        assert len(list(pipe)) == 2 * IN_SHARD
+    list(DataLoader(split_dataset_by_node(stream(4), rank=0, world_size=2), num_workers=2))
+
+
+@pytest.mark.filterwarnings("ignore:IterableDataset has no state_dict:UserWarning")
+@pytest.mark.parametrize(("workers", "backend"), [(0, None), (2, "threads"), (2, "fork")])
+def test_a_shuffled_stream_goes_on_exactly_at_any_place(workers: int, backend: Any) -> None:
+    """datasets' own state leaves out the samples in the shuffle's buffer."""
+
+    def loader() -> DataLoader:
+        return DataLoader(stream(), batch_size=2, num_workers=workers, backend=backend)
+
+    whole = [batch["features"].tolist() for batch in loader()]
+    for place in range(len(whole)):
+        first, other = loader(), loader()
+        with iter(first) as iterator:  # type: ignore[attr-defined]
+            for _ in range(place):
+                next(iterator)
+            other.load_state_dict(first.state_dict())
+        assert [batch["features"].tolist() for batch in other] == whole[place:]
+
+
+@pytest.mark.parametrize("where", [{}, {"backend": "threads", "num_workers": 2}], ids=str)
+def test_both_kinds_in_a_pipeline_go_on_at_any_place(where: Any) -> None:
+    data = Dataset.from_dict({"x": [*range(40)]})
+    order = BlockShuffleSampler([len(data)], seed=0, block=8, window=2)
+    pipes = [
+        Pipeline.from_dataset(data, sampler=order, **where),
+        Pipeline.from_iterable(stream(), **where),
+    ]
+    for pipe in pipes:
+        pipe = pipe.map(str)
+        whole = list(pipe.run(seed=1))
+        assert len(set(whole)) == len(whole)
+        for place in (0, 1, 7, len(whole) - 1):
+            with pipe.run(seed=1) as run:
+                assert list(itertools.islice(run, place)) == whole[:place]
+                state = json.loads(json.dumps(run.state_dict()))
+            with pipe.run(state=state) as run:
+                assert list(run) == whole[place:]

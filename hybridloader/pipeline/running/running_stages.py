@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import IteratorClosed, ShippingError
+from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.numbering import ItemCounter
@@ -152,6 +153,7 @@ class RunningStages(dict[Path, RunningStage]):
         placement = node.placement
         first = node.works[0]
         if isinstance(first, Readers):
+            warn_of_few_shards(first.source, placement.num_workers, node.name)
             fetch: Any = ReadersFetch(first.source, placement.on_error)
         else:
             steps = tuple(work.step() for work in node.works if isinstance(work, Work))
