@@ -73,6 +73,17 @@ def test_the_block_for_users_of_webdataset_runs(tmp_path: Path) -> None:
     assert sum(len(lengths) for lengths, _ in names["loader"]) == 3
 
 
+def test_the_block_about_datapipes_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [block for _, block in BLOCK.findall((DOCS / "datapipes.md").read_text())]
+    (tmp_path / "photos").mkdir()
+    for number in range(40):
+        (tmp_path / "photos" / f"{number}.jpg").write_bytes(bytes(number))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"decode": len, "__name__": "datapipes"}
+    exec(compile(block, "datapipes.md", "exec"), names)
+    assert names["batch"].shape == (8,)
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("remote_tar", "200: every sample once"), ("parquet_tabular", "epoch 2: ")]
 )
