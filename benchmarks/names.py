@@ -37,12 +37,23 @@ HYBRIDS = (PIPELINE, f"{PIPELINE} fork", f"{PIPELINE} spread")
 BY_SAMPLES = (f"{PIPELINE} threads",)
 """hybridloader's `Pipeline` that makes samples on threads, one task each, and batches behind them."""
 
-OURS = (*DATALOADERS, *HYBRIDS, *BY_SAMPLES, SEEDED, FEW_PROCESSES)
+BY_COROUTINES = (f"{PIPELINE} coroutines",)
+"""hybridloader's `Pipeline` with an `async def`."""
 
-FAMILIES = {"torchdata": "torchdata.nodes", "SPDL": "SPDL", "Grain": "Grain"}
+OURS = (*DATALOADERS, *HYBRIDS, *BY_SAMPLES, *BY_COROUTINES, SEEDED, FEW_PROCESSES)
+
+FAMILIES = {
+    "torchdata": "torchdata.nodes",
+    "SPDL": "SPDL",
+    "Grain": "Grain",
+    "webdataset": "webdataset",
+    "litdata": "litdata",
+    "pyarrow": "pyarrow",
+    "datasets": "datasets",
+}
 """First word of a rival's name -> the project. A rival may have several forms: 'SPDL threads'."""
 
-PACKAGES = {"torchdata": "torchdata", "SPDL": "spdl-core", "Grain": "grain"}
+PACKAGES = {name: name for name in FAMILIES} | {"SPDL": "spdl-core", "Grain": "grain"}
 """First word of a rival's name -> the package to install."""
 
 RIVAL_THREADS = ("torchdata threads", "SPDL threads", "Grain threads")

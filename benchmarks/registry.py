@@ -23,6 +23,7 @@ from benchmarks.cases import (
     small_tensors,
     stage_metrics,
     stages,
+    stored,
     training_loop,
     worker_memory,
 )
@@ -41,6 +42,9 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "P11": device.to_device,
     "P12": small_batches.many,
     "P13": slow_samples.slow_samples,
+    "P14": stored.objects,
+    "P15": stored.archives,
+    "P16": stored.tables,
     "P17": many_workers.many_workers,
     "P19": small_tensors.small_tensors,
     "fresh": fresh_start.fresh_start,
@@ -61,6 +65,7 @@ _WITH_TARGETS = (
     *(image_batches, small_batches, jpegs, hybrid, epochs, memory),
     *(device, stages, stage_metrics, endurance),
     *(fresh_start, worker_memory, replacement, many_workers, slow_samples, small_tensors),
+    stored,
 )
 
 TARGETS: tuple[Target, ...] = tuple(
