@@ -1,0 +1,98 @@
+"""Files, archives and tables in S3, as moto plays it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.archives import sample_members, tar_bytes
+
+from hybridloader import BlockShuffleSampler, DataLoader
+from hybridloader.sources import Files, Parquet, StoreError, Tar
+
+pytest.importorskip("s3fs")
+moto = pytest.importorskip("moto.server")
+pytestmark = pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    found = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    found.start()
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def s3(server: Any) -> Iterator[dict[str, Any]]:
+    """Options of a bucket ``photos`` with a few objects; fsspec's loop ends with it."""
+    import fsspec.asyn
+    import s3fs
+
+    loop = fsspec.asyn.get_loop()
+    host, port = server.get_host_and_port()
+    options = {"key": "a", "secret": "b", "endpoint_url": f"http://{host}:{port}"}
+    fs = s3fs.S3FileSystem(**options)
+    fs.mkdir("photos")
+    for number in range(6):
+        fs.pipe_file(f"photos/class{number % 2}/{number}.txt", f"text {number}".encode())
+    fs.pipe_file("photos/a.tar", tar_bytes(sample_members(0, 5)))
+    yield options
+    fs.rm("photos", recursive=True)
+    del fs
+    s3fs.S3FileSystem.clear_instance_cache()
+    gc.collect()
+    asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    fsspec.asyn.iothread[0].join()
+    loop.close()
+    fsspec.asyn.iothread[0] = fsspec.asyn.loop[0] = None
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", "spawn"])
+def test_files_are_listed_and_read(s3: Any, backend: str) -> None:
+    files = Files("s3://photos/class*/*.txt", load="text", classes=True, storage_options=s3)
+    assert files.classes == ["class0", "class1"]
+    loader: Any = DataLoader(files, 2, collate_fn=list, num_workers=2, backend=backend)
+    found = [one for batch in loader for one in batch]
+    assert found == [(f"text {number}", number % 2) for number in (0, 2, 4, 1, 3, 5)]
+    files.close()
+
+
+def test_an_archive_is_read_by_ranges(s3: Any) -> None:
+    tar = Tar("s3://photos/a.tar", members=("txt",), storage_options=s3)
+    sampler = BlockShuffleSampler(tar, seed=0, block=2)
+    loader: Any = DataLoader(tar, 5, sampler=sampler, collate_fn=list)
+    (batch,) = loader
+    assert sorted(batch) == [tar[number] for number in range(5)]
+    tar.close()
+
+
+def test_a_table_is_read_by_ranges_and_a_change_is_told(s3: Any) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import s3fs
+
+    def write(first: int) -> None:
+        packed = io.BytesIO()
+        pq.write_table(pa.table({"x": range(first, first + 9)}), packed, row_group_size=4)
+        s3fs.S3FileSystem(**s3).pipe_file("photos/a.parquet", packed.getvalue())
+
+    write(0)
+    rows = Parquet("s3://photos/a.parquet", storage_options=s3)
+    assert [row["x"] for row in rows] == [*range(9)]
+    rows.close()
+    write(100)
+    with pytest.raises(ValueError, match="has changed since it was indexed"):
+        rows[0]
+    rows.close()
+
+
+def test_what_is_not_there_is_told(s3: Any) -> None:
+    with pytest.raises(FileNotFoundError, match="names no files"):
+        Files("s3://photos/none/*.txt", storage_options=s3)
+    with pytest.raises((FileNotFoundError, StoreError), match=r"no\.txt"):
+        Files("s3://photos/no.txt", storage_options=s3)[0]
