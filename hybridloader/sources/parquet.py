@@ -10,6 +10,7 @@ import numpy as np
 
 from hybridloader._support.arguments import flag, whole
 from hybridloader._support.errors import SourceError
+from hybridloader.sources.folder_columns import folder_columns
 from hybridloader.sources.listing import Urls, list_files, stores_of
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.row_groups import (
@@ -37,7 +38,8 @@ class Parquet(Shards[Any]):
     urls
         Paths or URLs of files, folders or globs, as for `Files`.
     columns
-        Names of the columns to read. Default: all.
+        Names of the columns to read. Default: all, those that folders name last: ``year=2024/a.parquet``
+        has a column ``year``, of whole numbers if it is one everywhere, else of text.
     filter
         Expression of pyarrow, such as ``pyarrow.dataset.field("label") >= 0``: only such rows are
         samples. They are counted here, once; row groups whose statistics exclude them are not read.
@@ -99,8 +101,9 @@ class Parquet(Shards[Any]):
         self._tensors, self._filter = flag("tensors", tensors), filter
         options = storage_options or {}
         roots = list_files(urls, options)
+        folders = folder_columns(roots)
         self._files = [
-            ParquetFile(store, path, store.stamp(path))
+            ParquetFile(store, path, store.stamp(path), next(folders))
             for root, store in zip(roots, stores_of(roots, options), strict=True)
             for path in root.paths
         ]
@@ -122,11 +125,12 @@ class Parquet(Shards[Any]):
                 found = fragment.physical_schema
                 if schema is None:
                     schema = found
+                    names = (*schema.names, *(n for n in file.folders if n not in schema.names))
                     if all_columns:
-                        self.columns = tuple(schema.names)
-                    if unknown := [name for name in self.columns if name not in schema.names]:
+                        self.columns = names
+                    if unknown := [name for name in self.columns if name not in names]:
                         raise ValueError(
-                            f"{file.name} has no column {unknown[0]!r}; it has {', '.join(schema.names)}"
+                            f"{file.name} has no column {unknown[0]!r}; it has {', '.join(names)}"
                         )
                 self._check_schema(file, found, schema, all_columns)
                 groups += [(number, *group) for group in self._counted(file, fragment)]
@@ -135,6 +139,8 @@ class Parquet(Shards[Any]):
     def _check_schema(self, file: ParquetFile, found: Any, schema: Any, all_columns: bool) -> None:
         first = self._files[0].name
         for name in self.columns:
+            if name in file.folders:
+                continue
             here = found.field(name).type if name in found.names else "missing"
             if here != schema.field(name).type:
                 raise SourceError(

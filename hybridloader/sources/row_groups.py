@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -40,6 +41,8 @@ class ParquetFile(NamedTuple):
     store: Store
     path: str
     stamp: Stamp
+    folders: Mapping[str, Any] = MappingProxyType({})
+    """Columns that its folders name, as scalars of pyarrow by name."""
 
     @property
     def name(self) -> str:
@@ -221,8 +224,11 @@ class RowGroups:
             try:
                 # Without threads of its own: workers are many, and some are forked.
                 table = fragment.subset(row_group_ids=[group]).to_table(
-                    columns=[*columns], filter=condition, use_threads=False
+                    columns=[name for name in columns if name not in file.folders],
+                    filter=condition,
+                    use_threads=False,
                 )
+                table = _with_folders(table, file, columns) if file.folders else table
             except Exception as error:
                 file.raise_told(error, what)
         return Columns(table, f"{file.name}, {what}")
@@ -254,6 +260,17 @@ class RowGroups:
             self._remote.clear()
             self._bytes = 0
             self._open.close()
+
+
+def _with_folders(table: Any, file: ParquetFile, columns: Sequence[str]) -> Any:
+    """Return `table` with the columns that the folders name, in the order of `columns`."""
+    pyarrow, _ = pyarrow_modules()
+    rows = len(table)
+    arrays = [
+        pyarrow.repeat(file.folders[name], rows) if name in file.folders else table.column(name)
+        for name in columns
+    ]
+    return pyarrow.table(dict(zip(columns, arrays, strict=True)))
 
 
 class _Entry:

@@ -277,3 +277,45 @@ def test_nulls_among_numbers_are_told(tmp_path: Path) -> None:
     assert Parquet(path)[1] == {"x": None, "y": None}
     assert Parquet(path, columns=["y"], tensors=True)[1]["y"].isnan()
     rows.close()
+
+
+# Columns in the names of folders.
+
+
+@pytest.fixture
+def by_year(tmp_path: Path) -> Path:
+    for place, first in (("year=2023/kind=a%20b", 0), ("year=2024/kind=c", 3)):
+        folder = tmp_path / "years" / place
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"x": range(first, first + 3)}), folder / "a.parquet")
+    return tmp_path / "years"
+
+
+def test_folders_name_columns(by_year: Path) -> None:
+    rows = Parquet(by_year)
+    assert rows.columns == ("x", "year", "kind")
+    assert [rows[2], rows[3]] == [
+        {"x": 2, "year": 2023, "kind": "a b"},
+        {"x": 3, "year": 2024, "kind": "c"},
+    ]
+    rows.close()
+    years = Parquet(by_year, columns=["year"], tensors=True)
+    assert years.__getitems__([5, 0, 1])["year"].tolist() == [2024, 2023, 2023]
+    years.close()
+    loader: Any = DataLoader(Parquet(by_year, columns=["kind", "x"]), 6, collate_fn=list)
+    assert next(iter(loader))[0] == {"kind": "a b", "x": 0}
+
+
+def test_folders_without_a_value_are_null_and_others_are_told(by_year: Path) -> None:
+    folder = by_year / "year=__HIVE_DEFAULT_PARTITION__" / "kind=d"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"x": [9]}), folder / "a.parquet")
+    rows = Parquet(by_year)
+    assert [row["year"] for row in rows] == [2023] * 3 + [2024] * 3 + [None]
+    rows.close()
+    pq.write_table(pa.table({"x": [9]}), by_year / "z.parquet")
+    with pytest.raises(
+        SourceError, match=r"z\.parquet has the columns none in the names of its folders"
+    ):
+        Parquet(by_year)
+    assert len(Parquet(by_year / "year=2023" / "kind=a%20b" / "a.parquet")) == 3
