@@ -153,7 +153,7 @@ _PYARROW = (
     "pyarrow's loop gives views of what it has decoded, in order, and knows no place to resume at. The "
     "loader draws the index of each row from a sampler (0.8 s of 1.9 for 5 million rows in order, on "
     "the calling thread) and copies rows into tensors that are yours; at random, it gathers them from 8 "
-    "row groups (1.1 s of 3.5)."
+    "row groups (1.1 s of 3.1)."
 )
 TARGETS = (
     Target("P14", ">= 0.9 of concurrency / latency", of_the_bound(0.9, OBJECT_LOADERS)),

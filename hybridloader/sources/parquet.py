@@ -19,6 +19,7 @@ from hybridloader.sources.row_groups import (
     ParquetFile,
     RowGroups,
     gathered,
+    inverse_of,
     pyarrow_modules,
 )
 from hybridloader.sources.shards import Shards
@@ -228,7 +229,8 @@ class Parquet(Shards[Any]):
         return parts
 
     def _gather(self, parts: Sequence[tuple[Columns, Ints, Ints]], count: int) -> dict[str, Any]:
-        return {name: gathered(name, parts, count) for name in self.columns}
+        inverse = inverse_of(parts)
+        return {name: gathered(name, parts, count, inverse) for name in self.columns}
 
     @staticmethod
     def collate_fn(samples: Any) -> Any:
