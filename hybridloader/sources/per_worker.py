@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -150,9 +151,10 @@ class _Opened(Generic[T]):
         else:
             _inherited.append(handle)
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # that it is on the wrong thread, for instance
-            self.shut()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            with suppress(Exception):  # that it is on the wrong thread, for instance
+                self.shut()
 
 
 def _shut(reference: weakref.ref[_Opened[Any]], thread: int) -> None:

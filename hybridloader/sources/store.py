@@ -6,6 +6,7 @@ Errors are told apart here: files that are not there, a store that did not serve
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import zipfile
 import zlib
@@ -237,8 +238,8 @@ class _LocalFile:
     def __init__(self, path: str) -> None:
         self.fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
 
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending() and hasattr(self, "fd"):
             os.close(self.fd)
 
 

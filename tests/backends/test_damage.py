@@ -333,9 +333,12 @@ def test_any_bytes_are_no_message_and_nothing_that_a_worker_told(part: bytes) ->
     assume(b"r" not in part)
     with only():
         for decode in (decode_failure, decode_extras, decode_told):
-            if part or decode is not decode_told:  # nothing is told by nothing
-                with pytest.raises(DamagedMessage):
-                    decode(memoryview(part))
+            if decode is decode_told and not part:  # nothing is told by nothing
+                continue
+            if decode is decode_extras and part.startswith(b"}."):  # an empty dict
+                continue
+            with pytest.raises(DamagedMessage):
+                decode(memoryview(part))
         for kind in (codec.OTHER, codec.DONE):
             with pytest.raises(DamagedMessage):
                 decode_message([memoryview(encode_fields(kind, 0, part))])
