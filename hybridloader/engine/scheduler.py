@@ -226,6 +226,11 @@ class Scheduler:
         return result
 
     @property
+    def has_next(self) -> bool:
+        """True if `pop` would return a result."""
+        return bool(self.done) and (not self.ordered or self._turn() in self.done)
+
+    @property
     def stalled(self) -> bool:
         """True if a worker has nothing to do because results wait behind one that has not come."""
         rests = any(not b and s in ACTIVE for b, s in zip(self.busy, self.workers, strict=True))

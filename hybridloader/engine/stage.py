@@ -210,8 +210,9 @@ class Stage(Lifecycle, Iterator[Any]):
     def _listen(self, timeout: float | None) -> None:
         """Take in the workers' events, and send more tasks."""
         flow, supervisor, scheduler = self._flow, self._supervisor, self._scheduler
-        if scheduler.fault is not None:
-            pass  # heard of while results were taken that had come before
+        known = scheduler.fault is not None  # heard of with results that had come before
+        if known:
+            pass
         elif flow is None:
             self._hear(self._crew.wait(timeout))
         else:
@@ -226,7 +227,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 self.close()
                 raise
         fault = scheduler.fault
-        if fault is not None:
+        if fault is not None and (known or not scheduler.has_next):
             refusal = "" if supervisor is None else supervisor.refusal
             self._death_report = self._table.death_report(fault, refusal)
             self.close()

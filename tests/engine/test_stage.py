@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 
-from hybridloader._support.errors import Failure, IteratorClosed, WorkerDied, WorkerTimeout
+from hybridloader._support.errors import (
+    Failure,
+    IteratorClosed,
+    NotReady,
+    WorkerDied,
+    WorkerTimeout,
+)
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -138,12 +144,24 @@ def test_a_death_is_told_with_worker_cause_and_indices_and_closes_the_crew() -> 
     assert backend.crews[0].closed
 
 
-def test_results_before_a_death_that_are_there_are_not_lost() -> None:
-    it, _ = stage([ready(), answer(0, 1), [Exited(0, "exited with code 1")]], lookahead=3)
+@pytest.mark.parametrize("together", [False, True], ids=["before", "together"])
+def test_results_before_a_death_that_are_there_are_not_lost(together: bool) -> None:
+    death: list[Event] = [Exited(0, "exited with code 1")]
+    events = [answer(0, 1) + death] if together else [answer(0, 1), death]
+    it, _ = stage([ready(), *events], lookahead=3)
     it.begin(iter("abc"))
     assert [next(it), next(it)] == ["value 0", "value 1"]
     with pytest.raises(WorkerDied):
         next(it)
+
+
+def test_a_death_is_told_at_once_if_what_came_with_it_is_not_in_turn() -> None:
+    it, _ = stage([ready(), [*answer(1), Exited(0, "exited with code 1")]], lookahead=3)
+    it.begin(iter("abc"))
+    with pytest.raises(NotReady):
+        it.pull(wait=False)
+    with pytest.raises(WorkerDied):
+        it.pull(wait=False)
 
 
 def test_timeout_counts_the_seconds_of_one_next_and_leaves_the_iterator_usable() -> None:
