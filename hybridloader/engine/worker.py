@@ -7,10 +7,9 @@ process or in the caller, nor how its messages travel.
 
 from __future__ import annotations
 
-import pickle
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -19,9 +18,8 @@ from typing import Any
 
 from hybridloader._support.datapipes import seed_datapipe
 from hybridloader._support.errors import Failure, ResultNotSendable, no_stop, twin
-from hybridloader._support.state_copies import load_into
 from hybridloader.engine.dataset_state import ShardStart
-from hybridloader.engine.fetcher import Abandoned, Begun, EndOfShard, Fetch, Fetcher, TaskContext
+from hybridloader.engine.fetcher import Abandoned, Begun, EndOfShard, Fetcher, TaskContext
 from hybridloader.engine.messages import (
     Begin,
     Done,
@@ -38,6 +36,7 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.meter import MEASURES, Meter
 from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
+from hybridloader.engine.resumed_fetcher import resumed_fetcher
 from hybridloader.engine.shared_items import Alone, SharedTask
 from hybridloader.engine.under_way import Fetched, TasksUnderWay
 from hybridloader.engine.worker_end import end_worker
@@ -102,7 +101,9 @@ class Worker:
                     spec.init_fn(self.worker)
                 self._initialised = True
                 if spec.starts:
-                    self._fetcher = _resumed(spec.fetch, spec.starts[self.worker], self.context)
+                    self._fetcher = resumed_fetcher(
+                        spec.fetch, spec.starts[self.worker], self.context
+                    )
                 else:
                     self._fetcher = spec.fetch.open(None, self.context)
                 if spec.skip:
@@ -383,31 +384,3 @@ def run(
         if under_way is not None:
             under_way.close()
         worker.close()
-
-
-def _resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
-    """Return the fetcher of a worker that resumes. The dataset gets its state first, as in torchdata."""
-    if start.dataset is not None:
-        load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
-    fetcher = fetch.open(None, context)
-    if start.behind and start.iterator is not None:
-        fetcher.resume(start)
-        fetcher = fetch.open(None, context)
-    fetcher.resume(start._replace(iterator=None, ended=False) if start.behind else start)
-    _do_again(fetcher, start.again, context)
-    if fetcher.states is not None and start.stateful and not start.behind:
-        fetcher.states.go_on(start.results_since)
-    return fetcher
-
-
-def _do_again(fetcher: Fetcher, tasks: Sequence[Any], context: TaskContext) -> None:
-    """Repeat the tasks since the state was taken, to bring the dataset to the same place."""
-    for task in tasks:
-        if context.cancelled:
-            return
-        with suppress(Exception):  # it was a result then, and what raises now does so when asked
-            if context.rng is None:
-                fetcher.fetch(task)
-            else:
-                context.rng.task(fetcher.key, fetcher.fetch, task)
-        context.extras = None

@@ -7,7 +7,6 @@ Workers get batches by torch's rule of dispatch.
 from __future__ import annotations
 
 import functools
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
@@ -21,7 +20,6 @@ from torch.utils.data.dataloader import (
     _sharding_worker_init_fn,
 )
 
-from hybridloader._support.caller import warn_once
 from hybridloader._support.errors import Failure, IteratorClosed, StateError, add_note
 from hybridloader._support.hf_streams import warn_of_few_shards
 from hybridloader._support.state_copies import is_stateful
@@ -29,17 +27,16 @@ from hybridloader.devices.pinning import pinner_for
 from hybridloader.engine.contract import WorkerHandle
 from hybridloader.engine.crews import closed_with, park_at_exit
 from hybridloader.engine.diagnosis import workers_table
-from hybridloader.engine.fetcher import Abandoned, Fetch
+from hybridloader.engine.fetcher import Fetch
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.engine.refresh import Change, Watch
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, least_busy, round_robin, round_robin_with_room
 from hybridloader.engine.stage import Stage
-from hybridloader.fetching.collate import without_torch
-from hybridloader.fetching.fetch import IterableFetch, MapFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, Skipped
 from hybridloader.fetching.on_error.policies import parse
 from hybridloader.fetching.outcome import Outcome
+from hybridloader.loader.loader_fetch import fetch_of, for_workers
 from hybridloader.loader.observation import Observation
 from hybridloader.loader.pass_seeds import PassSeeds
 from hybridloader.loader.pass_start import PassStart, ResumedDispatch
@@ -53,23 +50,6 @@ from hybridloader.records.large import hint_at_large_container
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-
-
-class _WeakLoaderMethod:
-    """Method of a loader, such as its `collate_fn`, that does not keep the loader alive.
-
-    Otherwise a worker thread would keep the loader, and with persistent workers the iterator, alive
-    for ever. The iterator holds the method itself as long as it lives.
-    """
-
-    def __init__(self, method: types.MethodType) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, argument: Any) -> Any:
-        method = self._method()
-        if method is None:
-            raise Abandoned
-        return method(argument)
 
 
 class LoaderIterator(_BaseDataLoaderIter):
@@ -94,7 +74,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         copies = by_index and self._num_workers > 0 and self._backend.copies
         self._sends_states = copies and is_stateful(self._dataset)
         """True if workers have copies of a map-style dataset whose state goes with results."""
-        self._joins = options.shard_remainders == "join"
         self._worker_init_fn = plan.worker_init_fn
         plan.record.report = weakref.WeakMethod(self.report)
         if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
@@ -108,7 +87,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._pinner is not None and self._num_workers and not self._backend.in_caller:
             self._pin_thread = PinThread(self._pinner, self._timeout)
             closed_with(self, self._pin_thread)
-        fetch = self._fetch()
+        fetch = self._new_fetch()
         self._observation = plan.record.observation = self._observe(fetch)
         self._loop: LoopWaits | None = None
         self._stage = self._start(fetch)
@@ -120,6 +99,9 @@ class LoaderIterator(_BaseDataLoaderIter):
             # As torch: the sampler's iter() is called a second time here.
             self._reset(loader, first_iter=True)
         self._note_begin()
+
+    def _new_fetch(self) -> Fetch:
+        return fetch_of(self._plan, self._backend, self._on_error, sends_states=self._sends_states)
 
     def _observe(self, fetch: Fetch) -> Observation | None:
         if not self._plan.options.observe:
@@ -159,7 +141,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             workers=self._num_workers,
             fetch=fetch,
             base_seed=int(self._base_seed),
-            init_fn=self._for_workers(self._worker_init_fn),
+            init_fn=for_workers(self._worker_init_fn, self._backend),
             shared_seed=self._shared_seed,
             seeding=self._seeds.origin,
             starts=self._pass_start.starts,
@@ -194,48 +176,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             return round_robin
         return functools.partial(least_busy, at_hand=self._prefetch_factor)
 
-    def _for_workers(self, function: Any) -> Any:
-        """Return `function` as workers get it."""
-        if not self._backend.in_process:
-            return without_torch(function)
-        method = isinstance(function, types.MethodType)
-        of_a_loader = method and isinstance(function.__self__, torch.utils.data.DataLoader)
-        return _WeakLoaderMethod(function) if of_a_loader else function
-
-    def _fetch(self) -> Fetch:
-        dataset, batched = self._dataset, self._auto_collation
-        collate_fn = self._for_workers(self._collate_fn)
-        if self._dataset_kind == _DatasetKind.Iterable:
-            datapipe = isinstance(dataset, IterDataPipe)
-            return IterableFetch(
-                dataset,
-                collate_fn,
-                batched,
-                self._drop_last,
-                datapipe,
-                self._on_error,
-                join=self._joins,
-                state_every=self._plan.state_every,
-            )
-        private = isinstance(dataset, MapDataPipe)
-        threads = self._plan.options.threads_per_worker
-        fetch = MapFetch(
-            dataset,
-            collate_fn,
-            batched,
-            private,
-            threads,
-            self._on_error,
-            sends_states=self._sends_states,
-            state_every=self._plan.state_every,
-        )
-        if fetch.idle_threads:
-            warn_once(
-                f"threads_per_worker has no effect for {type(dataset).__name__}: its __getitems__ is "
-                "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__."
-            )
-        return fetch
-
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         if first_iter:
             if self._pass_start.resume is None:
@@ -245,7 +185,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 self._observation.begin_again()
             self._reopen(loader)
         if self._stage.closed:  # a worker had died, or the iterator was closed: start again
-            self._stage = self._start(self._fetch())
+            self._stage = self._start(self._new_fetch())
         changes = () if first_iter or self._watch is None else self._watch.changes()
         self._begin(changes)
         if not first_iter:
@@ -289,7 +229,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             source = self._observation.drawn(source)
         results = self._results(source, progress, changes)
         batches = progress.watch(results)
-        if self._on_error is not None or self._joins:
+        if self._on_error is not None or self._plan.joins:
             batches = self._filled(batches, results, progress)
         self._next_batch = batches.__next__
         if self._plan.state_every:
@@ -344,7 +284,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         collate_fn = collate if pin is None else lambda samples: pin(collate(samples))
         return FullBatches(
             batches,
-            functools.partial(_last, results, workers=bool(self._num_workers or self._joins)),
+            functools.partial(_last, results, workers=bool(self._num_workers or self._plan.joins)),
             self._budget,
             collate_fn,
             drop_last=self._drop_last,

@@ -108,6 +108,11 @@ class LoaderPlan:
         return parse_seeding(self.options.seeding) is not None
 
     @property
+    def joins(self) -> bool:
+        """True if what is left over of the workers' shards is joined to full batches."""
+        return self.options.shard_remainders == "join"
+
+    @property
     def readers(self) -> int:
         """Number of workers that read the dataset; 1 if the caller does."""
         return max(1, int(self.num_workers))
