@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hybridloader.memory.limits import Memory as Memory
     from hybridloader.observe.comparing import compare as compare
     from hybridloader.observe.stats import Stats as Stats
+    from hybridloader.observe.tracing import trace as trace
     from hybridloader.pipeline.operators.base import Operator as Operator
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
     from hybridloader.records.shared_dict import SharedDict as SharedDict
@@ -89,6 +90,7 @@ __getattr__, __dir__, __all__ = lazily(
         "memory.limits": "Memory",
         "observe.comparing": "compare",
         "observe.stats": "Stats",
+        "observe.tracing": "trace",
         "pipeline.operators.base": "Operator",
         "pipeline.pipeline": "Pipeline",
         "records.shared_dict": "SharedDict",

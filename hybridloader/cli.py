@@ -7,6 +7,7 @@ one line on standard error and exit code 2, never a traceback.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -113,6 +114,7 @@ def _add_run(commands: Any) -> None:
     ):
         option = f"--{name.replace('_', '-')}"
         run.add_argument(option, type=kind, metavar=metavar, default=argparse.SUPPRESS)
+    run.add_argument("--trace", metavar="FILE", help="record a trace, .json or .json.gz")
     run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
@@ -150,7 +152,15 @@ def _run(arguments: argparse.Namespace) -> str | None:
         install(arguments.backend, **said)
     except (ValueError, RuntimeError) as error:
         return str(error)
-    script.run(program, arguments.arguments)
+    with contextlib.ExitStack() as around:
+        if arguments.trace is not None:
+            from hybridloader.observe.tracing import trace
+
+            try:
+                around.enter_context(trace(arguments.trace))
+            except (ValueError, OSError) as error:
+                return str(error)
+        script.run(program, arguments.arguments)
     return None
 
 

@@ -51,8 +51,6 @@ class Feed(ABC):
 class Observer(Protocol):
     """Observer of a stage whose workers have meters."""
 
-    restarted: int
-    """Number of workers that took the place of one that had died."""
     opens_slowly: bool
     """True if it is to be told of the opening of every result, as the last one took a while."""
 
@@ -63,8 +61,14 @@ class Observer(Protocol):
         `answered` so many tasks each.
         """
 
-    def opened(self, began: float, ended: float) -> None:
+    def opened(self, seq: int, began: float, ended: float) -> None:
         """Note how long it took to open a result, one that came with measures or any."""
+
+    def replaced(self, worker: int, cause: str | None) -> None:
+        """Note that another worker took the place of one that had died of `cause`."""
+
+    def raised(self, worker: int, seq: int, error: BaseException) -> None:
+        """Note that the error of a task is raised."""
 
 
 class FlowControl(Protocol):

@@ -15,6 +15,7 @@ from hybridloader._support.errors import WorkerDied
 
 if TYPE_CHECKING:
     from hybridloader.engine.dataset_state import DatasetStates, ShardStart
+    from hybridloader.engine.slices import Slices
     from hybridloader.seeding.sample_rng import SampleRng
 
 
@@ -47,15 +48,18 @@ class TaskContext:
         meter has told of some.
     extras
         Metadata of the task's value, for `Done.extras`. Set by the fetcher, taken by the worker.
+    slices
+        Slices of a trace, to which fetchers add; None if there is no trace.
     """
 
-    __slots__ = ("at", "cancelled", "extras", "retried", "rng", "task", "tracked")
+    __slots__ = ("at", "cancelled", "extras", "retried", "rng", "slices", "task", "tracked")
 
     def __init__(self, *, tracked: bool = False) -> None:
         self.tracked = tracked
         self.cancelled = False
         self.rng: SampleRng | None = None
         self.extras: dict[str, Any] | None = None
+        self.slices: Slices | None = None
         self.at = self.task = -1
         self.retried = 0
 
@@ -65,6 +69,12 @@ class TaskContext:
             self.extras = {name: value}
         else:
             self.extras[name] = value
+
+    def timed(
+        self, name: str, function: Callable[[Any], Any], least: float = 0.0
+    ) -> Callable[[Any], Any]:
+        """Return `function`, whose calls are slices of a trace, if there is one; see `Slices.timed`."""
+        return function if self.slices is None else self.slices.timed(name, function, least)
 
     def take_extras(self) -> dict[str, Any] | None:
         """Return the metadata, and begin with none."""
@@ -80,7 +90,7 @@ class FollowingContext(TaskContext):
     def __init__(self, other: TaskContext, rng: SampleRng | None) -> None:
         self._other = other
         super().__init__()
-        self.rng = rng
+        self.rng, self.slices = rng, other.slices
 
     @property
     def cancelled(self) -> bool:

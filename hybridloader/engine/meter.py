@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from hybridloader.engine.slices import Slices, Told
+
 MEASURES = "measures"
 """Key of the `Measures` in `Done.extras`."""
 
@@ -40,6 +42,8 @@ class Metering:
     a thread has other threads working for it."""
     alone: bool = True
     """False if the thread of the worker has other work between two tasks, which does not count."""
+    slices: int = 0
+    """Slices of a trace that a worker keeps until it tells them; 0 if there is no trace."""
 
 
 class Measures(NamedTuple):
@@ -60,6 +64,8 @@ class Measures(NamedTuple):
     """Seconds that reporting the last result with measures took."""
     retried: int
     """Calls of the user's functions that were made again."""
+    slices: Told | None = None
+    """What the worker did and when, for a trace."""
 
 
 class Meter:
@@ -72,6 +78,7 @@ class Meter:
         self._clock, self._alone = clock, metering.alone
         self._cpu_clock = metering.cpu_clock
         self._run_queue: RunQueue | None = None
+        self.slices = Slices(metering.slices, alone=self._alone) if metering.slices else None
         # All the mutable state:
         self.busy = 0.0
         self.due = self._told = float("-inf")
@@ -92,14 +99,24 @@ class Meter:
             self._cpu = self._cpu_clock()
             self._run_queue = RunQueue.here()
 
+    def opened(self, began: float) -> None:
+        """Note that the worker is ready for tasks, after it had begun to be then."""
+        if self.slices is not None:
+            self.slices.span("start", began, self._clock())
+
     def begin(self) -> None:
         """Note that a task begins."""
         if self._cpu_clock is not None:
             self._cpu = self._cpu_clock()
 
-    def part(self, began: float, ended: float) -> None:
-        """Note samples of a task that several workers share; it may be another that answers it."""
+    def part(self, began: float, ended: float, *, here: bool = True) -> None:
+        """Note samples of a task that several workers share; it may be another that answers it.
+
+        `here` is False if they were fetched on other threads than the worker's own.
+        """
         self.busy += ended - began
+        if self.slices is not None and here:
+            self.slices.part(began, ended)
         if ended - began >= _LONG:
             self._parts.append((began, ended, ended - began))
 
@@ -119,9 +136,12 @@ class Meter:
             (ended - fetched) / last if self.packs and last > 0 else 0.0,
             self._reporting,
             retried,
+            None if self.slices is None else self.slices.tell(),
         )
         self._told, self.due = ended, ended + EVERY
-        self.packs = last >= _SHORT
+        self.packs = last >= _SHORT or self.slices is not None
+        if self.slices is not None and last >= _LONG:
+            self.due = float("-inf")  # what the next one does is to be known soon
         self.busy = self._reporting = 0.0
         self._parts.clear()
         self.reports = True
@@ -132,7 +152,10 @@ class Meter:
         self.reports = False
         began = self._clock()
         report(event)
-        self._reporting = self._clock() - began
+        ended = self._clock()
+        self._reporting = ended - began
+        if self.slices is not None:
+            self.slices.span("send", began, ended)
 
     def close(self) -> None:
         if self._run_queue is not None:

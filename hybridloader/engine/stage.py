@@ -284,7 +284,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 death = self._supervisor.take_in(event)
                 if death is None:
                     if self._observer is not None:
-                        self._observer.restarted += 1
+                        self._observer.replaced(event.worker, event.cause)
                     return
                 event = death
         wanted = self._scheduler.handle(event)
@@ -309,6 +309,8 @@ class Stage(Lifecycle, Iterator[Any]):
         if isinstance(result, Failed):
             table.failed = None if from_feed else index
             place = "" if from_feed else table.place(result.worker, index, "fetching")
+            if self._observer is not None:
+                self._observer.raised(result.worker, result.seq, result.failure.exception)
             Raised(result.failure.to_exception(place)).throw()
         payload = result.payload
         if self._forwards and payload.count is not None and not result.extras:
@@ -319,7 +321,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 return payload.open()
             began = self._clock()
             value = payload.open()
-            observer.opened(began, self._clock())
+            observer.opened(result.seq, began, self._clock())
             return value
         except Exception as error:
             add_note(error, table.place(result.worker, index, "loading the result of"))

@@ -74,6 +74,9 @@ class Worker:
             self._seeds = seeds_by_sample(seeds, any_thread=spec.seeding.any_thread)
         self.info = self._describe()
         self.meter = None if spec.metering is None else Meter(spec.metering)
+        if self.meter is not None and self.meter.slices is not None:
+            self.meter.slices.worker = worker
+            context.slices = self.meter.slices
         self._fetcher: Fetcher | None = None
         self._initialised = False
         self._broken: Exception | None = None
@@ -235,7 +238,7 @@ class Worker:
         spent = sum(samples.seconds) / self._spec.fetch.threads
         if self.meter is not None:
             now = perf_counter()
-            self.meter.part(now - spent, now)
+            self.meter.part(now - spent, now, here=False)
         event = self._answer(task, lambda index: fetcher.assemble(samples.result(), index))
         if isinstance(event, Done):
             return event._replace(seconds=event.seconds + spent)
@@ -263,6 +266,7 @@ class Worker:
         if self._exhausted:
             return None
         context, fetcher, meter = self.context, self._fetcher, self.meter
+        slices = None if meter is None else meter.slices
         try:
             if self._broken is not None:
                 if self._told and self._spec.fetch.in_turn:
@@ -275,6 +279,8 @@ class Worker:
             if meter is not None and meter.reads_cpu:
                 meter.begin()
             began = perf_counter()
+            if slices is not None:
+                slices.begin(began, meter.due)  # type: ignore[union-attr]
             try:
                 if self._rng is None:
                     value = fetch(task.index)
@@ -295,7 +301,8 @@ class Worker:
             ended = perf_counter()
             if meter is not None:
                 meter.busy += ended - began
-                if ended >= meter.due or context.retried:
+                noted = slices is None or slices.task(task.seq, began, fetched, ended)
+                if noted and (ended >= meter.due or context.retried):
                     context.add(MEASURES, meter.tell(began, fetched, ended, context.retried))
                     context.retried = 0
             extras = None if context.extras is None else context.take_extras()
@@ -307,6 +314,8 @@ class Worker:
             return None
         except Exception as error:
             context.extras = None
+            if slices is not None:
+                slices.failed(task.seq)
             # torch lets a StopIteration through, and a map-style dataset that leaks one ends the
             # user's loop early, without a word.
             return Failed(self.worker, task.seq, Failure(no_stop(error)), self._position)
@@ -367,7 +376,11 @@ def run(
     if meter is not None:
         meter.open()
     try:
-        report(worker.open())
+        began = perf_counter()
+        ready = worker.open()
+        if meter is not None:
+            meter.opened(began)
+        report(ready)
         while True:
             message = get()
             if isinstance(message, Stop) or worker.context.cancelled:

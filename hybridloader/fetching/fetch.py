@@ -112,7 +112,7 @@ class IterableFetch(Fetch):
         shard: ShardFetcher = make(
             samples,
             context,
-            self.collate_fn,
+            context.timed("collate", self.collate_fn),
             batched=self.batched,
             drop_last=self.drop_last,
             join=self.join,

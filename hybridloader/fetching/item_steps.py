@@ -15,6 +15,7 @@ from typing import Any
 
 from hybridloader._support.attributes import attribute
 from hybridloader.engine.fetcher import Fetch, Fetcher, FollowingContext, Spared, TaskContext
+from hybridloader.engine.slices import SEEN
 from hybridloader.fetching.fanout import spread_over
 from hybridloader.fetching.fetch import MapFetch
 from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
@@ -38,6 +39,7 @@ class Step:
     kind: str  # "map": returns one result, "flat_map": several, "filter": whether to keep the item
     function: Any  # of the user's, or a `MapFetch` that is opened in the worker
     concurrency: int = 0  # coroutines at a time, if it is an `async def`
+    name: str = ""  # of its slices in a trace
 
     def open(
         self, context: TaskContext, on_error: Policy | None = None, number: int = 0
@@ -60,8 +62,8 @@ class Step:
         if self.concurrency:
             from hybridloader.fetching.coroutines import Coroutines
 
-            function = Coroutines(function, self.concurrency, context)
-        return self.kind, function
+            return self.kind, Coroutines(function, self.concurrency, context)
+        return self.kind, context.timed(self.name, function, SEEN)
 
     def _open_fetch(
         self,
@@ -80,6 +82,7 @@ class Step:
         else:
             fetcher = fetch.open(None, context)
             function = fetcher.fetch
+        function = context.timed(self.name, function, SEEN)
         if rng is None:
             return kind, function
         return kind, lambda item: rng.task(fetcher.key, function, item)

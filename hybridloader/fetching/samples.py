@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute
 from hybridloader.engine.fetcher import Abandoned, Begun, Fetcher, GivenUp, Spared, TaskContext
+from hybridloader.engine.slices import SEEN
 from hybridloader.fetching.gather import Odd, gatherer
 from hybridloader.seeding.sample_rng import SeededDataset
 from hybridloader.seeding.sample_seeds import key_of
@@ -38,6 +39,7 @@ class SampleFetcher(Fetcher):
         self, dataset: Any, collate_fn: Callable[[Any], Any], context: TaskContext
     ) -> None:
         self._context = context
+        collate_fn = context.timed("collate", collate_fn)
         self._dataset, self._collate_fn = seeded_samples(dataset, collate_fn, context)
 
     def fetch(self, index: Any) -> Any:
@@ -64,6 +66,7 @@ class BatchFetcher(Fetcher):
         self._context, self._whole = context, not one_by_one(dataset)
         self._spread = None if self._whole else spread
         self._gather = gatherer(dataset, collate_fn)
+        collate_fn = context.timed("collate", collate_fn)
         self._dataset, self._collate_fn = seeded_samples(
             dataset, collate_fn, context, whole=self._whole
         )
@@ -78,7 +81,8 @@ class BatchFetcher(Fetcher):
             raise next(index for index in indices if type(index) is GivenUp).error()
         dataset, context, spread = self._dataset, self._context, self._spread
         if spread is not None:
-            return self._collate_fn(spread(partial(operator.getitem, dataset), indices))
+            sample = context.timed("sample", partial(operator.getitem, dataset), SEEN)
+            return self._collate_fn(spread(sample, indices))
         try:
             many = getattr(dataset, "__getitems__", None)
         except Exception:  # of a foreign `__getattr__`
@@ -97,7 +101,7 @@ class BatchFetcher(Fetcher):
 
     def begin(self, index: Any, ring: Callable[[], None]) -> Begun:
         assert self._spread is not None
-        return self._spread.begin(self.sample, index, ring)
+        return self._spread.begin(self._context.timed("sample", self.sample, SEEN), index, ring)
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
         return self._collate_fn(samples)

@@ -44,8 +44,9 @@ from hybridloader.loader.pin_thread import PinThread
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import Progress, Results
 from hybridloader.loader.refill import FullBatches
-from hybridloader.observe.loop_waits import BRIEF, LoopWaits
+from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.stats import Stats
+from hybridloader.observe.tracing import running_trace
 from hybridloader.records.large import hint_at_large_container
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -104,10 +105,14 @@ class LoaderIterator(_BaseDataLoaderIter):
         return fetch_of(self._plan, self._backend, self._on_error, sends_states=self._sends_states)
 
     def _observe(self, fetch: Fetch) -> Observation | None:
-        if not self._plan.options.observe:
+        trace = running_trace()
+        if trace is None and not self._plan.options.observe:
             return None
         window = self._prefetch_factor * self._num_workers
-        made = Observation("DataLoader", self._backend, fetch, self._num_workers, window)
+        key = id(self._plan.record)  # the same for all iterators of a loader
+        made = Observation(
+            "DataLoader", self._backend, fetch, self._num_workers, window, trace, key
+        )
         made.of(self)
         return made
 
@@ -330,7 +335,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._progress.yielded += 1
         if loop is not None:
             seconds = perf_counter() - began
-            if seconds < BRIEF:  # as `note` does, which would be a call more
+            if seconds < loop.brief:  # as `note` does, which would be a call more
                 loop.brief_seconds += seconds
             else:
                 loop.note(began, began + seconds)

@@ -21,7 +21,9 @@ from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
 from hybridloader.observe.source_times import SourceTimes
 from hybridloader.observe.stage_measures import StageMeasures, metering_of
+from hybridloader.observe.stage_trace import StageTrace, trace_loop, traced_metering
 from hybridloader.observe.stats import Stats, stats_of
+from hybridloader.observe.tracing import Trace, TracedWaits
 
 SAMPLER = "sampler"
 """Name of the row of the sampler."""
@@ -31,14 +33,25 @@ class Observation:
     """Measurements of one iterator, whose stage has `workers` and a `window` of tasks."""
 
     def __init__(
-        self, stage: str, backend: Backend, fetch: Fetch, workers: int, window: int
+        self,
+        stage: str,
+        backend: Backend,
+        fetch: Fetch,
+        workers: int,
+        window: int,
+        trace: Trace | None = None,
+        key: int = 0,  # tells its loader from others in the trace
     ) -> None:
-        self._name = stage
+        self._name, self._trace = stage, trace
         self.metering = metering_of(backend, fetch)
-        self.measures = StageMeasures(backend, workers, window)
+        if trace is None:
+            self.measures = StageMeasures(backend, workers, window)
+        else:
+            self.metering = traced_metering(self.metering)
+            self.measures = StageTrace(trace, stage, key, backend, workers, window)
         # All the other mutable state, of the pass that runs:
         self._stage: weakref.ref[Stage] | None = None
-        self.loop = LoopWaits()
+        self.loop = self._new_loop()
         self._sampler: SourceTimes | None = None
         self._progress: Progress | None = None
         self._before = 0  # batches of this pass that an earlier run has had
@@ -52,18 +65,32 @@ class Observation:
     def begin_again(self) -> None:
         """Begin another pass, of which nothing is known yet."""
         self.measures.begin_again()
-        self.loop = LoopWaits()
+        self.loop = self._new_loop()
         self._sampler = self._progress = self._budget = None
+
+    def _new_loop(self) -> LoopWaits:
+        loop = LoopWaits()
+        if self._trace is not None:
+            trace_loop(self._trace, loop)
+            if isinstance(self.measures, StageTrace):
+                self.measures.loop = loop
+        return loop
 
     def begun(self, stage: Stage, progress: Progress, budget: ErrorBudget | None) -> None:
         """Note that ``iter()`` returns: what it took is a wait of the loop's."""
         self._stage, self._progress, self._budget = weakref.ref(stage), progress, budget
         self._before = progress.yielded
+        if isinstance(self.measures, StageTrace):
+            self.measures.follow(stage)
+            if budget is not None:
+                budget.told = self.measures.skipped
         self.loop.note(self.loop.began, time.perf_counter())
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the indices of `source`, some of which are timed."""
         self._sampler = SourceTimes()
+        if self._trace is not None:
+            self._sampler.longer = TracedWaits(self._trace, SAMPLER, self._sampler.longer)
         return self._sampler.timed(source)
 
     def end(self) -> None:

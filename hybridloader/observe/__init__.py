@@ -1,1 +1,12 @@
-"""Statistics of loaders and pipelines: what waited for what, and what to change."""
+"""Statistics and traces of loaders and pipelines: what waited for what, and what to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridloader._support.lazily import lazily
+
+if TYPE_CHECKING:
+    from hybridloader.observe.trace_files import merge as merge
+
+__getattr__, __dir__, __all__ = lazily(__name__, {"trace_files": "merge"})

@@ -12,7 +12,7 @@ from hybridloader.observe.recording import LoopRecord, Wait
 from hybridloader.observe.stage_measures import copied
 
 BRIEF = 1e-4
-"""Seconds of a `next()` below which it is only added up."""
+"""Seconds of a `next()` below which it is only added up, unless a trace wants to know."""
 
 
 class LoopWaits:
@@ -28,11 +28,12 @@ class LoopWaits:
         self.longer = 0  # calls of `next()`
         self.brief_seconds = self.longer_seconds = 0.0
         self.waits: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self.brief = BRIEF  # seconds below which a call is only added up
 
     def note(self, began: float, ended: float) -> None:
         """Note a call of `next()`."""
         seconds = ended - began
-        if seconds < BRIEF:
+        if seconds < self.brief:
             self.brief_seconds += seconds
         else:
             self.longer += 1

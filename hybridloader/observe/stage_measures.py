@@ -87,10 +87,16 @@ class StageMeasures:
             self._weight += size
             self._weighed += 1
 
-    def opened(self, began: float, ended: float) -> None:
+    def opened(self, seq: int, began: float, ended: float) -> None:
         self.sending += (1 if self.opens_slowly else self._scale) * (ended - began)
         self.opens_slowly = ended - began >= _SLOW
         self._add(began, ended, 1.0)
+
+    def replaced(self, worker: int, cause: str | None) -> None:
+        self.restarted += 1
+
+    def raised(self, worker: int, seq: int, error: BaseException) -> None:
+        pass
 
     def _note(self, measures: Measures, since: float, now: float) -> None:
         if self.first is None or measures.spans[0][0] < self.first:

@@ -7,7 +7,7 @@ no worker's timing. No exception that is kept here holds a frame.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,7 @@ class ErrorBudget:
         self._stage, self.epoch, self.gaps = stage, epoch, gaps
         self._log, self._key = log, key
         self._shared = None if log is None else log.records
+        self.told: Callable[[Skipped], None] | None = None  # called with each record
         # All the mutable state:
         self.records: list[Skipped] = []  # in the order in which results were handed out
         self.attempted = 0  # samples until now, those that failed among them
@@ -144,6 +145,8 @@ class ErrorBudget:
                 failed.index, error, text, worker, self._stage, self.epoch, failed.replaced
             )
             self.records.append(record)
+            if self.told is not None:
+                self.told(record)
             if self._log is not None and self._shared is not None:
                 self._log.counts[self._key] += 1
                 self._log.replaced[self._key] += failed.replaced

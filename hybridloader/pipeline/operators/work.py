@@ -251,9 +251,8 @@ class Work(Placed):
         return self.label or f"{self.kind}({name_of_function(self.function)})"
 
     def step(self) -> Step:
-        return Step(
-            self.kind, self.function, self.placement.concurrency if is_async(self.function) else 0
-        )
+        coroutines = self.placement.concurrency if is_async(self.function) else 0
+        return Step(self.kind, self.function, coroutines, self.name)
 
 
 @dataclass(frozen=True)

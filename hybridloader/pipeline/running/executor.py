@@ -23,6 +23,8 @@ from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import Relay
 from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.stage_measures import copied
+from hybridloader.observe.stage_trace import trace_loop, trace_relay
+from hybridloader.observe.tracing import running_trace
 from hybridloader.pipeline.operators.base import Chain, Mark
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.sources import Indices
@@ -77,12 +79,15 @@ class Executor:
         self.closed = TaskContext()
         self.left = TaskContext()  # cancelled when the pass that runs is left
         # All the mutable state:
-        self.stages = RunningStages(self.seed, self.closed)
+        self.trace = running_trace()
+        self.stages = RunningStages(self.seed, self.closed, self.trace)
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, RunningRelay] = {}
         self._coroutines: list[Any] = []  # of functions without workers
         self._ending = threading.RLock()
         self.loop = LoopWaits()
+        if self.trace is not None:
+            trace_loop(self.trace, self.loop)
         if resumed is None:
             self._draw_for(self.plan, first)
         try:
@@ -101,6 +106,9 @@ class Executor:
             if self.closed.cancelled:
                 raise IteratorClosed("the pipeline was closed")
             running = self.relays.get(node.path)
+            if running is None and self.trace is not None:
+                name = self.trace.name_of(node.name, (id(self), node.path))
+                trace_relay(self.trace, name, relay.queue)
             if running is None:
                 running = self.relays[node.path] = RunningRelay(node, before, relay)
             else:

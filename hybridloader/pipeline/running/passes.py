@@ -18,6 +18,7 @@ from hybridloader._support.native_threads import one_thread_on_this_thread
 from hybridloader.engine.feed import TaskBatching
 from hybridloader.engine.fetcher import TaskContext
 from hybridloader.engine.relay import FINAL, Relay
+from hybridloader.observe.stage_trace import LocalSlices
 from hybridloader.pipeline.operators.base import Chain, Mark, Operator, Source, Upstream
 from hybridloader.pipeline.operators.order import Repeat
 from hybridloader.pipeline.operators.pin import Sending, Taking
@@ -64,6 +65,8 @@ def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
     """Make the iterators of one run, and start them. The run before is broken off."""
     executor.break_off()
     executor.left = TaskContext()
+    if executor.trace is not None:
+        executor.left.slices = LocalSlices(executor.trace)
     executor.stages.failure_log.new_run()
     position.opened = True
     run = ChainPass(executor, position, executor.plan, position.epoch, {}, executor.left)

@@ -6,6 +6,7 @@ knows what stands between two stages.
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
 from hybridloader.fetching.source_reader import ReadersFetch
 from hybridloader.observe.stage_measures import StageMeasures, metering_of
 from hybridloader.observe.stage_metrics import StageMetrics
+from hybridloader.observe.stage_trace import StageTrace, skipped_in, traced_metering
+from hybridloader.observe.tracing import Trace, TracedWaits
 from hybridloader.pipeline.operators.work import Lookup, Readers, Work
 from hybridloader.pipeline.running.flow import ReaderItems, RelayDepth, StageItems
 from hybridloader.pipeline.running.plan import InlineNode, Node, Path, RelayNode, WorkerNode
@@ -84,9 +87,9 @@ class RunningRelay:
 class RunningStages(dict[Path, RunningStage]):
     """The stages of one pipeline, by the paths of their nodes; `closed` is cancelled once they end."""
 
-    def __init__(self, seed: int, closed: TaskContext) -> None:
+    def __init__(self, seed: int, closed: TaskContext, trace: Trace | None = None) -> None:
         super().__init__()
-        self._seed, self._closed = seed, closed
+        self._seed, self._closed, self._trace = seed, closed, trace
         # All the other mutable state:
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
@@ -108,13 +111,7 @@ class RunningStages(dict[Path, RunningStage]):
                 buffer_bytes=placement.buffer_bytes,
             )
         )
-
-        workers = placement.num_workers
-        measures = (
-            StageMeasures(node.backend, workers, AT_HAND * workers)
-            if found is None
-            else found.measures
-        )
+        measures = self._measures(node, metrics) if found is None else found.measures
 
         def fewest_at_hand(scheduler: Scheduler) -> int | None:
             readers = self[path].readers
@@ -146,8 +143,19 @@ class RunningStages(dict[Path, RunningStage]):
             raise ShippingError(f"stage {node.name!r}: {error}") from error
         lookup = next((work for work in node.works if isinstance(work, Lookup)), None)
         dataset = None if node.backend.in_process or lookup is None else lookup.function.dataset
+        if isinstance(measures, StageTrace):
+            measures.follow(stage)
         running = self[path] = RunningStage(node, stage, metrics, measures, dataset, counter)
         return running
+
+    def _measures(self, node: WorkerNode, metrics: StageMetrics) -> StageMeasures:
+        workers, trace = node.placement.num_workers, self._trace
+        if trace is None:
+            return StageMeasures(node.backend, workers, AT_HAND * workers)
+        metrics.waits = TracedWaits(trace, "wait", metrics.waits)
+        return StageTrace(
+            trace, node.name, (id(self), node.path), node.backend, workers, AT_HAND * workers
+        )
 
     def _spec(self, node: WorkerNode) -> WorkerSpec:
         placement = node.placement
@@ -159,6 +167,7 @@ class RunningStages(dict[Path, RunningStage]):
             steps = tuple(work.step() for work in node.works if isinstance(work, Work))
             fetch = WorkFetch(steps, placement.threads_per_worker, placement.on_error)
         generator = random.Random(f"{self._seed}/workers/{node.path}")
+        metering = metering_of(node.backend, fetch)
         return WorkerSpec(
             stage=node.name,
             workers=placement.num_workers,
@@ -166,7 +175,7 @@ class RunningStages(dict[Path, RunningStage]):
             base_seed=generator.getrandbits(62),
             init_fn=placement.worker_init_fn,
             seeding=self._origin(node, range(len(node.works))),
-            metering=metering_of(node.backend, fetch),
+            metering=metering if self._trace is None else traced_metering(metering),
         )
 
     def _origin(
@@ -200,4 +209,7 @@ class RunningStages(dict[Path, RunningStage]):
         policy = node.placement.on_error
         if policy is None:
             return None
-        return ErrorBudget(policy, name, epoch, self.failure_log, node.path, gaps=gaps)
+        budget = ErrorBudget(policy, name, epoch, self.failure_log, node.path, gaps=gaps)
+        if self._trace is not None:
+            budget.told = functools.partial(skipped_in, self._trace)
+        return budget

@@ -1,0 +1,149 @@
+"""Slices of a worker: what its threads did and when, for a trace. They exist only where one is made.
+
+A worker keeps them in a bounded ring, and sends them along with its measures. Tasks of `LONG` seconds
+have slices each. Of shorter ones those have, whose measures are told; all others until the next are one
+slice, so that they cost no more than a meter does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter
+from typing import Any, NamedTuple
+
+LONG = 1e-4
+"""Seconds from which every task has slices of its own."""
+
+SEEN = 1e-5
+"""Seconds of waiting, sending, or of a step of a pipeline, below which it is no slice."""
+
+TASK, TASKS = "task", "tasks"
+"""Names of the slice of a task, and of the one for several short ones."""
+
+
+class Slice(NamedTuple):
+    """Time that a thread spent on something; slices of a thread are within one another, or apart."""
+
+    name: str
+    began: float
+    ended: float
+    thread: int
+    """Identity of the thread, as Python counts."""
+    number: int = -1
+    """Number of the task, for `TASK`; number of tasks, for `TASKS`."""
+
+
+class Told(NamedTuple):
+    """Slices of a worker since it told the last ones."""
+
+    process: int
+    thread: int
+    """Identity of the worker's own thread."""
+    worker: int
+    slices: tuple[tuple[Any, ...], ...]
+    """Fields of `Slice`, each; inner ones come before the outer."""
+    dropped: int
+    """Number of slices for which the ring had no room."""
+
+
+class Slices:
+    """Ring of the slices of one worker, of which the last `limit` are kept until they are told."""
+
+    def __init__(self, limit: int, worker: int = 0, *, alone: bool = True) -> None:
+        self.worker = worker
+        self._alone = alone  # False: its thread has other work between two tasks
+        # All the mutable state:
+        self.on = True
+        """True if the task in hand is to have slices."""
+        self._long = True  # the last task was
+        self._ring: deque[tuple[Any, ...]] = deque(maxlen=limit)
+        self._dropped = 0
+        self._began: float | None = None  # of the task in hand
+        self._free: float | None = None  # end of the last slice of the worker's own thread
+        self._short = -1  # tasks since then that have none; -1 if there was nothing of the kind
+
+    def add(self, name: str, began: float, ended: float, number: int = -1) -> None:
+        """Note a slice of the calling thread."""
+        if len(self._ring) == self._ring.maxlen:
+            self._dropped += 1
+        self._ring.append((name, began, ended, get_ident(), number))
+
+    def timed(
+        self, name: str, function: Callable[[Any], Any], least: float = 0.0
+    ) -> Callable[[Any], Any]:
+        """Return `function`, each call of which is a slice if it takes `least` seconds."""
+
+        def call(argument: Any) -> Any:
+            if not self.on:
+                return function(argument)
+            began = perf_counter()
+            try:
+                return function(argument)
+            finally:
+                ended = perf_counter()
+                if ended - began >= least:
+                    self.add(name, began, ended)
+
+        return call
+
+    # -- called by the worker, on its own thread ---------------------------------------------------
+
+    def begin(self, began: float, due: float) -> None:
+        """Note that a task begins, and that measures are due then."""
+        self.on = self._long or began >= due
+        self._began = began
+
+    def task(self, number: int, began: float, fetched: float, ended: float) -> bool:
+        """Note a task that was fetched, and packed; False if it has no slices."""
+        self._long, self._began = ended - began >= LONG, None
+        if not self.on:
+            self._short = max(1, self._short + 1)
+            return False
+        self._idle(began)
+        self.add("fetch", began, fetched)
+        if fetched < ended:
+            self.add("pack", fetched, ended)
+        self.add(TASK, began, ended, number)
+        self._free = ended
+        return True
+
+    def failed(self, number: int) -> None:
+        """Note that a task has raised an error, if one is in hand."""
+        if self._began is not None:
+            began, self.on = self._began, True
+            self.task(number, began, (ended := perf_counter()), ended)
+
+    def part(self, began: float, ended: float) -> None:
+        """Note samples of a task that several workers share."""
+        if ended - began < LONG:
+            self._short = max(0, self._short)
+            return
+        self._idle(began)
+        self.add("samples", began, ended)
+        self._free = ended
+
+    def span(self, name: str, began: float, ended: float) -> None:
+        """Note what the worker did between two tasks."""
+        if ended - began >= SEEN:
+            self.add(name, began, ended)
+            self._free = ended
+
+    def _idle(self, until: float) -> None:
+        """Note what was from the last slice until now."""
+        free, short, self._short = self._free, self._short, -1
+        if free is None or not self._alone or until - free < SEEN:
+            return
+        if short < 0:
+            self.add("wait", free, until)
+        else:
+            self.add(TASKS, free, until, short)
+
+    def tell(self) -> Told:
+        """Return the slices since the last ones that were told."""
+        ring = self._ring
+        slices = tuple(ring.popleft() for _ in range(len(ring)))
+        dropped, self._dropped = self._dropped, 0
+        return Told(os.getpid(), get_ident(), self.worker, slices, dropped)

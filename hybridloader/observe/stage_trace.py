@@ -1,0 +1,160 @@
+"""Trace of one stage: its workers' slices as they tell them, and what its consumer does with results."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from hybridloader.engine.contract import Backend
+from hybridloader.engine.messages import Result
+from hybridloader.engine.meter import MEASURES, Metering
+from hybridloader.engine.relay import RelayQueue
+from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, Slices, Told
+from hybridloader.engine.stage import Stage
+from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.observe.loop_waits import BRIEF, LoopWaits
+from hybridloader.observe.stage_measures import StageMeasures
+from hybridloader.observe.trace_format import TAKEN
+from hybridloader.observe.tracing import SLICES, Trace, TracedWaits
+
+_COUNTED = 1e-3
+"""Least seconds between two looks at a counter."""
+
+
+def traced_metering(metering: Metering) -> Metering:
+    """Return the specification of meters that also keep slices."""
+    return replace(metering, slices=SLICES)
+
+
+class StageTrace(StageMeasures):
+    """Measures of one stage which also go into a trace. `key` tells it from others of its name."""
+
+    def __init__(
+        self, trace: Trace, name: str, key: Hashable, backend: Backend, workers: int, window: int
+    ) -> None:
+        self._trace, self._name = trace, trace.name_of(name, key)
+        # All the other mutable state:
+        self.loop: LoopWaits | None = None
+        """Loop that takes the results, if it is to note each of its waits where tasks are long."""
+        self._long = True  # each task has slices of its own
+        self._stage: weakref.ref[Stage] | None = None
+        self._counter = Throttled(self._count)
+        super().__init__(backend, workers, window)
+
+    def follow(self, stage: Stage) -> None:
+        """Count the tasks of a stage that has started."""
+        self._stage = weakref.ref(stage)
+
+    def told(self, event: Result, since: float, answered: Sequence[int]) -> None:
+        measures = None if event.extras is None else event.extras.get(MEASURES)
+        super().told(event, since, answered)
+        if measures is None or measures.slices is None:
+            return
+        self._take_in(measures.slices)
+        began, ended, _ = measures.spans[-1]
+        self._long = self.opens_slowly = ended - began >= LONG
+        if self.loop is not None:
+            self.loop.brief = 0.0 if self._long else BRIEF
+        if measures.retried:
+            track = measures.slices.process, measures.slices.thread
+            self._trace.instant("retried", track, stage=self._name, calls=measures.retried)
+        self._counter()
+
+    def opened(self, seq: int, began: float, ended: float) -> None:
+        super().opened(seq, began, ended)
+        self.opens_slowly |= self._long
+        if not self.backend.in_caller:
+            self._trace.slice(TAKEN, began, ended, task=seq, flow=(self._name, seq))
+        self._counter()
+
+    def replaced(self, worker: int, cause: str | None) -> None:
+        super().replaced(worker, cause)
+        self._trace.instant("worker replaced", stage=self._name, worker=worker, cause=cause)
+
+    def raised(self, worker: int, seq: int, error: BaseException) -> None:
+        told = f"{type(error).__name__}: {error}"
+        self._trace.instant("error", stage=self._name, worker=worker, task=seq, told=told)
+
+    def skipped(self, record: Skipped) -> None:
+        """Note a sample that was left out or replaced."""
+        skipped_in(self._trace, record)
+
+    def _take_in(self, told: Told) -> None:
+        trace, name, worker = self._trace, self._name, told.worker
+        who = f"{name} worker {worker}"
+        if not self.backend.in_caller:
+            process = f"{who} ({self.backend.name})"
+            trace.name_track((told.process, told.thread), who, process)
+        trace.drop(told.dropped)
+        for what, began, ended, thread, number in told.slices:
+            track = told.process, thread
+            if thread != told.thread:
+                trace.name_track(track, f"{who}, more threads", who)
+            if what == TASK:
+                trace.slice(what, began, ended, track, task=number, flow=(name, number))
+            elif what == TASKS:
+                trace.slice(what, began, ended, track, tasks=number)
+            else:
+                trace.slice(what, began, ended, track)
+
+    def _count(self) -> None:
+        stage = None if self._stage is None else self._stage()
+        if stage is None or stage.closed:
+            return
+        queued = stage.queued
+        self._trace.counter(f"{self._name}: tasks under way", queued)
+        if self._weighed:
+            size = self._weight // self._weighed * queued
+            self._trace.counter(f"{self._name}: bytes under way", size)
+
+
+class Throttled:
+    """Function that is called at most once in a millisecond, from one thread."""
+
+    def __init__(
+        self, function: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._function, self._clock = function, clock
+        self._due = float("-inf")
+
+    def __call__(self) -> None:
+        now = self._clock()
+        if now >= self._due:
+            self._due = now + _COUNTED
+            self._function()
+
+
+class LocalSlices(Slices):
+    """Slices of functions that a thread of this process calls, straight into the trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(1)
+        self._trace = trace
+
+    def add(self, name: str, began: float, ended: float, number: int = -1) -> None:
+        if ended - began >= SEEN:
+            self._trace.slice(name, began, ended)
+
+
+def trace_loop(trace: Trace, loop: LoopWaits) -> None:
+    """Have the waits of a loop in the trace, too."""
+    loop.waits = TracedWaits(trace, "next()", loop.waits, first="iter()")
+
+
+def trace_relay(trace: Trace, name: str, queue: RelayQueue) -> None:
+    """Have the sleeps at a relay's queue, and its depth, in the trace, too."""
+
+    def count() -> None:
+        trace.counter(f"{name}: items in the queue", len(queue.items))
+
+    counter = Throttled(count)
+    queue.blocks = TracedWaits(trace, "wait for room", queue.blocks, also=counter)
+    queue.waits = TracedWaits(trace, "wait", queue.waits, also=counter)
+
+
+def skipped_in(trace: Trace, record: Skipped) -> None:
+    """Note in the trace that a sample was left out or replaced."""
+    told = {"stage": record.stage, "worker": record.worker, "index": record.index}
+    trace.instant("replaced" if record.replaced else "skipped", **told, error=repr(record.error))

@@ -1,0 +1,233 @@
+"""Trace of a program: what its loaders and pipelines did and when, in a bounded buffer.
+
+Whatever begins while a trace runs asks for it once, by `running_trace`. Nothing else asks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hybridloader._support.arguments import whole
+from hybridloader._support.caller import warn
+from hybridloader.observe.trace_files import check_path, write
+from hybridloader.observe.trace_format import Event, Recorded, Track, chrome_trace
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+EVENTS = 250_000
+"""Events that a trace keeps; 50 MB of memory, and 3 MB of a compressed file."""
+
+SLICES = 4096
+"""Slices that a worker keeps until it tells them, 10 ms later at most unless a task takes longer."""
+
+_running: Trace | None = None
+
+
+class Clocks(NamedTuple):
+    """Times of one moment, by `time.perf_counter` and since 1970; seconds, and nanoseconds."""
+
+    counter: float
+    unix: int
+
+    @classmethod
+    def now(cls) -> Clocks:
+        tries = []
+        for _ in range(5):  # the one with the least between its looks at the clock
+            before, unix, after = time.perf_counter(), time.time_ns(), time.perf_counter()
+            tries.append((after - before, cls((before + after) / 2, unix)))
+        return min(tries)[1]
+
+
+class Trace:
+    """Trace of all loaders and pipelines whose iterators are made while it runs.
+
+    A context manager, for one use. Any thread may add to it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_events: int = EVENTS) -> None:
+        self.path = check_path(path)
+        self._owner = os.getpid()
+        # All the mutable state:
+        self._events: deque[Event] = deque(maxlen=whole("max_events", max_events, 1))
+        self._added = itertools.count()
+        self._tracks: dict[Track, str] = {}
+        self._processes: dict[int, str] = {}
+        self._names: dict[tuple[str, Hashable], str] = {}
+        self._dropped = 0  # by workers
+        self._clocks: Clocks | None = None
+        self._over = False
+
+    # -- begin and end -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        global _running
+        if self._clocks is not None:
+            raise RuntimeError("this trace has begun before; make another")
+        if _running is not None and _running.runs:
+            raise RuntimeError(
+                f"a trace to {_running.path!r} runs already, and sees all loaders; end it first"
+            )
+        check_path(self.path, writable=True)
+        self._processes[self._owner] = "your program"
+        self._clocks = Clocks.now()
+        _running = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        global _running
+        if os.getpid() != self._owner:  # a fork that goes its own way
+            return
+        if error is not None:
+            self.instant(kind.__name__ if kind else "error", told=str(error))
+        self._over = True
+        if _running is self:
+            _running = None
+        try:
+            write(self.path, chrome_trace(self.recorded()))
+        except OSError as failed:
+            if error is None:
+                raise
+            warn(f"the trace was lost: {failed}")  # the error of the program counts more
+        finally:
+            self._events.clear()
+
+    @property
+    def runs(self) -> bool:
+        """True if it takes events, in this process."""
+        return self._clocks is not None and not self._over and os.getpid() == self._owner
+
+    def recorded(self) -> Recorded:
+        """Return what was recorded."""
+        assert self._clocks is not None
+        events = tuple(self._events)
+        dropped = next(self._added) - len(events)
+        clocks = self._clocks
+        base = clocks.unix - round(clocks.counter * 1e9)
+        return Recorded(
+            events, dict(self._tracks), dict(self._processes), dropped, self._dropped, base
+        )
+
+    # -- events --------------------------------------------------------------------------------------
+
+    def slice(
+        self, name: str, began: float, ended: float, track: Track | None = None, **told: Any
+    ) -> None:
+        """Add time that a thread spent on something; None for `track` is the calling thread."""
+        self._add(Event("X", track or self.here(), name, began, ended, told))
+
+    def instant(self, name: str, track: Track | None = None, **told: Any) -> None:
+        """Add something that happens now."""
+        now = time.perf_counter()
+        self._add(Event("i", track or self.here(), name, now, now, told))
+
+    def counter(self, name: str, value: int) -> None:
+        """Add the value that something has now."""
+        now = time.perf_counter()
+        self._add(Event("C", (self._owner, 0), name, now, now, {"value": value}))
+
+    def _add(self, event: Event) -> None:
+        if not self._over:
+            next(self._added)
+            self._events.append(event)
+
+    def drop(self, count: int) -> None:
+        """Count slices that a worker had no room for."""
+        self._dropped += count
+
+    def here(self) -> Track:
+        """Return the track of the calling thread."""
+        track = self._owner, threading.get_ident()
+        if track not in self._tracks:
+            self._tracks[track] = threading.current_thread().name
+        return track
+
+    # -- names ---------------------------------------------------------------------------------------
+
+    def name_track(self, track: Track, name: str, process: str) -> None:
+        """Name the track of a worker, unless it has a name, and its process."""
+        self._tracks.setdefault(track, name)
+        self._processes.setdefault(track[0], process)
+
+    def name_of(self, stage: str, key: Hashable) -> str:
+        """Return a name for a stage of its own: ``"DataLoader"``, then ``"DataLoader 2"``."""
+        if (stage, key) not in self._names:
+            number = 1 + sum(name == stage for name, _ in self._names)
+            self._names[stage, key] = stage if number == 1 else f"{stage} {number}"
+        return self._names[stage, key]
+
+
+def running_trace() -> Trace | None:
+    """Return the trace that runs in this process, if any."""
+    return _running if _running is not None and _running.runs else None
+
+
+def trace(path: str | os.PathLike[str], *, max_events: int = EVENTS) -> Trace:
+    """Record what all loaders and pipelines do, as a file for Perfetto or ``chrome://tracing``.
+
+    It sees the iterators that are made while it runs. See docs/traces.md for what is in it. When the
+    block ends, also by an error, the file is written.
+
+    Parameters
+    ----------
+    path
+        File to write, ``.json`` or ``.json.gz``. One that is there is replaced.
+    max_events
+        Events that are kept, the latest ones; those dropped are counted in the trace.
+
+    Returns
+    -------
+    Trace
+        A context manager, to be used once.
+
+    Raises
+    ------
+    ValueError
+        The path has another ending.
+    OSError
+        The file can't be written; raised as the block begins.
+    RuntimeError
+        A trace runs already; raised as the block begins.
+
+    Examples
+    --------
+    >>> import hybridloader
+    >>> with hybridloader.trace("run.json.gz"):  # doctest: +SKIP
+    ...     for batch in loader:
+    ...         train(batch)
+    """
+    return Trace(path, max_events)
+
+
+class TracedWaits(deque[tuple[float, float]]):
+    """Ring of begins and ends, each of which is also a slice of the thread that adds it."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        name: str,
+        before: deque[tuple[float, float]],  # the ring in whose place it is put
+        first: str | None = None,  # name of the first of them
+        also: Callable[[], None] | None = None,  # called with each
+    ) -> None:
+        super().__init__(before, before.maxlen)
+        self._trace, self._name, self._first, self._also = trace, name, first, also
+
+    def append(self, span: tuple[float, float]) -> None:
+        super().append(span)
+        name, self._first = self._first or self._name, None
+        self._trace.slice(name, *span)
+        if self._also is not None:
+            self._also()
