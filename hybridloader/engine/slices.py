@@ -121,6 +121,7 @@ class Slices:
         if ended - began < LONG:
             self._short = max(0, self._short)
             return
+        self._long = True
         self._idle(began)
         self.add("samples", began, ended)
         self._free = ended

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from hybridloader.engine.contract import Backend
-from hybridloader.engine.messages import Result
+from hybridloader.engine.messages import Done, Result
 from hybridloader.engine.meter import MEASURES, Metering
 from hybridloader.engine.relay import RelayQueue
 from hybridloader.engine.slices import LONG, SEEN, TASK, TASKS, Slices, Told
@@ -16,7 +16,7 @@ from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.loop_waits import BRIEF, LoopWaits
 from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.observe.trace_format import TAKEN
+from hybridloader.observe.trace_format import TAKEN, Track
 from hybridloader.observe.tracing import SLICES, Trace, TracedWaits
 
 _COUNTED = 1e-3
@@ -50,15 +50,13 @@ class StageTrace(StageMeasures):
     def told(self, event: Result, since: float, answered: Sequence[int]) -> None:
         measures = None if event.extras is None else event.extras.get(MEASURES)
         super().told(event, since, answered)
-        if measures is None or measures.slices is None:
+        if measures is None or measures.slices is None or not isinstance(event, Done):
             return
-        self._take_in(measures.slices)
-        began, ended, _ = measures.spans[-1]
-        self._long = self.opens_slowly = ended - began >= LONG
+        track = self._take_in(measures.slices)
+        self._long = self.opens_slowly = event.seconds >= LONG
         if self.loop is not None:
             self.loop.brief = 0.0 if self._long else BRIEF
         if measures.retried:
-            track = measures.slices.process, measures.slices.thread
             self._trace.instant("retried", track, stage=self._name, calls=measures.retried)
         self._counter()
 
@@ -81,16 +79,17 @@ class StageTrace(StageMeasures):
         """Note a sample that was left out or replaced."""
         skipped_in(self._trace, record)
 
-    def _take_in(self, told: Told) -> None:
-        trace, name, worker = self._trace, self._name, told.worker
-        who = f"{name} worker {worker}"
-        if not self.backend.in_caller:
-            process = f"{who} ({self.backend.name})"
-            trace.name_track((told.process, told.thread), who, process)
+    def _take_in(self, told: Told) -> Track:
+        """Take in slices of a worker; return its track."""
+        trace, name = self._trace, self._name
+        who = f"{name} worker {told.worker}"
+        own = trace.here() if self.backend.in_caller else (told.process, f"{who}/{told.thread}")
+        trace.name_track(own, who, f"{who} ({self.backend.name})")
         trace.drop(told.dropped)
         for what, began, ended, thread, number in told.slices:
-            track = told.process, thread
+            track = own
             if thread != told.thread:
+                track = told.process, f"{who}/{thread}"
                 trace.name_track(track, f"{who}, more threads", who)
             if what == TASK:
                 trace.slice(what, began, ended, track, task=number, flow=(name, number))
@@ -98,6 +97,7 @@ class StageTrace(StageMeasures):
                 trace.slice(what, began, ended, track, tasks=number)
             else:
                 trace.slice(what, began, ended, track)
+        return own
 
     def _count(self) -> None:
         stage = None if self._stage is None else self._stage()

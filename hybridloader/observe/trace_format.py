@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-Track = tuple[int, int]
-"""Process id, and identity of the thread."""
+Track = tuple[int, str]
+"""Process id, and a name for the thread that no other has in the trace."""
 
 TAKEN = "open"
 """Name of the slice in which a result is opened by whoever takes it: there a task's arrow ends."""
@@ -100,9 +100,9 @@ def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return {**theirs, "traceEvents": [*theirs["traceEvents"], *events], "otherData": other}
 
 
-def _numbers(recorded: Recorded) -> dict[int, dict[int, int]]:
-    """Return the number of each thread that has events, by process: an identity has too many bits."""
-    numbers: dict[int, dict[int, int]] = {pid: {} for pid in recorded.processes}
+def _numbers(recorded: Recorded) -> dict[int, dict[str, int]]:
+    """Return the number of each thread that has events, by process."""
+    numbers: dict[int, dict[str, int]] = {pid: {} for pid in recorded.processes}
     for event in recorded.events:
         if event.kind != "C":
             pid, thread = event.track
@@ -125,7 +125,7 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _event(event: Event, numbers: dict[int, dict[int, int]], main: int) -> dict[str, Any]:
+def _event(event: Event, numbers: dict[int, dict[str, int]], main: int) -> dict[str, Any]:
     pid, thread = event.track
     began = _nanoseconds(event.began)
     made: dict[str, Any] = {"ph": event.kind, "name": event.name, "cat": "hybridloader"}
@@ -142,7 +142,7 @@ def _event(event: Event, numbers: dict[int, dict[int, int]], main: int) -> dict[
     return made
 
 
-def _flows(events: Iterable[Event], numbers: dict[int, dict[int, int]]) -> Iterator[dict[str, Any]]:
+def _flows(events: Iterable[Event], numbers: dict[int, dict[str, int]]) -> Iterator[dict[str, Any]]:
     """Yield arrows from tasks to where their results are taken, of which both ends are known."""
     begins: defaultdict[Any, list[Event]] = defaultdict(list)
     ends: defaultdict[Any, list[Event]] = defaultdict(list)

@@ -57,8 +57,9 @@ class Trace:
         self._owner = os.getpid()
         # All the mutable state:
         self._events: deque[Event] = deque(maxlen=whole("max_events", max_events, 1))
-        self._added = itertools.count()
+        self._added, self._threads = itertools.count(), itertools.count()
         self._tracks: dict[Track, str] = {}
+        self._mine = threading.local()  # the track of each thread
         self._processes: dict[int, str] = {}
         self._names: dict[tuple[str, Hashable], str] = {}
         self._dropped = 0  # by workers
@@ -136,7 +137,7 @@ class Trace:
     def counter(self, name: str, value: int) -> None:
         """Add the value that something has now."""
         now = time.perf_counter()
-        self._add(Event("C", (self._owner, 0), name, now, now, {"value": value}))
+        self._add(Event("C", (self._owner, ""), name, now, now, {"value": value}))
 
     def _add(self, event: Event) -> None:
         if not self._over:
@@ -148,10 +149,13 @@ class Trace:
         self._dropped += count
 
     def here(self) -> Track:
-        """Return the track of the calling thread."""
-        track = self._owner, threading.get_ident()
-        if track not in self._tracks:
-            self._tracks[track] = threading.current_thread().name
+        """Return the track of the calling thread. A later thread of the same identity has another."""
+        try:
+            track: Track = self._mine.track
+        except AttributeError:
+            thread = threading.current_thread()
+            track = self._mine.track = self._owner, f"{thread.name}/{next(self._threads)}"
+            self._tracks[track] = thread.name
         return track
 
     # -- names ---------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class RunningRelay:
         if before.ended_at is not None:  # between two passes there was no thread
             now = time.perf_counter()
             queue.blocked += now - before.ended_at
-            queue.blocks.append((before.ended_at, now))
+            queue.blocks.extend([(before.ended_at, now)])  # `append` is for the thread's own sleeps
         self.relay = relay
 
 

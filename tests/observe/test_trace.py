@@ -1,0 +1,201 @@
+"""Traces of loaders, on all kinds of workers, and what a trace refuses."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.traces import ReadTrace
+
+import hybridloader
+from hybridloader import DataLoader, Skip
+from hybridloader.engine.slices import Slices
+from hybridloader.observe import tracing
+
+
+class Work:
+    """Samples of which each takes half a millisecond."""
+
+    def __init__(self, length: int = 64, bad: int = -1, deadly: str = "") -> None:
+        self.length, self.bad, self.deadly = length, bad, deadly
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.bad and self.deadly:
+            if not os.path.exists(self.deadly):
+                open(self.deadly, "w").close()
+                os._exit(3)
+        elif index == self.bad:
+            raise ValueError(index)
+        until = time.perf_counter() + 5e-4
+        while time.perf_counter() < until:
+            pass
+        return torch.full((64,), index)
+
+
+def loaded(path: Path, dataset: Any = None, **options: Any) -> ReadTrace:
+    with hybridloader.trace(path):
+        for _ in DataLoader(Work() if dataset is None else dataset, 4, **options):
+            pass
+    return ReadTrace(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.json.gz"
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers"),
+    [("inline", 0), ("threads", 2), ("fork", 2), ("spawn", 1), ("shared-memory", 2)],
+)
+def test_a_trace_of_each_backend(path: Path, backend: str, workers: int) -> None:
+    trace = loaded(path, num_workers=workers, backend=backend)
+    assert "DataLoader: tasks under way" in trace.counters
+    assert "DataLoader: bytes under way" in trace.counters
+    assert len(trace.named("iter()")) == 1
+    assert len(trace.named("next()")) == 17, "16 batches and the end"
+    tasks = trace.named("task")
+    # Threads share the samples of tasks; the last task of a worker may never be told.
+    assert 16 - 2 * workers <= len(tasks) <= 16
+    assert all("task" in trace.within(event) for event in trace.named("collate"))
+    assert all(trace.within(event)[0] == "task" for event in trace.named("fetch"))
+    tracks = {trace.track(event) for event in tasks}
+    if workers == 0:
+        assert tracks == {"MainThread"}
+        assert all("next()" in trace.within(event) for event in tasks)
+        assert not trace.flows
+        return
+    assert tracks <= {f"DataLoader worker {worker}" for worker in range(workers)}
+    assert len(trace.flows) == len(tasks)
+    for task, opened in trace.flows:
+        assert task["args"]["task"] == opened["args"]["task"]
+        assert trace.within(opened)[0] == "next()"
+    processes = {event["pid"] for event in tasks}
+    assert (os.getpid() in processes) == (backend == "threads")
+    assert trace.whole["otherData"]["dropped_events"] == 0
+
+
+def test_short_tasks_are_told_together(path: Path) -> None:
+    trace = loaded(path, list(range(40_000)), num_workers=1, backend="fork")
+    tasks, others = trace.named("task"), trace.named("tasks")
+    told = len(tasks) + sum(event["args"]["tasks"] for event in others)
+    assert others
+    assert told <= 10_000
+    assert len(tasks) < 2_000, "one in 10 ms, besides the ones that a busy machine made long"
+    assert len(trace.flows) >= len(tasks) / 2, "long ones by chance may have none"
+
+
+def test_threads_of_a_worker_have_tracks_of_their_own(path: Path) -> None:
+    trace = loaded(path, num_workers=1, backend="fork", threads_per_worker=3)
+    assert trace.named("sample")
+    assert len({event["tid"] for event in trace.named("sample")}) > 1
+
+
+def test_several_loaders_and_epochs_have_names_of_their_own(path: Path) -> None:
+    with hybridloader.trace(path):
+        one = DataLoader(Work(8), 4, num_workers=1, backend="threads")
+        other = DataLoader(Work(8), 4, num_workers=1, backend="threads")
+        for loader in (one, other, one):
+            list(loader)
+    names = {name for name in ReadTrace(path).tracks.values() if "worker" in name}
+    assert names == {"DataLoader worker 0", "DataLoader 2 worker 0"}
+
+
+def test_a_restart(path: Path, tmp_path: Path) -> None:
+    dataset = Work(bad=20, deadly=str(tmp_path / "died"))
+    trace = loaded(path, dataset, num_workers=2, backend="fork", on_worker_death="restart")
+    (replaced,) = trace.instants("worker replaced")
+    assert replaced["args"]["stage"] == "DataLoader"
+    assert len({event["pid"] for event in trace.named("task")}) == 3
+    assert len(trace.named("next()")) == 17
+
+
+def test_skipped_samples_and_errors(path: Path) -> None:
+    trace = loaded(path, Work(bad=5), num_workers=1, backend="threads", on_error=Skip())
+    (skipped,) = trace.instants("skipped")
+    assert skipped["args"]["index"] == 5
+    assert "ValueError" in skipped["args"]["error"]
+
+
+def test_a_trace_that_an_error_ends_is_written(path: Path) -> None:
+    with pytest.raises(ValueError, match="5"):
+        loaded(path, Work(bad=5), num_workers=1, backend="fork")
+    trace = ReadTrace(path)
+    assert trace.instants("error")[0]["args"]["task"] == 1
+    assert trace.instants("ValueError")
+    assert len(trace.named("task")) >= 1
+    assert tracing.running_trace() is None
+
+
+def test_a_ring_that_is_full_drops_the_oldest_and_counts(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = Slices(limit=3)
+    for number in range(5):
+        ring.add("step", number, number + 1)
+    told = ring.tell()
+    assert [began for _, began, *_ in told.slices] == [2, 3, 4]
+    assert told.dropped == 2
+    assert ring.tell()[3:] == ((), 0)
+    monkeypatch.setattr("hybridloader.observe.stage_trace.SLICES", 2)
+    trace = loaded(path, num_workers=1, backend="fork")
+    assert trace.whole["otherData"]["dropped_by_workers"] > 0
+    assert trace.named("task")
+
+
+def test_a_trace_keeps_the_latest_events_and_counts_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with hybridloader.trace(path, max_events=10):
+        list(DataLoader(Work(), 4, num_workers=0, backend="inline"))
+    trace = ReadTrace(path)
+    assert len([event for event in trace.events if event["ph"] in "XCi"]) == 10
+    assert trace.whole["otherData"]["dropped_events"] > 50
+
+
+def test_a_file_that_cant_be_written_is_told_before_any_worker_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.json or \.json\.gz"):
+        hybridloader.trace(tmp_path / "run.html")
+    missing = hybridloader.trace(tmp_path / "none" / "run.json")
+    with pytest.raises(FileNotFoundError, match="the trace can't be written"), missing:
+        raise AssertionError("the block was begun")
+    assert tracing.running_trace() is None
+    with hybridloader.trace(tmp_path / "run.json"):
+        assert not (tmp_path / "run.json").exists()
+
+
+def test_a_trace_within_a_trace_is_refused(tmp_path: Path) -> None:
+    with hybridloader.trace(tmp_path / "a.json") as outer:
+        with pytest.raises(RuntimeError, match="runs already"), hybridloader.trace("b.json"):
+            raise AssertionError("the block was begun")
+        assert tracing.running_trace() is outer
+    with pytest.raises(RuntimeError, match="has begun before"):
+        outer.__enter__()
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_an_iterator_that_outlives_the_trace_goes_on(path: Path) -> None:
+    loader = DataLoader(Work(), 4, num_workers=1, backend="threads")
+    with hybridloader.trace(path):
+        iterator = iter(loader)
+        next(iterator)
+    assert len(list(iterator)) == 15
+    assert len(ReadTrace(path).named("next()")) <= 1
+    assert loader.stats().items == 16
+
+
+def test_a_fork_writes_no_trace(path: Path) -> None:
+    """A worker that makes a loader of its own has the parent's trace in its memory."""
+
+    class Nested(Work):
+        def __getitem__(self, index: int) -> Any:
+            assert tracing.running_trace() is None
+            return super().__getitem__(index)
+
+    loaded(path, Nested(), num_workers=1, backend="fork")
