@@ -23,8 +23,9 @@ from hybridloader._support.native_threads import (
 from hybridloader.engine.fetcher import Fetch, Fetcher, TaskContext
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Message, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference, Payload
-from hybridloader.engine.worker import Incoming, Worker, run
+from hybridloader.engine.worker import Incoming, Worker
 from hybridloader.engine.worker_info import set_process_info, set_worker_info
+from hybridloader.engine.worker_loop import run
 from hybridloader.memory.packing import pack, pack_in_band, unpack
 from hybridloader.memory.shipping import receive, replicate, ship
 from hybridloader.seeding.worker_seeds import ProcessSeeds, ThreadSeeds

@@ -29,7 +29,6 @@ from hybridloader.engine.messages import (
     First,
     Message,
     Ready,
-    Stop,
     Task,
     WorkerSpec,
 )
@@ -38,7 +37,7 @@ from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.resumed_fetcher import resumed_fetcher
 from hybridloader.engine.shared_items import Alone, SharedTask
-from hybridloader.engine.under_way import Fetched, TasksUnderWay
+from hybridloader.engine.under_way import Fetched
 from hybridloader.engine.worker_end import end_worker
 from hybridloader.engine.worker_info import describe
 from hybridloader.seeding.sample_rng import SampleRng
@@ -358,42 +357,3 @@ def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleR
 
 Incoming = Message | SharedTask | Alone | Fetched
 """Message as a worker gets it; two come from crews whose workers share tasks, the last from itself."""
-
-
-def run(
-    worker: Worker,
-    get: Callable[[], Any],  # waits for an `Incoming`
-    report: Callable[[Event], None],
-    # Gives a function by which any thread has `get` return None; None: one task at a time.
-    listen: Callable[[], Callable[[], None]] | None = None,
-) -> None:
-    """Answer messages until `Stop`, or until nobody waits: the worker loop of threads and processes."""
-    under_way = None
-    if listen is not None and worker.overlaps:
-        under_way = TasksUnderWay(worker.begin, worker.context, get, report, listen)
-        get, report = under_way.next, under_way.report
-    meter = worker.meter
-    if meter is not None:
-        meter.open()
-    try:
-        began = perf_counter()
-        ready = worker.open()
-        if meter is not None:
-            meter.opened(began)
-        report(ready)
-        while True:
-            message = get()
-            if isinstance(message, Stop) or worker.context.cancelled:
-                return
-            event = worker.step(message)
-            del message  # slots of what it held go back with the event
-            if event is not None:
-                if meter is None or not meter.reports:
-                    report(event)
-                else:
-                    meter.report(report, event)
-            del event  # a batch must not outlive its sending
-    finally:
-        if under_way is not None:
-            under_way.close()
-        worker.close()
