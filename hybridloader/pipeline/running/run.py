@@ -12,6 +12,7 @@ from hybridloader._support.errors import IteratorClosed, StateError
 from hybridloader.engine.crews import closed_with, park_at_exit
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.observe.loop_waits import BRIEF
 from hybridloader.observe.stats import Stats
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.dropping import NO_ITEM
@@ -118,8 +119,12 @@ class Run(Iterator[Any]):
                     self._end(IteratorClosed("it was interrupted"))
                 raise
             finally:
-                executor.loop.note(began, time.perf_counter())
-            executor.loop.items += 1
+                loop, seconds = executor.loop, time.perf_counter() - began
+                if seconds < BRIEF:  # as `note` does, which would be a call more
+                    loop.brief_seconds += seconds
+                else:
+                    loop.note(began, began + seconds)
+            loop.items += 1
             position.given += 1
             return item
 
