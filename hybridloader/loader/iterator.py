@@ -267,7 +267,15 @@ class LoaderIterator(_BaseDataLoaderIter):
         if progress.iterable or self._reorder is not None:
             window = 0
         seed, first = self._shared_seed, progress.yielded
-        return thread.begin(stage, source, seed, changes, window=window, first=first)
+        return thread.begin(
+            stage,
+            source,
+            seed,
+            changes,
+            window=window,
+            first=first,
+            observation=self._observation,
+        )
 
     def _discard(self, count: int) -> None:
         for done in range(count):

@@ -14,15 +14,17 @@ from typing import Any
 
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.fetcher import Fetch
+from hybridloader.engine.relay import RelayQueue
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.loader.progress import Progress
 from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
 from hybridloader.observe.source_times import SourceTimes
-from hybridloader.observe.stage_measures import StageMeasures, metering_of
+from hybridloader.observe.stage_measures import StageMeasures, copied, metering_of
 from hybridloader.observe.stage_trace import StageTrace, trace_loop, traced_metering
 from hybridloader.observe.stats import Stats, stats_of
+from hybridloader.observe.thread_records import TimedPulls, record_of_relay
 from hybridloader.observe.tracing import Trace, TracedWaits
 
 SAMPLER = "sampler"
@@ -56,6 +58,7 @@ class Observation:
         self._progress: Progress | None = None
         self._before = 0  # batches of this pass that an earlier run has had
         self._budget: ErrorBudget | None = None
+        self._pin: tuple[str, RelayQueue, TimedPulls] | None = None
 
     def of(self, iterator: object) -> None:
         """Count no further once `iterator` is gone."""
@@ -66,7 +69,7 @@ class Observation:
         """Begin another pass, of which nothing is known yet."""
         self.measures.begin_again()
         self.loop = self._new_loop()
-        self._sampler = self._progress = self._budget = None
+        self._sampler = self._progress = self._budget = self._pin = None
 
     def _new_loop(self) -> LoopWaits:
         loop = LoopWaits()
@@ -85,6 +88,10 @@ class Observation:
             if budget is not None:
                 budget.told = self.measures.skipped
         self.loop.note(self.loop.began, time.perf_counter())
+
+    def pinned(self, stage: str, queue: RelayQueue, pulls: TimedPulls) -> None:
+        """Note that a thread pins, or copies to a device, what it pulls into `queue`."""
+        self._pin = stage, queue, pulls
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the indices of `source`, some of which are timed."""
@@ -108,8 +115,17 @@ class Observation:
             stages.append(self._sampler.record(SAMPLER, loop.items + queued, loop))
         stages.append(self._row_of_stage(loop, queued))
         workers = 0.0 if self.measures.backend.in_process else stages[-1].cpu or 0.0
+        if self._pin is not None:
+            stages.append(self._row_of_pin(*self._pin, loop.ended))
         cores = self.loop.cores.use(workers)
         return stats_of(Recording(tuple(stages), loop, cores, sys.getswitchinterval()))
+
+    def _row_of_pin(
+        self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float
+    ) -> StageRecord:
+        waits = copied(pulls.waits)
+        ended = max(ended, pulls.began)
+        return record_of_relay(name, queue, pulls.began, ended, waited=pulls.waited, waits=waits)
 
     def _queued(self) -> int:
         stage = None if self._stage is None else self._stage()

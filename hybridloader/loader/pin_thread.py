@@ -24,6 +24,8 @@ from hybridloader.engine.messages import Last
 from hybridloader.engine.refresh import Change
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.engine.stage import Stage
+from hybridloader.loader.observation import Observation
+from hybridloader.observe.thread_records import TimedPulls
 
 _PATIENCE = 2.0
 """Seconds that `close` may take."""
@@ -94,11 +96,14 @@ class IndexFeed(Feed):
 class _PinningIterator(Iterator[Any]):
     """Iterator that the pinning thread runs: pulls the results of one pass and pins them.
 
-    The number of the `first` batch is for errors.
+    The number of the `first` batch is for errors; `pulls` measures what it waits for the stage.
     """
 
-    def __init__(self, stage: Stage, pinner: Pinner, first: int) -> None:
+    def __init__(
+        self, stage: Stage, pinner: Pinner, first: int, pulls: TimedPulls | None = None
+    ) -> None:
         self._stage, self._pinner, self._epoch = stage, pinner, stage.epoch
+        self._pull = stage.pull if pulls is None else pulls.timed(stage.pull)
         # All the mutable state:
         self._number = first - 1
         self._over = False
@@ -110,7 +115,7 @@ class _PinningIterator(Iterator[Any]):
         stage = self._stage
         self._number += 1
         try:
-            result = [stage.pull(self._epoch, wait=True)]
+            result = [self._pull(self._epoch, wait=True)]
         except StopIteration:
             raise
         except Exception as error:
@@ -221,6 +226,7 @@ class PinThread:
         *,
         window: int,
         first: int,
+        observation: Observation | None = None,
     ) -> PinnedResults:
         """Begin a pass, whose batches are numbered from `first`; `break_off` must have ended the last.
 
@@ -232,7 +238,8 @@ class PinThread:
         for _ in range(window):
             left = feed.draw_from(left)
         stage.begin(feed if window else source, shared_seed, changes)
-        self._stage, self._pulling = stage, _PinningIterator(stage, pinner, first)
+        pulls = None if observation is None else TimedPulls()
+        self._stage, self._pulling = stage, _PinningIterator(stage, pinner, first, pulls)
         self._relay = Relay(
             self._pulling,
             f"hybridloader-{pinner.stage}",
@@ -241,6 +248,8 @@ class PinThread:
             limit=pinner.buffer_bytes,
             prepare=pinner.prepare,
         )
+        if observation is not None and pulls is not None:
+            observation.pinned(pinner.stage, self._relay.queue, pulls)
         return PinnedResults(self, stage, self._relay, feed, left, self._timeout)
 
     def break_off(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridloader._support.text import table
 from hybridloader.observe.display import html, time
+from hybridloader.observe.recording import Faults
 from hybridloader.observe.stats import StageStats, Stats
 
 LITTLE = 0.01
@@ -142,17 +143,16 @@ def compare(a: Stats, b: Stats) -> Comparison:
         Change("stall, 99 % a batch", a.stall.p99, b.stall.p99, "s"),
         Change("before the prefetch was full", a.stall.warmup, b.stall.warmup, "s"),
     ]
-    for name in dict.fromkeys(stage.name for stage in (*a.stages, *b.stages)):
+    names = tuple(dict.fromkeys(stage.name for stage in (*a.stages, *b.stages)))
+    for name in names:
         changes += _of_stage(name, a, b)
-    for fault, one in vars(a.faults).items():
-        other = getattr(b.faults, fault)
-        if one or other:
-            changes.append(Change(fault, one, other, ""))
+    for name in names:
+        changes += _faults_of(name, a, b)
     return Comparison(a, b, tuple(changes))
 
 
 def _of_stage(name: str, a: Stats, b: Stats) -> list[Change]:
-    one, other = ({s.name: s for s in stats.stages}.get(name) for stats in (a, b))
+    one, other = _rows_of(name, a, b)
 
     def change(what: str, unit: str, figure: Callable[[StageStats], float]) -> Change:
         before, after = (None if stage is None else figure(stage) for stage in (one, other))
@@ -167,6 +167,19 @@ def _of_stage(name: str, a: Stats, b: Stats) -> list[Change]:
     if all((stage is None or stage.load < LITTLE) for stage in (one, other)):
         return []  # whatever it takes, it does not matter
     return [*changes, stalls] if stalls.before or stalls.after else changes
+
+
+def _faults_of(name: str, a: Stats, b: Stats) -> list[Change]:
+    one, other = (None if row is None else vars(row.faults) for row in _rows_of(name, a, b))
+    return [
+        Change(f"{name}: {fault}", one and one[fault], other and other[fault], "")
+        for fault in vars(Faults())
+        if (one and one[fault]) or (other and other[fault])
+    ]
+
+
+def _rows_of(name: str, a: Stats, b: Stats) -> list[StageStats | None]:
+    return [{s.name: s for s in stats.stages}.get(name) for stats in (a, b)]
 
 
 def _rate(stats: Stats) -> float:

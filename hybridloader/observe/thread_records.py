@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from hybridloader.engine.relay import REMEMBERED, RelayQueue
 from hybridloader.observe.attribution import between
-from hybridloader.observe.loop_waits import LoopWaits
+from hybridloader.observe.loop_waits import BRIEF, LoopWaits
 from hybridloader.observe.recording import Faults, StageRecord
 from hybridloader.observe.stage_measures import copied
 
 Pause = tuple[float, float]
 """Begin and end of a time in which a thread slept."""
+
+
+class TimedPulls:
+    """Time that a thread waits for what it pulls. That thread writes, another may read."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.began = clock()
+        # All the mutable state:
+        self.waited = 0.0  # seconds
+        self.waits: deque[Pause] = deque(maxlen=REMEMBERED)  # the longer ones
+
+    def timed(self, pull: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `pull`, whose calls are measured."""
+        clock = self._clock
+
+        def measured(*arguments: Any, **keywords: Any) -> Any:
+            began = clock()
+            try:
+                return pull(*arguments, **keywords)
+            finally:
+                ended = clock()
+                self.waited += ended - began
+                if ended - began >= BRIEF:
+                    self.waits.append((began, ended))
+
+        return measured
 
 
 def record_of_relay(
