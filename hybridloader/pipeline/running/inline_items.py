@@ -6,6 +6,7 @@ No worker takes part, so what a function raises is raised here and now, or left 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -57,7 +58,7 @@ class InlineItems(OperatorIterator):
         self._kind, self._function = opened
         if step.concurrency:
             self.coroutines: Any = opened[1]
-            self._pull = self.coroutines.through(items).__next__
+            self._pull = partial(_next_ended, self.coroutines.through(items), stage)
         # An iterable of a function may be long, or endless, so it is not read before it is asked for.
         if self._kind == "batch" or (self._kind == "flat_map" and handler.acts):
             self._kind, self._function = "results", self._loop.alone
@@ -89,11 +90,8 @@ class InlineItems(OperatorIterator):
                     return found
                 self._told = False
             if self._left.cancelled:
-                raise IteratorClosed(f"the iterator of stage {self._stage!r} is closed")
-            try:
-                item = self._pull()
-            except Abandoned:  # by coroutines
-                continue
+                raise _closed(self._stage)
+            item = self._pull()
             error: Exception | None = None
             try:
                 found = self._function(item)
@@ -134,3 +132,15 @@ class InlineItems(OperatorIterator):
         if self.coroutines is not None:
             self.coroutines.close()
         close(self._items)
+
+
+def _next_ended(items: Iterator[Any], stage: str) -> Any:
+    """Return the next item whose coroutine has ended."""
+    try:
+        return next(items)
+    except Abandoned:
+        raise _closed(stage) from None
+
+
+def _closed(stage: str) -> IteratorClosed:
+    return IteratorClosed(f"the iterator of stage {stage!r} is closed")

@@ -12,7 +12,6 @@ from hybridloader._support.errors import IteratorClosed, StateError
 from hybridloader.engine.crews import closed_with, park_at_exit
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
-from hybridloader.observe.loop_waits import BRIEF
 from hybridloader.observe.stats import Stats
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.dropping import NO_ITEM
@@ -97,7 +96,8 @@ class Run(Iterator[Any]):
             if self._over is not None or self._left.cancelled:
                 self._refuse()
             self._asked = True
-            position, began = self._position, time.perf_counter()
+            position, loop = self._position, executor.loop
+            began = time.perf_counter()
             try:
                 item = get()
             except StopIteration as end:
@@ -119,8 +119,8 @@ class Run(Iterator[Any]):
                     self._end(IteratorClosed("it was interrupted"))
                 raise
             finally:
-                loop, seconds = executor.loop, time.perf_counter() - began
-                if seconds < BRIEF:  # as `note` does, which would be a call more
+                seconds = time.perf_counter() - began
+                if seconds < loop.brief:  # as `note` does, which would be a call more
                     loop.brief_seconds += seconds
                 else:
                     loop.note(began, began + seconds)
