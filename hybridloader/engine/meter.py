@@ -139,7 +139,7 @@ class Meter:
             None if self.slices is None else self.slices.tell(),
         )
         self._told, self.due = ended, ended + EVERY
-        self.packs = last >= _SHORT or self.slices is not None
+        self.packs = last >= _SHORT
         if self.slices is not None and last >= _LONG:
             self.due = float("-inf")  # what the next one does is to be known soon
         self.busy = self._reporting = 0.0

@@ -57,13 +57,16 @@ class Slices:
         self._alone = alone  # False: its thread has other work between two tasks
         # All the mutable state:
         self.on = True
-        """True if the task in hand is to have slices."""
-        self._long = True  # the last task was
+        """True if the task in hand is to have slices: the last one was `long`, or measures are due."""
+        self.long = True
+        self.began = 0.0
+        """Time at which the task in hand began."""
+        self.short = 0
+        """Number of tasks since the last one that has slices."""
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=limit)
         self._dropped = 0
-        self._began: float | None = None  # of the task in hand
         self._free: float | None = None  # end of the last slice of the worker's own thread
-        self._short = -1  # tasks since then that have none; -1 if there was nothing of the kind
+        self._parts = False  # since then there were short parts of shared tasks
 
     def add(self, name: str, began: float, ended: float, number: int = -1) -> None:
         """Note a slice of the calling thread."""
@@ -91,37 +94,28 @@ class Slices:
 
     # -- called by the worker, on its own thread ---------------------------------------------------
 
-    def begin(self, began: float, due: float) -> None:
-        """Note that a task begins, and that measures are due then."""
-        self.on = self._long or began >= due
-        self._began = began
-
-    def task(self, number: int, began: float, fetched: float, ended: float) -> bool:
-        """Note a task that was fetched, and packed; False if it has no slices."""
-        self._long, self._began = ended - began >= LONG, None
-        if not self.on:
-            self._short = max(1, self._short + 1)
-            return False
+    def task(self, number: int, fetched: float, ended: float) -> None:
+        """Note the task in hand, which was fetched, and packed."""
+        began = self.began
+        self.long = ended - began >= LONG
         self._idle(began)
         self.add("fetch", began, fetched)
         if fetched < ended:
             self.add("pack", fetched, ended)
         self.add(TASK, began, ended, number)
         self._free = ended
-        return True
 
     def failed(self, number: int) -> None:
-        """Note that a task has raised an error, if one is in hand."""
-        if self._began is not None:
-            began, self.on = self._began, True
-            self.task(number, began, (ended := perf_counter()), ended)
+        """Note that the task in hand has raised an error."""
+        ended = perf_counter()
+        self.task(number, ended, ended)
 
     def part(self, began: float, ended: float) -> None:
         """Note samples of a task that several workers share."""
         if ended - began < LONG:
-            self._short = max(0, self._short)
+            self._parts = True
             return
-        self._long = True
+        self.long = True
         self._idle(began)
         self.add("samples", began, ended)
         self._free = ended
@@ -134,13 +128,14 @@ class Slices:
 
     def _idle(self, until: float) -> None:
         """Note what was from the last slice until now."""
-        free, short, self._short = self._free, self._short, -1
+        free, short, parts = self._free, self.short, self._parts
+        self.short, self._parts = 0, False
         if free is None or not self._alone or until - free < SEEN:
             return
-        if short < 0:
-            self.add("wait", free, until)
-        else:
+        if short or parts:
             self.add(TASKS, free, until, short)
+        else:
+            self.add("wait", free, until)
 
     def tell(self) -> Told:
         """Return the slices since the last ones that were told."""

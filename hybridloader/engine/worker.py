@@ -37,6 +37,7 @@ from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.resumed_fetcher import resumed_fetcher
 from hybridloader.engine.shared_items import Alone, SharedTask
+from hybridloader.engine.slices import LONG
 from hybridloader.engine.under_way import Fetched
 from hybridloader.engine.worker_end import end_worker
 from hybridloader.engine.worker_info import describe
@@ -265,7 +266,7 @@ class Worker:
         if self._exhausted:
             return None
         context, fetcher, meter = self.context, self._fetcher, self.meter
-        slices = None if meter is None else meter.slices
+        slices, on = None if meter is None else meter.slices, False
         try:
             if self._broken is not None:
                 if self._told and self._spec.fetch.in_turn:
@@ -279,7 +280,8 @@ class Worker:
                 meter.begin()
             began = perf_counter()
             if slices is not None:
-                slices.begin(began, meter.due)  # type: ignore[union-attr]
+                slices.began = began
+                slices.on = on = slices.long or began >= meter.due  # type: ignore[union-attr]
             try:
                 if self._rng is None:
                     value = fetch(task.index)
@@ -292,7 +294,7 @@ class Worker:
                 state = fetcher.states.due(ended=fetcher.ended)
                 if state is not None:
                     context.add("state", state)
-            fetched = perf_counter() if meter is not None and meter.packs else 0.0
+            fetched = perf_counter() if meter is not None and (meter.packs or on) else 0.0
             try:
                 payload = self._wrap(value)
             except ResultNotSendable as error:
@@ -300,8 +302,12 @@ class Worker:
             ended = perf_counter()
             if meter is not None:
                 meter.busy += ended - began
-                noted = slices is None or slices.task(task.seq, began, fetched, ended)
-                if noted and (ended >= meter.due or context.retried):
+                if on:
+                    slices.task(task.seq, fetched, ended)  # type: ignore[union-attr]
+                elif slices is not None:
+                    slices.short += 1
+                    slices.long = ended - began >= LONG
+                if (on or slices is None) and (ended >= meter.due or context.retried):
                     context.add(MEASURES, meter.tell(began, fetched, ended, context.retried))
                     context.retried = 0
             extras = None if context.extras is None else context.take_extras()
