@@ -8,5 +8,8 @@ from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
     from hybridloader.observe.trace_files import merge as merge
+    from hybridloader.observe.trace_plot import plot_trace as plot_trace
 
-__getattr__, __dir__, __all__ = lazily(__name__, {"trace_files": "merge"})
+__getattr__, __dir__, __all__ = lazily(
+    __name__, {"trace_files": "merge", "trace_plot": "plot_trace"}
+)

@@ -5,9 +5,25 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 _COLOURS = ("#4c72b0", "#dddddd", "#dd8452", "#999999")
 _STALL, _WORST = "#e0a0a2", "#c44e52"
+
+
+def new_figure(asked: str, size: tuple[float, float]) -> Any:
+    """Return an empty figure of `size` inches, for what was `asked`."""
+    try:
+        # Not pyplot: that would choose a display, and keep every figure.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"{asked} needs matplotlib; install it with: pip install 'hybridloader[plot]'"
+        ) from error
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def draw(
@@ -19,16 +35,7 @@ def draw(
     title: str,
 ) -> None:
     """Draw to a file, of the kind that the end of its name says."""
-    try:
-        # Not pyplot: that would choose a display, and keep every figure.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "plot() needs matplotlib; install it with: pip install 'hybridloader[plot]'"
-        ) from error
-    figure = Figure(figsize=(9, 1.9 + 0.45 * len(names)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure("plot()", (9, 1.9 + 0.45 * len(names)))
     times, waits = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
     wholes = [sum(seconds) or 1.0 for seconds in zip(*parts.values(), strict=True)]
     left = [0.0] * len(names)

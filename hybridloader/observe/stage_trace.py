@@ -16,7 +16,7 @@ from hybridloader.engine.stage import Stage
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.loop_waits import BRIEF, LoopWaits
 from hybridloader.observe.stage_measures import StageMeasures
-from hybridloader.observe.trace_format import TAKEN, Track
+from hybridloader.observe.trace_format import LOOP, TAKEN, Track
 from hybridloader.observe.tracing import SLICES, Trace, TracedWaits
 
 _COUNTED = 1e-3
@@ -140,7 +140,8 @@ class LocalSlices(Slices):
 
 def trace_loop(trace: Trace, loop: LoopWaits) -> None:
     """Have the waits of a loop in the trace, too."""
-    loop.waits = TracedWaits(trace, "next()", loop.waits, first="iter()")
+    first, then = LOOP
+    loop.waits = TracedWaits(trace, then, loop.waits, first)
 
 
 def trace_relay(trace: Trace, name: str, queue: RelayQueue) -> None:

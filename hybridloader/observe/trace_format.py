@@ -15,6 +15,9 @@ Track = tuple[int, str]
 TAKEN = "open"
 """Name of the slice in which a result is opened by whoever takes it: there a task's arrow ends."""
 
+LOOP = ("iter()", "next()")
+"""Names of the slices in which a loop waits for an iterator, and for an item."""
+
 
 class Event(NamedTuple):
     """Event of a trace; times are seconds of `time.perf_counter`."""
@@ -67,8 +70,11 @@ def chrome_trace(recorded: Recorded) -> dict[str, Any]:
 
 
 def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return `theirs` with the events of `ours`, on their time line, on tracks of their own."""
-    shift = (ours["baseTimeNanoseconds"] - theirs["baseTimeNanoseconds"]) / 1000
+    """Return `theirs` on our time line, with the events of `ours`, on tracks of their own.
+
+    Torch's zero is so far away that a float has no nanoseconds left; ours is when the machine started.
+    """
+    shift = (theirs["baseTimeNanoseconds"] - ours["baseTimeNanoseconds"]) / 1000
     taken = {(event.get("pid"), event.get("tid")) for event in theirs["traceEvents"]}
     named = {
         event.get("pid")
@@ -82,8 +88,6 @@ def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
         if of_process and event["pid"] in named:
             continue  # it is called as they call it
         event = dict(event)
-        if "ts" in event:
-            event["ts"] = round(event["ts"] + shift, 3)
         if "id" in event:
             event["id"] = f"hybridloader-{event['id']}"
         place = event["pid"], event["tid"]
@@ -96,18 +100,30 @@ def merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
                 moved[place] = free
             event["tid"] = moved[place]
         events.append(event)
-    other = {**ours.get("otherData", {}), **theirs.get("otherData", {})}
-    return {**theirs, "traceEvents": [*theirs["traceEvents"], *events], "otherData": other}
+    torchs = (
+        {**event, "ts": round(event["ts"] + shift, 3)} if "ts" in event else event
+        for event in theirs["traceEvents"]
+    )
+    return {
+        **theirs,
+        "baseTimeNanoseconds": ours["baseTimeNanoseconds"],
+        "traceEvents": [*torchs, *events],
+        "otherData": {**ours.get("otherData", {}), **theirs.get("otherData", {})},
+    }
 
 
 def _numbers(recorded: Recorded) -> dict[int, dict[str, int]]:
-    """Return the number of each thread that has events, by process."""
+    """Return the number of each thread that has events, by process: threads with loops come first."""
     numbers: dict[int, dict[str, int]] = {pid: {} for pid in recorded.processes}
-    for event in recorded.events:
-        if event.kind != "C":
-            pid, thread = event.track
-            threads = numbers.setdefault(pid, {})
-            threads.setdefault(thread, len(threads) + 1)
+    present = {event.track for event in recorded.events if event.kind != "C"}
+    loops = {event.track for event in recorded.events if event.name in LOOP}
+
+    def order(track: Track) -> tuple[bool, str]:
+        return track not in loops, recorded.tracks.get(track, "")
+
+    for track in sorted(present, key=order):
+        threads = numbers.setdefault(track[0], {})
+        threads[track[1]] = len(threads) + 1
     return numbers
 
 
@@ -125,15 +141,24 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
+def _microseconds(nanoseconds: int, more: float = 0.25) -> float:
+    """Return microseconds that are these nanoseconds for readers that cut off the rest.
+
+    Perfetto does (`CoerceToTs`), and ``69321924167.078 * 1000`` is less than the whole number. A
+    nanosecond less would end an inner slice behind its outer one. So there is a part of one `more`.
+    """
+    return round((nanoseconds + more) / 1000, 5)
+
+
 def _event(event: Event, numbers: dict[int, dict[str, int]], main: int) -> dict[str, Any]:
     pid, thread = event.track
     began = _nanoseconds(event.began)
     made: dict[str, Any] = {"ph": event.kind, "name": event.name, "cat": "hybridloader"}
     made |= {"pid": pid, "tid": numbers[pid][thread] if event.kind != "C" else 0}
-    made["ts"] = began / 1000
+    made["ts"] = _microseconds(began)
     if event.kind == "X":
         # Of rounded ends, so that slices stay within one another.
-        made["dur"] = (_nanoseconds(event.ended) - began) / 1000
+        made["dur"] = _microseconds(_nanoseconds(event.ended) - began, 0.01)
     elif event.kind == "i":
         made["s"] = "t"
     told = {name: value for name, value in event.told.items() if name != "flow"}
@@ -167,7 +192,7 @@ def _flows(events: Iterable[Event], numbers: dict[int, dict[str, int]]) -> Itera
             ):
                 pid, thread = event.track
                 bound = {"bp": "e"} if kind == "f" else {}
-                place = {"pid": pid, "tid": numbers[pid][thread], "ts": when / 1000}
+                place = {"pid": pid, "tid": numbers[pid][thread], "ts": _microseconds(when)}
                 yield {"ph": kind, **head, **place, **bound}
 
 

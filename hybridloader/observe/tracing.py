@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 EVENTS = 250_000
-"""Events that a trace keeps; 50 MB of memory, and 3 MB of a compressed file."""
+"""Events that a trace keeps: 60 to 100 MB of memory, some MB of a compressed file, and two seconds in
+which it is written."""
 
 SLICES = 4096
 """Slices that a worker keeps until it tells them, 10 ms later at most unless a task takes longer."""
@@ -97,29 +98,26 @@ class Trace:
         if _running is self:
             _running = None
         try:
-            write(self.path, chrome_trace(self.recorded()))
+            write(self.path, chrome_trace(self._recorded()))
         except OSError as failed:
             if error is None:
                 raise
             warn(f"the trace was lost: {failed}")  # the error of the program counts more
-        finally:
-            self._events.clear()
 
     @property
     def runs(self) -> bool:
         """True if it takes events, in this process."""
         return self._clocks is not None and not self._over and os.getpid() == self._owner
 
-    def recorded(self) -> Recorded:
-        """Return what was recorded."""
+    def _recorded(self) -> Recorded:
+        """Return what was recorded, and forget it."""
         assert self._clocks is not None
-        events = tuple(self._events)
+        # One by one, as a thread that saw the trace run may still add one.
+        events = tuple(self._events.popleft() for _ in range(len(self._events)))
         dropped = next(self._added) - len(events)
-        clocks = self._clocks
-        base = clocks.unix - round(clocks.counter * 1e9)
-        return Recorded(
-            events, dict(self._tracks), dict(self._processes), dropped, self._dropped, base
-        )
+        base = self._clocks.unix - round(self._clocks.counter * 1e9)
+        tracks, processes = self._tracks.copy(), self._processes.copy()
+        return Recorded(events, tracks, processes, max(0, dropped), self._dropped, base)
 
     # -- events --------------------------------------------------------------------------------------
 

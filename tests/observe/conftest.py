@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from hybridloader.observe import cores, stage_measures
+from hybridloader.observe import cores, plot, stage_measures
 from hybridloader.observe.recording import CoreUse, StageRecord
+
+
+@pytest.fixture(scope="module")
+def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Draw once, as matplotlib keeps the files of fonts open."""
+    plot.draw(tmp_path_factory.mktemp("fonts") / "a.png", ["a"], {"b": [1.0]}, [1.0], None, "c")
 
 
 @pytest.fixture

@@ -162,12 +162,6 @@ def test_workers_that_share_a_batch_are_measured() -> None:
 # -- the object ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Draw once, as matplotlib keeps the files of fonts open."""
-    small(observe=True).stats().plot(tmp_path_factory.mktemp("fonts") / "a.png")
-
-
 def small(**others: Any) -> DataLoader:
     return DataLoader(range(8), 2, backend="threads", num_workers=1, **others)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Skip
-from hybridloader.observe import merge
+from hybridloader.observe import merge, plot_trace
 from hybridloader.observe.trace_format import Event, Recorded, chrome_trace
 
 
@@ -43,16 +43,18 @@ def inline(item: int) -> int:
     return int(busy(item))
 
 
+PIPE = (
+    Pipeline.from_iterable(range(60))
+    .map(decode, backend="threads", num_workers=2)
+    .map(crop, backend="fork", num_workers=2, on_error=Skip())
+    .map(inline)
+    .batch(4)
+)
+
+
 def test_a_hybrid_pipeline(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    pipe = (
-        Pipeline.from_iterable(range(60))
-        .map(decode, backend="threads", num_workers=2)
-        .map(crop, backend="fork", num_workers=2, on_error=Skip())
-        .map(inline)
-        .batch(4)
-    )
-    with hybridloader.trace(path), pipe.run() as run:
+    with hybridloader.trace(path), PIPE.run() as run:
         assert len(list(run)) == 15
     trace = ReadTrace(path)
     for name, worker in (("map(decode)", "map(decode) worker"), ("map(crop)", "map(crop) worker")):
@@ -119,8 +121,10 @@ def test_merging_with_a_trace_of_torchs_profiler(tmp_path: Path, capfd: Any) -> 
     merge(ours, theirs, out)
     whole = json.loads(out.read_text())
     before = json.loads(theirs.read_text())
-    assert whole["baseTimeNanoseconds"] == before["baseTimeNanoseconds"]
-    assert whole["traceEvents"][: len(before["traceEvents"])] == before["traceEvents"]
+    shift = before["baseTimeNanoseconds"] - whole["baseTimeNanoseconds"]
+    for event, old in zip(whole["traceEvents"], before["traceEvents"], strict=False):
+        assert {**event, "ts": 0} == {**old, "ts": 0}
+        assert abs(nanoseconds(event["ts"]) - nanoseconds(old["ts"]) - shift) <= 1
     own = [event for event in whole["traceEvents"] if event.get("cat") == "hybridloader"]
     taken = {(event["pid"], event["tid"]) for event in before["traceEvents"]}
     assert own
@@ -159,9 +163,12 @@ def test_merging_moves_tracks_that_are_taken() -> None:
     both = merged(chrome_trace(recorded), theirs)
     (moved,) = [event for event in both["traceEvents"] if event["name"] == "next()"]
     assert moved["tid"] != 1
-    assert nanoseconds(moved["ts"]) == 1_000_003_000
+    assert nanoseconds(moved["ts"]) == 1_000_000_000
     (name,) = [event for event in both["traceEvents"] if event["name"] == "thread_name"]
     assert name["tid"] == moved["tid"]
+    (step,) = [event for event in both["traceEvents"] if event["name"] == "step"]
+    assert step["ts"] == 1.0 - 3.0
+    assert both["baseTimeNanoseconds"] == 5_000
     assert both["traceName"] == "theirs"
 
 
@@ -174,6 +181,18 @@ def test_merging_what_is_no_trace(tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         merge(tmp_path / "bad.json", tmp_path / "bad.json", tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.usefixtures("_fonts_open")
+def test_a_picture_of_a_part(tmp_path: Path) -> None:
+    path = tmp_path / "run.json.gz"
+    with hybridloader.trace(path), PIPE.run() as run:
+        list(run)
+    for name in ("a.png", "a.svg"):
+        plot_trace(path, tmp_path / name, begin=0.01, seconds=0.02)
+        assert (tmp_path / name).stat().st_size > 1000
+    with pytest.raises(ValueError, match="no slices in that part"):
+        plot_trace(path, tmp_path / "b.png", begin=1e6)
 
 
 SCRIPT = """
