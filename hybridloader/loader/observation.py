@@ -22,7 +22,7 @@ from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.recording import LoopRecord, Recording, StageRecord
 from hybridloader.observe.source_times import SourceTimes
 from hybridloader.observe.stage_measures import StageMeasures, copied, metering_of
-from hybridloader.observe.stage_trace import StageTrace, trace_loop, traced_metering
+from hybridloader.observe.stage_trace import StageTrace, trace_loop, trace_relay, traced_metering
 from hybridloader.observe.stats import Stats, stats_of
 from hybridloader.observe.thread_records import TimedPulls, record_of_relay
 from hybridloader.observe.tracing import Trace, TracedWaits
@@ -92,6 +92,9 @@ class Observation:
     def pinned(self, stage: str, queue: RelayQueue, pulls: TimedPulls) -> None:
         """Note that a thread pins, or copies to a device, what it pulls into `queue`."""
         self._pin = stage, queue, pulls
+        if self._trace is not None:
+            trace_relay(self._trace, stage, queue)
+            pulls.waits = TracedWaits(self._trace, "wait", pulls.waits)
 
     def drawn(self, source: Iterator[Any]) -> Iterator[Any]:
         """Return the indices of `source`, some of which are timed."""

@@ -15,6 +15,7 @@ import hybridloader
 from hybridloader import DataLoader, Skip
 from hybridloader.engine.slices import Slices
 from hybridloader.observe import tracing
+from hybridloader.testing import FakeAccelerator
 
 
 class Work:
@@ -106,6 +107,15 @@ def test_several_loaders_and_epochs_have_names_of_their_own(path: Path) -> None:
             list(loader)
     names = {name for name in ReadTrace(path).tracks.values() if "worker" in name}
     assert names == {"DataLoader worker 0", "DataLoader 2 worker 0"}
+
+
+def test_the_thread_that_pins(path: Path) -> None:
+    trace = loaded(path, num_workers=1, backend="fork", device=FakeAccelerator())
+    (track,) = (name for name in trace.tracks.values() if name.startswith("hybridloader-"))
+    assert {track} == {trace.track(event) for event in trace.named("open")}
+    assert track in {trace.track(event) for event in trace.named("wait")}
+    assert any(name.endswith("items in the queue") for name in trace.counters)
+    assert len(trace.named("next()")) == 17
 
 
 def test_a_restart(path: Path, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ Place = tuple[Any, Any]
 
 
 def nanoseconds(microseconds: float) -> int:
-    return round(microseconds * 1000)
+    """Return nanoseconds as Perfetto does: what is below one is cut off."""
+    return int(microseconds * 1000.0)
 
 
 class ReadTrace:

@@ -1,0 +1,62 @@
+"""Chrome's form of a trace: what nests in seconds nests in whole nanoseconds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.traces import ReadTrace
+
+from hybridloader.observe.trace_format import Event, Recorded, chrome_trace
+
+TRACK = (7, "main")
+
+
+def recorded(events: list[Event], dropped: int = 0) -> Recorded:
+    return Recorded(tuple(events), {TRACK: "MainThread"}, {7: "your program"}, dropped, 3, 10**18)
+
+
+@given(
+    st.floats(0, 1e6),
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e-3)), min_size=2, max_size=60),
+)
+def test_slices_stay_within_one_another(
+    tmp_path_factory: pytest.TempPathFactory, clock: float, steps: list[tuple[int, float]]
+) -> None:
+    """Looks at a clock, each of which ends some slices and begins another."""
+    events: list[Event] = []
+    begun: list[float] = []
+    for ends, seconds in steps:
+        clock += seconds
+        for _ in range(min(ends, len(begun))):
+            events.append(Event("X", TRACK, f"{len(begun)}", begun.pop(), clock, {}))
+        begun.append(clock)
+    while begun:
+        events.append(Event("X", TRACK, f"{len(begun)}", begun.pop(), clock, {}))
+    path = tmp_path_factory.mktemp("trace") / "run.json"
+    path.write_text(json.dumps(chrome_trace(recorded(events))))
+    assert len(ReadTrace(path).slices) == len(events), "and it has looked at how they nest"
+
+
+def test_what_was_dropped_stands_in_the_trace() -> None:
+    made = chrome_trace(recorded([], dropped=2))
+    assert made["otherData"]["dropped_events"] == 2
+    assert made["otherData"]["dropped_by_workers"] == 3
+    assert made["baseTimeNanoseconds"] == 10**18
+
+
+def test_an_arrow_needs_both_ends_in_their_order() -> None:
+    def task(seq: int, began: float) -> Event:
+        return Event("X", TRACK, "task", began, began + 1, {"flow": ("a", seq)})
+
+    def taken(seq: int, began: float) -> Event:
+        return Event("X", TRACK, "open", began, began + 0.5, {"flow": ("a", seq)})
+
+    # Number 1 was never taken, 2 was taken and never told, 3 comes once more in a later pass.
+    events = [task(1, 0), taken(2, 1), task(3, 2), taken(3, 3), task(3, 10), taken(3, 12)]
+    flows = [e for e in chrome_trace(recorded(events))["traceEvents"] if e["ph"] in "sf"]
+    times = [(e["ph"], round(e["ts"] / 1e6, 3)) for e in flows]
+    assert sorted(times, key=lambda pair: pair[1]) == [("s", 3), ("f", 3), ("s", 11), ("f", 12)]
+    assert len({e["id"] for e in flows}) == 2
