@@ -30,7 +30,8 @@ _LONG, _PARTS = 1e-3, 64
 """Seconds from which a part of a task is a span of its own, and how many of these are remembered."""
 
 _SHORT = 1e-4
-"""Seconds of a task whose CPU time is not worth two system calls: it counts as CPU time."""
+"""Seconds of a task below which it is not looked at closely: its CPU time is not worth two system calls,
+nor its packing another look at the clock. It counts as CPU time."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,9 @@ class Meter:
         # All the mutable state:
         self.busy = 0.0
         self.due = self._told = float("-inf")
-        self.reads_cpu = not self._alone and self._cpu_clock is not None
-        """True if `begin` is to be called before a task."""
-        self.packs = True
-        """True if the time is wanted at which a result is made, and yet to be packed."""
+        self.looks = True
+        """True if `begin` is to be called before a task, and the time is wanted at which its result is
+        made, and yet to be packed."""
         self.reports = False
         """True if the report of the next event is to be made by `report`."""
         self._parts: deque[tuple[float, float, float]] = deque(maxlen=_PARTS)
@@ -106,7 +106,7 @@ class Meter:
 
     def begin(self) -> None:
         """Note that a task begins."""
-        if self._cpu_clock is not None:
+        if self._cpu_clock is not None and not self._alone:
             self._cpu = self._cpu_clock()
 
     def part(self, began: float, ended: float, *, here: bool = True) -> None:
@@ -133,13 +133,13 @@ class Meter:
             busy,
             self._cpu_spent(busy, last),
             self._waited_for_core(ended),
-            (ended - fetched) / last if self.packs and last > 0 else 0.0,
+            (ended - fetched) / last if self.looks and last > 0 else 0.0,
             self._reporting,
             retried,
             None if self.slices is None else self.slices.tell(),
         )
         self._told, self.due = ended, ended + EVERY
-        self.packs = last >= _SHORT
+        self.looks = last >= _SHORT
         if self.slices is not None and last >= _LONG:
             self.due = float("-inf")  # what the next one does is to be known soon
         self.busy = self._reporting = 0.0
@@ -175,9 +175,8 @@ class Meter:
             before, self._cpu = self._cpu, self._cpu_clock()
             return self._cpu - before
         spent = busy
-        if self.reads_cpu and last > 0:  # the other tasks are taken to be like this one
+        if self.looks and last > 0:  # the other tasks are taken to be like this one
             spent *= min(1.0, (self._cpu_clock() - self._cpu) / last)
-        self.reads_cpu = last >= _SHORT
         return spent
 
 

@@ -266,7 +266,10 @@ class Worker:
         if self._exhausted:
             return None
         context, fetcher, meter = self.context, self._fetcher, self.meter
-        slices, on = None if meter is None else meter.slices, False
+        looks = on = False
+        slices = None
+        if meter is not None:
+            looks, slices = meter.looks, meter.slices
         try:
             if self._broken is not None:
                 if self._told and self._spec.fetch.in_turn:
@@ -276,8 +279,8 @@ class Worker:
             assert fetcher is not None
             if fetch is None:
                 fetch = fetcher.fetch
-            if meter is not None and meter.reads_cpu:
-                meter.begin()
+            if looks:
+                meter.begin()  # type: ignore[union-attr]
             began = perf_counter()
             if slices is not None:
                 slices.began = began
@@ -294,7 +297,7 @@ class Worker:
                 state = fetcher.states.due(ended=fetcher.ended)
                 if state is not None:
                     context.add("state", state)
-            fetched = perf_counter() if meter is not None and (meter.packs or on) else 0.0
+            fetched = perf_counter() if looks or on else 0.0
             try:
                 payload = self._wrap(value)
             except ResultNotSendable as error:
@@ -302,12 +305,13 @@ class Worker:
             ended = perf_counter()
             if meter is not None:
                 meter.busy += ended - began
-                if on:
-                    slices.task(task.seq, fetched, ended)  # type: ignore[union-attr]
-                elif slices is not None:
-                    slices.short += 1
-                    slices.long = ended - began >= LONG
-                if (on or slices is None) and (ended >= meter.due or context.retried):
+                if slices is not None:
+                    if on:
+                        slices.task(task.seq, fetched, ended)
+                    else:
+                        slices.short += 1
+                        slices.long = ended - began >= LONG
+                if (ended >= meter.due or context.retried) and (on or slices is None):
                     context.add(MEASURES, meter.tell(began, fetched, ended, context.retried))
                     context.retried = 0
             extras = None if context.extras is None else context.take_extras()

@@ -5,6 +5,7 @@ The thread that pulls the stage writes them; `stats()` reads them from any threa
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +23,9 @@ from hybridloader.observe.recording import Faults, Span, StageRecord
 _SLOW = 1e-4
 """Seconds of opening a result from which the next ones are timed, too."""
 
-_WEIGHED, _NESTED = 64, 2
-"""Length of a container, and containers within one another, that are looked into for bytes, at most."""
+_WEIGHED, _NESTED = 8, 2
+"""Items of a container, and containers within one another, that are looked into for bytes, at most. To
+ask an item takes 0.2 us; the others are taken to be like the first."""
 
 
 def metering_of(backend: Backend, fetch: Fetch) -> Metering:
@@ -193,8 +195,8 @@ def _told(value: Any, depth: int) -> int:
     size = attribute(value, "nbytes")
     if isinstance(size, int):
         return size
-    if not depth or not isinstance(value, (list, tuple, dict)) or len(value) > _WEIGHED:
+    if not depth or not isinstance(value, (list, tuple, dict)) or not value:
         return 0
-    return sum(
-        _told(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value)
-    )
+    count = min(len(value), _WEIGHED)
+    items = itertools.islice(value.values() if isinstance(value, dict) else value, count)
+    return sum(_told(item, depth - 1) for item in items) * len(value) // count

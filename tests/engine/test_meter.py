@@ -15,7 +15,7 @@ from hybridloader.testing import FakeClock
 
 def metered(meter: Meter, clock: FakeClock, took: float, packing: float = 0.0) -> Measures | None:
     """A task, as a worker meters it."""
-    if meter.reads_cpu:
+    if meter.looks:
         meter.begin()
     began = clock.now
     clock.now += took
@@ -75,7 +75,7 @@ def test_what_a_thread_does_between_its_tasks_is_not_theirs() -> None:
     meter = Meter(Metering(cpu, alone=False), clock)
     for _ in range(3):
         cpu.now += 0.5  # the training step
-        assert meter.reads_cpu
+        assert meter.looks
         meter.begin()
         began = clock.now
         clock.now, cpu.now = clock.now + 0.1, cpu.now + 0.02
@@ -85,7 +85,7 @@ def test_what_a_thread_does_between_its_tasks_is_not_theirs() -> None:
     clock.now += 1
     measures = metered(meter, clock, 1e-5)
     assert measures is not None
-    assert not meter.reads_cpu, "too short to be worth it"
+    assert not meter.looks, "too short to be worth it"
 
 
 def test_the_report_of_measures_is_timed() -> None:
