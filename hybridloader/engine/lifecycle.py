@@ -7,6 +7,7 @@ leaves the end to the call that is under way.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -86,7 +87,10 @@ class Lifecycle(ABC):
         self._source: Iterator[Any] = iter(())
         self._feed: Feed | None = None  # instead of a source that is waited for
         self._quick = self._unsent = False  # the last task was `QUICK`; one has yet to be flushed
-        self._waits_since = 0.0  # when somebody began to wait for a result, if there is an observer
+        self._times_waits = (
+            observer is not None and not backend.in_caller
+        )  # else no worker is waited for
+        self._waits_since = math.inf  # when somebody began to wait for a result, if that is timed
         self._hungry = False  # the feed had nothing when it was asked last
         self.epoch = -1  # number of the one that runs
         self._broken_off = -1  # the epoch of which nobody wants more

@@ -172,7 +172,7 @@ class Stage(Lifecycle, Iterator[Any]):
         """Return the next result in turn; wait for it, or look once if it has come."""
         scheduler = self._scheduler
         self._fill()
-        if self._observer is not None:
+        if self._times_waits:
             self._waits_since = self._clock()
         deadline = self._clock() + self._timeout if self._timeout > 0 else None
         looked = False
