@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -27,7 +27,7 @@ from hybridloader.engine.refresh import Change
 from hybridloader.engine.reorder import ReorderLimit
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
-from hybridloader.engine.states import ACTIVE, RunState, WorkerState
+from hybridloader.engine.states import RunState, WorkerState
 from hybridloader.engine.supervision import Supervisor
 from hybridloader.engine.worker_table import WorkerTable
 
@@ -152,12 +152,12 @@ class Lifecycle(ABC):
     @property
     def active(self) -> bool:
         """True if a worker may still get tasks in this epoch."""
-        return any(state in ACTIVE for state in self._scheduler.workers)
+        return 1 in self._scheduler.active
 
     def has_ended(self, worker: int) -> bool:
         """True if the worker's shard has ended and all that came of it was handed out."""
         scheduler = self._scheduler
-        return scheduler.workers[worker] not in ACTIVE and not scheduler.load[worker]
+        return not scheduler.active[worker] and not scheduler.load[worker]
 
     def report(self) -> list[WorkerReport]:
         return self._table.report()
@@ -245,14 +245,13 @@ class Lifecycle(ABC):
         if self._eager and self._scheduler.free > 0:
             self._fill()
 
-    def _forget(self, *, skipped: bool = False) -> None:
-        """Drop the indices of all tasks, or of those that an ended shard had nothing for."""
-        scheduler, indices = self._scheduler, self._table.indices
-        for seq in list(indices):
-            if not (skipped and (seq in scheduler.sent or seq in scheduler.done)):
-                del indices[seq]
-                if self._flow is not None:
-                    self._flow.left(seq)
+    def _forget(self, tasks: Iterable[int]) -> None:
+        """Drop the indices of tasks that nobody will answer."""
+        indices = self._table.indices
+        for seq in tasks:
+            del indices[seq]
+            if self._flow is not None:
+                self._flow.left(seq)
 
     def _check_process(self) -> None:
         if self._elsewhere:  # it would read messages to the other process
@@ -297,7 +296,7 @@ class Lifecycle(ABC):
         self._ended = False
         absent = [i for i, w in enumerate(scheduler.workers) if w is WorkerState.ABSENT]
         discard(scheduler.begin())
-        self._forget()
+        self._forget(list(self._table.indices))
         self.exhausted.clear()
         self._opened.clear()  # those who took the place of a dead one in the pass before
         self.epoch += 1
@@ -328,7 +327,7 @@ class Lifecycle(ABC):
             return
         if self._scheduler.run not in (RunState.CLOSING, RunState.CLOSED):
             discard(self._scheduler.close())
-        self._forget()
+        self._forget(list(self._table.indices))
         self._draw_from(iter(()))
         self._crew.close()  # not by the finalizer, which is called once: an interrupt may come here
         self._finalizer.detach()

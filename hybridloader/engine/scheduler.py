@@ -52,25 +52,21 @@ def round_robin(scheduler: Scheduler, last: int | None = None) -> int | None:
 
     None for `last` is the worker that got the last task.
     """
-    states = scheduler.workers
-    worker = scheduler.last if last is None else last
-    for _ in states:
-        worker += 1
-        if worker == len(states):
-            worker = 0
-        if states[worker] in ACTIVE:
-            return worker
-    return None
+    active = scheduler.active
+    worker = active.find(1, (scheduler.last if last is None else last) + 1)
+    if worker < 0:
+        worker = active.find(1)
+    return None if worker < 0 else worker
 
 
 def round_robin_with_room(scheduler: Scheduler) -> int | None:
     """Return the next active worker with less than its share: torch's rule for ``in_order=False``."""
-    states, last = scheduler.workers, scheduler.last
-    count = len(states)
-    share = scheduler.window // max(1, sum(state in ACTIVE for state in states))
+    active, last = scheduler.active, scheduler.last
+    count = len(active)
+    share = scheduler.window // max(1, active.count(1))
     for step in range(1, count + 1):
         worker = (last + step) % count
-        if states[worker] in ACTIVE and scheduler.load[worker] < share:
+        if active[worker] and scheduler.load[worker] < share:
             return worker
     return None
 
@@ -82,12 +78,12 @@ wait for the next. More would wait behind a slow one while other workers are idl
 
 def least_busy(scheduler: Scheduler, at_hand: int = AT_HAND) -> int | None:
     """Return the active worker with the fewest tasks to do; None if each has `at_hand`."""
-    states, busy, last = scheduler.workers, scheduler.busy, scheduler.last
-    count = len(states)
+    active, busy, last = scheduler.active, scheduler.busy, scheduler.last
+    count = len(active)
     found, least = None, at_hand
     for step in range(1, count + 1):
         worker = (last + step) % count
-        if busy[worker] < least and states[worker] in ACTIVE:
+        if busy[worker] < least and active[worker]:
             if not busy[worker]:
                 return worker
             found, least = worker, busy[worker]
@@ -120,6 +116,9 @@ class Scheduler:
         # All the mutable state:
         self.run = RunState.NEW
         self.workers = [WorkerState.STARTING] * workers
+        # 1 for each worker that gets tasks. Bytes are searched in C: with hundreds of workers whose
+        # shards have ended, a loop over their states would be most of what a task costs.
+        self.active = bytearray([1]) * workers
         self.sent: dict[int, int] = {}
         self.done: dict[int, Result] = {}
         self.first = self.next_out = self.next_in = 0
@@ -145,6 +144,7 @@ class Scheduler:
         run = run_after(self.run, "begin")
         workers = [self._worker_after(i, "begin") for i in range(len(self.workers))]
         self.run, self.workers = run, workers
+        self.active[:] = [state in ACTIVE for state in workers]
         dropped = self._abandon()
         self.extra = 0
         self._count_free()
@@ -154,7 +154,7 @@ class Scheduler:
 
     def assign(self, worker: int) -> int:
         """Give the next task to `worker`, whom `dispatch` has chosen; return its sequence number."""
-        if self.free <= 0 or self.workers[worker] not in ACTIVE:
+        if self.free <= 0 or not self.active[worker]:
             raise IllegalTransition(f"assign: worker {worker} can take no task in {self!r}")
         seq = self.next_in
         self.next_in = seq + 1
@@ -192,13 +192,35 @@ class Scheduler:
         if isinstance(event, (Done, Failed)):
             return not self.take_in((event,))
         if isinstance(event, Exhausted):
-            return self._handle_exhausted(event)
+            return self.end_shard(event) is not None
         if isinstance(event, Exited):
             self._handle_exited(event)
             return True
         assert isinstance(event, Ready)
-        self.workers[event.worker] = self._worker_after(event.worker, "ready")
+        self._move(event.worker, "ready")
         return True
+
+    def end_shard(self, event: Exhausted) -> list[int] | None:
+        """Take in the end of a worker's shard; return the tasks that it had nothing for, oldest first.
+
+        None if the event is stale.
+        """
+        worker = event.worker
+        if event.seq < self.first or self.run in _OVER:
+            return None
+        state = self._worker_after(worker, "exhausted")
+        run: RunState = self.run
+        if run is RunState.RUNNING and self.active.count(1) == self.active[worker]:
+            run = run_after(run, "ended")
+        self.run, self.workers[worker], self.active[worker] = run, state, 0
+        skipped = [seq for seq, holder in self.sent.items() if holder == worker]
+        for seq in skipped:
+            del self.sent[seq]
+        self.load[worker] -= len(skipped)
+        self.busy[worker] -= len(skipped)
+        self.skipped += len(skipped)
+        self._settle()
+        return skipped
 
     def pop(self) -> Result | None:
         """Return the next result in turn, or None if it has not come."""
@@ -252,7 +274,7 @@ class Scheduler:
         return self.run is RunState.IDLE
 
     def stop(self, worker: int) -> None:
-        self.workers[worker] = self._worker_after(worker, "stop")
+        self._move(worker, "stop")
 
     def replace(self, worker: int) -> list[int]:
         """Note that another worker takes the place of a dead one; return its tasks, oldest first.
@@ -260,7 +282,7 @@ class Scheduler:
         It is to start now if its state is then `WorkerState.STARTING`; with the next epoch if it is
         `WorkerState.ABSENT`.
         """
-        self.workers[worker] = self._worker_after(worker, "replaced")
+        self._move(worker, "replaced")
         return self.held(worker)
 
     def held(self, worker: int) -> list[int]:
@@ -271,7 +293,8 @@ class Scheduler:
     def close(self) -> list[Result]:
         """End the run; return the results that nobody will pop, to be discarded."""
         self.run = run_after(self.run, "close")
-        self.workers = [self._worker_after(i, "stop") for i in range(len(self.workers))]
+        for worker in range(len(self.workers)):
+            self._move(worker, "stop")
         if self.run is not RunState.CLOSED and self._all_gone():
             self.run = run_after(self.run, "gone")
         self.free = 0
@@ -279,28 +302,11 @@ class Scheduler:
 
     # -- the parts -------------------------------------------------------------------------------
 
-    def _handle_exhausted(self, event: Exhausted) -> bool:
-        if event.seq < self.first or self.run in _OVER:
-            return False
-        state = self._worker_after(event.worker, "exhausted")
-        states = [*self.workers[: event.worker], state, *self.workers[event.worker + 1 :]]
-        run: RunState = self.run
-        if run is RunState.RUNNING and not any(s in ACTIVE for s in states):
-            run = run_after(run, "ended")
-        self.run, self.workers = run, states
-        for seq in [seq for seq, worker in self.sent.items() if worker == event.worker]:
-            del self.sent[seq]
-            self.load[event.worker] -= 1
-            self.busy[event.worker] -= 1
-            self.skipped += 1
-        self._settle()
-        return True
-
     def _handle_exited(self, event: Exited) -> None:
         asked = self.workers[event.worker] is WorkerState.STOPPING
-        gone = self._worker_after(event.worker, "exited")
         run = self.run if asked else run_after(self.run, "fault")
-        self.workers[event.worker], self.run = gone, run
+        self._move(event.worker, "exited")
+        self.run = run
         self._count_free()
         if not asked and self.fault is None:
             cause = event.cause or "exited without being asked to"
@@ -342,6 +348,10 @@ class Scheduler:
 
     def _all_gone(self) -> bool:
         return all(state is WorkerState.GONE for state in self.workers)
+
+    def _move(self, worker: int, event: str) -> None:
+        state = self._worker_after(worker, event)
+        self.workers[worker], self.active[worker] = state, state in ACTIVE
 
     def _worker_after(self, worker: int, event: str) -> WorkerState:
         return worker_after(worker, self.workers[worker], event)

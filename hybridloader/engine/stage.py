@@ -287,19 +287,23 @@ class Stage(Lifecycle, Iterator[Any]):
                         self._observer.replaced(event.worker, event.cause)
                     return
                 event = death
-        wanted = self._scheduler.handle(event)
-        if isinstance(event, Ready):
-            self._table.ready(event.worker)
-            if event.told is not None:
-                self._opened[event.worker] = event
-        elif isinstance(event, Exhausted) and wanted:
+        if isinstance(event, Exhausted):
+            skipped = self._scheduler.end_shard(event)
+            if skipped is None:
+                return
             self.exhausted[event.worker] = event
-            self._forget(skipped=True)
+            self._forget(skipped)
             if not self._persistent and self.spec.workers > 0:
                 self._scheduler.stop(event.worker)
                 self._crew.send(event.worker, Stop())
             if self._eager:  # its place in the window goes to the others
                 self._fill()
+            return
+        self._scheduler.handle(event)
+        if isinstance(event, Ready):
+            self._table.ready(event.worker)
+            if event.told is not None:
+                self._opened[event.worker] = event
 
     def _hand_out(self, result: Result) -> Any:
         """Return the value, or raise the error, of a task that is no longer under way."""

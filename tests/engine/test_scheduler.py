@@ -22,6 +22,7 @@ from hybridloader.engine.scheduler import (
     round_robin_with_room,
 )
 from hybridloader.engine.states import (
+    ACTIVE,
     RUN_TABLE,
     WORK_TABLE,
     RunState,
@@ -186,12 +187,17 @@ def test_without_order_results_come_as_they_arrive() -> None:
     assert popped == [3, 1, 0, 2]
 
 
+def active(scheduler: Scheduler) -> bytearray:
+    return bytearray(state in ACTIVE for state in scheduler.workers)
+
+
 def placed(
     states: list[WorkerState], load: list[int], last: int, busy: list[int] | None = None
 ) -> Scheduler:
     """A scheduler with a window of 4 in the middle of a run."""
     scheduler = Scheduler(len(states), 4)
     scheduler.workers, scheduler.load, scheduler.last = states, load, last
+    scheduler.active = active(scheduler)
     scheduler.busy = load if busy is None else busy
     return scheduler
 
@@ -473,6 +479,7 @@ def test_every_sequence_number_comes_out_exactly_once(
         if not head_is_late(scheduler):
             assert scheduler.extra <= max(0, held - window) or not late
         assert not scheduler.sent.keys() & scheduler.done.keys()
+        assert scheduler.active == active(scheduler)
         assert scheduler.busy == [
             sum(w == worker for w in scheduler.sent.values()) for worker in range(workers)
         ]
