@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from hybridloader.loader.stateful_dataloader import StatefulDataLoader as StatefulDataLoader
     from hybridloader.memory.limits import Memory as Memory
     from hybridloader.observe.comparing import compare as compare
+    from hybridloader.observe.headroom import headroom as headroom
+    from hybridloader.observe.reporting import Observe as Observe
     from hybridloader.observe.stats import Stats as Stats
     from hybridloader.observe.tracing import trace as trace
     from hybridloader.pipeline.operators.base import Operator as Operator
@@ -89,6 +91,8 @@ __getattr__, __dir__, __all__ = lazily(
         "loader.stateful_dataloader": "StatefulDataLoader",
         "memory.limits": "Memory",
         "observe.comparing": "compare",
+        "observe.headroom": "headroom",
+        "observe.reporting": "Observe",
         "observe.stats": "Stats",
         "observe.tracing": "trace",
         "pipeline.operators.base": "Operator",

@@ -98,8 +98,8 @@ class Installation:
         """Return an iterator over one of torch's loaders: torch's own where ours refuses it."""
         import torch
 
-        from hybridloader.loader.iterator import LoaderIterator
         from hybridloader.loader.plan import LoaderPlan
+        from hybridloader.loader.reporting_iterator import iterator_of
 
         plan = LoaderPlan.of(loader, self.backend, self.options)
         try:
@@ -113,7 +113,7 @@ class Installation:
         generator = torch.default_generator if loader.generator is None else loader.generator
         before = generator.get_state()
         try:
-            return LoaderIterator(loader, plan)
+            return iterator_of(loader, plan)
         except ForkUnsafe:  # torch's own loader would fork as well
             generator.set_state(before)
             raise

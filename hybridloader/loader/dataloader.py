@@ -19,12 +19,12 @@ from hybridloader._support.arguments import whole
 from hybridloader._support.attributes import attribute
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
-from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.observation import nothing_observed
 from hybridloader.loader.options import Options
 from hybridloader.loader.pass_start import leave_for_epoch, load, state_of
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.record import announce, record_of
+from hybridloader.loader.reporting_iterator import iterator_of
 from hybridloader.loader.samplers import Samplers
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hybridloader.fetching.on_error.error_budget import Skipped
     from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
     from hybridloader.memory.accelerator import Accelerator
+    from hybridloader.observe.reporting import Observe
     from hybridloader.observe.stats import Stats
     from hybridloader.seeding.sample_seeds import SampleSeeding
 
@@ -108,8 +109,8 @@ persistent_workers, pin_memory_device, in_order
         docs/devices.md.
     observe
         True measures each epoch for `stats`: where the time of your loop and of the workers goes. It
-        costs about 3 % of batches that take 10 microseconds, and less than 1 % of others. See
-        docs/why-is-it-slow.md.
+        costs about 3 % of batches that take 10 microseconds, and less than 1 % of others. An
+        `Observe` tells them to a function of yours now and then, too. See docs/why-is-it-slow.md.
 
     Raises
     ------
@@ -170,7 +171,7 @@ persistent_workers, pin_memory_device, in_order
         seeding: str | SampleSeeding = "worker",
         shard_remainders: str = "keep",
         device: str | torch.device | Accelerator | Transfer | None = None,
-        observe: bool = False,
+        observe: bool | Observe = False,
     ) -> None:
         if backend is not None:
             get_backend(backend)
@@ -201,7 +202,7 @@ persistent_workers, pin_memory_device, in_order
         plan.check()
         self.check_worker_number_rationality()
         plan.warn_if_idle()
-        return LoaderIterator(self, plan)
+        return iterator_of(self, plan)
 
     def report(self) -> str:
         """Return a table of the last iterator's workers: current task, and work done.

@@ -14,6 +14,7 @@ from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.restart import RestartPolicy
 from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
 from hybridloader.fetching.on_error.policies import parse as parse_on_error
+from hybridloader.observe.reporting import Observe
 from hybridloader.seeding.sample_seeds import SampleSeeding
 from hybridloader.seeding.sample_seeds import parse as parse_seeding
 
@@ -28,7 +29,7 @@ class OptionWords(TypedDict, total=False):
     seeding: str | SampleSeeding
     shard_remainders: str
     device: Any
-    observe: bool
+    observe: bool | Observe
 
 
 class Options(NamedTuple):
@@ -41,7 +42,7 @@ class Options(NamedTuple):
     seeding: str | SampleSeeding = "worker"
     shard_remainders: str = "keep"
     device: Any = None
-    observe: bool = False
+    observe: bool | Observe = False
 
     @classmethod
     def said(cls, caller: str, words: Mapping[str, Any]) -> Options:
@@ -71,7 +72,8 @@ class Options(NamedTuple):
         seconds("task_timeout", self.task_timeout)
         one_of("shard_remainders", self.shard_remainders, ("keep", "join"))
         check_device(self.device)
-        flag("observe", self.observe)
+        if not isinstance(self.observe, Observe):
+            flag("observe", self.observe)
 
 
 _DEFAULTS = tuple(Options._field_defaults.items())

@@ -25,6 +25,7 @@ from hybridloader.pipeline.steps import Steps
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from hybridloader.observe.reporting import Observe
     from hybridloader.pipeline.operators.work import Where
     from hybridloader.pipeline.running.run import Epochs, Run
 
@@ -177,6 +178,7 @@ class Pipeline(Steps):
         epoch: int | None = None,
         seed: int | None = None,
         state: Mapping[str, Any] | None = None,
+        observe: Observe | None = None,
     ) -> Run:
         """Run one epoch.
 
@@ -191,6 +193,8 @@ class Pipeline(Steps):
         state
             State of a run of such a pipeline, from `Run.state_dict`: go on behind the items that it
             gave. Backends and other options of where and how fast may differ.
+        observe
+            Function to tell the statistics to while your loop runs. Without it they are measured, too.
 
         Returns
         -------
@@ -204,18 +208,20 @@ class Pipeline(Steps):
         StateError
             It can't go on from `state`.
         """
+        from hybridloader.observe.reporting import check_observe
         from hybridloader.pipeline.running.executor import Executor
         from hybridloader.pipeline.running.run import Run
         from hybridloader.pipeline.running.state import checked
 
         epoch = None if epoch is None else whole("epoch", epoch, 0)
         seed = None if seed is None else whole("seed", seed)
+        check_observe(observe)
         if state is None:
-            return Run(Executor(self, seed, first=epoch or 0), epoch or 0)
+            executor = Executor(self, seed, first=epoch or 0)
+            return Run(executor, epoch or 0, observe=observe)
         resumed = checked(state, self, epoch=epoch, seed=seed)
-        return Run(
-            Executor(self, None, resumed, idle=resumed.finished), resumed.epoch, None, resumed
-        )
+        executor = Executor(self, None, resumed, idle=resumed.finished)
+        return Run(executor, resumed.epoch, None, resumed, observe)
 
     def epochs(
         self,
@@ -224,6 +230,7 @@ class Pipeline(Steps):
         first: int = 0,
         seed: int | None = None,
         state: Mapping[str, Any] | None = None,
+        observe: Observe | None = None,
     ) -> Epochs:
         """Run several epochs on the same workers: ``for epoch in pipe.epochs(3): for batch in epoch:``.
 
@@ -238,15 +245,19 @@ class Pipeline(Steps):
         state
             See `run`: begin in its epoch, or with the next if it is at the end of one. Those before
             count among `count`.
+        observe
+            See `run`.
         """
+        from hybridloader.observe.reporting import check_observe
         from hybridloader.pipeline.running.run import Epochs
         from hybridloader.pipeline.running.state import checked
 
         count = None if count is None else whole("count", count, 0)
         first = whole("first", first, 0)
         seed = None if seed is None else whole("seed", seed)
+        check_observe(observe)
         resumed = None if state is None else checked(state, self, seed=seed)
-        return Epochs(self, count, seed, first, resumed)
+        return Epochs(self, count, seed, first, resumed, observe)
 
     # -- what it is ----------------------------------------------------------------------------------
 

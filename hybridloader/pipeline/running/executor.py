@@ -84,6 +84,7 @@ class Executor:
         self._pinners: dict[int, Pinner | None] = {}  # by the identity of their operator
         self.relays: dict[Path, RunningRelay] = {}
         self._coroutines: list[Any] = []  # of functions without workers
+        self._inline: dict[tuple[Path, int], TaskContext] = {}  # of these, too, in the latest pass
         self._ending = threading.RLock()
         self.loop = LoopWaits()
         if self.trace is not None:
@@ -114,6 +115,18 @@ class Executor:
             else:
                 running.replace(relay)
         return running
+
+    def add_inline(self, path: Path, number: int, context: TaskContext) -> None:
+        """Go on counting what a function without workers, one of those at `path`, has retried."""
+        before = self._inline.get((path, number))
+        if before is not None:
+            context.retried += before.retried
+        self._inline[path, number] = context
+
+    def retried(self, path: Path) -> int:
+        """Return the number of calls that functions without workers have made again."""
+        contexts = list(self._inline.items())  # a copy: other threads open passes, too
+        return sum(context.retried for (at, _), context in contexts if at == path)
 
     def add_coroutines(self, coroutines: Any) -> None:
         """Take charge of coroutines without workers: they are cancelled when the pass is left."""

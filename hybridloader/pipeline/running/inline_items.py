@@ -45,14 +45,13 @@ class InlineItems(OperatorIterator):
         super().__init__(items)
         self._stage, self._left, self._budget = stage, left, budget
         self._rng = rng  # kept: letting it go ends the seeding
-        context = left
+        self.context = context = FollowingContext(left, rng)  # counts what was retried
         if rng is not None:
             # The item first: where there is none, no number is used up.
             pairs = zip(items, count(rng.take(0)), strict=False)
             self._pull = map(numbered_item, pairs).__next__
             policy = seeded(policy, rng, item_key)
-            context = FollowingContext(left, rng)
-        handler = ErrorHandler(policy, left)
+        handler = ErrorHandler(policy, context)
         opened = step.open(context, policy)
         self._loop = ItemLoop([opened], handler, left)
         self._kind, self._function = opened

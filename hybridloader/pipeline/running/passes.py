@@ -207,6 +207,7 @@ class ChainPass:
                 items = InlineItems(
                     items, work.step(), work.name, self.left, sample_rng, policy, budget
                 )
+                self.executor.add_inline(node.path, number, items.context)
                 if items.coroutines is not None:
                     self.executor.add_coroutines(items.coroutines)
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from hybridloader._support.errors import IteratorClosed, StateError
 from hybridloader.engine.crews import closed_with, park_at_exit
 from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
+from hybridloader.observe.reporting import Observe, Reporter
 from hybridloader.observe.stats import Stats
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.dropping import NO_ITEM
@@ -42,7 +44,9 @@ class Run(Iterator[Any]):
         epoch: int,
         epochs: Epochs | None = None,
         resumed: Position | None = None,
+        observe: Observe | None = None,
     ) -> None:
+        self._observe = observe
         self._epochs = epochs  # whose workers these are; none: its own
         # All the mutable state:
         self._asking = threading.RLock()
@@ -53,6 +57,9 @@ class Run(Iterator[Any]):
 
     def _begin(self, executor: Executor, epoch: int, resumed: Position | None) -> None:
         self._executor, self.epoch = executor, epoch
+        self._reporter = None
+        if self._observe is not None:
+            self._reporter = Reporter(self._observe, functools.partial(collect, executor))
         if self._epochs is None:
             self._finalizer = closed_with(self, executor)
         self._position = RunPosition(executor.plan, epoch, resumed)
@@ -96,6 +103,8 @@ class Run(Iterator[Any]):
             if self._over is not None or self._left.cancelled:
                 self._refuse()
             self._asked = True
+            if self._reporter is not None:
+                self._reporter.look()
             position, loop = self._position, executor.loop
             began = time.perf_counter()
             try:
@@ -124,6 +133,8 @@ class Run(Iterator[Any]):
                     loop.brief_seconds += seconds
                 else:
                     loop.note(began, began + seconds)
+                if self._reporter is not None and self._position.finished:
+                    self._reporter.end()
             loop.items += 1
             position.given += 1
             return item
@@ -269,8 +280,9 @@ class Epochs(Iterator[Run]):
         seed: int | None,
         first: int,
         resumed: Position | None = None,
+        observe: Observe | None = None,
     ) -> None:
-        self._first = first
+        self._first, self._observe = first, observe
         # All the mutable state:
         self._left, self._next, self._resumed = count, first, resumed
         # Of the run, which is not kept here: whoever has it may let it go.
@@ -308,7 +320,7 @@ class Epochs(Iterator[Run]):
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.finished:
             resumed = None
-        run = Run(self._executor, epoch, self, resumed)
+        run = Run(self._executor, epoch, self, resumed, self._observe)
         self._position = run._position
         return run
 

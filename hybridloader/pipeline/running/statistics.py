@@ -102,7 +102,8 @@ def _row_of_caller(executor: Executor) -> Iterator[StageRecord]:
 def _faults(executor: Executor, nodes: Sequence[Node]) -> Faults:
     log = executor.stages.failure_log
     replaced = sum(log.replaced[node.path] for node in nodes)
-    return Faults(sum(log.counts[node.path] for node in nodes) - replaced, replaced)
+    skipped = sum(log.counts[node.path] for node in nodes) - replaced
+    return Faults(skipped, replaced, sum(executor.retried(node.path) for node in nodes))
 
 
 def _name(node: OperatorNode | InlineNode) -> str:

@@ -1,0 +1,143 @@
+"""Headroom: with loops, loaders and devices whose times are scripted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.manual_clock import Clock
+
+import hybridloader
+from hybridloader import DataLoader, Pipeline
+from hybridloader.observe.headroom import Headroom, measure
+
+
+class Scripted:
+    """Batches that take a while to load, by a scripted clock, and a device that works behind."""
+
+    def __init__(self, length: int, load: float, work: float, queued: float = 0.0) -> None:
+        self.length, self.load, self.work, self.queued = length, load, work, queued
+        self.clock = Clock()
+        self.behind = 0.0  # seconds that the device has to do
+        self.given = 0
+        self.seen: list[int] = []
+        self.closed = False
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            for number in range(self.length):
+                self.clock.now += self.load
+                self.behind = max(0.0, self.behind - self.load)
+                self.given += 1
+                yield number
+        finally:
+            self.closed = True
+
+    def step(self, batch: int) -> None:
+        self.clock.now += self.work
+        self.behind += self.queued
+        self.seen.append(batch)
+
+    def wait(self) -> None:
+        self.clock.now += self.behind
+        self.behind = 0.0
+
+    def headroom(self, steps: int = 10, batches: int = 3) -> Headroom:
+        return measure(self, self.step, steps, batches, self.clock, self.wait)
+
+
+def test_the_time_of_loading_is_what_goes() -> None:
+    script = Scripted(100, load=0.3, work=0.1)
+    found = script.headroom()
+    assert (found.loading, found.ready) == (pytest.approx(0.4), pytest.approx(0.1))
+    assert found.speedup == pytest.approx(4.0)
+    assert found.share == pytest.approx(0.75)
+    assert (found.steps, found.batches) == (10, 3)
+    assert script.seen == [*range(14), *([0, 1, 2] * 4)[:10]]
+    assert script.given == 14, "no more than it needs"
+    assert script.closed
+
+
+def test_the_device_is_waited_for() -> None:
+    """Steps that only queue their work: it takes 0.5 s each, and loading hides behind it."""
+    found = Scripted(100, load=0.1, work=0.0, queued=0.5).headroom()
+    assert found.ready == pytest.approx(0.5)
+    assert found.loading == pytest.approx(0.5, abs=0.02)
+    assert found.speedup < 1.05
+
+
+def test_a_short_loader_has_fewer_steps() -> None:
+    found = Scripted(5, load=0.3, work=0.1).headroom()
+    assert (found.steps, found.batches) == (3, 3)
+    assert found.speedup == pytest.approx(4.0)
+
+
+def test_a_loop_that_is_quicker_with_loading_has_no_headroom() -> None:
+    assert Headroom(loading=0.1, ready=0.11, steps=5, batches=2).speedup == 1.0
+    assert Headroom(loading=0.1, ready=0.0, steps=5, batches=2).speedup == 1.0
+
+
+@pytest.mark.parametrize("kind", ["loader", "persistent", "pipeline", "list"])
+def test_of_real_loaders(kind: str) -> None:
+    made: Any = {
+        "loader": lambda: DataLoader(range(80), 2, num_workers=2, backend="threads"),  # type: ignore[arg-type]
+        "persistent": lambda: DataLoader(
+            range(80),  # type: ignore[arg-type]
+            2,
+            num_workers=2,
+            backend="threads",
+            persistent_workers=True,
+        ),
+        "pipeline": lambda: Pipeline.from_iterable(range(80)).map(
+            abs, backend="threads", num_workers=2
+        ),
+        "list": lambda: [*range(40)],
+    }[kind]()
+    seen: list[Any] = []
+    found = hybridloader.headroom(made, seen.append, steps=20)
+    assert (found.steps, found.batches, len(seen)) == (20, 4, 44)
+    if kind == "persistent":
+        made._iterator.close()
+
+
+def test_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Headroom(loading=0.4, ready=0.1, steps=10, batches=3)
+    assert json.loads(json.dumps(found.to_dict()))["speedup"] == 4.0
+    found.print()
+    told = capsys.readouterr().out
+    assert "2.5 batches/s with loading (400.0 ms a step)" in told
+    assert "at most 4.00 times as fast" in told
+    assert found._repr_html_().startswith("<table>")
+
+
+def fails(batch: Any) -> None:
+    raise ArithmeticError(batch)
+
+
+@pytest.mark.parametrize(
+    ("loader", "step", "options", "kind", "says"),
+    [
+        (5, print, {}, TypeError, "takes a loader or a pipeline first, not 5"),
+        ([1, 2], 7, {}, TypeError, "step must be a function of one batch"),
+        ([1, 2], print, {"steps": 0}, ValueError, "steps"),
+        ([1, 2], print, {"batches": 1.5}, TypeError, "batches"),
+        ([], print, {}, ValueError, "needs 1 batches at least, and the loader gave 0"),
+        (iter([1, 2]), abs, {}, ValueError, "needs 5 batches at least, and the loader gave 2"),
+        ([1, 2], fails, {}, ArithmeticError, "1"),
+    ],
+)
+def test_bad_input(loader: Any, step: Any, options: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        hybridloader.headroom(loader, step, **options)
+
+
+def test_a_step_that_raises_closes_the_iterator() -> None:
+    script = Scripted(10, 0.1, 0.1)
+    with pytest.raises(ArithmeticError):
+        measure(script, fails, 5, 2, script.clock, script.wait)
+    assert script.closed

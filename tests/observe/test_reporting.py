@@ -1,0 +1,210 @@
+"""Statistics that a function is told while a loop runs."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+from support.manual_clock import Clock
+
+from hybridloader import DataLoader, Observe, Pipeline, Stats
+from hybridloader.observe import reporting
+from hybridloader.observe.reporting import Reporter
+
+THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Clock of all reporters."""
+    clock = Clock()
+    monkeypatch.setattr(Reporter.__init__, "__defaults__", (clock,))
+    return clock
+
+
+def loader(policy: Any, **others: Any) -> DataLoader:
+    return DataLoader(range(12), 2, observe=policy, **{**THREADS, **others})  # type: ignore[arg-type]
+
+
+def pipeline(policy: Any) -> Any:
+    return Pipeline.from_iterable(range(6)).map(abs, **THREADS).run(observe=policy)
+
+
+BOTH = pytest.mark.parametrize("make", [loader, pipeline])
+
+
+@BOTH
+def test_it_is_called_when_due_and_at_the_end(make: Any, clock: Clock) -> None:
+    seen = list[tuple[float, int, str]]()
+
+    def note(stats: Stats) -> None:
+        seen.append((clock.now, stats.items, threading.current_thread().name))
+
+    for _ in make(Observe(note, every=10.0)):
+        clock.now += 4.0
+    # Batches come at 100, 104, ...; it is due at 110, and 10 s after each call.
+    mine = threading.current_thread().name
+    assert seen == [(112.0, 3, mine), (124.0, 6, mine), (124.0, 6, mine)]
+
+
+@BOTH
+def test_one_that_raises_is_told_of_once_and_stops_nothing(make: Any, clock: Clock) -> None:
+    calls = list[int]()
+
+    def fail(stats: Stats) -> None:
+        calls.append(stats.items)
+        raise ConnectionError("no network")
+
+    def loop() -> int:
+        count = 0
+        for _ in make(Observe(fail, every=1.0)):
+            clock.now += 2.0
+            count += 1
+        return count
+
+    with pytest.warns(UserWarning, match="on_stats raised ConnectionError: no network") as told:
+        assert loop() == 6
+    assert len(calls) == 7
+    assert len(told) == 1
+
+
+def test_each_epoch_begins_anew_and_ends_with_a_call(clock: Clock) -> None:
+    seen = list[int]()
+    made = loader(Observe(lambda stats: seen.append(stats.items)), persistent_workers=True)
+    for _ in range(3):
+        clock.now += 100.0  # between epochs nothing is due
+        list(made)
+    assert seen == [6, 6, 6]
+    made._iterator.close()  # type: ignore[union-attr]
+    with Pipeline.from_iterable(range(4)).epochs(
+        2, observe=Observe(lambda stats: seen.append(stats.items))
+    ) as epochs:
+        for run in epochs:
+            list(run)
+            with pytest.raises(StopIteration):
+                next(run)
+    assert seen[3:] == [4, 8], "once for each epoch"
+
+
+def test_nothing_is_held(clock: Clock) -> None:
+    """An iterator that is let go early ends its workers; the fixture of all tests looks."""
+    for _ in loader(Observe(print)):
+        break
+    for _ in pipeline(Observe(print)):
+        break
+
+
+def test_it_sees_what_stats_tells() -> None:
+    made = loader(Observe(lambda stats: seen.append(stats)))
+    seen = list[Stats]()
+    list(made)
+    assert seen[-1].stages == made.stats().stages
+
+
+def test_an_interrupt_in_it_is_the_users() -> None:
+    def interrupt(stats: Stats) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(loader(Observe(interrupt)))
+
+
+def test_on_any_backend_and_beside_install() -> None:
+    import torch
+
+    import hybridloader
+
+    seen = list[int]()
+    policy = Observe(lambda stats: seen.append(stats.items))
+    list(loader(policy, num_workers=0, backend=None))
+    list(loader(policy, backend="fork"))
+    with hybridloader.install("threads", observe=policy):
+        list(torch.utils.data.DataLoader(range(12), 2, num_workers=1))  # type: ignore[arg-type]
+    assert seen == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "says"),
+    [
+        (lambda: Observe(3), TypeError, "on_stats must be a function of one Stats, got 3"),
+        (lambda: Observe(print, every=0), ValueError, "every is seconds, above 0, not 0"),
+        (lambda: Observe(print, every="1"), ValueError, "every is seconds"),
+        (lambda: loader(print), TypeError, "observe must be True or False"),
+        (lambda: pipeline(print), TypeError, r"observe must be Observe\(on_stats"),
+    ],
+)
+def test_bad_input(make: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        make()
+
+
+# -- the recipes of docs/why-is-it-slow.md, with writers that only note ------------------------------
+
+
+class Writer:
+    """Stands for torch's SummaryWriter."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars[f"{tag} {step}"] = value
+
+
+class Gauge:
+    """Stands for prometheus_client's Gauge."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, ...], float] = {}
+        self._at: tuple[str, ...] = ()
+
+    def labels(self, *labels: str) -> Gauge:
+        self._at = labels
+        return self
+
+    def set(self, value: float) -> None:
+        self.values[self._at] = value
+
+
+def recipe(title: str) -> str:
+    from pathlib import Path
+
+    page = (Path(reporting.__file__).parents[2] / "docs" / "why-is-it-slow.md").read_text()
+    (block,) = (
+        part.split("```", 1)[0]
+        for part in page.split("```python\n")[1:]
+        if part.startswith(f"# {title}")
+    )
+    return block
+
+
+def test_the_tensorboard_recipe_runs() -> None:
+    writer = Writer()
+    names: dict[str, Any] = {"writer": writer, "Observe": Observe, "dataset": range(12)}
+    names["DataLoader"] = DataLoader
+    exec(recipe("TensorBoard"), names)
+    list(names["loader"])
+    assert any(tag.startswith("loader/stall") for tag in writer.scalars)
+    assert any(tag.startswith("loader/rate") for tag in writer.scalars)
+
+
+def test_the_prometheus_recipe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import SimpleNamespace
+
+    gauges = dict[str, Gauge]()
+
+    def gauge(name: str, text: str, labels: Any = ()) -> Gauge:
+        return gauges.setdefault(name, Gauge())
+
+    fake = SimpleNamespace(Gauge=gauge, start_http_server=lambda port: None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", fake)  # type: ignore[arg-type]
+    names: dict[str, Any] = {"Observe": Observe, "dataset": range(12), "DataLoader": DataLoader}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(recipe("Prometheus"), names)
+        list(names["loader"])
+    assert gauges["loader_stall_share"].values
+    assert ("DataLoader",) in gauges["loader_stage_load"].values
