@@ -116,6 +116,11 @@ def _add_run(commands: Any) -> None:
         run.add_argument(option, type=kind, metavar=metavar, default=argparse.SUPPRESS)
     run.add_argument("--trace", metavar="FILE", help="record a trace, .json or .json.gz")
     run.add_argument(
+        "--watch",
+        action="store_true",
+        help="show rate, stall and verdict of all loaders while it runs; needs rich on a terminal",
+    )
+    run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
     run.add_argument("script", metavar="SCRIPT")
@@ -159,6 +164,13 @@ def _run(arguments: argparse.Namespace) -> str | None:
             try:
                 around.enter_context(trace(arguments.trace))
             except (ValueError, OSError) as error:
+                return str(error)
+        if arguments.watch:
+            from hybridloader.observe.watch_display import watch
+
+            try:
+                around.enter_context(watch())
+            except ImportError as error:
                 return str(error)
         script.run(program, arguments.arguments)
     return None

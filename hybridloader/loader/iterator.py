@@ -47,6 +47,7 @@ from hybridloader.loader.refill import FullBatches
 from hybridloader.observe.loop_waits import LoopWaits
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.tracing import running_trace
+from hybridloader.observe.watching import running_watch
 from hybridloader.records.large import hint_at_large_container
 
 _TORCHS_NEXT = _BaseDataLoaderIter.__next__
@@ -105,8 +106,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         return fetch_of(self._plan, self._backend, self._on_error, sends_states=self._sends_states)
 
     def _observe(self, fetch: Fetch) -> Observation | None:
-        trace = running_trace()
-        if trace is None and not self._plan.options.observe:
+        trace, watch = running_trace(), running_watch()
+        if trace is None and watch is None and not self._plan.options.observe:
             return None
         window = self._prefetch_factor * self._num_workers
         key = id(self._plan.record)  # the same for all iterators of a loader
@@ -114,6 +115,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             "DataLoader", self._backend, fetch, self._num_workers, window, trace, key
         )
         made.of(self)
+        if watch is not None:
+            watch.see("DataLoader", key, made.stats)
         return made
 
     def _note_begin(self) -> None:

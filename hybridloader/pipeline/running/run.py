@@ -6,7 +6,8 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hybridloader._support.errors import IteratorClosed, StateError
@@ -15,6 +16,7 @@ from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.reporting import Observe, Reporter
 from hybridloader.observe.stats import Stats
+from hybridloader.observe.watching import running_watch
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.dropping import NO_ITEM
 from hybridloader.pipeline.running.executor import Executor
@@ -62,6 +64,9 @@ class Run(Iterator[Any]):
             self._reporter = Reporter(self._observe, functools.partial(collect, executor))
         if self._epochs is None:
             self._finalizer = closed_with(self, executor)
+        self._watch = running_watch()
+        if self._watch is not None:
+            self._watch.see("Pipeline", id(executor.chain), _stats_while_there(executor))
         self._position = RunPosition(executor.plan, epoch, resumed)
         self._items: Iterator[Any] = iter(())
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
@@ -143,8 +148,13 @@ class Run(Iterator[Any]):
         # Not the error itself: its traceback holds this object.
         self._over = why if isinstance(why, StopIteration) else type(why)(*why.args)
         self._position.finished = isinstance(why, StopIteration)
+        self._tell_watch()
         if self._epochs is None:
             self.close()
+
+    def _tell_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.look(id(self._executor.chain))
 
     def _refuse(self) -> None:
         if isinstance(self._over, StopIteration):
@@ -164,6 +174,7 @@ class Run(Iterator[Any]):
         """End all workers and threads: any number of times, from any thread; within some 2 seconds."""
         if self._over is None:
             self._over = _CLOSED
+            self._tell_watch()
         if self._finalizer is not None:
             self._finalizer()
         elif not self._left.cancelled:
@@ -252,6 +263,16 @@ class Run(Iterator[Any]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _stats_while_there(executor: Executor) -> Callable[[], Stats | None]:
+    there = weakref.ref(executor)
+
+    def stats() -> Stats | None:
+        executor = there()
+        return None if executor is None else collect(executor)
+
+    return stats
 
 
 def _state(executor: Executor, position: RunPosition) -> dict[str, Any]:
