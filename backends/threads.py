@@ -23,7 +23,7 @@ from hybridloader.engine import fetcher
 from hybridloader.engine.contract import Backend, Crew, WorkerHandle
 from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.serving import serve, thread_worker
-from hybridloader.engine.task_sharing import NEW, TaskSharing
+from hybridloader.engine.task_sharing import NEW, Inbox, TaskSharing
 from hybridloader.engine.worker import Incoming, Worker
 from hybridloader.fetching.collate import set_slots, teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
@@ -63,6 +63,26 @@ class Threads(Backend):
         return _ThreadCrew(self.copies, PrivateSlots(self.memory.bytes()))
 
 
+class _Inbox:
+    """Messages to a thread; usable from finalizers."""
+
+    def __init__(self) -> None:
+        queue: SimpleQueue[Incoming | None] = SimpleQueue()
+        self.get: Callable[[], Incoming | None] = queue.get
+        self.put: Callable[[Incoming | None], None] = queue.put
+        self.ring: Callable[[], None] = partial(queue.put, None)
+
+    def call(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called behind each message from now on."""
+        put = self.put
+
+        def put_and_wake(message: Incoming | None) -> None:
+            put(message)
+            wake()
+
+        self.put = put_and_wake
+
+
 class _Thread(WorkerHandle):  # the thread itself has no reference to it
     name = "thread"
 
@@ -75,7 +95,7 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to it
         opened: threading.Event | None,
     ) -> None:
         self.context = worker.context
-        self.messages: SimpleQueue[Incoming | None] = SimpleQueue()  # usable from finalizers
+        self.messages = _Inbox()
         self._codes: list[int] = []
         self.thread = threading.Thread(
             target=_main,
@@ -106,7 +126,7 @@ class _Thread(WorkerHandle):  # the thread itself has no reference to it
 
 def _main(
     worker: Worker,
-    messages: SimpleQueue[Incoming | None],
+    messages: _Inbox,
     slots: PrivateSlots,
     report: Callable[[Event], None],
     opened: threading.Event | None,
@@ -122,9 +142,13 @@ def _main(
         opened.set()
         report(event)
 
+    def listen() -> Callable[[], None]:
+        if worker.wakes:
+            messages.call(worker.wake)
+        return messages.ring
+
     tell = report if opened is None else report_opened
-    ring = partial(messages.put, None)
-    codes.append(serve(worker, messages.get, tell, prepare=prepare, listen=lambda: ring))
+    codes.append(serve(worker, messages.get, tell, prepare=prepare, listen=listen))
 
 
 def _stack_of(ident: int | None, who: str) -> str:
@@ -138,9 +162,7 @@ def _stack_of(ident: int | None, who: str) -> str:
 class _ThreadCrew(Crew):
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
-        self._queued: list[
-            tuple[SimpleQueue[Incoming | None], Incoming]
-        ] = []  # sent by the next flush
+        self._queued: list[tuple[Inbox, Incoming]] = []  # sent by the next flush
         self._copies = copies
         self._slots = slots
         self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes

@@ -123,7 +123,8 @@ def main(
                 watch.change(postmortem.context())
         worker = Worker(number, spec, ProcessSeeds(), _Result, watch.context)
         set_process_info(worker.info)
-        run(worker, connection.get, connection.report, connection.read_ahead)
+        listen = partial(connection.read_ahead, worker.wake if worker.wakes else None)
+        run(worker, connection.get, connection.report, listen)
         connection.finish()
     except EOFError:
         hung_up = True
@@ -151,13 +152,20 @@ def _leave() -> None:
     os._exit(0)
 
 
-def _read(endpoint: Any, arrived: SimpleQueue[Any]) -> None:
-    """Pass frames on until there are no more; the last is the error that says why."""
-    try:
-        while True:
+def _read(endpoint: Any, arrived: SimpleQueue[Any], wake: Callable[[], None] | None = None) -> None:
+    """Pass frames on until there are no more; the last is the error that says why.
+
+    `wake` is called behind each.
+    """
+    last = False
+    while not last:
+        try:
             arrived.put(endpoint.get())
-    except BaseException as error:
-        arrived.put(error)
+        except BaseException as error:
+            arrived.put(error)
+            last = True
+        if wake is not None:
+            wake()
 
 
 class _WorkerConnection:
@@ -183,10 +191,13 @@ class _WorkerConnection:
         self._counting = threading.Lock()
         self._writer: threading.Thread | None = None
 
-    def read_ahead(self) -> Callable[[], None]:
-        """Read frames on a thread from now on; return what has `get` return None, from any thread."""
+    def read_ahead(self, wake: Callable[[], None] | None = None) -> Callable[[], None]:
+        """Read frames on a thread from now on; return what has `get` return None, from any thread.
+
+        The thread calls `wake` behind each frame.
+        """
         self._arrived = SimpleQueue()
-        args = self._endpoint, self._arrived
+        args = self._endpoint, self._arrived, wake
         threading.Thread(target=_read, args=args, name="hybridloader-reader", daemon=True).start()
         return partial(self._arrived.put, None)
 

@@ -120,13 +120,16 @@ class Spared(list[Any]):
 
 
 class Begun(Protocol):
-    """Samples of a task that threads have begun to fetch."""
+    """Samples of a task that threads, or coroutines, have begun to fetch."""
 
     seconds: list[float]  # that each sample took
     ended: bool  # no sample is under way, or will be begun
 
     def result(self) -> list[Any]:
         """Return the samples; raise the error of the first bad one. Once, when they have ended."""
+
+    def wait_here(self) -> bool:
+        """Wait for the samples, or for `Fetcher.wake`; False, at once, if threads fetch them."""
 
     def stop(self) -> bool:
         """Begin no more samples."""
@@ -159,9 +162,12 @@ class Fetcher(ABC):
     def begin(self, index: Any, ring: Callable[[], None]) -> Begun:
         """Have threads fetch the samples of a task, and `ring` when they have ended.
 
-        Asked of a worker with threads, if `Fetch.divisible`.
+        Asked of a worker with threads, if `Fetch.divisible`, or with coroutines, which need no ring.
         """
         raise NotImplementedError
+
+    def wake(self) -> None:  # noqa: B027  # threads need none
+        """Have the worker look for messages: end `Begun.wait_here`. From any thread."""
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
         """Return the result of a task, made of its samples, as `fetch` does."""
@@ -210,6 +216,8 @@ class Fetch(ABC):
     """True if a sample can be read only after those before it."""
     threads: int = 1
     """Number of threads of a worker, its own included, that fetch the samples of one task."""
+    coroutines: int = 0
+    """Number of coroutines that a worker has in work at a time; 0: it has none."""
 
     if TYPE_CHECKING:  # a field of some, a property of others
 

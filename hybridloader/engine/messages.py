@@ -64,9 +64,10 @@ class WorkerSpec:
 
     @property
     def overlaps(self) -> bool:
-        """True if the threads of a worker may fetch the samples of several of its tasks at a time."""
-        watched = self.tracked or self.timed or self.tells
-        return not watched and self.fetch.threads > 1 and self.fetch.divisible
+        """True if a worker's threads, or coroutines, may fetch samples of several tasks at a time."""
+        if self.tracked or self.timed or self.tells:
+            return False
+        return self.fetch.coroutines > 1 or (self.fetch.threads > 1 and self.fetch.divisible)
 
 
 class Task(NamedTuple):

@@ -15,12 +15,18 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from hybridloader.engine.messages import Task
 from hybridloader.engine.shared_items import Alone, SharedTask
 from hybridloader.engine.worker import Worker
+
+
+class Inbox(Protocol):
+    """Queue of a worker's messages."""
+
+    put: Callable[[Any], None]
+
 
 _LEAST = 5e-3
 """Seconds of work in a task from which it is shared. Of 2 ms of Python, two threads lose 5 % to passing
@@ -47,13 +53,13 @@ class TaskSharing:
         self.mean = 0.0  # seconds of a task, of late
         self.limit = float("inf")  # for `mean`; where it is passed, `whole` changes
         self._workers: list[Worker] = []
-        self._inboxes: list[SimpleQueue[Any]] = []
+        self._inboxes: list[Inbox] = []
         self._known = False  # the seconds of any task are
         self._drawn = False  # the generators of any worker were looked at
         self._held: list[SharedTask] = []  # given to their workers alone, until they are
         self._lock = threading.Lock()  # while that is not known
 
-    def join(self, worker: Worker, inbox: SimpleQueue[Any], *, seeded: bool) -> None:
+    def join(self, worker: Worker, inbox: Inbox, *, seeded: bool) -> None:
         """Let a worker, which has not started, take part; samples are `seeded` each, or not."""
         self._workers.append(worker)
         self._inboxes.append(inbox)
@@ -66,7 +72,7 @@ class TaskSharing:
         with self._lock:
             self._held = []
 
-    def send(self, worker: int, task: Task, queued: list[tuple[SimpleQueue[Any], Any]]) -> bool:
+    def send(self, worker: int, task: Task, queued: list[tuple[Inbox, Any]]) -> bool:
         """Send a task, now or `queued`; False if it is to go to its worker as ever."""
         if type(task.index) not in (list, tuple) or len(task.index) < 2:
             return False

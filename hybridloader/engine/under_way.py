@@ -1,12 +1,14 @@
-"""Tasks of one worker whose samples its threads fetch, several tasks at a time.
+"""Tasks of one worker whose samples its threads, or coroutines, fetch: several tasks at a time.
 
 The threads work at the oldest task first, and go on with the next one as soon as no sample of it is
 left to begin. So a slow sample holds up one of them. The worker's own thread fetches no sample of these
 tasks: it takes messages, and collates and answers the tasks in their order, each once its samples have
 ended. So whatever draws or counts in a collation does so as if there were one task at a time.
 
-Tasks that take little, and the first one, are done one at a time, as ever: to pass a task to another
-thread and back takes some 20 us.
+Coroutines run on the worker's own thread, while it would wait for a message.
+
+Tasks that take little are done one at a time, as ever, and so is the first one for threads: to pass a
+task to another thread and back takes some 20 us.
 """
 
 from __future__ import annotations
@@ -46,13 +48,15 @@ class TasksUnderWay:
         get: Callable[[], Any],  # waits for a message; returns None if `ring` was called
         report: Callable[[Event], None],
         listen: Callable[[], Callable[[], None]],  # gives `ring`; called before it is needed
+        *,
+        early: bool = False,  # the first task is not waited for
     ) -> None:
         self._begin, self._context = begin, context
         self._get, self._report, self._listen = get, report, listen
         # All the mutable state:
         self._ring: Callable[[], None] | None = None  # called by threads, as samples have ended
         self._mean = 0.0  # seconds of a task, of late
-        self._early = False  # tasks are begun before those before them are answered
+        self._early = early  # tasks are begun before those before them are answered
         self._begun: deque[Fetched] = deque()
         self._later: deque[Any] = deque()
 
@@ -67,12 +71,15 @@ class TasksUnderWay:
                 continue
             if later and not begun:
                 return later.popleft()
-            message = self._get()
-            if message is None:
-                continue
+            waited = bool(begun) and begun[0].samples.wait_here()
+            if waited and self._ring is not None:
+                self._ring()  # behind what has come, so `get` does not wait
+            while (message := self._get()) is not None and not self._context.cancelled:
+                later.append(message)
+                if not waited:
+                    break
             if self._context.cancelled:
                 return message
-            later.append(message)
 
     def _started(self, message: Any) -> bool:
         """Have the threads begin a task; False if the worker is to do it, as a whole and in its turn."""

@@ -218,24 +218,40 @@ class Worker:
 
     @property
     def overlaps(self) -> bool:
-        """True if its threads may fetch the samples of several tasks at a time."""
+        """True if its threads, or coroutines, may fetch the samples of several tasks at a time."""
         return self._spec.overlaps
 
-    def begin(self, task: Task, ring: Callable[[], None]) -> Begun | None:
-        """Have threads fetch the samples of a task; None if it is to be done as a whole.
+    @property
+    def at_once(self) -> int:
+        """Number of samples that are fetched at a time if it `overlaps`."""
+        return self._spec.fetch.coroutines or self._spec.fetch.threads
 
-        `ring` is called by one of them when all have ended.
+    def wake(self) -> None:
+        """Have it look for messages while its own thread fetches samples. From any thread."""
+        fetcher = self._fetcher
+        if fetcher is not None:
+            fetcher.wake()
+
+    @property
+    def wakes(self) -> bool:
+        """True if `wake` does something."""
+        return self._spec.fetch.coroutines > 0
+
+    def begin(self, task: Task, ring: Callable[[], None]) -> Begun | None:
+        """Have the samples of a task fetched; None if it is to be done as a whole.
+
+        `ring` is called by one of the threads that fetch them when all have ended.
         """
         if self._fetcher is None or type(task.index) not in (list, tuple) or not task.index:
             return None
         return self._fetcher.begin(task.index, ring)
 
     def _collated(self, message: Fetched) -> Event | None:
-        """Answer a task whose samples the threads have fetched."""
+        """Answer a task whose samples have been fetched."""
         task, samples = message
         fetcher = self._fetcher
         assert fetcher is not None
-        spent = sum(samples.seconds) / self._spec.fetch.threads
+        spent = sum(samples.seconds) / self.at_once
         if self.meter is not None:
             now = perf_counter()
             self.meter.part(now - spent, now, here=False)

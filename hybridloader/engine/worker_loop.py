@@ -21,7 +21,9 @@ def run(
     """Answer messages until `Stop`, or until nobody waits: the worker loop of threads and processes."""
     under_way = None
     if listen is not None and worker.overlaps:
-        under_way = TasksUnderWay(worker.begin, worker.context, get, report, listen)
+        under_way = TasksUnderWay(
+            worker.begin, worker.context, get, report, listen, early=worker.wakes
+        )
         get, report = under_way.next, under_way.report
     meter = worker.meter
     if meter is not None:

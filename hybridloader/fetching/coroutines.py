@@ -1,7 +1,7 @@
 """Coroutines of an ``async def`` function: several at a time, on one event loop of the worker.
 
-The loop runs on the worker's own thread, and only while somebody waits for a result. It lives as long as
-the worker, so connections that belong to it serve all epochs.
+The loop runs on the worker's own thread, and only while somebody waits, for a result or for a message.
+It lives as long as the worker, so connections that belong to it serve all epochs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import asyncio
 import threading
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 from hybridloader.engine.fetcher import Abandoned, GivenUp, TaskContext
@@ -35,6 +37,7 @@ class Loop:
         self._loop = asyncio.new_event_loop()
         self._context: TaskContext | None = None  # of the wait in hand
         self.in_use = threading.Lock()  # by whoever runs it, or ends it
+        self._wakeable = False
         self._loop.call_soon(self._look)
 
     def begin(self, coroutine: Any) -> asyncio.Task[Any]:
@@ -43,16 +46,39 @@ class Loop:
     def wait(self, task: asyncio.Task[Any], context: TaskContext) -> None:
         """Run until `task` is done. Raises `Abandoned` if the context is cancelled before."""
         if not task.done():
-            self._context = context
             task.add_done_callback(self._stop)
             try:
-                with self.in_use, _beside_the_callers():
-                    self._loop.run_forever()
+                self._run(context)
             finally:
-                self._context = None
                 task.remove_done_callback(self._stop)
         if context.cancelled:
             raise Abandoned
+
+    def run(self, context: TaskContext) -> None:
+        """Run until `stop`, or `wake`, or the context is cancelled; at most `_SLICE`."""
+        self._wakeable = True
+        try:
+            self._run(context)
+        finally:
+            self._wakeable = False
+
+    def _run(self, context: TaskContext) -> None:
+        self._context = context
+        try:
+            with self.in_use, _beside_the_callers():
+                self._loop.run_forever()
+        finally:
+            self._context = None
+
+    def wake(self) -> None:
+        """End `run`, on another thread; what is not waiting there goes on."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.stop)
+
+    def stop(self) -> None:
+        """End `run`, on its thread."""
+        if self._wakeable:
+            self._loop.stop()
 
     def cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Cancel tasks, and let them end, for as long as `_PATIENCE`."""
@@ -80,7 +106,7 @@ class Loop:
         self._loop.stop()
 
     def _look(self) -> None:
-        if self._context is not None and self._context.cancelled:
+        if self._wakeable or (self._context is not None and self._context.cancelled):
             self._loop.stop()
         self._loop.call_later(_SLICE, self._look)
 
@@ -132,10 +158,12 @@ class Coroutines:
         self.is_open = True
         self._loop: Loop | None = None  # made in the thread that first needs it
         self._is_workers = False
-        self._items: Iterator[Any] = iter(())
+        self._items: Iterator[Any] | None = None  # that `next` is at; None behind the last
         self._begun: deque[tuple[Any, asyncio.Task[Any] | Exception | None]] = deque()
         self._in_work = 0
-        self._done: asyncio.Task[Any] | None = None  # of the item that `through` gave last
+        self._early: deque[BegunItems] = deque()  # tasks that have items left to begin
+        self._given_up: list[asyncio.Task[Any]] = []
+        self._done: asyncio.Task[Any] | None = None  # of the item that a loop over items has now
 
     def through(self, items: Iterable[Any]) -> Iterator[Any]:
         """Return an iterator of the items, each when its coroutine has ended."""
@@ -160,8 +188,10 @@ class Coroutines:
         item, task = self._begun[0]
         if isinstance(task, Exception):
             self._begun.popleft()
-            if isinstance(task, StopIteration) and not self._is_workers:
-                self.close()
+            if isinstance(task, StopIteration):
+                self._items = None
+                if not self._is_workers:
+                    self.close()
             raise task
         if task is not None:
             assert self._loop is not None
@@ -176,12 +206,13 @@ class Coroutines:
 
     def _fill(self) -> None:
         """Begin items, up to one that can't be had."""
-        begun = self._begun
+        begun, items = self._begun, self._items
+        assert items is not None
         while self._in_work < self._limit and len(begun) < _HELD * self._limit:
             if begun and isinstance(begun[-1][1], Exception):
                 return
             try:
-                item = next(self._items)
+                item = next(items)
             except Exception as error:  # it is raised in its place
                 begun.append((None, error))
                 return
@@ -197,8 +228,55 @@ class Coroutines:
 
     def _end(self, _: asyncio.Task[Any]) -> None:
         self._in_work -= 1
-        if self._loop is not None:  # else they are being cancelled
+        if self._loop is None:  # they are being cancelled
+            return
+        if self._items is not None:
             self._fill()
+        else:
+            self._begin_early()
+
+    def begin(self, items: Sequence[Any]) -> BegunItems:
+        """Begin the items of a task behind those of the tasks before it, as soon as there is room."""
+        begun = BegunItems(self, items)
+        self._early.append(begun)
+        self._begin_early()
+        return begun
+
+    def _begin_early(self) -> None:
+        early = self._early
+        while early and self._in_work < self._limit:
+            begun = early[0]
+            begun.add(self._begin(begun.items[len(begun.tasks)]))
+            if len(begun.tasks) == len(begun.items):
+                early.popleft()
+
+    def run(self) -> None:
+        """Run the loop until there may be a message, or a task has ended."""
+        assert self._loop is not None
+        self._loop.run(self._context)
+
+    def stop(self) -> None:
+        """Have `run` return."""
+        if self._loop is not None:
+            self._loop.stop()
+
+    def wake(self) -> None:
+        """Have `run` return, from any thread."""
+        loop = self._loop
+        if loop is not None:
+            loop.wake()
+
+    def ended(self, items: Iterable[Any], tasks: Iterable[asyncio.Task[Any]]) -> Iterator[Any]:
+        """Yield items whose coroutines have ended; `self` is called with each before the next."""
+        for item, task in zip(items, tasks, strict=True):
+            self._done = task
+            yield item
+
+    def give_up(self, begun: BegunItems) -> None:
+        """Begin no more items of a task. `close` cancels the others."""
+        with suppress(ValueError):  # all are begun
+            self._early.remove(begun)
+        self._given_up += begun.tasks
 
     def close(self) -> None:
         """Cancel what is in work; close the loop unless it is the worker's. Idempotent.
@@ -212,12 +290,56 @@ class Coroutines:
             return
         try:
             self._loop = None
-            loop.cancel([task for _, task in self._begun if isinstance(task, asyncio.Task)])
+            begun = [task for _, task in self._begun if isinstance(task, asyncio.Task)]
+            loop.cancel([*begun, *self._given_up])
             self._begun.clear()
+            self._given_up.clear()
+            self._early.clear()
             if not self._is_workers:
                 loop.close()
         finally:
             loop.in_use.release()
+
+
+class BegunItems:
+    """Items of one task, begun early, in their order: a `Begun`. All of it is on the worker's thread."""
+
+    def __init__(self, coroutines: Coroutines, items: Sequence[Any]) -> None:
+        self.items = items
+        self._coroutines = coroutines
+        # All the mutable state:
+        self.tasks: list[asyncio.Task[Any]] = []  # of the first items, which were begun
+        self.seconds: list[float] = []
+        self._left = len(items)  # that have not ended
+        self.ended = False
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.append(task)
+        task.add_done_callback(partial(self._end, perf_counter()))
+
+    def _end(self, began: float, _: asyncio.Task[Any]) -> None:
+        self.seconds.append(perf_counter() - began)
+        self._left -= 1
+        if not self._left:
+            self.ended = True
+            self._coroutines.stop()
+
+    def result(self) -> list[Any]:
+        for task in self.tasks:
+            if not task.cancelled():
+                task.exception()  # as in `Loop.cancel`: not all may be taken
+        return self.tasks
+
+    def wait_here(self) -> bool:
+        self._coroutines.run()
+        return True
+
+    def stop(self) -> bool:
+        self._coroutines.give_up(self)
+        return True
+
+    def leave(self) -> bool:
+        return True
 
 
 class _Through(Iterator[Any]):

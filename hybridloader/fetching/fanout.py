@@ -215,6 +215,9 @@ class _Job(SharedItems):
         finally:
             self.forget()
 
+    def wait_here(self) -> bool:
+        return False
+
     def leave(self) -> bool:
         try:
             self.wait(leaving=True)

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 from hybridloader._support.attributes import attribute
-from hybridloader.engine.fetcher import Fetch, Fetcher, FollowingContext, Spared, TaskContext
+from hybridloader.engine.fetcher import (
+    Begun,
+    Fetch,
+    Fetcher,
+    FollowingContext,
+    Spared,
+    TaskContext,
+)
 from hybridloader.engine.slices import SEEN
 from hybridloader.fetching.fanout import spread_over
 from hybridloader.fetching.fetch import MapFetch
@@ -108,6 +115,10 @@ class WorkFetch(Fetch):
     def _fetches(self) -> list[MapFetch]:
         return [step.function for step in self.steps if isinstance(step.function, MapFetch)]
 
+    @property
+    def coroutines(self) -> int:  # type: ignore[override]  # of others a field
+        return self.steps[0].concurrency
+
     def with_dataset(self, dataset: Any) -> WorkFetch:
         steps = tuple(
             replace(step, function=step.function.with_dataset(dataset))
@@ -161,8 +172,22 @@ class ItemsFetcher(Fetcher):
             items = list(zip(items, count(rng.take(len(items))), strict=False))
         if self._coroutines is not None:
             items = self._coroutines.through(items)
+        return self._results(items, spared=spared)
+
+    def _results(self, items: Iterable[Any], *, spared: bool = False) -> Any:
         results = self._loop.run(items, spared=spared)
         return results.hand_over(self._context) if results.notes else results.values
+
+    def begin(self, items: Any, ring: Callable[[], None]) -> Begun:
+        begun: Begun = self._coroutines.begin(items)
+        return begun
+
+    def wake(self) -> None:
+        if self._coroutines is not None:
+            self._coroutines.wake()
+
+    def assemble(self, samples: list[Any], index: Any) -> Any:
+        return self._results(self._coroutines.ended(index, samples))
 
     def close(self) -> None:
         if self._coroutines is not None:

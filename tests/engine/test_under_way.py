@@ -32,6 +32,9 @@ class Samples:
     def leave(self) -> bool:
         return True
 
+    def wait_here(self) -> bool:
+        return False
+
 
 class Script:
     """Messages of a crew in their order; a function among them is called, as if threads rang."""
@@ -82,6 +85,28 @@ def test_long_tasks_are_begun_as_they_come_and_answered_in_their_order() -> None
     assert isinstance(first, Fetched)
     assert isinstance(second, Fetched)
     assert [first.task.seq, second.task.seq] == [0, 1]
+
+
+class OnThisThread(Samples):
+    """Samples that are fetched on the worker's own thread, while it waits: task 0 ends at the third."""
+
+    waits = 0
+
+    def wait_here(self) -> bool:
+        self.waits += 1
+        self.ended = self.waits == 3
+        return True
+
+
+def test_messages_are_looked_for_whenever_the_samples_have_been_waited_for() -> None:
+    script = Script(Task(0, [0]), Task(1, [1]), None, None, Task(2, [2]), None)
+    script.samples[0] = OnThisThread()
+    script.learn(1.0)
+    first = script.under_way.next()
+    assert isinstance(first, Fetched)
+    assert first.task.seq == 0
+    assert list(script.samples) == [0, 1]
+    assert not script.messages
 
 
 def test_tasks_behind_an_epoch_that_begins_in_the_middle_are_begun_early_too() -> None:

@@ -72,6 +72,80 @@ def test_several_are_in_work_at_a_time_on_one_loop_and_in_order(where: Any) -> N
         assert len(loops) <= where.get("num_workers", 1)
 
 
+class Behind:
+    """A function whose first item waits until a later one is in work."""
+
+    def __init__(self, later: int) -> None:
+        self.later = later
+
+    def setup(self) -> None:
+        self.gate = asyncio.Event()
+
+    async def __call__(self, item: int) -> int:
+        if item == self.later:
+            self.gate.set()
+        elif item == 0:
+            await self.gate.wait()
+        return item
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"backend": backend, "num_workers": 1, "concurrency": 2}
+        for backend in ("threads", "fork", "shared-memory")
+    ],
+    ids=lambda where: str(where["backend"]),
+)
+def test_items_of_several_tasks_are_in_work_at_a_time(where: Any) -> None:
+    """A task has two items, or one if the source is late; a worker has eight tasks."""
+    pipe = Pipeline.from_iterable(range(40)).map(Behind(7), timeout=30, **where)
+    for _ in range(2):
+        assert list(pipe) == [*range(40)]
+
+
+def test_items_that_come_later_are_begun_beside_a_slow_one() -> None:
+    slow = threading.Event()
+
+    class Source:
+        def __iter__(self) -> Iterator[int]:
+            yield 0
+            slow.wait()
+            yield from range(1, 8)
+
+    class Slow(Behind):
+        async def __call__(self, item: int) -> int:
+            if item == 0:
+                slow.set()
+            return await super().__call__(item)
+
+    pipe = (
+        Pipeline.from_iterable(Source())
+        .prefetch(1)
+        .map(Slow(7), concurrency=2, backend="threads", num_workers=1, timeout=30)
+    )
+    assert list(pipe) == [*range(8)]
+
+
+class FailsLate(Behind):
+    async def __call__(self, item: int) -> int:
+        await super().__call__(item)
+        if item % 4 == 1:
+            raise ValueError(f"item {item}")
+        return item
+
+
+def test_errors_of_tasks_that_were_begun_early_come_in_their_place() -> None:
+    where: Any = {"backend": "threads", "num_workers": 1, "concurrency": 2, "timeout": 30}
+    pipe = Pipeline.from_iterable(range(12))
+    good = [n for n in range(12) if n % 4 != 1]
+    assert list(pipe.map(FailsLate(7), on_error=Skip(budget=3), **where)) == good
+    with pipe.map(FailsLate(7), **where).run() as run:
+        assert next(run) == 0
+        with pytest.raises(ValueError, match="item 1"):
+            next(run)
+
+
 @everywhere
 def test_errors_are_raised_in_their_place(where: Any) -> None:
     pipe = Pipeline.from_iterable(range(12)).map(fails, concurrency=3, **where)

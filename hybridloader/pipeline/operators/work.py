@@ -13,6 +13,7 @@ from hybridloader._support.attributes import attribute
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
 from hybridloader.engine.restart import RestartPolicy
+from hybridloader.engine.scheduler import AT_HAND
 from hybridloader.fetching.fetch import MapFetch
 from hybridloader.fetching.item_steps import Step, is_async
 from hybridloader.fetching.on_error.policies import Policy, Replace, Retry, Skip, parse
@@ -151,18 +152,33 @@ class Placement:
     def least(self) -> int:
         """Items of a task, if there are as many, so that a worker has enough to do at once."""
         if self.concurrency > 1:
-            return _ROUNDS * self.concurrency
+            return self.concurrency if self._overlaps else _ROUNDS * self.concurrency
         return self.threads_per_worker
+
+    @property
+    def at_hand(self) -> int:
+        """Tasks that a worker has at most, if any worker may do them."""
+        return _AHEAD if self._overlaps else AT_HAND
+
+    @property
+    def _overlaps(self) -> bool:
+        """True if coroutines of several tasks may be in work; see `WorkerSpec.overlaps`."""
+        watched = self.on_worker_death is not None or self.task_timeout
+        return self.concurrency > 1 and not self.inline and not watched
 
     @property
     def inline(self) -> bool:
         return self.backend is None or self.backend.in_caller
 
 
+_AHEAD = 8
+"""Tasks at hand of a worker whose coroutines may be those of several, each of as many items as may be in
+work. With waits that are exponentially distributed, and 32 at a time, it does as much as asyncio alone:
+0.95 of what it could, head and tail of the epoch included. With 2 tasks of four times as many: 0.88."""
+
 _ROUNDS = 4
-"""Items of a task for each coroutine at a time: the next ones begin while slow ones still run. With
-waits that are exponentially distributed and 32 at a time, a worker does 0.53 of what it could (with 2,
-0.37); with equal waits, 0.9."""
+"""Items of a task for each coroutine at a time where a worker is watched, so that it ends a task before
+it begins the next. With the waits above it does 0.53 of what it could; with equal waits, 0.9."""
 
 _ANYWHERE = ("backend", "on_error", "seeding", "concurrency")
 """Keywords that need no backend."""

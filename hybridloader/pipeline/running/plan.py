@@ -16,7 +16,6 @@ from typing import Any
 
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend
-from hybridloader.engine.scheduler import AT_HAND
 from hybridloader.pipeline.operators.base import Chain, Operator
 from hybridloader.pipeline.operators.cache import Cache
 from hybridloader.pipeline.operators.order import (
@@ -136,7 +135,7 @@ class WorkerNode(_FunctionsNode):
     def window(self) -> int:
         """Tasks that may be under way or wait to be handed out."""
         placement = self.placement
-        return placement.prefetch or AT_HAND * placement.num_workers
+        return placement.prefetch or placement.at_hand * placement.num_workers
 
 
 @dataclass(frozen=True)
@@ -346,7 +345,7 @@ def _needs_relay_at_end(nodes: list[Node]) -> bool:
 def _runs_ahead(stage: Node) -> bool:
     """Tell whether a stage was told to keep more at hand than its workers need."""
     assert isinstance(stage, WorkerNode)
-    return stage.window > AT_HAND * stage.placement.num_workers
+    return stage.window > stage.placement.at_hand * stage.placement.num_workers
 
 
 def _has_live_branch(node: Node) -> bool:

@@ -20,7 +20,7 @@ from hybridloader.engine.numbering import ItemCounter
 from hybridloader.engine.refresh import Watch
 from hybridloader.engine.relay import Relay
 from hybridloader.engine.reorder import ReorderLimit
-from hybridloader.engine.scheduler import AT_HAND, Scheduler, least_busy
+from hybridloader.engine.scheduler import Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.fetching.item_steps import WorkFetch
 from hybridloader.fetching.on_error.error_budget import ErrorBudget, FailureLog
@@ -130,7 +130,9 @@ class RunningStages(dict[Path, RunningStage]):
                 else ReorderLimit(placement.num_workers),
                 timeout=placement.timeout,
                 persistent=True,  # whoever pulls it shall not wait for its workers to end
-                dispatch=fewest_at_hand if node.reads else least_busy,
+                dispatch=fewest_at_hand
+                if node.reads
+                else functools.partial(least_busy, at_hand=placement.at_hand),
                 flow_control=metrics,
                 observer=measures,
                 forwards=node.forwarded,
@@ -151,10 +153,15 @@ class RunningStages(dict[Path, RunningStage]):
     def _measures(self, node: WorkerNode, metrics: StageMetrics) -> StageMeasures:
         workers, trace = node.placement.num_workers, self._trace
         if trace is None:
-            return StageMeasures(node.backend, workers, AT_HAND * workers)
+            return StageMeasures(node.backend, workers, node.placement.at_hand * workers)
         metrics.waits = TracedWaits(trace, "wait", metrics.waits)
         return StageTrace(
-            trace, node.name, (id(self), node.path), node.backend, workers, AT_HAND * workers
+            trace,
+            node.name,
+            (id(self), node.path),
+            node.backend,
+            workers,
+            node.placement.at_hand * workers,
         )
 
     def _spec(self, node: WorkerNode) -> WorkerSpec:
