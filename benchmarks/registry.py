@@ -15,13 +15,13 @@ from benchmarks.cases import (
     jpegs,
     many_workers,
     memory,
+    observing,
     replacement,
     resuming,
     seeding,
     slow_samples,
     small_batches,
     small_tensors,
-    stage_metrics,
     stages,
     stored,
     training_loop,
@@ -52,7 +52,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "replace": replacement.replacement,
     "stage": stages.stage,
     "tick": training_loop.tick,
-    "metrics": stage_metrics.metrics,
+    "metrics": observing.metrics,
     "P10": resuming.states,
     "resume": resuming.resume,
     "seeding": seeding.seeding,
@@ -63,7 +63,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
 
 _WITH_TARGETS = (
     *(image_batches, small_batches, jpegs, hybrid, epochs, memory),
-    *(device, stages, stage_metrics, endurance),
+    *(device, stages, observing, endurance),
     *(fresh_start, worker_memory, replacement, many_workers, slow_samples, small_tensors),
     stored,
 )

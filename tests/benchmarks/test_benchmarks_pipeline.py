@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks import harness, measurements, registry, report, timing
 from benchmarks.case import CannotDo, Case, Measure, Options, Variant
-from benchmarks.cases import hybrid, resuming, stage_metrics, stages, training_loop
+from benchmarks.cases import hybrid, observing, resuming, stages, training_loop
 from benchmarks.datasets.catalogue import remote as remote_dataset
 from benchmarks.datasets.remote import POOL, SIDE, Remote, close_servers, files, server_of
 from benchmarks.names import HYBRIDS
@@ -228,27 +228,31 @@ def test_ticks_are_late_by_what_they_take_longer(
     assert answer["details"]["ticks"] == 5
 
 
-def test_every_call_of_the_metrics_is_recorded() -> None:
-    with stage_metrics.recorded() as calls, stage_metrics.handing_on("threads", 1, 4) as run:
-        batches = [next(run).tolist() for _ in range(5)]
-    assert batches[:3] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    sent = [args[0] for name, args, _ in calls if name == "sent"]
-    came = [args[0] for name, args, _ in calls if name == "came"]
-    left = [args[0] for name, args, _ in calls if name == "left"]
-    assert len(came) >= 5
-    assert not any(event.payload for event in came)
-    assert sent == sorted(set(left)), "what was asked for was handed out, or dropped in the end"
-    assert {event.seq for event in came} <= set(sent)
-    assert {"idle", "listening"} <= {name for name, _, _ in calls}
-    assert stage_metrics.replay(calls, 1) > 0
-
-
-def test_metrics_are_a_part_of_the_time() -> None:
-    spec = {"workers": 1, "batch": 4, "batches": 5, "seconds": 0.0, "repeats": 1}
-    answer = stage_metrics.part_of_time("fork", spec)
+@pytest.mark.parametrize("backend", ["inline", "threads"])
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_what_observing_costs_is_measured_beside_the_noise(backend: str, pipeline: bool) -> None:
+    spec: dict[str, Any] = {"dataset": "ints", "batch": 4, "workers": 1, "pipeline": pipeline}
+    if pipeline and backend == "inline":
+        backend = "fork"
+    more = {"seconds": 0.0, "repeats": 3, "warmup": 1}
+    answer = observing.times_as_long(backend, spec | more)
     details = answer["details"]
-    assert answer["value"] == pytest.approx(details["us_per_batch"] / details["batch_us"])
-    assert details["calls_per_batch"] > 0
+    assert answer["value"] > 0
+    assert details["noise"] > 0
+    assert details["batch_us"] > 0
+    with closing(observing.running(backend, spec, observing.ON)) as run:
+        first = next(run)
+        assert first.tolist() == [0, 1, 2, 3]
+        assert run.stats().items == 1
+    with closing(observing.running(backend, spec, observing.OFF)) as run:
+        assert next(run).tolist() == first.tolist()
+        if pipeline:
+            (stage,) = run._executor.stages.values()
+            assert stage.stage.spec.metering is None
+            assert stage.stage._observer is None
+        else:
+            with pytest.raises(RuntimeError, match="observe=True"):
+                run.stats()
 
 
 # -- targets and documents ---------------------------------------------------------------------------
@@ -306,15 +310,15 @@ def test_stages_and_metrics_have_bounds() -> None:
         empty("an empty stage", "fork", 30.0),
         empty("an empty stage", "shared-memory", 50.0),
         empty("six empty stages", "threads", 90.0),
-        Measurement("metrics", "64 ints", "fork", "% of the time", [0.5]),
-        Measurement("metrics", "64 ints", "threads", "% of the time", [1.5]),
+        Measurement("metrics", "loader, 64 ints", "fork", "times as long", [1.005]),
+        Measurement("metrics", "loader, 64 ints", "threads", "times as long", [1.03]),
     ]
     found = {v.target: (v.reached, v.met) for v in verdicts(Results({}, rows), registry.TARGETS)}
     assert found == {
         "inline <= 2 us": ("not measured", None),
         "threads <= 15 us": ("9 us / item (threads)", True),
         "processes <= 40 us": ("50 us / item (shared-memory)", False),
-        "<= 1 % of the time": ("1.5 % of the time (threads)", False),
+        "<= 1.01 times as long": ("1.03 times as long (threads)", False),
     }
 
 
