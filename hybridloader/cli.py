@@ -116,6 +116,11 @@ def _add_run(commands: Any) -> None:
         run.add_argument(option, type=kind, metavar=metavar, default=argparse.SUPPRESS)
     run.add_argument("--trace", metavar="FILE", help="record a trace, .json or .json.gz")
     run.add_argument(
+        "--headroom",
+        action="store_true",
+        help="load some batches and use them again and again: how much faster it could be at most",
+    )
+    run.add_argument(
         "--watch",
         action="store_true",
         help="show rate, stall and verdict of all loaders while it runs; needs rich on a terminal",
@@ -165,6 +170,10 @@ def _run(arguments: argparse.Namespace) -> str | None:
                 around.enter_context(trace(arguments.trace))
             except (ValueError, OSError) as error:
                 return str(error)
+        if arguments.headroom:
+            from hybridloader.observe.reuse import Reuse
+
+            around.enter_context(Reuse())
         if arguments.watch:
             from hybridloader.observe.watch_display import watch
 

@@ -98,8 +98,8 @@ class Installation:
         """Return an iterator over one of torch's loaders: torch's own where ours refuses it."""
         import torch
 
+        from hybridloader.loader.iterator_kinds import iterator_of
         from hybridloader.loader.plan import LoaderPlan
-        from hybridloader.loader.reporting_iterator import iterator_of
 
         plan = LoaderPlan.of(loader, self.backend, self.options)
         try:

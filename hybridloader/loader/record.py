@@ -15,12 +15,13 @@ from hybridloader._support.attributes import attribute
 from hybridloader.fetching.on_error.error_budget import ErrorBudget
 from hybridloader.loader.observation import Observation
 from hybridloader.loader.progress import Progress
+from hybridloader.observe.reuse import KeptBatches
 
 
 class LoaderRecord:
     """Record of one loader."""
 
-    __slots__ = ("begun", "budget", "given", "loaded", "observation", "progress", "report")
+    __slots__ = ("begun", "budget", "given", "kept", "loaded", "observation", "progress", "report")
 
     def __init__(self) -> None:
         self.begun: int | None = None
@@ -35,6 +36,8 @@ class LoaderRecord:
         """Error records of the latest pass that has an `on_error`."""
         self.observation: Observation | None = None
         """Observation of the latest iterator, if it is observed."""
+        self.kept: KeptBatches | None = None
+        """Batches that are given again, under ``hybridloader run --headroom``."""
         self.report: weakref.WeakMethod[Callable[[], str]] | None = None
         """Method `report` of the latest iterator."""
 

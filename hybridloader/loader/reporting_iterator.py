@@ -36,10 +36,3 @@ class ReportingIterator(LoaderIterator):
         except StopIteration:
             reporter.end()
             raise
-
-
-def iterator_of(loader: Any, plan: LoaderPlan) -> LoaderIterator:
-    """Make the iterator that the options of a loader ask for."""
-    if isinstance(plan.options.observe, Observe):
-        return ReportingIterator(loader, plan)
-    return LoaderIterator(loader, plan)

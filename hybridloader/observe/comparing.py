@@ -170,12 +170,13 @@ def _of_stage(name: str, a: Stats, b: Stats) -> list[Change]:
 
 
 def _faults_of(name: str, a: Stats, b: Stats) -> list[Change]:
-    one, other = (None if row is None else vars(row.faults) for row in _rows_of(name, a, b))
-    return [
-        Change(f"{name}: {fault}", one and one[fault], other and other[fault], "")
-        for fault in vars(Faults())
-        if (one and one[fault]) or (other and other[fault])
-    ]
+    rows = _rows_of(name, a, b)
+    changes = []
+    for fault in vars(Faults()):
+        one, other = (None if row is None else getattr(row.faults, fault) for row in rows)
+        if one or other:
+            changes.append(Change(f"{name}: {fault}", one, other, ""))
+    return changes
 
 
 def _rows_of(name: str, a: Stats, b: Stats) -> list[StageStats | None]:

@@ -53,13 +53,17 @@ class Headroom:
         """Return all of this as a dict of JSON types."""
         return asdict(self) | {"speedup": self.speedup, "share": self.share}
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """Both speeds, as a sentence."""
         return (
             f"{_rate(self.loading)} batches/s with loading ({shown(self.loading)} a step), "
             f"{_rate(self.ready)} on batches that are there already ({shown(self.ready)}): "
-            f"at most {self.speedup:.2f} times as fast if loading cost nothing. "
-            f"{self.steps} steps of each, on {self.batches} batches."
+            f"at most {self.speedup:.2f} times as fast if loading cost nothing."
         )
+
+    def __str__(self) -> str:
+        return f"{self.summary} {self.steps} steps of each, on {self.batches} batches."
 
     def print(self) -> None:
         """Print it as a sentence."""

@@ -1,0 +1,58 @@
+"""Iterators of a loader that loads a few batches and gives them again, for ``run --headroom``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hybridloader.loader.iterator import LoaderIterator
+from hybridloader.loader.plan import LoaderPlan
+from hybridloader.observe.reuse import KeptBatches
+
+
+class ReusingIterator(LoaderIterator):
+    """Iterator that loads some batches, and then gives these again, without workers."""
+
+    def __init__(self, loader: Any, plan: LoaderPlan, kept: KeptBatches) -> None:
+        self._kept = kept
+        kept.begin()
+        super().__init__(loader, plan)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._kept.begin()
+        if self._kept.enough:
+            _BaseDataLoaderIter._reset(self, loader, first_iter)
+        else:
+            super()._reset(loader, first_iter)
+
+    def _next_data(self) -> Any:
+        kept = self._kept
+        if kept.enough:
+            return kept.again()
+        batch = super()._next_data()
+        kept.keep(batch)
+        if kept.enough:
+            self.close()  # workers would take cores from the steps
+            kept.times.mark()
+        return batch
+
+
+class ReplayIterator(_BaseDataLoaderIter):
+    """Iterator over batches that are there already."""
+
+    def __init__(self, loader: Any, kept: KeptBatches) -> None:
+        super().__init__(loader)
+        self._kept = kept
+        kept.begin()
+
+    def _next_data(self) -> Any:
+        return self._kept.again()
+
+    def close(self) -> None:
+        """Do nothing: there are no workers."""
+
+
+def reusing_iterator(loader: Any, plan: LoaderPlan, kept: KeptBatches) -> _BaseDataLoaderIter:
+    """Make the iterator over the next epoch of a loader whose batches are kept."""
+    return ReplayIterator(loader, kept) if kept.enough else ReusingIterator(loader, plan, kept)

@@ -1,0 +1,172 @@
+"""Reuse of batches by all loaders of a script, for the headroom of its loop."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.utils.data
+from support.manual_clock import Clock
+
+import hybridloader
+from hybridloader import DataLoader
+from hybridloader.observe.reuse import KEPT, KeptBatches, LoopTimes, Reuse, running_reuse
+
+THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
+ROOT = Path(__file__).parents[2]
+
+
+class Counting:
+    """Samples that are counted."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.asked.append(index)
+        return index
+
+
+def test_times_are_those_of_the_loop_with_and_without() -> None:
+    """Loading takes 3 s, a step 1 s on the host and 1 s more on the device, which works behind."""
+    clock, behind = Clock(), [0.0]
+
+    def wait() -> None:
+        clock.now += behind[0]
+        behind[0] = 0.0
+
+    def step() -> None:
+        clock.now += 1.0
+        wait()  # what the step before has left
+        behind[0] = 1.0
+
+    kept = KeptBatches(LoopTimes("DataLoader", 20, clock, wait))
+    for _ in range(3):
+        kept.begin()
+        while not kept.enough:
+            clock.now += 3.0
+            behind[0] = 0.0
+            kept.keep("batch")
+            if kept.enough:
+                clock.now += 50.0  # of closing
+                kept.times.mark()
+            step()
+        while True:
+            try:
+                kept.again()
+            except StopIteration:
+                break
+            step()
+        clock.now += 500.0  # between the epochs
+    times = kept.times
+    assert (times.loads, times.warm) == (10, 4)
+    assert times.loading == pytest.approx(6 * 4.0)
+    assert times.steps == 11 + 20 + 20
+    assert times.ready == pytest.approx(times.steps * 2.0, rel=0.02)
+    assert "at most 2.0" in str(times)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("ours", [True, False])
+def test_most_batches_are_the_same_few(ours: bool, persistent: bool) -> None:
+    data: Any = Counting(200)
+    options: Any = {"persistent_workers": persistent, "num_workers": 2}
+    stream = io.StringIO()
+    with Reuse(stream) as reuse:
+        assert running_reuse() is reuse
+        if ours:
+            loader: Any = DataLoader(data, 2, backend="threads", **options)
+            epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+        else:
+            with hybridloader.install("threads"):
+                loader = torch.utils.data.DataLoader(data, 2, **options)
+                epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+    assert running_reuse() is None
+    assert [len(epoch) for epoch in epochs] == [100] * 3
+    batches = [[2 * number, 2 * number + 1] for number in range(36)]
+    assert epochs[0][:36] == batches
+    rest = [batch for epoch in (epochs[0][36:], *epochs[1:]) for batch in epoch]
+    assert {tuple(batch) for batch in rest} == {tuple(batch) for batch in batches[:KEPT]}
+    assert max(data.asked) < 2 * (36 + 10), "with what was read ahead"
+    line, warning = stream.getvalue().splitlines()
+    assert line.startswith("hybridloader: DataLoader: ")
+    assert "32 steps with loading, 265 on 4 batches." in line
+    assert "of no use" in warning
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_loaders_that_cannot_load_as_ever() -> None:
+    stream = io.StringIO()
+    with Reuse(stream):
+        assert len(list(DataLoader(Stream()))) == 6
+        assert len(list(DataLoader(range(3), **THREADS))) == 3  # type: ignore[arg-type]
+        early = DataLoader(range(100), **THREADS)  # type: ignore[arg-type]
+        for _ in range(2):
+            for batch, _ in zip(early, range(5), strict=False):
+                assert batch < 5
+    assert stream.getvalue().splitlines() == [
+        "hybridloader: DataLoader loaded all its batches, because it has no len().",
+        "hybridloader: DataLoader 2 loaded all its batches, because no epoch had more than 3.",
+        "hybridloader: DataLoader 3 loaded all its batches, because no epoch had more than 36.",
+    ]
+
+
+def test_the_shortest_loader_that_can() -> None:
+    stream = io.StringIO()
+    with Reuse(stream):
+        assert [int(batch) for batch in DataLoader(range(4))] == [0, 1, 1, 0]  # type: ignore[arg-type]
+    assert "1 steps with loading, 3 on 2 batches." in stream.getvalue()
+
+
+def test_batches_go_with_their_loader() -> None:
+    with Reuse(io.StringIO()) as reuse:
+        for number in range(3):
+            data: Any = [number] * 20
+            assert {int(batch) for batch in DataLoader(data)} == {number}, "not those of another"
+    assert len(reuse.times) == 3
+
+
+SCRIPT = """
+import torch
+loader = torch.utils.data.DataLoader(range(100), 2, num_workers=1)
+for epoch in range(2):
+    print(len(list(loader)))
+"""
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "hybridloader",
+            "run",
+            "--backend=threads",
+            "--headroom",
+            "train.py",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout) == (0, "50\n50\n")
+    told = done.stderr.splitlines()
+    assert len(told) == 2
+    assert "times as fast if loading cost nothing" in told[0]
