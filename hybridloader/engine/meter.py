@@ -136,7 +136,7 @@ class Meter:
             (ended - fetched) / last if self.looks and last > 0 else 0.0,
             self._reporting,
             retried,
-            None if self.slices is None else self.slices.tell(),
+            None if self.slices is None else self.slices.tell(ended + EVERY),
         )
         self._told, self.due = ended, ended + EVERY
         self.looks = last >= _SHORT

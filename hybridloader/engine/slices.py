@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 LONG = 1e-4
 """Seconds from which every task has slices of its own."""
 
+ALWAYS = float("-inf")
+"""Time that was before any task."""
+
 SEEN = 1e-5
 """Seconds of waiting, sending, or of a step of a pipeline, below which it is no slice."""
 
@@ -57,14 +60,16 @@ class Slices:
         self._alone = alone  # False: its thread has other work between two tasks
         # All the mutable state:
         self.on = True
-        """True if the task in hand is to have slices: the last one was `long`, or measures are due."""
-        self.long = True
+        """True if the task in hand is to have slices, or the next one."""
+        self.since = ALWAYS
+        """Time from which a task that begins is to have slices: when measures are due, or `ALWAYS`."""
         self.began = 0.0
-        """Time at which the task in hand began."""
+        """Time at which the task in hand began, if it is to have slices."""
         self.short = 0
         """Number of tasks since the last one that has slices."""
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=limit)
         self._dropped = 0
+        self._due = ALWAYS
         self._free: float | None = None  # end of the last slice of the worker's own thread
         self._parts = False  # since then there were short parts of shared tasks
 
@@ -97,7 +102,8 @@ class Slices:
     def task(self, number: int, fetched: float, ended: float) -> None:
         """Note the task in hand, which was fetched, and packed."""
         began = self.began
-        self.long = ended - began >= LONG
+        self.on = ended - began >= LONG
+        self.since = ALWAYS if self.on else self._due
         self._idle(began)
         self.add("fetch", began, fetched)
         if fetched < ended:
@@ -107,15 +113,16 @@ class Slices:
 
     def failed(self, number: int) -> None:
         """Note that the task in hand has raised an error."""
-        ended = perf_counter()
-        self.task(number, ended, ended)
+        if self.on:
+            ended = perf_counter()
+            self.task(number, ended, ended)
 
     def part(self, began: float, ended: float) -> None:
         """Note samples of a task that several workers share."""
         if ended - began < LONG:
             self._parts = True
             return
-        self.long = True
+        self.on, self.since = True, ALWAYS
         self._idle(began)
         self.add("samples", began, ended)
         self._free = ended
@@ -137,8 +144,11 @@ class Slices:
         else:
             self.add("wait", free, until)
 
-    def tell(self) -> Told:
-        """Return the slices since the last ones that were told."""
+    def tell(self, due: float) -> Told:
+        """Return the slices since the last ones that were told; the next measures are `due` then."""
+        self._due = due
+        if not self.on:
+            self.since = due
         ring = self._ring
         slices = tuple(ring.popleft() for _ in range(len(ring)))
         dropped, self._dropped = self._dropped, 0

@@ -37,7 +37,7 @@ from hybridloader.engine.payload import Payload
 from hybridloader.engine.refresh import apply
 from hybridloader.engine.resumed_fetcher import resumed_fetcher
 from hybridloader.engine.shared_items import Alone, SharedTask
-from hybridloader.engine.slices import LONG
+from hybridloader.engine.slices import ALWAYS, LONG
 from hybridloader.engine.under_way import Fetched
 from hybridloader.engine.worker_end import end_worker
 from hybridloader.engine.worker_info import describe
@@ -298,9 +298,8 @@ class Worker:
             if looks:
                 meter.begin()  # type: ignore[union-attr]
             began = perf_counter()
-            if slices is not None:
-                slices.began = began
-                slices.on = on = slices.long or began >= meter.due  # type: ignore[union-attr]
+            if slices is not None and began >= slices.since:
+                slices.began, slices.on, on = began, True, True
             try:
                 if self._rng is None:
                     value = fetch(task.index)
@@ -326,7 +325,8 @@ class Worker:
                         slices.task(task.seq, fetched, ended)
                     else:
                         slices.short += 1
-                        slices.long = ended - began >= LONG
+                        if ended - began >= LONG:
+                            slices.since = ALWAYS
                 if (ended >= meter.due or context.retried) and (on or slices is None):
                     context.add(MEASURES, meter.tell(began, fetched, ended, context.retried))
                     context.retried = 0
