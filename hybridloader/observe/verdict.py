@@ -8,43 +8,65 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hybridloader.engine.meter import EVERY
 from hybridloader.observe.display import time
 from hybridloader.observe.figures import Figures, load_of
 from hybridloader.observe.recording import CoreUse, StageRecord
 
+# Shares of a time that was measured in the same run, so that a machine that is ten times as slow gets
+# the same verdict. What is in seconds is a multiple of a period of our own.
+
 LEAST_CALLS = 5
-LEAST_SECONDS = 0.05
-"""Less than this, after the prefetch was full, tells nothing."""
+LEAST_SECONDS = 5 * EVERY
+"""Less than this, after the prefetch was full, tells nothing: a worker has told its measures five times
+at most, and one late batch of four would be a quarter of the stall."""
 
 STALL = 0.05
-"""Share of the stall in the time below which the loop itself is what takes the time."""
+"""Share of the stall in the time below which the loop itself is what takes the time: if loading cost
+nothing, the loop would be 1 / (1 - 0.05) times as fast, which is 5 %."""
 
 LITTLE = 0.2
-"""The same, if no stage was busy for most of it: batches have to be taken, too."""
+"""The same, if no stage was busy for most of it. To take a batch that is there costs time, too, in which
+no stage is busy: of a step that takes as little as a few of these, it is that share."""
 
 START = 0.2
-"""Share of the time before the prefetch was full, from which it matters."""
+"""Share of the time before the prefetch was full, from which it matters: it is the most that workers
+which are kept could win, 1 / (1 - 0.2) is 25 %."""
 
 FOR_CORES = 0.25
-"""Share of a stage's busy time that it waits for cores, from which these are too few."""
+"""Share of a stage's busy time that it waits for cores, from which these are too few: cores of its own
+would make it 1 / (1 - 0.25) times as fast. Below it, the stage itself is most of what is to be won."""
+
+OTHERS = 0.25
+"""Share of the cores that other programs keep busy, from which the advice is about them."""
 
 FULL = 0.95
-"""Share of the cores that are busy, from which no worker more helps a stage that computes."""
+"""Share of the cores that are busy, from which no worker more helps a stage that computes. The kernel
+counts ticks of 10 ms, and a core idles for a moment at each switch: all busy reads as 0.97 to 1."""
 
 COMPUTES = 0.5
-"""Share of CPU time in the busy time, from which a stage computes and does not wait."""
+"""Share of CPU time in the busy time, from which a stage computes and does not wait: the larger part."""
 
 MORE = 8
-"""Multiple of the workers that is advised at most: beyond it, something else will be in the way."""
+"""Multiple of the workers that is advised at most: the figures tell nothing of what is in the way then,
+such as a disk or the loop's own thread."""
 
 TURN = 0.25
-"""Part of that time which is CPU time, at least, even if cores are wanted by others."""
+"""Part of its turn that a thread computes, at least. Threads that take turns at the GIL compute all of
+it; three quarters are left for cores that others take, which is more than `FOR_CORES` would be."""
 
-AT_ONCE, LATE = 1.2, 5e-4
-"""Threads that are busy at once, and seconds that their results are late, if they take turns."""
+HELD = 0.5
+"""Part of the interpreter's switch interval by which results of threads are late, if another holds the
+GIL: whoever waits for it asks after one interval. It may be asked for already, so it is half on average.
+What else makes a thread late (to wake it takes 0.1 ms) is no multiple of the interval."""
+
+AT_ONCE, LATE = 1.2, 0.1
+"""Threads that are busy at once, and part of the switch interval by which their results are late, if
+they take turns: more than one, and more than it takes to wake a thread."""
 
 ONE_CORE = (0.7, 1.2)
-"""CPU seconds a second of several threads that take turns at the GIL."""
+"""CPU seconds a second of several threads that take turns at the GIL: 1, less what they leave it for and
+what passing it on costs, and more where a part of the work is done without it."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +221,7 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
     turn = TURN * (stage.busy - (stage.wait_for_core or 0.0)) / stage.workers
     if (
         stage.in_process
-        and late >= switch_interval / 2
+        and late >= HELD * switch_interval
         and (stage.cpu is None or stage.cpu >= turn)
     ):
         return (
@@ -213,8 +235,9 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
     elapsed = _elapsed(stage)
     if stage.in_process and stage.workers > 1 and elapsed > 0:
         at_once, rate = stage.busy / elapsed, stage.cpu / elapsed
-        taking_turns = at_once >= AT_ONCE and ONE_CORE[0] <= rate <= ONE_CORE[1] and late > LATE
-        if taking_turns and computed < 1 / ONE_CORE[1]:
+        taking_turns = at_once >= AT_ONCE and ONE_CORE[0] <= rate <= ONE_CORE[1]
+        overdue = late > LATE * switch_interval
+        if taking_turns and overdue and computed < 1 / ONE_CORE[1]:
             return "holds-gil", f"{at_once:.1f} busy threads computed as much as {rate:.1f}"
     return ("computes" if computed >= COMPUTES else "waits"), spent
 
@@ -244,7 +267,7 @@ def _short_of_cores(stage: StageRecord, kind: str | None, cores: CoreUse | None)
 
 def _for_cores(cores: CoreUse) -> str:
     others = None if cores.busy is None or cores.own is None else cores.busy - cores.own
-    if others is not None and others >= 0.25 * cores.cores:
+    if others is not None and others >= OTHERS * cores.cores:
         return (
             f"Other programs kept {others:.1f} of the {cores.cores:g} cores busy: end them, or go where "
             "cores are free; more workers will not help."
@@ -289,9 +312,10 @@ def _advice(figures: Figures, stage: StageRecord, kind: str | None) -> str:
 def _workers_wanted(figures: Figures, stage: StageRecord) -> int:
     """Return the number of workers that would keep up with the loop, if more of them were as fast."""
     own = figures.seconds - figures.stall  # that the loop needs itself
+    # It was the bottleneck, so its workers were busy for most of the time, whatever was not told yet.
     load = max(load_of(stage), 0.5) * stage.workers
     if own <= 0:
         return 2 * stage.workers
-    return max(
-        stage.workers + 1, min(math.ceil(load * figures.seconds / own - 0.1), MORE * stage.workers)
-    )
+    # A tenth of a worker is less than the figures are good for.
+    wanted = math.ceil(load * figures.seconds / own - 0.1)
+    return max(stage.workers + 1, min(wanted, MORE * stage.workers))

@@ -150,6 +150,59 @@ def test_the_verdict_names_what_is_known_to_be_so(truth: str) -> None:
     assert any(letter.isdigit() for letter in verdict.evidence), "a figure is behind it"
 
 
+SECONDS = (
+    *("busy", "starved", "blocked", "other", "cpu", "wait_for_core", "packing", "sending"),
+    *("since", "first", "full"),
+)
+"""Fields of a stage's record that are times."""
+
+
+def scaled(made: Recording, by: float) -> Recording:
+    """The same run on a machine, and with a switch interval, that is so many times as slow."""
+
+    def times(value: float | None) -> float | None:
+        return None if value is None else by * value
+
+    stages = tuple(
+        replace(
+            one,
+            **{name: times(getattr(one, name)) for name in SECONDS},
+            spans=tuple(replace_times(span, by) for span in one.spans),
+            latencies=tuple(by * late for late in one.latencies),
+        )
+        for one in made.stages
+    )
+    loop = replace(
+        made.loop,
+        **{name: by * getattr(made.loop, name) for name in ("began", "ended", "waited")},
+        brief_seconds=by * made.loop.brief_seconds,
+        waits=tuple(replace_times(wait, by) for wait in made.loop.waits),
+    )
+    return replace(made, stages=stages, loop=loop, switch_interval=by * made.switch_interval)
+
+
+def replace_times(span: Any, by: float) -> Any:
+    return span._replace(began=by * span.began, ended=by * span.ended)
+
+
+@pytest.mark.parametrize("by", [0.1, 10.0])
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_a_slower_machine_gets_the_same_verdict(truth: str, by: float) -> None:
+    """Thresholds are shares, and multiples of periods of the interpreter, not seconds of one machine."""
+    made = TRUTHS[truth][0]
+    found, other = stats_of(made).verdict, stats_of(scaled(made, by)).verdict
+    assert (found.cause, found.stage, found.kind) == (other.cause, other.stage, other.kind)
+    assert found.advice == other.advice
+
+
+def test_lateness_is_held_against_the_switch_interval() -> None:
+    """Threads that compute as much as one, late by 2 ms: no matter where turns take 50 ms."""
+    late = replace(stage(), cpu=10.0, latencies=(2e-3,) * 3)
+    for interval, kind in ((5e-3, "holds-gil"), (50e-3, "computes")):
+        made = replace(recording(late), switch_interval=interval)
+        assert stats_of(made).verdict.kind == kind
+
+
 def test_workers_that_start_late_are_the_start() -> None:
     late = stage(first=6.0, full=8.0, spans=(Span(6.0, 10.0, 1.0),))
     loop = LoopRecord(0.0, 10.0, 40, 6.6, (Wait(0.0, 6.5), Wait(8.5, 8.6)), brief=38)
