@@ -123,6 +123,34 @@ TRUTHS: dict[str, tuple[Recording, str, str | None, str | None, str]] = {
         None,
         "runs on one thread",
     ),
+    "a stall too short to be worth it": (
+        recording(stage(), wait=0.003, step=0.097),
+        "loop",
+        None,
+        None,
+        "training step",
+    ),
+    "sleep, heard late by a loop that holds the GIL": (
+        recording(slept(stage(latencies=(5e-3, 5e-3, 5e-3)))),
+        "stage",
+        "map(f)",
+        "waits",
+        "num_workers=4",
+    ),
+    "one thread at a time, as if they took turns": (
+        recording(stage(load=0.55, cpu=8.0, latencies=(2e-3,) * 3)),
+        "stage",
+        "map(f)",
+        "computes",
+        "num_workers",
+    ),
+    "two threads that compute less than one core would": (
+        recording(stage(cpu=4.0, latencies=(2e-3,) * 3)),
+        "stage",
+        "map(f)",
+        "waits",
+        "num_workers=4",
+    ),
     "nobody was busy": (recording(stage(load=0.0)), "unknown", None, None, "have in common"),
     "nobody was busy, and no core free": (
         recording(stage(load=0.0), cores=FULL_OF_OTHERS),
@@ -221,7 +249,12 @@ def test_a_slow_first_batch_is_not_the_start() -> None:
 
 @pytest.mark.parametrize(
     "loop",
-    [LoopRecord(0.0, 0.0), LoopRecord(0.0, 5.0), LoopRecord(0.0, 0.3, 3, 0.02, (Wait(0, 0.02),))],
+    [
+        LoopRecord(0.0, 0.0),
+        LoopRecord(0.0, 5.0),
+        LoopRecord(0.0, 0.3, 3, 0.02, (Wait(0, 0.02),)),
+        LoopRecord(0.0, 0.04, 40, 0.02, (Wait(0.01, 0.03),), brief=39),
+    ],
 )
 @pytest.mark.parametrize("full", [None, 0.0])
 def test_what_is_too_short_is_unknown(loop: LoopRecord, full: float | None) -> None:
