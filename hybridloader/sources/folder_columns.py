@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any
 from urllib.parse import unquote
 
@@ -39,6 +41,19 @@ def folder_columns(roots: Sequence[Root]) -> Iterator[Mapping[str, Any]]:
         kinds[name] = pyarrow.int64() if whole else pyarrow.string()
     return iter(
         [{name: _scalar(value, kinds[name]) for name, value in row.items()} for row in found]
+    )
+
+
+def condition_of(columns: Mapping[str, Any]) -> Any:
+    """Return the expression of pyarrow that says what the columns are; there must be one."""
+    from pyarrow.dataset import field
+
+    return reduce(
+        and_,
+        (
+            field(name) == value if value.is_valid else field(name).is_null()
+            for name, value in columns.items()
+        ),
     )
 
 

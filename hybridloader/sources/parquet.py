@@ -43,7 +43,8 @@ class Parquet(Shards[Any]):
         has a column ``year``, of whole numbers if it is one everywhere, else of text.
     filter
         Expression of pyarrow, such as ``pyarrow.dataset.field("label") >= 0``: only such rows are
-        samples. They are counted here, once; row groups whose statistics exclude them are not read.
+        samples. They are counted here, once; row groups whose statistics exclude them are not read. It
+        may name the columns of folders.
     tensors
         True makes a batch in one call: a dict of tensors, each gathered once, into shared memory where
         the batch goes to another process. Give the loader ``collate_fn=Parquet.collate_fn``. Columns of
@@ -160,13 +161,16 @@ class Parquet(Shards[Any]):
             counted = [(group.id, group.num_rows) for group in fragment.row_groups]
         else:
             try:
-                left = fragment.subset(filter=self._filter, schema=fragment.physical_schema)
+                schema = file.schema(fragment)
+                left = fragment.subset(filter=self._filter, schema=schema)
+                # Not by `count_rows`: where all rows of a file pass, as by the name of its folder, it
+                # counts the file for each of its row groups (pyarrow 26).
                 counted = [
                     (
                         group.id,
-                        fragment.subset(row_group_ids=[group.id]).count_rows(
-                            filter=self._filter, use_threads=False
-                        ),
+                        fragment.subset(row_group_ids=[group.id])
+                        .to_table(schema=schema, columns=[], filter=self._filter, use_threads=False)
+                        .num_rows,
                     )
                     for group in left.row_groups
                 ]

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.errors import SourceError
+from hybridloader.sources.folder_columns import condition_of
 from hybridloader.sources.store import Stamp, Store
 
 INSTALL = "pip install 'hybridloader[parquet]'"
@@ -66,11 +67,23 @@ class ParquetFile(NamedTuple):
             self.raise_told(error, what)
         with source:
             try:
-                fragment = dataset.ParquetFileFormat().make_fragment(source)
+                told = condition_of(self.folders) if self.folders else None
+                fragment = dataset.ParquetFileFormat().make_fragment(
+                    source, partition_expression=told
+                )
                 fragment.ensure_complete_metadata()
             except Exception as error:
                 self.raise_told(error, what)
             yield fragment
+
+    def schema(self, fragment: Any) -> Any:
+        """Return the schema that a filter may name: that of the file, and what its folders name."""
+        pyarrow, _ = pyarrow_modules()
+        schema = fragment.physical_schema
+        for name, value in self.folders.items():
+            if name not in schema.names:
+                schema = schema.append(pyarrow.field(name, value.type))
+        return schema
 
     def raise_told(self, error: Exception, what: str = "") -> NoReturn:
         """Raise `error`, or one of ours in its place, that names the file and `what` of it."""
@@ -226,6 +239,7 @@ class RowGroups:
                 table = fragment.subset(row_group_ids=[group]).to_table(
                     columns=[name for name in columns if name not in file.folders],
                     filter=condition,
+                    schema=file.schema(fragment),
                     use_threads=False,
                 )
                 table = _with_folders(table, file, columns) if file.folders else table

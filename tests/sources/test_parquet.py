@@ -306,6 +306,25 @@ def test_folders_name_columns(by_year: Path) -> None:
     assert next(iter(loader))[0] == {"kind": "a b", "x": 0}
 
 
+def test_a_filter_names_columns_of_folders(by_year: Path) -> None:
+    def found(condition: Any) -> list[Any]:
+        rows = Parquet(by_year, filter=condition)
+        try:
+            return [row["x"] for row in rows]
+        finally:
+            rows.close()
+
+    assert found(ds.field("year") == 2024) == [3, 4, 5]
+    assert found((ds.field("kind") == "a b") & (ds.field("x") > 0)) == [1, 2]
+    assert found(ds.field("year") < 2000) == []
+    folder = by_year / "year=__HIVE_DEFAULT_PARTITION__" / "kind=d"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"x": range(9, 14)}), folder / "a.parquet", row_group_size=2)
+    assert found(ds.field("year").is_null()) == [9, 10, 11, 12, 13]
+    assert found(ds.field("year").is_valid()) == [*range(6)]
+    assert found(ds.scalar(True)) == [*range(6), *range(9, 14)]
+
+
 def test_folders_without_a_value_are_null_and_others_are_told(by_year: Path) -> None:
     folder = by_year / "year=__HIVE_DEFAULT_PARTITION__" / "kind=d"
     folder.mkdir(parents=True)
