@@ -46,7 +46,7 @@ def spec(files: str, *, shuffled: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("shuffled", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("files", ["archives", "tables"])
 def test_every_loader_delivers_all_samples(files: str, shuffled: bool) -> None:
     for loader in EPOCHS[files]:

@@ -18,7 +18,14 @@ from hybridloader.sources import PerWorker
 
 ROWS = np.arange(40.0).reshape(10, 4)
 
-backends = pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
+# Fresh workers import the library anew, which takes seconds; those of sqlite3 stand for them.
+WORKERS = [
+    "inline",
+    "threads",
+    "fork",
+    pytest.param("spawn", marks=pytest.mark.full),
+]
+backends = pytest.mark.parametrize("backend", WORKERS)
 
 
 def check(dataset: Any, backend: str) -> None:
@@ -42,7 +49,7 @@ class Sqlite:
         return np.array(row.fetchone())
 
 
-@backends
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
 def test_sqlite(backend: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.db"
     with sqlite3.connect(path) as database:
@@ -121,7 +128,9 @@ class Zarr:
         return np.asarray(self.array()[index])
 
 
-@backends
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.full) for name in WORKERS[:2]] + WORKERS[2:]
+)
 def test_zarr(backend: str, tmp_path: Path) -> None:
     """In a process of its own, since zarr's threads live as long as the process."""
     zarr = pytest.importorskip("zarr")

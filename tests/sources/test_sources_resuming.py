@@ -99,9 +99,26 @@ def resumes(source: Any, kind: str, size: int, place: int, crews: list[tuple[str
     assert [*other, *other] == batches[0][place:] + batches[1]
 
 
-@settings(max_examples=130)  # with those on ranks, 200 places in each source
-@given(st.sampled_from([*SAMPLERS]), st.integers(1, 6), st.integers(0, 30), st.tuples(CHEAP, CHEAP))
+PLACES = (
+    st.sampled_from([*SAMPLERS]),
+    st.integers(1, 6),
+    st.integers(0, 30),
+    st.tuples(CHEAP, CHEAP),
+)
+
+
+@settings(max_examples=30)
+@given(*PLACES)
 def test_at_any_place_with_other_workers(
+    source: Any, kind: str, size: int, place: int, crews: Any
+) -> None:
+    resumes(source, kind, size, place, list(crews))
+
+
+@pytest.mark.full
+@settings(max_examples=200)
+@given(*PLACES)
+def test_at_200_places_with_other_workers(
     source: Any, kind: str, size: int, place: int, crews: Any
 ) -> None:
     resumes(source, kind, size, place, list(crews))
@@ -109,7 +126,11 @@ def test_at_any_place_with_other_workers(
 
 @pytest.mark.parametrize(
     "crews",
-    [[("fork", 2), ("threads", 1)], [("inline", 0), ("fork", 1)], [("spawn", 1), ("fork", 2)]],
+    [
+        [("fork", 2), ("threads", 1)],
+        [("inline", 0), ("fork", 1)],
+        pytest.param([("spawn", 1), ("fork", 2)], marks=pytest.mark.full),
+    ],
 )
 def test_on_processes(source: Any, crews: Any) -> None:
     for place in (0, 3, 4):
@@ -123,7 +144,7 @@ def ranked(kind: str, source: Any, replicas: int, rank: int, uneven: Any) -> Any
     return DistributedShuffleSampler(source, 3, **options)
 
 
-@settings(max_examples=70)
+@settings(max_examples=20)
 @given(
     st.sampled_from(["blocks", "shuffle"]),
     st.integers(1, 3),
