@@ -91,9 +91,12 @@ _TWO_SPEEDS = (
     "This host has two speeds for two cores that copy at once, which change within seconds: together "
     "they take 0.12 or 0.30 ms for a batch of 10 MB, one alone takes 0.25 ms. In slices of 30 to 50 ms, "
     "in turn with both cores together, threads reach 1.06 (10 MB) and 0.94 (38 MB), `fork` 0.78 to "
-    "0.82 and 0.84 to 0.88. No page is new then. At 10 MB the number of slots in turn counts, probably "
-    "because fewer of them stay in the cache: `fork` reaches 0.86 with one batch prefetched for each "
-    "worker, 0.78 with two, 0.74 with three."
+    "0.82 and 0.84 to 0.88. No page is new then. At 10 MB the number of slots in turn counts: `fork` "
+    "reaches 0.86 with one batch prefetched for each worker, 0.78 with two, 0.74 with three. Two bare "
+    "processes, too, are slower with two or three buffers in turn than with one, at 10 MB and not at "
+    "38, where one is more than the cache. A worker has three slots in turn, which is the least: two "
+    "batches are prefetched, one is in the loop's hand. It is the slot that was freed last; a fourth is "
+    "taken now and then."
 )
 TARGETS = (
     faster_than_torch("P1", ">= 10x torch", 10, WITH_WORKERS),
