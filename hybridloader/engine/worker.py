@@ -164,6 +164,8 @@ class Worker:
 
     def _begin(self, message: Begin) -> None:
         self._exhausted = self._told = False
+        if self.meter is not None:
+            self.meter.begin_pass()
         before = self._fetcher  # kept until the next one has taken over its threads
         self._let_go()
         if self._rng is not None and self._spec.seeding is not None:

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from hybridloader.engine.contract import Backend
@@ -45,7 +46,7 @@ class Observation:
         key: int = 0,  # tells its loader from others in the trace
     ) -> None:
         self._name, self._trace = stage, trace
-        self.metering = metering_of(backend, fetch)
+        self.metering = replace(metering_of(backend, fetch), by_pass=True)
         if trace is None:
             self.measures = StageMeasures(backend, workers, window)
         else:

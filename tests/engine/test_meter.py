@@ -88,6 +88,28 @@ def test_what_a_thread_does_between_its_tasks_is_not_theirs() -> None:
     assert not meter.looks, "too short to be worth it"
 
 
+@pytest.mark.parametrize("by_pass", [False, True])
+def test_a_pass_by_itself_has_nothing_of_the_one_before(by_pass: bool) -> None:
+    clock, cpu = FakeClock(1.0), FakeClock()
+    meter = Meter(Metering(cpu, by_pass=by_pass), clock)
+    meter.open()
+    assert metered(meter, clock, 0.001) is not None
+    cpu.now += 0.002
+    assert metered(meter, clock, 0.002) is None, "it is not due yet"
+    meter.begin_pass()
+    cpu.now += 0.001
+    if by_pass:
+        measures = metered(meter, clock, 0.001)
+    else:
+        clock.now += 1
+        measures = metered(meter, clock, 0.001)
+    assert measures is not None
+    assert measures.busy == pytest.approx(0.001 if by_pass else 0.003)
+    assert measures.cpu == pytest.approx(measures.busy)
+    assert len(measures.spans) == (1 if by_pass else 2)
+    meter.close()
+
+
 def test_the_report_of_measures_is_timed() -> None:
     clock = FakeClock(1.0)
     meter = Meter(Metering(None), clock)
