@@ -92,6 +92,16 @@ class Loop:
             if task.done() and not task.cancelled():
                 task.exception()  # else asyncio says that nobody has asked for it
 
+    def complete(self, coroutine: Any) -> None:
+        """Run a coroutine to its end, or cancel it after `_PATIENCE`. Raises what it does."""
+        task = self.begin(coroutine)
+        with _beside_the_callers():
+            self._loop.run_until_complete(asyncio.wait({task}, timeout=_PATIENCE))
+        if task.done():
+            task.result()
+        else:
+            self.cancel([task])
+
     def close(self) -> None:
         """End what still runs on the loop, and close it. Idempotent."""
         if self._loop.is_closed():
@@ -149,11 +159,19 @@ def _close_loop() -> None:
 class Coroutines:
     """An ``async def`` function as a step calls it: `through` items, then once for each of them.
 
-    `limit` coroutines are in work at a time. They are begun in the order of their items.
+    `limit` coroutines are in work at a time. They are begun in the order of their items. `aclose` is
+    awaited at the end, on the same loop, if any was begun.
     """
 
-    def __init__(self, function: Callable[[Any], Any], limit: int, context: TaskContext) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        limit: int,
+        context: TaskContext,
+        aclose: Callable[[], Any] | None = None,
+    ) -> None:
         self._function, self._limit, self._context = function, limit, context
+        self._aclose = aclose
         # All the mutable state:
         self.is_open = True
         self._loop: Loop | None = None  # made in the thread that first needs it
@@ -295,8 +313,12 @@ class Coroutines:
             self._begun.clear()
             self._given_up.clear()
             self._early.clear()
-            if not self._is_workers:
-                loop.close()
+            try:
+                if self._aclose is not None:
+                    loop.complete(self._aclose())
+            finally:
+                if not self._is_workers:
+                    loop.close()
         finally:
             loop.in_use.release()
 

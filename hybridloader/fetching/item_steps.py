@@ -54,22 +54,24 @@ class Step:
         """Return the kind, and the function as this worker calls it: function `number` of its stage.
 
         An object with a method `setup` is copied (not deeply) and set up, so that every worker, also
-        one that is a thread, has its own.
+        one that is a thread, has its own. If its call is an ``async def``, its `aclose` is awaited at
+        the end.
         """
         function = self.function
         rng = None if context.rng is None else context.rng.for_function(number)
         if isinstance(function, MapFetch):
             return self._open_fetch(function, context, rng, on_error)
-        setup = attribute(function, "setup")
+        setup, aclose = attribute(function, "setup"), None
         if callable(setup) and not isinstance(function, type):
             function = copy.copy(function)
             function.setup()
+            aclose = attribute(function, "aclose")
         if rng is not None:
             function = rng.seeded_by_item(self.kind, function)
         if self.concurrency:
             from hybridloader.fetching.coroutines import Coroutines
 
-            return self.kind, Coroutines(function, self.concurrency, context)
+            return self.kind, Coroutines(function, self.concurrency, context, aclose)
         return self.kind, context.timed(self.name, function, SEEN)
 
     def _open_fetch(

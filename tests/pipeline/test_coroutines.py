@@ -293,6 +293,48 @@ def test_a_slow_one_holds_up_only_so_many() -> None:
     assert begun == [*range(12)]
 
 
+closed: list[Any] = []
+
+
+class Session:
+    """What coroutines of one worker share in an epoch, closed on their loop."""
+
+    fails = False
+
+    def setup(self) -> None:
+        self.loop: Any = None
+
+    async def __call__(self, item: int) -> int:
+        self.loop = asyncio.get_running_loop()
+        return item
+
+    async def aclose(self) -> None:
+        await asyncio.sleep(0)
+        closed.append(asyncio.get_running_loop() is self.loop)
+        if self.fails:
+            raise OSError("while it was closed")
+
+
+@pytest.mark.parametrize(
+    "where", [{}, {"backend": "inline"}, {"backend": "threads", "num_workers": 1}]
+)
+@pytest.mark.parametrize("taken", [None, 3])
+def test_what_coroutines_opened_is_closed_on_their_loop(where: Any, taken: int | None) -> None:
+    closed.clear()
+    with Pipeline.from_iterable(range(9)).map(Session(), concurrency=2, **where).run() as run:
+        assert list(islice(run, taken)) == [*range(9)][:taken]
+    assert closed == [True]
+
+
+def test_a_failure_to_close_is_shown(capfd: Any) -> None:
+    session = Session()
+    session.fails = True
+    where: Any = {"concurrency": 2, "backend": "threads", "num_workers": 1}
+    with Pipeline.from_iterable(range(9)).map(session, **where).run() as run:
+        assert list(run) == [*range(9)]
+    assert "OSError: while it was closed" in capfd.readouterr().err
+
+
 def test_a_worker_is_known_in_its_coroutines() -> None:
     async def who(_: int) -> Any:
         await asyncio.sleep(0)
