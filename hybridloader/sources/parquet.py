@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,9 @@ class Parquet(Shards[Any]):
         self._tensors, self._filter = flag("tensors", tensors), filter
         options = storage_options or {}
         roots = list_files(urls, options)
-        folders = folder_columns(roots)
+        folders, numbers = folder_columns(roots), count()
         self._files = [
-            ParquetFile(store, path, store.stamp(path), next(folders))
+            ParquetFile(store, path, store.stamp(path), next(folders), next(numbers))
             for root, store in zip(roots, stores_of(roots, options), strict=True)
             for path in root.paths
         ]

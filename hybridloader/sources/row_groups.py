@@ -44,6 +44,8 @@ class ParquetFile(NamedTuple):
     stamp: Stamp
     folders: Mapping[str, Any] = MappingProxyType({})
     """Columns that its folders name, as scalars of pyarrow by name."""
+    number: int = 0
+    """Its number in the table: paths of two archives may be the same."""
 
     @property
     def name(self) -> str:
@@ -191,9 +193,9 @@ class RowGroups:
         self._limit = limit
         self._lock = threading.Lock()
         # All the mutable state:
-        self._remote: dict[str, Any] = {}  # fragments of files that are open
+        self._remote: dict[int, Any] = {}  # fragments of files that are open
         self._open = ExitStack()
-        self._entries: OrderedDict[tuple[str, int], _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._bytes = 0
 
     def get(
@@ -203,7 +205,7 @@ class RowGroups:
 
         Raises `SourceError` if it has not the `rows` rows that were counted.
         """
-        key = file.path, group
+        key = file.number, group
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
@@ -219,7 +221,7 @@ class RowGroups:
                 self._keep(key, found.nbytes)
             return entry.columns
 
-    def _keep(self, key: tuple[str, int], size: int) -> None:
+    def _keep(self, key: tuple[int, int], size: int) -> None:
         with self._lock:
             self._bytes += size
             for old in [*self._entries]:
@@ -250,7 +252,7 @@ class RowGroups:
     def _opened(self, file: ParquetFile, what: str) -> AbstractContextManager[Any]:
         """Open a file that has not changed; one that is remote stays open."""
         with self._lock:
-            remote = self._remote.get(file.path)
+            remote = self._remote.get(file.number)
         if remote is not None:
             return nullcontext(remote)
         found = file.store.stamp(file.path)
@@ -264,7 +266,7 @@ class RowGroups:
         with ExitStack() as stack:
             fragment = stack.enter_context(file.open(what))
             with self._lock:
-                self._remote[file.path] = fragment
+                self._remote[file.number] = fragment
                 self._open.push(stack.pop_all())
         return nullcontext(fragment)
 

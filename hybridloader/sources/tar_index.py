@@ -202,7 +202,7 @@ def load_index(path: str, stamp: Stamp) -> TarIndex | None:
                 return None
             arrays = {name: held[name] for name in _ARRAYS}
             text = held["keys"].tobytes().decode("utf-8", "surrogateescape")
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
     count = len(arrays["starts"]) - 1
     keys = text.split("\0") if count else []

@@ -306,6 +306,18 @@ def test_folders_name_columns(by_year: Path) -> None:
     assert next(iter(loader))[0] == {"kind": "a b", "x": 0}
 
 
+def test_files_of_two_archives_may_have_one_path(tmp_path: Path) -> None:
+    import zipfile
+
+    for number in range(2):
+        pq.write_table(pa.table({"x": [10 * number, 10 * number + 1]}), tmp_path / "t.parquet")
+        with zipfile.ZipFile(tmp_path / f"{number}.zip", "w") as archive:
+            archive.write(tmp_path / "t.parquet", "t.parquet")
+    rows = Parquet([f"zip://t.parquet::file://{tmp_path}/{number}.zip" for number in range(2)])
+    assert [row["x"] for row in rows] == [0, 1, 10, 11]
+    rows.close()
+
+
 def test_a_filter_names_columns_of_folders(by_year: Path) -> None:
     def found(condition: Any) -> list[Any]:
         rows = Parquet(by_year, filter=condition)
