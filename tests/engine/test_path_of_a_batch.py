@@ -18,7 +18,7 @@ import torch
 import torch.utils.data
 
 import hybridloader
-from hybridloader import DataLoader, backends
+from hybridloader import DataLoader, Pipeline, backends
 from hybridloader.engine.reorder import TASKS
 from hybridloader.loader.record import record_of
 
@@ -134,6 +134,24 @@ def test_observing_costs_a_batch_hardly_a_call(backend: Any, workers: int) -> No
     if workers:
         assert calls_of_a_worker(backend, observe=True)["meter.tell"] <= BATCHES / 2
     assert loader.stats().items == FIRST + BATCHES
+
+
+@pytest.mark.parametrize("where", [{}, {"backend": "threads", "num_workers": 2}])
+def test_a_batch_of_a_pipeline_costs_no_call_for_being_observed(where: dict[str, Any]) -> None:
+    with Pipeline.from_dataset(range(10_000)).map(plainly, **where).batch(SIZE).run() as run:
+        for _ in range(FIRST):
+            next(run)
+        run._executor.loop.brief = float("inf")  # on a busy machine some of the calls take long
+        calls, before = Calls(), sys.getprofile()
+        sys.setprofile(calls)
+        try:
+            for _ in range(BATCHES):
+                next(run)
+        finally:
+            sys.setprofile(before)
+    assert not [name for name in calls if name.startswith((*OBSERVERS, "loop_waits."))], str(calls)
+    if not where:  # all is done on this thread
+        assert calls.a_batch() <= 6 * SIZE + 8, str(calls)
 
 
 def told(heading: str) -> tuple[set[str], set[str]]:
