@@ -31,8 +31,7 @@ class ReusingIterator(LoaderIterator):
         if kept.enough:
             return kept.again()
         batch = super()._next_data()
-        kept.keep(batch)
-        if kept.enough:
+        if kept.keep(batch):
             self.close()  # workers would take cores from the steps
             kept.times.mark()
         return batch

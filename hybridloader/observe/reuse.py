@@ -100,8 +100,8 @@ class KeptBatches:
         """True if no batch more is loaded."""
         return self.times.steps > 0 or 0 < self.times.loads <= self._loaded
 
-    def keep(self, batch: Any) -> None:
-        """Note a batch that was loaded."""
+    def keep(self, batch: Any) -> bool:
+        """Note a batch that was loaded; return True if it was the last one."""
         if self.times.loads and len(self._kept) < KEPT:
             self._kept.append(batch)
         self._loaded += 1
@@ -110,6 +110,7 @@ class KeptBatches:
             self.times.mark()
         if self._loaded == self.times.loads:
             self.times.loaded()
+        return self.enough
 
     def again(self) -> Any:
         """Return a batch that is there already; raise `StopIteration` at the end of the epoch."""
