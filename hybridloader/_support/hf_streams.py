@@ -43,7 +43,11 @@ def warn_of_few_shards(dataset: Any, workers: int, stage: str) -> None:
     """Warn once if a stream has too few shards for the workers of this rank, or for the ranks."""
     if not is_stream(dataset):
         return
-    shards, split = dataset.num_shards, attribute(dataset, "_distributed")
+    # Older versions have `n_shards` alone.
+    shards = attribute(dataset, "num_shards", attribute(dataset, "n_shards"))
+    split = attribute(dataset, "_distributed")
+    if not isinstance(shards, int):
+        return
     if workers > shards:
         warn_once(
             f"stage {stage!r}: the dataset has {shards} shards for {workers} workers of this rank, so "

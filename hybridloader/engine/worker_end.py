@@ -5,6 +5,7 @@ They are registered from within it, on any of its threads: by what was opened th
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,14 @@ from hybridloader.engine.worker_info import get_worker_info
 _functions: dict[int, list[Callable[[], Any]]] = {}
 """By the identity of the worker's info. In a process there is one worker, whose info may be replaced."""
 
+if hasattr(os, "register_at_fork"):  # what workers of the parent registered is theirs
+    os.register_at_fork(after_in_child=_functions.clear)
+
 
 def at_end_of_worker(function: Callable[[], Any]) -> bool:
     """Have `function` called when the worker that runs this code ends; False if there is none.
 
-    What the function raises is printed. It may be called on another thread of the worker. A fork copies
-    the functions that were registered before it.
+    What the function raises is printed. It may be called on another thread of the worker.
     """
     info = get_worker_info()
     if info is None:

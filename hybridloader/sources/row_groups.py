@@ -223,6 +223,8 @@ class RowGroups:
 
     def _keep(self, key: tuple[int, int], size: int) -> None:
         with self._lock:
+            if key not in self._entries:  # closed meanwhile
+                return
             self._bytes += size
             for old in [*self._entries]:
                 if self._bytes <= self._limit:
