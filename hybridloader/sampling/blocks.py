@@ -95,7 +95,7 @@ class BlockShuffleSampler(DistributedShuffleSampler):
         shuffle: bool = True,
         epoch: int = 0,
     ) -> None:
-        sizes = lengths_of(attribute(data_source, "block_sizes", data_source))
+        sizes = lengths_of(_sizes_of(data_source))
         if block is not None:
             sizes = _cut(sizes, whole("block", block, 1))
         if num_replicas is None and rank is None and not _in_group():
@@ -134,6 +134,18 @@ class BlockShuffleSampler(DistributedShuffleSampler):
             # The last ones are too few for a turn of all spans, and come as they are.
             positions = np.where(within < length, span * length + within, positions)
         return self.order(epoch).take(positions) if self.shuffle else positions
+
+
+def _sizes_of(data_source: Any) -> Any:
+    """Return the sizes of blocks. A dataset without them is not read for them: it may be large."""
+    sizes = attribute(data_source, "block_sizes", data_source)
+    numbers = isinstance(sizes, (list, tuple, range)) or hasattr(sizes, "__array__")
+    if sizes is data_source and not numbers:
+        raise TypeError(
+            f"{type(data_source).__name__} has no block_sizes; give the number of samples of each "
+            "block, or [len(dataset)] with block="
+        )
+    return sizes
 
 
 class BlockOrder:

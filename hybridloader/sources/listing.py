@@ -110,7 +110,7 @@ def _place_of(url: str) -> str:
 def _listed(url: str, store: Store) -> Root:
     path = str(store.fs._strip_protocol(url.partition("::")[0]))
     magic = re.search(r"[*?\[]" if "://" not in url or "::" in url else r"[*\[]", path)
-    if magic is not None:
+    if magic is not None and not (store.is_local and os.path.exists(path)):
         found = store.fs.glob(path, detail=True)
         folder = path[: magic.start()].rpartition("/")[0]
     elif url.partition("::")[0].endswith("/") or (store.is_local and os.path.isdir(path)):
@@ -122,7 +122,8 @@ def _listed(url: str, store: Store) -> Root:
         return Root(url, path.rpartition("/")[0], [path], [-1])
     files = {name: info for name, info in found.items() if info.get("type") != "directory"}
     if not files:
-        raise FileNotFoundError(f"{url} names no files")
+        pattern = "" if magic is None else "; *, ? and [ make it a pattern, and [[] stands for a ["
+        raise FileNotFoundError(f"{url} names no files{pattern}")
     for name in files:
         if ".." in PurePosixPath(name.replace("\\", "/")).parts and ".." not in url:
             raise SourceError(f"{url} lists {name!r}, a name that leads out of its folder")

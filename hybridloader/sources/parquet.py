@@ -29,6 +29,18 @@ CACHE = 256 << 20
 """Bytes of decoded row groups that a process keeps."""
 
 
+class _Batch(dict[str, Any]):
+    """Batch that was made as a whole. Asked for a sample by its number, it says what is missing."""
+
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, int):
+            raise TypeError(
+                "Parquet(tensors=True) makes whole batches, so there are no samples to collate; give "
+                "collate_fn=Parquet.collate_fn"
+            )
+        raise KeyError(key)
+
+
 class Parquet(Shards[Any]):
     """A dataset of the rows of Parquet files.
 
@@ -101,6 +113,8 @@ class Parquet(Shards[Any]):
         pyarrow_modules()
         if isinstance(columns, str):
             raise TypeError(f"columns is a sequence of names, such as [{columns!r}]")
+        if columns is not None and len(set(columns)) < len(columns):
+            raise ValueError(f"columns names one of them twice: {', '.join(columns)}")
         self._tensors, self._filter = flag("tensors", tensors), filter
         options = storage_options or {}
         roots = list_files(urls, options)
@@ -205,7 +219,7 @@ class Parquet(Shards[Any]):
         """Return rows of a batch: a dict of tensors, or a list of dicts."""
         parts = self._parts(indices)
         if self._tensors:
-            return self._gather(parts, len(indices))
+            return _Batch(self._gather(parts, len(indices)))
         found: list[Any] = [None] * len(indices)
         for columns, places, rows in parts:
             for place, row in zip(
@@ -241,7 +255,7 @@ class Parquet(Shards[Any]):
     def collate_fn(samples: Any) -> Any:
         """Return a batch that is one already, or make it of samples that were read one by one."""
         if isinstance(samples, dict):
-            return samples
+            return dict(samples)
         from torch.utils.data import default_collate
 
         return default_collate(samples)

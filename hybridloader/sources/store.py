@@ -23,8 +23,11 @@ _FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 
 INSTALL = "pip install 'hybridloader[files]'"
 
-_DAMAGED = (zipfile.BadZipFile, zlib.error, KeyError)
+_DAMAGED = (zipfile.BadZipFile, zlib.error)
 """Errors of an archive whose contents are bad."""
+
+_MISTAKES = (TypeError, ValueError, ImportError, AttributeError, LookupError, AssertionError)
+"""Errors of a program: another try would meet them again. A client's own errors may be of these, too."""
 
 _OPEN = 64
 """Local files that are kept open in a process."""
@@ -186,8 +189,11 @@ class Store:
             return error
         cause = error if status in (404, 410) else error.__cause__
         said = f"{type(cause).__name__}: {cause}".rstrip(": ")
-        if isinstance(error, _DAMAGED):
+        if isinstance(error, _DAMAGED) or (isinstance(error, KeyError) and "::" in self._url):
             return SourceError(f"{where} can't be read: {said}")
+        if isinstance(error, _MISTAKES) and type(error).__module__ == "builtins":
+            add_note(error, f"reading {where}")
+            return error
         return StoreError(
             f"{where} was not served: {said}. If that may pass, try again with "
             "on_error=Retry(3, on=StoreError)"

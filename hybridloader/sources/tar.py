@@ -96,7 +96,8 @@ class Tar(Shards[Any]):
     A sample without `members` is a dict of bytes by extension, with ``__key__`` and ``__url__``.
 
     A member is read with its header, which must be the one that was indexed. So an archive that has
-    been written anew since is a `SourceError`, also behind HTTP.
+    been written anew since is a `SourceError`, also behind HTTP, unless it has the same names, sizes
+    and times at the same places. Of a local archive size and time are compared, too.
 
     Examples
     --------
@@ -137,6 +138,8 @@ class Tar(Shards[Any]):
             for path in root.paths
             if not path.endswith(_BESIDE)
         ]
+        if not places:
+            raise FileNotFoundError(f"{urls!r:.200} names no archives, only their indices")
         indices = _indexed(places, index)
         super().__init__(
             [store.name(path) for store, path in places], [len(one.keys) for one in indices]
@@ -151,6 +154,12 @@ class Tar(Shards[Any]):
         self._wanted = None
         if members is not None:
             self._wanted = [[name.strip().lower() for name in one.split(";")] for one in members]
+            for one, names in zip(members, self._wanted, strict=True):
+                if len(self) and not set(names) & set(self.extensions):
+                    raise ValueError(
+                        f"members: no member has the extension {one!r}; there are "
+                        f"{', '.join(self.extensions)}"
+                    )
 
     def _gather(self, indices: Sequence[TarIndex]) -> None:
         """Put the indices into arrays over all archives."""

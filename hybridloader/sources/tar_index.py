@@ -202,10 +202,27 @@ def load_index(path: str, stamp: Stamp) -> TarIndex | None:
                 return None
             arrays = {name: held[name] for name in _ARRAYS}
             text = held["keys"].tobytes().decode("utf-8", "surrogateescape")
+            keys = text.split("\0") if len(arrays["starts"]) > 1 else []
+            index = TarIndex(
+                stamp, keys, extensions=told["extensions"], ignored=told["ignored"], **arrays
+            )
+            return index if _agrees(index) else None
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
-    count = len(arrays["starts"]) - 1
-    keys = text.split("\0") if count else []
-    if len(keys) != count:
-        return None
-    return TarIndex(stamp, keys, extensions=told["extensions"], ignored=told["ignored"], **arrays)
+
+
+def _agrees(index: TarIndex) -> bool:
+    """True if the arrays of an index agree with each other, and with the size of the archive."""
+    starts, size = index.starts, index.stamp.size
+    members = len(index.offset)
+    columns = [getattr(index, name) for name in _ARRAYS]
+    return (
+        all(column.ndim == 1 and column.dtype == np.int64 for column in columns)
+        and all(len(column) == members for column in columns[1:])
+        and len(starts) == len(index.keys) + 1
+        and (starts[0], starts[-1]) == (0, members)
+        and bool((np.diff(starts) > 0).all())
+        and bool(((index.extension >= 0) & (index.extension < len(index.extensions))).all())
+        and bool(((index.offset >= BLOCK) & (index.size >= 0)).all())
+        and (size < 0 or bool((index.offset + index.size <= size).all()))
+    )

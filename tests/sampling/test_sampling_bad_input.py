@@ -43,8 +43,19 @@ def budgeted(lengths: Any = (1, 2), budget: Any = 9, **changed: Any) -> Any:
     return TokenBudgetBatchSampler(lengths, budget, **{"seed": 0, **changed})
 
 
+class Unread:
+    """A dataset whose samples must not be read."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("read")
+
+
 TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: blocked(5), ValueError, "lengths must have one dimension"),
+    (lambda: blocked(5), TypeError, "int has no block_sizes; give the number of samples of each"),
+    (lambda: blocked(Unread()), TypeError, r"Unread has no block_sizes.*or \[len\(dataset\)\]"),
     (lambda: blocked([2, -1]), ValueError, r"must not be negative, got lengths\[1\] = -1"),
     (lambda: blocked(block=0), ValueError, "block must be at least 1, got 0"),
     (lambda: blocked(window=0), ValueError, "window must be at least 1, got 0"),

@@ -7,8 +7,6 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
-import fsspec
-import fsspec.asyn
 import pytest
 from support.http_store import HttpStore
 
@@ -17,9 +15,10 @@ from support.http_store import HttpStore
 def store() -> Iterator[HttpStore]:
     """A server; fsspec's event loop, by which it is read, ends with it, so other tests may fork."""
     pytest.importorskip("aiohttp")
+    asyn = pytest.importorskip("fsspec.asyn")
     from fsspec.implementations.http import HTTPFileSystem
 
-    loop = fsspec.asyn.get_loop()
+    loop = asyn.get_loop()
     server = HttpStore()
     yield server
     server.close()
@@ -27,15 +26,15 @@ def store() -> Iterator[HttpStore]:
     gc.collect()
     asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
-    fsspec.asyn.iothread[0].join()
+    asyn.iothread[0].join()
     loop.close()
-    fsspec.asyn.iothread[0] = fsspec.asyn.loop[0] = None
+    asyn.iothread[0] = asyn.loop[0] = None
 
 
 @pytest.fixture
 def memory() -> Iterator[Any]:
     """fsspec's files in memory, none at first."""
-    fs = fsspec.filesystem("memory")
+    fs = pytest.importorskip("fsspec").filesystem("memory")
     fs.store.clear()
     fs.pseudo_dirs[:] = [""]
     yield fs

@@ -172,6 +172,24 @@ def test_what_names_no_files_is_told(folder: Path, memory: Any) -> None:
         Files("nosuch://a/*")
 
 
+def test_a_file_whose_name_looks_like_a_pattern_is_found(folder: Path) -> None:
+    named = folder / "run[1]" / "a[2].txt"
+    named.parent.mkdir()
+    named.write_text("x")
+    for url in (named, named.parent, f"{folder}/run[[]1]/*.txt"):
+        assert Files(url).paths[:] == [named.as_posix()]
+    with pytest.raises(FileNotFoundError, match=r"make it a pattern, and \[\[\] stands for a \["):
+        Files(f"{folder}/a[0].txt")
+
+
+def test_a_mistake_of_the_program_is_not_taken_for_a_store_that_fails(store: HttpStore) -> None:
+    store.files["/a.txt"] = b"x"
+    files = Files(f"{store.url}/a.txt", storage_options={"none_of_its_options": 1})
+    with pytest.raises(TypeError, match="none_of_its_options"):
+        files[0]
+    files.close()
+
+
 def test_a_missing_library_is_told_with_the_line_that_installs_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,6 +205,22 @@ def test_in_a_pipeline(folder: Path) -> None:
 # Bad input.
 
 
+def test_batches_that_are_whole_say_which_collate_fn_they_need(folder: Path) -> None:
+    rows = Parquet(folder, columns=["int"], tensors=True)
+    with pytest.raises(TypeError, match=r"give collate_fn=Parquet\.collate_fn"):
+        next(iter(DataLoader(rows, 2)))
+    (batch,) = DataLoader(rows, 17, collate_fn=Parquet.collate_fn)
+    assert type(batch) is dict
+    with pytest.raises(KeyError, match="'other'"):
+        rows.__getitems__([0])["other"]
+    rows.close()
+
+
+def test_a_column_that_is_named_twice_is_told(folder: Path) -> None:
+    with pytest.raises(ValueError, match="columns names one of them twice: int, half, int"):
+        Parquet(folder, columns=["int", "half", "int"])
+
+
 def test_a_missing_library_is_told_with_the_line_that_installs_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +21,7 @@ from support.http_store import HttpStore
 from hybridloader import DataLoader, Retry, ShuffleSampler, Skip, SourceError, StoreError
 from hybridloader.sources import Tar
 from hybridloader.sources.store import Stamp
-from hybridloader.sources.tar_index import load_index, make_index, save_index
+from hybridloader.sources.tar_index import VERSION, load_index, make_index, save_index
 
 
 def written(path: Path, members: Any) -> str:
@@ -248,6 +251,54 @@ def test_members_that_have_no_place_of_their_own_are_told(tmp_path: Path) -> Non
         archive.addfile(member)
     with pytest.raises(SourceError, match=r"member 'a\.txt' is sparse"):
         Tar(str(path))
+
+
+def test_extensions_that_no_member_has_are_told_at_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.tar", [("a.jpg", b"x"), ("a.cls", b"1")])
+    assert Tar(path, members=("png;jpg", "cls"))[0] == (b"x", b"1")
+    with pytest.raises(ValueError, match=r"extension '\.jpg'; there are cls, jpg"):
+        Tar(path, members=(".jpg",))
+
+
+def test_a_folder_of_indices_alone_has_no_archives(tmp_path: Path) -> None:
+    (tmp_path / "a.tar.index").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="no archives, only their indices"):
+        Tar(f"{tmp_path}/")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"starts": np.array([0, 2])},
+        {"starts": np.array([1, 1, 3])},
+        {"starts": np.array([0, 0, 3])},
+        {"extension": np.array([0, 1, 2])},
+        {"offset": np.array([512, 1536, 1 << 40])},
+        {"size": np.array([1, 1])},
+        {"size": np.array([1.0, 1.0, 1.0])},
+    ],
+    ids=str,
+)
+def test_a_kept_index_whose_parts_disagree_is_made_again(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    packed = tar_bytes([("a.x", b"1"), ("b.x", b"2"), ("b.y", b"3")])
+    index = make_index("a.tar", io.BytesIO(packed), stamp := Stamp(len(packed), "m"))
+    path = str(tmp_path / "kept")
+    save_index(path, index)
+    assert load_index(path, stamp) is not None
+    save_index(path, replace(index, **changed))
+    assert load_index(path, stamp) is None
+
+
+def test_a_kept_index_that_lacks_a_part_is_made_again(tmp_path: Path) -> None:
+    stamp = Stamp(1024, "m")
+    told = np.frombuffer(json.dumps({"version": VERSION, "stamp": stamp}).encode(), np.uint8)
+    none = np.zeros(0, np.int64)
+    arrays = dict.fromkeys(("extension", "offset", "size", "header"), none)
+    path = tmp_path / "kept.npz"
+    np.savez(path, told=told, keys=np.zeros(0, np.uint8), starts=np.zeros(1, np.int64), **arrays)
+    assert load_index(str(path), stamp) is None
 
 
 @pytest.mark.parametrize("name", ["../a.txt", "b/../../a.txt", "/etc/a.txt"])
