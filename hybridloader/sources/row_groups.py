@@ -9,7 +9,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -186,6 +186,18 @@ class Columns:
             )
 
 
+class _OpenFile(NamedTuple):
+    """A remote file that is open; its metadata has been read."""
+
+    number: int
+    fragment: Any
+    stack: ExitStack  # closes it
+
+
+_OPEN = 32
+"""Remote files that stay open in a process while nobody reads them; each holds its decoded metadata."""
+
+
 class RowGroups:
     """Row groups of one process, the last ones used, up to `limit` bytes and at least one."""
 
@@ -193,8 +205,8 @@ class RowGroups:
         self._limit = limit
         self._lock = threading.Lock()
         # All the mutable state:
-        self._remote: dict[int, Any] = {}  # fragments of files that are open
-        self._open = ExitStack()
+        self._idle: list[_OpenFile] = []  # remote files that nobody reads, the last one used last
+        self._closed = False
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._bytes = 0
 
@@ -251,33 +263,59 @@ class RowGroups:
                 file.raise_told(error, what)
         return Columns(table, f"{file.name}, {what}")
 
-    def _opened(self, file: ParquetFile, what: str) -> AbstractContextManager[Any]:
-        """Open a file that has not changed; one that is remote stays open."""
+    @contextmanager
+    def _opened(self, file: ParquetFile, what: str) -> Iterator[Any]:
+        """Open a file that has not changed. One that is remote stays open for the next reader.
+
+        pyarrow reads an open file for one thread at a time, so each reader has one of its own.
+        """
+        opened = self._taken(file.number)
+        if opened is None:
+            self._check_unchanged(file)
+            if file.store.is_local:
+                with file.open(what) as fragment:
+                    yield fragment
+                return
+            stack = ExitStack()
+            opened = _OpenFile(file.number, stack.enter_context(file.open(what)), stack)
+        with ExitStack() as unless_done:
+            unless_done.push(opened.stack)
+            yield opened.fragment
+            unless_done.pop_all()
+        self._give_back(opened)
+
+    def _taken(self, number: int) -> _OpenFile | None:
         with self._lock:
-            remote = self._remote.get(file.number)
-        if remote is not None:
-            return nullcontext(remote)
+            for at in reversed(range(len(self._idle))):
+                if self._idle[at].number == number:
+                    return self._idle.pop(at)
+        return None
+
+    def _give_back(self, opened: _OpenFile) -> None:
+        with self._lock:
+            self._idle.append(opened)
+            more = len(self._idle) - (0 if self._closed else _OPEN)
+            surplus = [self._idle.pop(0) for _ in range(more)]
+        for one in surplus:
+            one.stack.close()
+
+    @staticmethod
+    def _check_unchanged(file: ParquetFile) -> None:
         found = file.store.stamp(file.path)
         if found != file.stamp:
             raise SourceError(
                 f"{file.name} has changed since it was indexed: it had {file.stamp.size} bytes "
                 f"({file.stamp.mark}), and has {found.size} ({found.mark}); make the Parquet again"
             )
-        if file.store.is_local:
-            return file.open(what)
-        with ExitStack() as stack:
-            fragment = stack.enter_context(file.open(what))
-            with self._lock:
-                self._remote[file.number] = fragment
-                self._open.push(stack.pop_all())
-        return nullcontext(fragment)
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._entries.clear()
-            self._remote.clear()
             self._bytes = 0
-            self._open.close()
+            idle, self._idle = self._idle, []
+        for one in idle:
+            one.stack.close()
 
 
 def _with_folders(table: Any, file: ParquetFile, columns: Sequence[str]) -> Any:

@@ -7,8 +7,10 @@ import os
 import pickle
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from support.http_store import HttpStore
 
 from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, Skip, SourceError, StoreError
 from hybridloader.sources import Parquet
+from hybridloader.sources.store import Store
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -177,6 +180,42 @@ def test_row_groups_are_read_once_in_a_window_and_kept_within_the_bound(
     assert [small[i]["int"] for i in (0, 1, 5, 0)] == [0, 1, 5, 0]
     assert seen == [0, 1, 0]
     small.close()
+
+
+def test_threads_read_row_groups_of_one_remote_file_at_once(
+    store: HttpStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "a.parquet"
+    last = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    store.files["/a.parquet"] = path.read_bytes()
+    rows = Parquet(f"{store.url}/a.parquet", columns=["int"])
+    both, inside, remote_range = threading.Barrier(2), threading.local(), Store.remote_range
+
+    def together(self: Store, path: str, start: int, stop: int) -> bytes:
+        if start <= last.data_page_offset and not hasattr(inside, "met"):  # metadata lie behind
+            inside.met = both.wait(60)
+        return remote_range(self, path, start, stop)
+
+    monkeypatch.setattr(Store, "remote_range", together)
+    with ThreadPoolExecutor(2) as threads:
+        assert [one["int"] for one in threads.map(rows.__getitem__, [0, 4])] == [0, 4]
+    rows.close()
+
+
+def test_few_remote_files_stay_open(store: HttpStore, folder: Path) -> None:
+    data = (folder / "a.parquet").read_bytes()
+    for number in range(40):
+        store.files[f"/{number}.parquet"] = data
+    rows = Parquet([f"{store.url}/{number}.parquet" for number in range(40)], cache=0)
+    for index in range(0, len(rows), 10):
+        rows[index]
+    held = rows._cache()
+    assert [one.number for one in held._idle] == list(range(8, 40))
+    before = len(store.requests)
+    rows[80]  # it is open
+    assert store.requests[before:] == [("/8.parquet", ANY)]
+    rows.close()
+    assert held._idle == []
 
 
 def test_remote_files_are_read_by_ranges(store: HttpStore) -> None:
