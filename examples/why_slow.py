@@ -27,7 +27,7 @@ class InPython(Photos):
     def __getitem__(self, index):
         image, label = super().__getitem__(index)
         row = image[0, 0].tolist()
-        for _ in range(600):
+        for _ in range(2000):
             row = [min(1.0, value * 1.01) for value in row]
         return image + 0.01 * row[0], label
 

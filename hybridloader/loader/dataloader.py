@@ -109,7 +109,7 @@ persistent_workers, pin_memory_device, in_order
         docs/devices.md.
     observe
         True measures each epoch for `stats`: where the time of your loop and of the workers goes. It
-        costs 3 to 5 % of batches that take 10 to 20 microseconds, so the less the longer they take. An
+        costs 2 to 3 % of batches that take 10 to 20 microseconds, so the less the longer they take. An
         `Observe` tells them to a function of yours now and then, too. See docs/why-is-it-slow.md.
 
     Raises
