@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hybridloader._support.attributes import attribute
@@ -54,11 +54,11 @@ class Observer(Protocol):
     opens_slowly: bool
     """True if it is to be told of the opening of every result, as the last one took a while."""
 
-    def told(self, event: Result, since: float, answered: Sequence[int]) -> None:
+    def told(self, event: Result, since: float, came: int) -> None:
         """Take the `Measures` out of the extras of a result.
 
-        Somebody has waited for a result `since` then, if nobody is at work meanwhile. The workers have
-        `answered` so many tasks each.
+        Somebody has waited for a result `since` then; infinity if nobody waits. It is the last of the
+        `came` results that came since the one before of which this told.
         """
 
     def opened(self, seq: int, began: float, ended: float) -> None:

@@ -81,6 +81,11 @@ class TaskContext:
         extras, self.extras = self.extras, None
         return extras
 
+    def take_retried(self) -> int:
+        """Return `retried`, and count from 0 again."""
+        retried, self.retried = self.retried, 0
+        return retried
+
 
 class FollowingContext(TaskContext):
     """Context of work within a task of `other`: cancelled with it, untracked, with its own extras."""

@@ -91,6 +91,7 @@ class Lifecycle(ABC):
             observer is not None and not backend.in_caller
         )  # else no worker is waited for
         self._waits_since = math.inf  # when somebody began to wait for a result, if that is timed
+        self._untold = 0  # results that came since the observer was told of one
         self._hungry = False  # the feed had nothing when it was asked last
         self.epoch = -1  # number of the one that runs
         self._broken_off = -1  # the epoch of which nobody wants more

@@ -70,6 +70,17 @@ class Measures(NamedTuple):
     """Calls of the user's functions that were made again."""
     slices: Told | None = None
     """What the worker did and when, for a trace."""
+    others: tuple[Measures, ...] = ()
+    """Measures of workers that only fetched samples of tasks which others answered."""
+
+    def joined(self, others: deque[Measures]) -> Measures:
+        """Return these with `others`, which are taken out of the deque."""
+        taken = []
+        try:
+            while True:
+                taken.append(others.popleft())
+        except IndexError:  # another thread may take them, too
+            return self._replace(others=tuple(taken))
 
 
 class Meter:
@@ -158,6 +169,13 @@ class Meter:
         self.busy = self._reporting = 0.0
         self._parts.clear()
         self.reports = True
+        return found
+
+    def tell_parts(self, now: float, retried: int) -> Measures:
+        """Return the measures since the last ones, of parts of tasks that others answer."""
+        looks, reports = self.looks, self.reports
+        found = self.tell(now, now, now, retried)
+        self.looks, self.reports = looks, reports
         return found
 
     def report(self, report: Callable[[Any], None], event: Any) -> None:

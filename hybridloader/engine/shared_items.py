@@ -101,9 +101,11 @@ class SharedItems:
 class SharedTask(SharedItems):
     """Task of one worker, whose samples several workers fetch. A message to each of them."""
 
-    def __init__(self, worker: int, seq: int, index: Any) -> None:
+    def __init__(self, worker: int, seq: int, index: Any, measures: deque[Any]) -> None:
         super().__init__(index)
         self.worker, self.seq = worker, seq
+        self.measures = measures
+        """Measures of workers that fetched samples of this pass's tasks, and have not answered one."""
 
 
 class Alone(NamedTuple):

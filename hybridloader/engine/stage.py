@@ -18,6 +18,7 @@ never waits for: while the feed has nothing, it hands out results, and sleeps un
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from hybridloader._support.errors import (
     WorkerTimeout,
     add_note,
 )
-from hybridloader.engine.feed import is_forwarded, items_in
+from hybridloader.engine.feed import Observer, is_forwarded, items_in
 from hybridloader.engine.lifecycle import Lifecycle, discard
 from hybridloader.engine.messages import (
     Done,
@@ -89,6 +90,7 @@ class Stage(Lifecycle, Iterator[Any]):
             try:
                 if self._scheduler.extra and self._scheduler.fault is None:
                     # Many results wait, and workers would rest until all of them were taken.
+                    self._waits_since = math.inf  # these came while the caller was busy elsewhere
                     self._hear(self._crew.wait(0.0))
                 result = self._scheduler.pop() if self._scheduler.done else None
                 if result is None:
@@ -266,15 +268,24 @@ class Stage(Lifecycle, Iterator[Any]):
         if self._numbered is not None:
             self._numbered.take_in(results)
         if self._observer is not None:
-            for result in results:
-                if result.extras is not None:
-                    self._observer.told(result, self._waits_since, self._table.answered)
+            self._tell(self._observer, results, stale)
         if self._flow is not None:
             for result in results:
                 if result.seq in self._scheduler.done:
                     self._flow.came(result)
         if stale:
             discard(stale)
+
+    def _tell(self, observer: Observer, results: list[Result], stale: list[Result]) -> None:
+        """Tell the observer of results, but not of stale ones, whose times are an earlier epoch's."""
+        passed_over = {id(result) for result in stale}
+        for result in results:
+            if id(result) in passed_over:
+                continue
+            self._untold += 1
+            if result.extras is not None:
+                observer.told(result, self._waits_since, self._untold)
+                self._untold = 0
 
     def _hear_of(self, event: Ready | Exhausted | Exited) -> None:
         if isinstance(event, Exited):

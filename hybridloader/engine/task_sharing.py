@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from hybridloader.engine.messages import Task
+from hybridloader.engine.meter import Measures
 from hybridloader.engine.shared_items import Alone, SharedTask
 from hybridloader.engine.worker import Worker
 
@@ -57,6 +59,7 @@ class TaskSharing:
         self._known = False  # the seconds of any task are
         self._drawn = False  # the generators of any worker were looked at
         self._held: list[SharedTask] = []  # given to their workers alone, until they are
+        self._measures: deque[Measures] = deque()  # that go with the answer of another worker
         self._lock = threading.Lock()  # while that is not known
 
     def join(self, worker: Worker, inbox: Inbox, *, seeded: bool) -> None:
@@ -70,13 +73,13 @@ class TaskSharing:
     def begin(self) -> None:
         """Note that an epoch begins: tasks of the one before are not shared any more."""
         with self._lock:
-            self._held = []
+            self._held, self._measures = [], deque()
 
     def send(self, worker: int, task: Task, queued: list[tuple[Inbox, Any]]) -> bool:
         """Send a task, now or `queued`; False if it is to go to its worker as ever."""
         if type(task.index) not in (list, tuple) or len(task.index) < 2:
             return False
-        shared = SharedTask(worker, task.seq, task.index)
+        shared = SharedTask(worker, task.seq, task.index, self._measures)
         if not self._known:
             with self._lock:
                 if not self._known:

@@ -210,8 +210,12 @@ class Worker:
         finally:
             self.shared = None
             if meter is not None:
-                meter.part(began, perf_counter())
+                ended = perf_counter()
+                meter.part(began, ended)
         if not last or context.cancelled:
+            if meter is not None and ended >= meter.due:
+                # It may never be this one that ends the last sample.
+                task.measures.append(meter.tell_parts(ended, context.take_retried()))
             return None
         try:
             return self._assembled(task)
@@ -277,6 +281,8 @@ class Worker:
         assemble = partial(self._fetcher.assemble, task.results)
         event = self._answer(Task(task.seq, task.items), assemble)
         if isinstance(event, Done):
+            if task.measures and event.extras is not None and MEASURES in event.extras:
+                event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
             return event._replace(worker=task.worker, seconds=event.seconds + sum(task.seconds))
         return event._replace(worker=task.worker) if isinstance(event, Failed) else None
 
@@ -330,8 +336,8 @@ class Worker:
                         if ended - began >= LONG:
                             slices.since = ALWAYS
                 if (ended >= meter.due or context.retried) and (on or slices is None):
-                    context.add(MEASURES, meter.tell(began, fetched, ended, context.retried))
-                    context.retried = 0
+                    retried = context.take_retried()
+                    context.add(MEASURES, meter.tell(began, fetched, ended, retried))
             extras = None if context.extras is None else context.take_extras()
             return Done(self.worker, task.seq, payload, ended - began, fetcher.position, extras)
         except EndOfShard:
@@ -341,6 +347,8 @@ class Worker:
             return None
         except Exception as error:
             context.extras = None
+            if meter is not None and self._broken is None:
+                meter.busy += perf_counter() - began
             if slices is not None:
                 slices.failed(task.seq)
             # torch lets a StopIteration through, and a map-style dataset that leaks one ends the

@@ -114,7 +114,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         made = Observation(
             "DataLoader", self._backend, fetch, self._num_workers, window, trace, key
         )
-        made.of(self)
+        made.of(self, self._plan.batch_size)
         if watch is not None:
             watch.see("DataLoader", key, made.stats)
         return made

@@ -52,6 +52,7 @@ class Observation:
         else:
             self.metering = traced_metering(self.metering)
             self.measures = StageTrace(trace, stage, key, backend, workers, window)
+        self._batch_size: int | None = None
         # All the other mutable state, of the pass that runs:
         self._stage: weakref.ref[Stage] | None = None
         self.loop = self._new_loop()
@@ -61,8 +62,9 @@ class Observation:
         self._budget: ErrorBudget | None = None
         self._pin: tuple[str, RelayQueue, TimedPulls] | None = None
 
-    def of(self, iterator: object) -> None:
-        """Count no further once `iterator` is gone."""
+    def of(self, iterator: object, batch_size: int | None) -> None:
+        """Count no further once `iterator`, of batches of so many samples, is gone."""
+        self._batch_size = batch_size
         finalizer = weakref.finalize(iterator, self.end)
         finalizer.atexit = False
 
@@ -122,7 +124,8 @@ class Observation:
         if self._pin is not None:
             stages.append(self._row_of_pin(*self._pin, loop.ended))
         cores = self.loop.cores.use(workers)
-        return stats_of(Recording(tuple(stages), loop, cores, sys.getswitchinterval()))
+        interval = sys.getswitchinterval()
+        return stats_of(Recording(tuple(stages), loop, cores, interval, self._batch_size))
 
     def _row_of_pin(
         self, name: str, queue: RelayQueue, pulls: TimedPulls, ended: float

@@ -45,7 +45,10 @@ class Comparison:
 
     @property
     def speedup(self) -> float | None:
-        """Items a second after, as a multiple of those before; None if one of them had none."""
+        """Multiple of the rate before that the rate after is; None if one of them had no items.
+
+        It is samples a second where both batch sizes are known, else items.
+        """
         return self.changes[0].ratio
 
     @property
@@ -56,9 +59,13 @@ class Comparison:
             return "One of the two had no items."
         faster = f"{speedup:.2f} times as many" if abs(speedup - 1) >= 0.02 else "as many"
         return (
-            f"The second had {faster} items a second; its loop waited for {shares[1]:.0%} of the time, "
-            f"that of the first for {shares[0]:.0%}."
+            f"The second had {faster} {self._unit}s a second; its loop waited for "
+            f"{shares[1]:.0%} of the time, that of the first for {shares[0]:.0%}."
         )
+
+    @property
+    def _unit(self) -> str:
+        return _unit_of(self.before, self.after)
 
     @property
     def verdict(self) -> str:
@@ -123,7 +130,8 @@ def compare(a: Stats, b: Stats) -> Comparison:
     Returns
     -------
     Comparison
-        Figures side by side; stages are matched by their names. Printed, it is a table.
+        Figures side by side; stages are matched by their names. Of two loaders whose batch sizes are
+        known, it is samples that are counted, so that these may differ. Printed, it is a table.
 
     Raises
     ------
@@ -136,8 +144,9 @@ def compare(a: Stats, b: Stats) -> Comparison:
                 f"compare() takes two results of stats(), not {type(stats).__name__}; call "
                 "compare(before.stats(), after.stats())"
             )
+    unit = _unit_of(a, b)
     changes = [
-        Change("items a second", _rate(a), _rate(b), "/s"),
+        Change(f"{unit}s a second", _rate(a, unit), _rate(b, unit), "/s"),
         Change("stall, share of the time", a.stall.share, b.stall.share, "%"),
         Change("stall, median a batch", a.stall.p50, b.stall.p50, "s"),
         Change("stall, 99 % a batch", a.stall.p99, b.stall.p99, "s"),
@@ -145,25 +154,31 @@ def compare(a: Stats, b: Stats) -> Comparison:
     ]
     names = tuple(dict.fromkeys(stage.name for stage in (*a.stages, *b.stages)))
     for name in names:
-        changes += _of_stage(name, a, b)
+        changes += _of_stage(name, a, b, unit)
     for name in names:
         changes += _faults_of(name, a, b)
     return Comparison(a, b, tuple(changes))
 
 
-def _of_stage(name: str, a: Stats, b: Stats) -> list[Change]:
+def _of_stage(name: str, a: Stats, b: Stats, unit: str) -> list[Change]:
     one, other = _rows_of(name, a, b)
 
-    def change(what: str, unit: str, figure: Callable[[StageStats], float]) -> Change:
-        before, after = (None if stage is None else figure(stage) for stage in (one, other))
-        return Change(f"{name}: {what}", before, after, unit)
+    def change(what: str, shown: str, figure: Callable[[StageStats, Stats], float]) -> Change:
+        before, after = (
+            None if stage is None else figure(stage, stats)
+            for stage, stats in ((one, a), (other, b))
+        )
+        return Change(f"{name}: {what}", before, after, shown)
 
     changes = [
-        change("busy an item", "s", lambda stage: stage.busy / max(1, stage.items)),
-        change("load", "%", lambda stage: stage.load),
-        change("stall", "s", lambda stage: stage.stall),
+        change(
+            f"busy {_ARTICLES[unit]} {unit}",
+            "s",
+            lambda stage, stats: stage.busy / max(1, _counted(stage.items, stats, unit)),
+        ),
+        change("load", "%", lambda stage, _: stage.load),
     ]
-    stalls = changes.pop()
+    stalls = change("stall", "s", lambda stage, _: stage.stall)
     if all((stage is None or stage.load < LITTLE) for stage in (one, other)):
         return []  # whatever it takes, it does not matter
     return [*changes, stalls] if stalls.before or stalls.after else changes
@@ -183,5 +198,16 @@ def _rows_of(name: str, a: Stats, b: Stats) -> list[StageStats | None]:
     return [{s.name: s for s in stats.stages}.get(name) for stats in (a, b)]
 
 
-def _rate(stats: Stats) -> float:
-    return stats.items / stats.seconds if stats.seconds > 0 else 0.0
+_ARTICLES = {"item": "an", "sample": "a"}
+
+
+def _unit_of(a: Stats, b: Stats) -> str:
+    return "item" if a.batch_size is None or b.batch_size is None else "sample"
+
+
+def _counted(items: int, stats: Stats, unit: str) -> int:
+    return items if unit == "item" else items * (stats.batch_size or 1)
+
+
+def _rate(stats: Stats, unit: str) -> float:
+    return _counted(stats.items, stats, unit) / stats.seconds if stats.seconds > 0 else 0.0

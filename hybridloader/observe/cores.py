@@ -14,14 +14,26 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 
 
-def available(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> float:
-    """Return the number of cores that this process may use, a fraction if a quota says so."""
-    cores = float(len(affinity()))
+class Limit(NamedTuple):
+    """Cores that this process may use, and the folder of the cgroup whose quota says so, if one does."""
+
+    cores: float
+    folder: Path | None = None
+
+
+def limit(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> Limit:
+    """Return what limits the cores of this process: affinity, or a quota, which may be a fraction."""
+    found = Limit(float(len(affinity())))
     for folder in _folders(cgroups, proc):
         quota = _quota(folder)
-        if quota is not None:
-            cores = min(cores, quota)
-    return cores
+        if quota is not None and quota < found.cores:
+            found = Limit(quota, folder)
+    return found
+
+
+def available(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> float:
+    """Return the number of cores that this process may use, a fraction if a quota says so."""
+    return limit(cgroups, proc).cores
 
 
 def affinity() -> set[int]:
@@ -40,8 +52,8 @@ def _folders(cgroups: Path, proc: Path) -> Iterator[Path]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "cpu", "cpu,cpuacct"):
-            # With version 1 each controller has a tree of its own.
+        if not controllers or "cpu" in controllers.split(","):
+            # With version 1 each controller has a tree of its own, or one with another: "cpuacct,cpu".
             root = cgroups / controllers if controllers else cgroups
             inner = root / path.lstrip("/")
             yield inner
@@ -62,26 +74,39 @@ def _quota(folder: Path) -> float | None:
 
 
 class _Reading(NamedTuple):
-    """Seconds on the clock, of all cores that were busy, of this process, and throttled."""
+    """Seconds on the clock, of busy cores, of this process; periods of the quota, and throttled ones."""
 
     time: float
     busy: float | None
     own: float
-    throttled: float
+    periods: float = 0.0
+    throttled: float = 0.0
 
 
-def read(cores: Iterable[int], cgroups: Path = _CGROUPS, proc: Path = _PROC) -> _Reading:
-    """Look at the clocks of the machine."""
-    throttled = 0.0
-    for folder in _folders(cgroups, proc):
-        try:
-            fields = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
-            throttled = float(fields.get("throttled_usec", 0)) * 1e-6
-            throttled = throttled or float(fields.get("throttled_time", 0)) * 1e-9
-            break  # the innermost
-        except (OSError, ValueError):
-            continue
-    return _Reading(time.perf_counter(), _busy(set(cores), proc), time.process_time(), throttled)
+def read(cores: Iterable[int], folder: Path | None = None, proc: Path = _PROC) -> _Reading:
+    """Look at the clocks of the machine, or of the cgroup in `folder` if its quota is the limit.
+
+    The cores that a container sees may be busy with the work of others on the same host. What counts
+    against a quota is the time that its own cgroup has used.
+    """
+    now, own = time.perf_counter(), time.process_time()
+    if folder is None:
+        return _Reading(now, _busy(set(cores), proc), own)
+    counts = _counts(folder / "cpu.stat")
+    used = counts.get("usage_usec", 0.0) * 1e-6  # version 2
+    used = used or _counts(folder / "cpuacct.usage", "ns").get("ns", 0.0) * 1e-9
+    return _Reading(
+        now, used or None, own, counts.get("nr_periods", 0.0), counts.get("nr_throttled", 0.0)
+    )
+
+
+def _counts(path: Path, name: str | None = None) -> dict[str, float]:
+    """Return the numbers of a file by their names; a file of one number has none, so it is `name`."""
+    try:
+        words = [*([] if name is None else [name]), *path.read_text().split()]
+        return {words[i]: float(words[i + 1]) for i in range(0, len(words), 2)}
+    except (OSError, ValueError, IndexError):
+        return {}
 
 
 def _busy(cores: set[int], proc: Path) -> float | None:
@@ -104,24 +129,30 @@ class CoreUsage:
     """Use of the cores from when this is made until its end."""
 
     def __init__(self) -> None:
-        self._cores, self.available = affinity(), available()
+        self._cores = affinity()
+        self.available, self._folder = limit()
         # All the mutable state:
-        self._before = read(self._cores)
+        self._before = self._read()
         self._after: _Reading | None = None
 
     def end(self) -> None:
         """Count no further."""
-        self._after = read(self._cores)
+        self._after = self._read()
+
+    def _read(self) -> _Reading:
+        return read(self._cores, self._folder)
 
     def use(self, workers: float = 0.0) -> CoreUse:
         """Return the use until now; `workers` are the CPU seconds of worker processes."""
-        before, after = self._before, self._after or read(self._cores)
+        before, after = self._before, self._after or self._read()
         seconds = after.time - before.time
         if seconds < 0.05:  # /proc counts in hundredths
             return CoreUse(self.available)
         busy = None
         if before.busy is not None and after.busy is not None:
-            busy = min((after.busy - before.busy) / seconds, float(len(self._cores)))
+            # A cgroup may use more than its quota for a moment, and ticks are counted late.
+            busy = min((after.busy - before.busy) / seconds, self.available)
         own = (after.own - before.own + workers) / seconds
-        throttled = min(1.0, (after.throttled - before.throttled) / seconds)
+        periods = after.periods - before.periods
+        throttled = (after.throttled - before.throttled) / periods if periods > 0 else 0.0
         return CoreUse(self.available, busy, own, throttled)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from hybridloader.observe.attribution import attribute, length, percentile, within
 from hybridloader.observe.recording import Recording, StageRecord
 
+LOOP = "your loop"
+"""Name of the row of the loop that takes the items."""
+
 REST = "none of them"
 """Name of the stall in which no stage was busy."""
 
@@ -18,7 +21,7 @@ class Figures:
 
     recording: Recording
     names: tuple[str, ...]
-    """Names of the stages; no two are the same."""
+    """Names of the stages; no two are the same, and none is that of another row."""
     full: float | None
     """Time at which the prefetch was full; None if it never was."""
     seconds: float
@@ -109,11 +112,11 @@ def load_of(stage: StageRecord) -> float:
 
 
 def _names(stages: Sequence[StageRecord]) -> tuple[str, ...]:
-    names = list[str]()
+    names = [LOOP, REST]
     for stage in stages:
         name, number = stage.name, 1
         while name in names:
             number += 1
             name = f"{stage.name} ({number})"
         names.append(name)
-    return tuple(names)
+    return tuple(names[2:])

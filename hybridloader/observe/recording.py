@@ -151,3 +151,5 @@ class Recording:
     cores: CoreUse | None = None
     switch_interval: float = 0.005
     """Seconds after which the interpreter asks for the GIL, of `sys.getswitchinterval`."""
+    batch_size: int | None = None
+    """Samples of each item; None if that is not known."""

@@ -6,9 +6,10 @@ The thread that pulls the stage writes them; `stats()` reads them from any threa
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hybridloader._support.attributes import attribute
@@ -49,14 +50,13 @@ class StageMeasures:
     ) -> None:
         self.backend, self.workers, self._window = backend, max(1, workers), max(1, window)
         self._clock = clock
-        self._before = 0  # tasks of earlier passes
-        self._tasks = 0
         self.begin_again()
 
     def begin_again(self) -> None:
         """Forget all that was measured."""
         # All the mutable state:
-        self._before = self._tasks
+        self._tasks = 0  # that have come back
+        self._unmeasured = 0  # of these, since one told measures
         self.restarted = 0
         self.opens_slowly = False
         self.busy = 0.0
@@ -74,16 +74,19 @@ class StageMeasures:
 
     # -- called by the stage -------------------------------------------------------------------------
 
-    def told(self, event: Result, since: float, answered: Sequence[int]) -> None:
+    def told(self, event: Result, since: float, came: int) -> None:
+        self._tasks += came
+        self._unmeasured += came
         measures = None if event.extras is None else event.extras.pop(MEASURES, None)
         if measures is None or not isinstance(event, Done):
             return
-        now, before = self._clock(), self._tasks
-        self._tasks = sum(answered)
-        if self.full is None and self._tasks - self._before >= self._window:
+        now = self._clock()
+        if self.full is None and self._tasks >= self._window:
             self.full = now
-        self._scale = max(1, self._tasks - before)
+        self._scale, self._unmeasured = self._unmeasured, 0
         self._note(measures, since, now)
+        for others in measures.others:
+            self._note(others, math.inf, now)  # nobody waits for these
         size = size_told(event.payload)
         if size is not None:
             self._weight += size
@@ -123,7 +126,8 @@ class StageMeasures:
 
     def _add(self, began: float, ended: float, density: float) -> None:
         if len(self._spans) == REMEMBERED:
-            self._dropped = self._spans[0].ended
+            # Spans of several workers are not in the order of their ends.
+            self._dropped = max(self._dropped or 0.0, self._spans[0].ended)
         self._spans.append(Span(began, ended, density / self.workers, density))
 
     # -- statistics ------------------------------------------------------------------------------------
@@ -145,7 +149,7 @@ class StageMeasures:
         """Return the record of the stage, with what others have counted of it."""
         weight = None
         if self._weighed:
-            weight = self._weight * (self._tasks - self._before) // self._weighed
+            weight = self._weight * self._tasks // self._weighed
         return StageRecord(
             name=name,
             backend=self.backend.name,

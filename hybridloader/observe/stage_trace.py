@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from hybridloader.engine.contract import Backend
@@ -47,17 +47,20 @@ class StageTrace(StageMeasures):
         """Count the tasks of a stage that has started."""
         self._stage = weakref.ref(stage)
 
-    def told(self, event: Result, since: float, answered: Sequence[int]) -> None:
+    def told(self, event: Result, since: float, came: int) -> None:
         measures = None if event.extras is None else event.extras.get(MEASURES)
-        super().told(event, since, answered)
-        if measures is None or measures.slices is None or not isinstance(event, Done):
+        super().told(event, since, came)
+        if measures is None or not isinstance(event, Done):
             return
-        track = self._take_in(measures.slices)
+        for each in (measures, *measures.others):
+            if each.slices is None:
+                continue
+            track = self._take_in(each.slices)
+            if each.retried:
+                self._trace.instant("retried", track, stage=self._name, calls=each.retried)
         self._long = self.opens_slowly = event.seconds >= LONG
         if self.loop is not None:
             self.loop.brief = 0.0 if self._long else BRIEF
-        if measures.retried:
-            self._trace.instant("retried", track, stage=self._name, calls=measures.retried)
         self._counter()
 
     def opened(self, seq: int, began: float, ended: float) -> None:

@@ -9,14 +9,11 @@ from typing import Any
 
 from hybridloader._support.text import table
 from hybridloader.observe.display import html, size, time
-from hybridloader.observe.figures import REST, Figures
+from hybridloader.observe.figures import LOOP, REST, Figures
 from hybridloader.observe.recording import CoreUse, Faults, Recording, StageRecord
 from hybridloader.observe.verdict import Verdict, judge
 
 _CAUSES = ("busy", "starved", "blocked", "other")
-
-LOOP = "your loop"
-"""Name of the row of the loop that takes the items."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,6 @@ class StageStats:
         whole = self.busy + self.starved + self.blocked + self.other
         return min(1.0, self.busy / whole) if whole > 0 else 0.0
 
-    @property
-    def skipped(self) -> int:
-        """Items that failed and were left out or replaced."""
-        return self.faults.skipped + self.faults.replaced
-
 
 @dataclass(frozen=True)
 class Stall:
@@ -123,6 +115,8 @@ class Stats:
         Seconds since it began.
     cores
         Cores that this program may use, and how busy they were.
+    batch_size
+        Samples of each item of a loader; None if it is not known, and for a pipeline.
     """
 
     stages: tuple[StageStats, ...]
@@ -130,6 +124,7 @@ class Stats:
     verdict: Verdict
     seconds: float
     cores: CoreUse | None = None
+    batch_size: int | None = None
 
     @property
     def items(self) -> int:
@@ -146,6 +141,7 @@ class Stats:
         return {
             "seconds": self.seconds,
             "items": self.items,
+            "batch_size": self.batch_size,
             "stages": [asdict(stage) | {"load": stage.load} for stage in self.stages],
             "stall": {**vars(self.stall), "by_stage": dict(self.stall.by_stage)},
             "verdict": asdict(self.verdict),
@@ -232,7 +228,9 @@ def stats_of(recording: Recording) -> Stats:
         by_stage,
         figures.warmup,
     )
-    return Stats((*rows, mine), stall, judge(figures), seconds, recording.cores)
+    return Stats(
+        (*rows, mine), stall, judge(figures), seconds, recording.cores, recording.batch_size
+    )
 
 
 def _row(name: str, stage: StageRecord, stall: float) -> StageStats:

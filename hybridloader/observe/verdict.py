@@ -60,6 +60,10 @@ HELD = 0.5
 GIL: whoever waits for it asks after one interval. It may be asked for already, so it is half on average.
 What else makes a thread late (to wake it takes 0.1 ms) is no multiple of the interval."""
 
+BESIDE = 0.5
+"""CPU seconds a second of threads, from which it matters to a loop's step whether they hold the GIL: it
+would have to wait for half of the time."""
+
 AT_ONCE, LATE = 1.2, 0.1
 """Threads that are busy at once, and part of the switch interval by which their results are late, if
 they take turns: more than one, and more than it takes to wake a thread."""
@@ -141,7 +145,29 @@ def _of_loop(figures: Figures) -> Verdict:
         "loop",
         f"Your loop is the bottleneck: it waited for {figures.share:.1%} of the time, "
         f"{time(figures.p50)} for a batch at the median.",
-        "Loading is fast enough; make the training step faster, or take workers away.",
+        "Loading is fast enough; make the training step faster, or take workers away."
+        + _of_its_threads(figures),
+    )
+
+
+def _of_its_threads(figures: Figures) -> str:
+    """Return what is to be said of threads beside the loop that compute; mostly nothing.
+
+    If that is Python, they hold the GIL while the step wants it. No figure tells whether it is.
+    """
+    stages = figures.recording.stages
+    computed = sum(
+        (stage.cpu or 0.0) / elapsed
+        for stage in stages
+        if stage.in_process and stage.backend not in ("caller", "inline")
+        for elapsed in (_elapsed(stage),)
+        if elapsed > 0
+    )
+    if computed < BESIDE:
+        return ""
+    return (
+        f" Threads computed beside it, as much as {computed:.1f} cores: if what they do is Python, it "
+        "holds the GIL and slows your step, too; processes would not."
     )
 
 
@@ -211,7 +237,7 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
     """Return the kind of a stage's work, and the figure that shows it."""
     moved = stage.packing + stage.sending
     working = max(0.0, stage.busy - stage.packing)
-    if moved > working and moved > 0:
+    if moved > working and moved > 0 and not stage.in_process:
         return "transport", (
             f"packing, sending and opening its results took {time(moved)}, making them {time(working)}"
         )

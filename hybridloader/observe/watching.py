@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hybridloader._support.arguments import seconds
-from hybridloader.observe.stats import LOOP, Stats
+from hybridloader.observe.figures import LOOP
+from hybridloader.observe.stats import Stats
 
 if TYPE_CHECKING:
     from typing_extensions import Self

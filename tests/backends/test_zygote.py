@@ -201,8 +201,9 @@ def test_a_zygote_that_died_is_replaced_with_its_workers_if_workers_are() -> Non
     loader = load(Samples(of_process, 64), "spawn", workers=2, on_worker_death=policy)
     with start(loader) as iterator:
         found = next(iterator)
-        first = zygote()
+        first, workers = zygote(), [psutil.Process(worker.pid) for worker in iterator._workers]
         first.kill()
+        psutil.wait_procs(workers, DEADLINE)  # they may be quicker with their tasks than to die
         for batch in iterator:
             found += batch
     assert [index for index, *_ in found] == list(range(64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 
 import pytest
 from hypothesis import given
@@ -136,3 +137,24 @@ def test_the_run_queue_of_this_thread_is_read() -> None:
         pass
     assert queue.since() >= 0
     queue.close()
+
+
+def test_parts_of_tasks_that_others_answer_are_told_with_theirs() -> None:
+    clock, cpu = FakeClock(5.0), FakeClock()
+    helper, answering = Meter(Metering(cpu), clock), Meter(Metering(cpu), clock)
+    waiting = deque[Measures]()
+    for _ in range(3):
+        began = clock.now
+        clock.now += 2 * EVERY
+        helper.part(began, clock.now)
+        assert clock.now >= helper.due
+        waiting.append(helper.tell_parts(clock.now, retried=1))
+    assert helper.looks, "a part tells nothing of how long a task is"
+    assert not helper.reports
+    told = metered(answering, clock, EVERY)
+    assert told is not None
+    joined = told.joined(waiting)
+    assert not waiting
+    assert joined._replace(others=()) == told
+    assert sum(others.busy for others in joined.others) == pytest.approx(6 * EVERY)
+    assert [others.retried for others in joined.others] == [1, 1, 1]

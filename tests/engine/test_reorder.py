@@ -6,6 +6,7 @@ The workers are scripted: each answers at once whatever it has been sent, but fo
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.reorder import BYTES, TASKS, ReorderLimit
 from hybridloader.engine.scheduler import least_busy, round_robin
 from hybridloader.engine.stage import QUICK, Stage
-from hybridloader.testing import Call, ScriptedBackend, ScriptedCrew
+from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
 
 WORKERS, WINDOW = 2, 4
 
@@ -42,12 +43,15 @@ class Workers:
         reorder: ReorderLimit | None,
         payload: Any = ByReference,
         seconds: float = 1.0,
+        *,
+        extras: bool = False,
         **more: Any,
     ) -> None:
         self.late, self.drawn = True, list[int]()
         self.dead: list[Event] = []
         self._tasks: list[tuple[int, int]] = []  # worker and number, not answered
         self._idle, self._payload, self._seconds = 0, payload, seconds
+        self._extras = extras
         backend = ScriptedBackend(itertools.chain([self._ready], itertools.repeat(self._answer)))
         spec = WorkerSpec("scripted", WORKERS, Call(lambda index: index))
         more = {"dispatch": least_busy, "lookahead": WINDOW, **more}
@@ -72,7 +76,8 @@ class Workers:
             if worker or not self.late:
                 self._tasks.remove((worker, seq))
                 self._idle = 0
-                return [Done(worker, seq, self._payload(seq), self._seconds)]
+                extras: dict[str, Any] | None = {} if self._extras else None
+                return [Done(worker, seq, self._payload(seq), self._seconds, extras=extras)]
         self._idle += 1
         assert self._idle < 10, "it waits for a result that nobody works on"
         return []
@@ -181,3 +186,37 @@ def test_one_large_result_is_forgotten_in_time() -> None:
     assert found[-1] == TASKS
     failed: Any = {2: Failed(0, 2, None)}  # type: ignore[arg-type]
     assert limit.extra(failed) == TASKS
+
+
+class Noting:
+    """Observer that notes since when a result was waited for, and how many came."""
+
+    opens_slowly = False
+
+    def __init__(self) -> None:
+        self.told_of: list[tuple[int, float, int]] = []
+
+    def told(self, event: Any, since: float, came: int) -> None:
+        self.told_of.append((event.seq, since, came))
+
+    def opened(self, seq: int, began: float, ended: float) -> None:
+        pass
+
+    replaced = raised = opened
+
+
+def test_results_that_nobody_waited_for_are_told_as_such() -> None:
+    """Those which the next call finds, after the caller was at its own step for a long time."""
+    clock, observer = FakeClock(10.0), Noting()
+    workers = Workers(ReorderLimit(WORKERS), clock=clock, observer=observer, extras=True)
+    workers.until_asleep()
+    assert observer.told_of[0][1] == 10.0
+    workers.late = False
+    clock.now = 20.0
+    next(workers.stage)  # waits for the late one
+    observer.told_of.clear()
+    for _ in range(20):
+        clock.now += 10.0
+        next(workers.stage)
+    assert len(observer.told_of) >= 10
+    assert {since for _, since, _ in observer.told_of} == {math.inf}

@@ -217,6 +217,33 @@ def test_a_new_epoch_drops_what_is_left_of_the_old_one() -> None:
     it.close()
 
 
+def test_an_observer_is_not_told_of_results_of_an_earlier_epoch() -> None:
+    told_of = list[tuple[int, int]]()
+
+    class Noting:
+        opens_slowly = False
+
+        def told(self, event: Any, since: float, came: int) -> None:
+            told_of.append((event.seq, came))
+
+        def opened(self, seq: int, began: float, ended: float) -> None:
+            pass
+
+        replaced = raised = opened
+
+    def measured(*seqs: int) -> list[Event]:
+        return [Done(0, seq, ByReference(seq), extras={} if seq % 2 else None) for seq in seqs]
+
+    script = [ready(), measured(0), measured(1, 2, 3), measured(4), measured(5)]
+    it, _ = stage(script, lookahead=3, persistent=True, observer=Noting())
+    it.begin(iter("abcd"))
+    next(it)
+    it.begin(iter("wxyz"))
+    assert [next(it), next(it)] == [4, 5]
+    assert told_of == [(5, 3)], "0, 4 and 5 came since the beginning, or since one was told"
+    it.close()
+
+
 def test_a_closed_iterator_says_so() -> None:
     it, backend = stage([])
     it.begin(iter("a"))

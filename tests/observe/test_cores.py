@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridloader.observe.cores import CoreUsage, affinity, available, read
+from hybridloader.observe import cores
+from hybridloader.observe.cores import CoreUsage, affinity, available, limit, read
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
 
@@ -47,6 +48,15 @@ def machine(folder: Path, cgroup: str, files: dict[str, str], stat: str = "") ->
             {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "1"},
             None,
         ),
+        (
+            "4:cpuacct,cpu:/job\n",
+            {
+                "cpuacct,cpu/job/cpu.cfs_quota_us": "75000\n",
+                "cpuacct,cpu/job/cpu.cfs_period_us": "100000\n",
+            },
+            0.75,
+        ),
+        ("4:cpuset:/job\n", {"cpuset/job/cpu.max": "50000 100000"}, None),
         ("0::/job\n", {"job/cpu.max": "nonsense"}, None),
         ("", {}, None),
     ],
@@ -60,20 +70,62 @@ def test_a_quota_limits_the_cores(
 
 def test_no_files_limit_nothing(tmp_path: Path) -> None:
     assert available(tmp_path, tmp_path) == len(affinity())
-    reading = read({0}, tmp_path, tmp_path)
-    assert reading.busy is None
-    assert reading.throttled == 0
+    assert limit(tmp_path, tmp_path).folder is None
+    for folder in (None, tmp_path):
+        reading = read({0}, folder, tmp_path)
+        assert reading.busy is None
+        assert reading.throttled == reading.periods == 0
 
 
 def test_only_the_cores_of_this_process_count(tmp_path: Path) -> None:
     stat = (
         "cpu 9 9 9 9 9 9 9 9\ncpu0 100 0 50 900 7 1 2 3 0 0\ncpu1 1000 0 0 0 0 0 0 0 0 0\nintr 1\n"
     )
-    files = {"job/cpu.stat": "usage_usec 5\nthrottled_usec 2500000\n"}
-    cgroups, proc = machine(tmp_path, "0::/job\n", files, stat)
-    reading = read({0}, cgroups, proc)
-    assert reading.busy == 156 / os.sysconf("SC_CLK_TCK")
-    assert reading.throttled == 2.5
+    _, proc = machine(tmp_path, "0::/job\n", {}, stat)
+    assert read({0}, None, proc).busy == 156 / os.sysconf("SC_CLK_TCK")
+
+
+STATS = [
+    ({"cpu.stat": "usage_usec {us}\nnr_periods {n}\nnr_throttled {t}\nthrottled_usec 9\n"}),
+    ({"cpu.stat": "nr_periods {n}\nnr_throttled {t}\n", "cpuacct.usage": "{us}000\n"}),
+]
+
+
+@pytest.mark.parametrize("stats", STATS, ids=["version 2", "version 1"])
+@pytest.mark.parametrize(
+    ("quota", "used", "busy"), [(0.5, 0.2, 0.2), (0.5, 0.5, 0.5), (0.5, 0.7, 0.5), (1e6, 0.2, None)]
+)
+def test_under_a_quota_the_work_of_the_cgroup_counts(
+    stats: dict[str, str],
+    quota: float,
+    used: float,
+    busy: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container sees all cores of its host, which others keep busy."""
+    files = {"job/cpu.max": f"{quota * 100_000:.0f} 100000"}
+    cgroups, proc = machine(tmp_path, "0::/job/inner\n", files, "cpu0 9 0 0 0 0 0 0 0\n")
+    monkeypatch.setattr(cores, "limit", lambda: limit(cgroups, proc))
+    monkeypatch.setattr(time, "perf_counter", lambda: clock)
+
+    def worked(seconds: float, periods: int, cut_short: int) -> None:
+        for name, text in stats.items():
+            path = cgroups / "job" / name
+            path.write_text(text.format(us=int(seconds * 1e6), n=periods, t=cut_short))
+
+    clock = 100.0
+    worked(7.0, 50, 20)
+    usage = CoreUsage()
+    clock = 110.0
+    worked(7.0 + 10 * used, 150, 45)
+    use = usage.use()
+    assert use.cores == min(quota, len(affinity()))
+    if busy is not None:
+        assert use.busy == pytest.approx(busy)
+        assert use.throttled == 0.25
+    else:
+        assert use.throttled == 0, "the quota is no limit"
 
 
 def test_this_process_is_seen_to_work() -> None:

@@ -259,11 +259,11 @@ def test_all_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = loaded("sleep", "threads", 4)[1]
     comparison = hybridloader.compare(stats, other)
     assert comparison.speedup is not None
-    assert "items a second" in str(comparison)
+    assert "samples a second" in str(comparison)
     assert json.loads(json.dumps(comparison.to_dict()))["changes"]
     assert comparison._repr_html_().startswith("<table>")
     comparison.print()
-    assert "DataLoader: busy an item" in capsys.readouterr().out
+    assert "DataLoader: busy a sample" in capsys.readouterr().out
     with pytest.raises(TypeError, match="results of stats"):
         hybridloader.compare(stats, loader)  # type: ignore[arg-type]
     empty = small(observe=True).stats()

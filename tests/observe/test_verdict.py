@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.recordings import IDLE, recording, slept, stage
 
-from hybridloader.observe.recording import CoreUse, LoopRecord, Recording, Span, Wait
+from hybridloader.observe.comparing import compare
+from hybridloader.observe.recording import (
+    CoreUse,
+    LoopRecord,
+    Recording,
+    Span,
+    StageRecord,
+    Wait,
+)
 from hybridloader.observe.stats import LOOP, Stats, stats_of
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
@@ -336,3 +344,39 @@ def test_a_ring_that_has_dropped_the_beginning_stands_for_the_whole() -> None:
     late = stage(since=5.0, spans=tuple(Span(5.0, 10.0, 0.5) for _ in range(2)))
     part = stats_of(recording(slept(late)))
     assert part.stages[0].stall == pytest.approx(whole.stages[0].stall, rel=0.05)
+
+
+def test_rows_of_the_users_have_names_of_their_own() -> None:
+    names = ["your loop", "none of them", "map(f)", "map(f)"]
+    stats = stats_of(recording(*(stage(name, load=0.2) for name in names)))
+    rows = [row.name for row in stats.stages]
+    assert rows == ["your loop (2)", "none of them (2)", "map(f)", "map(f) (2)", LOOP]
+    assert set(stats.stall.by_stage) == {*rows[:-1], "none of them"}
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (stage(load=0.4), True),
+        (slept(stage(load=0.4)), False),
+        (stage(load=0.4, backend="fork", in_process=False), False),
+    ],
+    ids=["threads compute", "threads wait", "processes compute"],
+)
+def test_a_loop_that_threads_may_slow_is_told_so(record: StageRecord, said: bool) -> None:
+    verdict = stats_of(recording(record, wait=0.0)).verdict
+    assert verdict.cause == "loop"
+    assert ("as much as 0.8 cores" in verdict.advice) == said, verdict.advice
+
+
+def test_batches_of_other_sizes_are_compared_by_their_samples() -> None:
+    few = stats_of(replace(recording(stage(items=200)), batch_size=8))
+    many = stats_of(replace(recording(stage(items=200)), batch_size=32))
+    found = compare(few, many)
+    assert found.speedup == pytest.approx(4.0)
+    assert "4.00 times as many samples a second" in found.summary
+    by_name = {change.name: change for change in found.changes}
+    assert by_name["map(f): busy a sample"].ratio == pytest.approx(0.25)
+    unknown = compare(few, replace(many, batch_size=None))
+    assert unknown.speedup == pytest.approx(1.0)
+    assert "as many items a second" in unknown.summary
