@@ -165,7 +165,7 @@ def test_each_pass_has_a_budget_of_its_own() -> None:
                 assert len(list(run)) == 26
                 assert {record.epoch for record in run.skipped} == {epoch}
                 assert len(run.skipped) == 4
-                assert run.stats().stages[0].skipped == 4 * (epoch + 1)
+                assert run.stats().stages[0].faults.skipped == 4 * (epoch + 1)
 
 
 def test_what_is_passed_on_unopened_counts_as_attempted() -> None:
@@ -187,14 +187,14 @@ def test_the_table_has_a_column_only_if_something_was_skipped() -> None:
                 list(run)
                 table = str(run.stats())
                 assert ("skipped" in table) is bad
-                assert sum(stage.skipped for stage in run.stats().stages) == bad
+                assert sum(stage.faults.skipped for stage in run.stats().stages) == bad
                 assert run.stats().stages[0].items == (9 if bad else 3)
     pipe = Pipeline.from_dataset(range(10)).map(tenfold, on_error="skip").prefetch(2)
     with pipe.run() as run:
         list(run)
         (thread,) = (stage for stage in run.stats().stages if stage.backend == "thread")
-        assert thread.skipped == 1
-        assert run.stats().stages[-1].skipped == 0
+        assert thread.faults.skipped == 1
+        assert run.stats().stages[-1].faults.skipped == 0
 
 
 # -- batches by a sampler --------------------------------------------------------------------------
