@@ -11,19 +11,19 @@ import numpy as np
 
 from hybridloader._support.arguments import flag, whole
 from hybridloader._support.errors import SourceError
-from hybridloader.sources.folder_columns import folder_columns
-from hybridloader.sources.listing import Urls, list_files, stores_of
-from hybridloader.sources.per_worker import PerWorker
-from hybridloader.sources.row_groups import (
+from hybridloader.sources.columns import (
     Columns,
     Ints,
-    ParquetFile,
-    RowGroups,
     gathered,
     inverse_of,
     pyarrow_modules,
 )
+from hybridloader.sources.folder_columns import folder_columns
+from hybridloader.sources.listing import Urls, list_files, stores_of
+from hybridloader.sources.per_worker import PerWorker
+from hybridloader.sources.row_groups import ParquetFile, RowGroups
 from hybridloader.sources.shards import Shards
+from hybridloader.sources.store import each
 
 CACHE = 256 << 20
 """Bytes of decoded row groups that a process keeps."""
@@ -61,8 +61,8 @@ class Parquet(Shards[Any]):
     tensors
         True makes a batch in one call: a dict of tensors, each gathered once, into shared memory where
         the batch goes to another process. Give the loader ``collate_fn=Parquet.collate_fn``. Columns of
-        numbers and booleans are tensors, lists of one length rows of a matrix, and others lists of
-        Python's objects. Default: a row is a dict of Python's objects.
+        numbers and booleans are tensors, lists of a fixed size (Arrow's `FixedSizeList`) rows of a
+        matrix, and others lists of Python's objects. Default: a row is a dict of Python's objects.
     cache
         Bytes of decoded row groups that a process keeps: the ones used last, and at least one.
     storage_options
@@ -119,10 +119,16 @@ class Parquet(Shards[Any]):
         options = storage_options or {}
         roots = list_files(urls, options)
         folders, numbers = folder_columns(roots), count()
-        self._files = [
-            ParquetFile(store, path, store.stamp(path), next(folders), next(numbers))
+        places = [
+            (store, path)
             for root, store in zip(roots, stores_of(roots, options), strict=True)
             for path in root.paths
+        ]
+        stores = [store for store, _ in places]
+        stamps = each(lambda place: place[0].stamp(place[1]), places, stores)
+        self._files = [
+            ParquetFile(*place, stamp, next(folders), next(numbers))
+            for place, stamp in zip(places, stamps, strict=True)
         ]
         self.columns: tuple[str, ...] = () if columns is None else tuple(columns)
         groups = self._index(columns is None)
@@ -135,22 +141,31 @@ class Parquet(Shards[Any]):
 
     def _index(self, all_columns: bool) -> Ints:
         """Return file, number and rows of each row group that has rows."""
+
+        def described(file: ParquetFile) -> tuple[Any, list[tuple[int, int]] | Exception]:
+            with file.open() as fragment:
+                try:
+                    return fragment.physical_schema, self._counted(file, fragment)
+                except Exception as error:  # a column that lacks is to be told first
+                    return fragment.physical_schema, error
+
         schema: Any = None
         groups = []
-        for number, file in enumerate(self._files):
-            with file.open() as fragment:
-                found = fragment.physical_schema
-                if schema is None:
-                    schema = found
-                    names = (*schema.names, *(n for n in file.folders if n not in schema.names))
-                    if all_columns:
-                        self.columns = names
-                    if unknown := [name for name in self.columns if name not in names]:
-                        raise ValueError(
-                            f"{file.name} has no column {unknown[0]!r}; it has {', '.join(names)}"
-                        )
-                self._check_schema(file, found, schema, all_columns)
-                groups += [(number, *group) for group in self._counted(file, fragment)]
+        all_described = each(described, self._files, (file.store for file in self._files))
+        for file, (found, counted) in zip(self._files, all_described, strict=True):
+            if schema is None:
+                schema = found
+                names = (*schema.names, *(n for n in file.folders if n not in schema.names))
+                if all_columns:
+                    self.columns = names
+                if unknown := [name for name in self.columns if name not in names]:
+                    raise ValueError(
+                        f"{file.name} has no column {unknown[0]!r}; it has {', '.join(names)}"
+                    )
+            self._check_schema(file, found, schema, all_columns)
+            if isinstance(counted, Exception):
+                raise counted
+            groups += [(file.number, *group) for group in counted]
         return np.array(groups, np.int64).reshape(len(groups), 3)
 
     def _check_schema(self, file: ParquetFile, found: Any, schema: Any, all_columns: bool) -> None:

@@ -82,10 +82,12 @@ class PerWorker(Generic[T]):
         handles = self._handles.get(os.getpid()) or self._join()
         if self._per == "process":
             return handles.shared(self._opened)
-        opened = handles.here.opened
+        here = handles.here
+        opened = here.opened
         if opened is None or not opened.is_open:
-            opened = handles.here.opened = self._opened()
-            at_end_of_worker(partial(_shut, weakref.ref(opened), threading.get_ident()))
+            opened = here.opened = self._opened()
+            if not here.ends_with_worker:
+                here.ends_with_worker = at_end_of_worker(partial(_end_here, weakref.ref(handles)))
         return cast("T", opened.handle)
 
     def _join(self) -> _Handles[T]:
@@ -157,11 +159,15 @@ class _Opened(Generic[T]):
                 self.shut()
 
 
-def _shut(reference: weakref.ref[_Opened[Any]], thread: int) -> None:
-    """Close a handle at the end of its worker; one of a helper thread waits for the end of that."""
-    opened = reference()
-    if opened is not None and thread == threading.get_ident():
-        opened.shut()
+def _end_here(reference: weakref.ref[_Handles[Any]]) -> None:
+    """Close the handle of a worker's thread at its end; one of a helper thread waits for that one's."""
+    handles = reference()
+    if handles is not None:
+        here = handles.here
+        here.ends_with_worker = False
+        opened, here.opened = here.opened, None
+        if opened is not None:
+            opened.shut()
 
 
 class _Handles(Generic[T]):
@@ -230,3 +236,4 @@ def _leave(reference: weakref.ref[_Handles[Any]], user: int) -> None:
 
 class _OnThisThread(threading.local):
     opened: _Opened[Any] | None = None
+    ends_with_worker = False  # the worker that this thread is will close it

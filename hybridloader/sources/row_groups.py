@@ -7,33 +7,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
+from hybridloader._support.caller import warn_once
 from hybridloader._support.errors import SourceError
+from hybridloader.sources.columns import Columns, pyarrow_modules
 from hybridloader.sources.folder_columns import condition_of
 from hybridloader.sources.store import Stamp, Store
-
-INSTALL = "pip install 'hybridloader[parquet]'"
-
-Ints = npt.NDArray[np.int64]
-
-
-def pyarrow_modules() -> tuple[Any, Any]:
-    """Import pyarrow and pyarrow.dataset. Raises `ImportError` with the line that installs them."""
-    try:
-        import pyarrow
-        import pyarrow.dataset
-        import pyarrow.fs
-    except ImportError as error:
-        raise ImportError(f"Parquet is read by pyarrow: {INSTALL}") from error
-    return pyarrow, pyarrow.dataset
 
 
 class ParquetFile(NamedTuple):
@@ -130,62 +114,6 @@ class _RemoteFile:
         self.closed = True
 
 
-class Columns:
-    """Decoded columns of one row group.
-
-    Attributes
-    ----------
-    table : pyarrow.Table
-        All columns, each in one piece.
-    """
-
-    def __init__(self, table: Any, where: str) -> None:
-        self.table, self._where = table.combine_chunks(), where
-        self._arrays: dict[str, Any] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.table.nbytes)
-
-    def array(self, name: str) -> npt.NDArray[Any] | None:
-        """Return a column as numbers, without a copy but of booleans; None if it is of other things.
-
-        Lists of one length are rows of a matrix. Raises `SourceError` for numbers with nulls.
-        """
-        if name not in self._arrays:
-            self._arrays[name] = self._made(name)
-        array: npt.NDArray[Any] | None = self._arrays[name]
-        return array
-
-    def _made(self, name: str) -> npt.NDArray[Any] | None:
-        pyarrow, _ = pyarrow_modules()
-        types = pyarrow.types
-        column = self.table.column(name)
-        kind, widths = column.type, []
-        while types.is_fixed_size_list(kind):
-            widths.append(kind.list_size)
-            kind = kind.value_type
-        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
-            return None
-        count = len(column)
-        values = column.chunk(0) if column.num_chunks else pyarrow.array([], column.type)
-        for _ in widths:
-            self._check(values, name)
-            values = values.flatten()
-        if not types.is_floating(kind):  # in those a null is a NaN
-            self._check(values, name)
-        array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
-        return array.reshape(count, *widths)
-
-    def _check(self, values: Any, name: str) -> None:
-        if values.null_count:
-            raise SourceError(
-                f"{self._where}, column {name} has {values.null_count} nulls, which no tensor of "
-                "numbers holds: leave them out by filter=, leave the column out by columns=, or read "
-                "rows"
-            )
-
-
 class _OpenFile(NamedTuple):
     """A remote file that is open; its metadata has been read."""
 
@@ -193,6 +121,10 @@ class _OpenFile(NamedTuple):
     fragment: Any
     stack: ExitStack  # closes it
 
+
+_LATELY, _OFTEN = 8, 16
+"""Row groups dropped last, as many as the window of a `BlockShuffleSampler` by default; and how
+often one of these is decoded again until a warning says so."""
 
 _OPEN = 32
 """Remote files that stay open in a process while nobody reads them; each holds its decoded metadata."""
@@ -209,6 +141,8 @@ class RowGroups:
         self._closed = False
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._bytes = 0
+        self._dropped: deque[tuple[int, int]] = deque(maxlen=_LATELY)
+        self._again = 0  # row groups that were decoded again, of those
 
     def get(
         self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any, rows: int
@@ -238,12 +172,21 @@ class RowGroups:
             if key not in self._entries:  # closed meanwhile
                 return
             self._bytes += size
+            self._again += key in self._dropped
             for old in [*self._entries]:
                 if self._bytes <= self._limit:
                     break
                 if old != key and (columns := self._entries[old].columns) is not None:
                     del self._entries[old]
                     self._bytes -= columns.nbytes
+                    self._dropped.append(old)
+            held, often = len(self._entries), self._again == _OFTEN
+        if often:
+            warn_once(
+                f"Parquet: row groups are decoded again and again, as cache={self._limit} bytes holds "
+                f"only {held} of some {size / 2**20:.1f} MB: give cache= room for the row groups that "
+                "are in use at a time (the window of a BlockShuffleSampler), or a smaller window"
+            )
 
     def _read(
         self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any
@@ -337,56 +280,3 @@ class _Entry:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.columns: Columns | None = None
-
-
-def gathered(
-    name: str, parts: Sequence[tuple[Columns, Ints, Ints]], count: int, inverse: Ints | None
-) -> Any:
-    """Return one column of a batch of `count` rows: a tensor, or a list of Python's objects.
-
-    Parameters
-    ----------
-    parts
-        A row group, places in the batch, and the rows of the group that belong there.
-    inverse
-        That of the parts, as `inverse_of` has it.
-    """
-    arrays = [columns.array(name) for columns, _, _ in parts]
-    first = arrays[0]
-    if first is None:
-        values: list[Any] = [None] * count
-        for columns, places, rows in parts:
-            found = columns.table.column(name).take(rows).to_pylist()
-            for place, value in zip(places.tolist(), found, strict=True):
-                values[place] = value
-        return values
-    import torch
-
-    from hybridloader.fetching.collate import slot_for
-
-    shape, dtype = (count, *first.shape[1:]), torch.from_numpy(np.empty(0, first.dtype)).dtype
-    tensor = slot_for(shape, dtype)
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=dtype)
-    target = tensor.numpy()
-    # One row group after the other, then into their places: an assignment by an index takes twice as
-    # long as two takes that write where they are to. With "raise" for "clip" they would copy twice.
-    part = target if inverse is None else np.empty_like(target)
-    stop = 0
-    for (_, _, rows), array in zip(parts, arrays, strict=True):
-        assert array is not None
-        start, stop = stop, stop + len(rows)
-        array.take(rows, axis=0, out=part[start:stop], mode="clip")
-    if inverse is not None:
-        part.take(inverse, axis=0, out=target, mode="clip")
-    return tensor
-
-
-def inverse_of(parts: Sequence[tuple[Columns, Ints, Ints]]) -> Ints | None:
-    """Return where each row of a batch is if its parts stand in a row; None: in its place."""
-    if len(parts) == 1:
-        return None
-    places = np.concatenate([places for _, places, _ in parts])
-    inverse = np.empty_like(places)
-    inverse[places] = np.arange(len(places))
-    return inverse

@@ -11,12 +11,16 @@ import threading
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hybridloader._support.errors import SourceError, StoreError, add_note
 from hybridloader.sources.per_worker import PerWorker
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _FOR_GOOD = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that another try would meet again; they stay as they are."""
@@ -31,6 +35,9 @@ _MISTAKES = (TypeError, ValueError, ImportError, AttributeError, LookupError, As
 
 _OPEN = 64
 """Local files that are kept open in a process."""
+
+_AT_ONCE = 8
+"""Remote files that are indexed at the same time."""
 
 _AHEAD = 8 << 20
 """Bytes of a remote file that are asked for at a time where it is read through."""
@@ -204,6 +211,17 @@ class Store:
             return self.name(path)
         except Exception:  # it could not even be opened
             return path
+
+
+def each(function: Callable[[T], R], files: Sequence[T], stores: Iterable[Store]) -> list[R]:
+    """Return the result of `function` for each of `files`, which lie in `stores`.
+
+    It is called for several at a time if it waits for a store.
+    """
+    if len(files) < 2 or all(store.is_local for store in stores):
+        return [*map(function, files)]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return [*threads.map(function, files)]
 
 
 def _nothing(_: Any) -> None:

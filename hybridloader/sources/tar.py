@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -12,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridloader._support.arguments import function, whole
+from hybridloader._support.caller import warn_once
 from hybridloader._support.errors import SourceError, add_note
 from hybridloader.sources.listing import Urls, list_files, stores_of
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import Stamp, Store
+from hybridloader.sources.store import Stamp, Store, each
 from hybridloader.sources.tar_index import (
     BLOCK,
     TarIndex,
@@ -32,8 +32,8 @@ _GAP = 64 * 1024
 _BESIDE = ".index"
 """End of the name of an index that is kept beside its archive."""
 
-_AT_ONCE = 8
-"""Remote archives that are indexed at the same time."""
+_NAMED = 100
+"""Characters of an archive's name in that of its index; most file systems allow 255 bytes."""
 
 
 class _Member(NamedTuple):
@@ -297,10 +297,7 @@ def _indexed(places: Sequence[tuple[Store, str]], kept: str | None) -> list[TarI
     def one(place: tuple[Store, str]) -> TarIndex:
         return _index_of(*place, kept)
 
-    if len(places) < 2 or all(store.is_local for store, _ in places):  # else it waits for a store
-        return [*map(one, places)]
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        return [*threads.map(one, places)]
+    return each(one, places, (store for store, _ in places))
 
 
 def _index_of(store: Store, path: str, kept: str | None) -> TarIndex:
@@ -315,8 +312,18 @@ def _index_of(store: Store, path: str, kept: str | None) -> TarIndex:
             except Exception as error:
                 store.raise_told(error, path)
         if place is not None and stamp != Stamp(stamp.size, ""):
-            save_index(place, index)
+            _save(place, index)
     return index
+
+
+def _save(place: str, index: TarIndex) -> None:
+    try:
+        save_index(place, index)
+    except OSError as error:  # it serves without; the next one indexes the archive again
+        warn_once(
+            f"indices of archives are not kept in {os.path.dirname(place)}: {type(error).__name__}: "
+            f"{error.strerror}; give index= a folder that can be written"
+        )
 
 
 def _place_of_index(store: Store, path: str, kept: str) -> str | None:
@@ -325,5 +332,7 @@ def _place_of_index(store: Store, path: str, kept: str) -> str | None:
     import hashlib
 
     name = store.name(path)
+    if name.startswith(("http://", "https://")):
+        name = name.partition("?")[0]  # behind it is a signature, another one each time
     told = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    return os.path.join(kept, f"{os.path.basename(path)}.{told}.index")
+    return os.path.join(kept, f"{os.path.basename(name)[:_NAMED]}.{told}.index")

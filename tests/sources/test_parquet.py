@@ -19,6 +19,7 @@ from support.http_store import HttpStore
 
 from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, Skip, SourceError, StoreError
 from hybridloader.sources import Parquet
+from hybridloader.sources.row_groups import ParquetFile
 from hybridloader.sources.store import Store
 
 pa = pytest.importorskip("pyarrow")
@@ -180,6 +181,39 @@ def test_row_groups_are_read_once_in_a_window_and_kept_within_the_bound(
     assert [small[i]["int"] for i in (0, 1, 5, 0)] == [0, 1, 5, 0]
     assert seen == [0, 1, 0]
     small.close()
+
+
+def test_a_cache_too_small_for_the_window_is_told(folder: Path) -> None:
+    rows = Parquet(folder, cache=0)
+    for _ in range(8):
+        assert [rows[i]["int"] for i in (0, 5)] == [0, 5]
+    with pytest.warns(UserWarning, match=r"cache=0 bytes holds only 1 of .* MB: give cache= room"):
+        assert [rows[i]["int"] for i in (0, 5)] == [0, 5]
+    rows.close()
+
+
+def test_remote_files_are_indexed_several_at_a_time(store: HttpStore, folder: Path) -> None:
+    """Two opens meet at a barrier; the errors are those of the first file that has one."""
+    data = (folder / "a.parquet").read_bytes()
+    urls = []
+    for number in range(4):
+        store.files[f"/{number}.parquet"] = data
+        urls.append(f"{store.url}/{number}.parquet")
+    barrier, opened = threading.Barrier(2), ParquetFile.open
+
+    def together(self: Any, what: str = "") -> Any:
+        barrier.wait(30)
+        return opened(self, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParquetFile, "open", together)
+        rows = Parquet(urls)
+    assert len(rows) == 4 * len(Parquet(folder / "a.parquet"))
+    assert rows.shard_names == urls
+    rows.close()
+    store.files["/1.parquet"] = store.files["/3.parquet"] = b"nonsense"
+    with pytest.raises(SourceError, match=r"1\.parquet is no Parquet"):
+        Parquet(urls)
 
 
 def test_threads_read_row_groups_of_one_remote_file_at_once(

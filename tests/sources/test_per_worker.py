@@ -16,6 +16,7 @@ import pytest
 from support.forking import in_a_fork
 
 from hybridloader import DataLoader, Pipeline
+from hybridloader.engine import worker_end
 from hybridloader.sources import PerWorker
 
 backends = pytest.mark.parametrize("backend", ["inline", "threads", "fork", "spawn"])
@@ -70,6 +71,27 @@ def test_each_worker_opens_one_and_closes_it_when_it_ends(backend: str, tmp_path
     assert {*found["open"]} == used
     # Two workers on one thread share its handle; the first to end closes it.
     assert sorted(found["close"]) == sorted(found["open"])
+
+
+def test_one_that_is_opened_often_is_registered_once(tmp_path: Path) -> None:
+    """A dataset that closes its handle after an error, and goes on, for weeks."""
+    handle = PerWorker(partial(Handle, str(tmp_path / "notes")))
+
+    class Reopening:
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> int:
+            handle.close()
+            handle()
+            return sum(map(len, worker_end._functions.values()))
+
+    for _ in range(2):
+        loader: Any = DataLoader(Reopening(), None, num_workers=1, backend="threads")
+        assert [*loader] == [1] * 20
+    found = notes(tmp_path / "notes")
+    assert len(found["open"]) == 40
+    assert sorted(found["open"]) == sorted(found["close"]), "the last one by the end of its worker"
 
 
 def test_workers_that_stay_keep_theirs(tmp_path: Path) -> None:

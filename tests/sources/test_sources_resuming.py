@@ -144,17 +144,11 @@ def ranked(kind: str, source: Any, replicas: int, rank: int, uneven: Any) -> Any
     return DistributedShuffleSampler(source, 3, **options)
 
 
-@settings(max_examples=20)
-@given(
-    st.sampled_from(["blocks", "shuffle"]),
-    st.integers(1, 3),
-    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4), CHEAP), min_size=2, max_size=4),
-    st.sampled_from(["pad", "drop", "exact"]),
-)
-def test_at_any_place_with_another_number_of_ranks(
-    source: Any, kind: str, size: int, legs: Any, uneven: Any
-) -> None:
-    """A leg is a number of ranks, of batches on each, and the workers; the last goes to the end."""
+def resumes_on_ranks(source: Any, kind: str, size: int, legs: Any, uneven: Any) -> None:
+    """Go from leg to leg, each from the state of the one before.
+
+    A leg is a number of ranks, of batches on each, and the workers; the last goes to the end.
+    """
     wanted = [source[i] for i in ranked(kind, source, 1, 0, uneven)]
     seen: list[Any] = []
     state: Any = None
@@ -179,6 +173,31 @@ def test_at_any_place_with_another_number_of_ranks(
     assert seen[:n] == wanted[:n]
     assert len(seen) >= len(wanted) - 4 * (uneven == "drop")
     assert len(seen) == len(wanted) or uneven != "exact"
+
+
+LEGS = (
+    st.sampled_from(["blocks", "shuffle"]),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4), CHEAP), min_size=2, max_size=4),
+    st.sampled_from(["pad", "drop", "exact"]),
+)
+
+
+@settings(max_examples=20)
+@given(*LEGS)
+def test_at_any_place_with_another_number_of_ranks(
+    source: Any, kind: str, size: int, legs: Any, uneven: Any
+) -> None:
+    resumes_on_ranks(source, kind, size, legs, uneven)
+
+
+@pytest.mark.full
+@settings(max_examples=200)
+@given(*LEGS)
+def test_at_200_places_with_another_number_of_ranks(
+    source: Any, kind: str, size: int, legs: Any, uneven: Any
+) -> None:
+    resumes_on_ranks(source, kind, size, legs, uneven)
 
 
 def test_in_a_pipeline(source: Any) -> None:

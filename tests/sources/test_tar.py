@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -19,8 +20,8 @@ from support.archives import sample_members, tar_bytes, write_shards
 from support.http_store import HttpStore
 
 from hybridloader import DataLoader, Retry, ShuffleSampler, Skip, SourceError, StoreError
-from hybridloader.sources import Tar
-from hybridloader.sources.store import Stamp
+from hybridloader.sources import Tar, tar_index
+from hybridloader.sources.store import Stamp, Store
 from hybridloader.sources.tar_index import VERSION, load_index, make_index, save_index
 
 
@@ -127,6 +128,36 @@ def test_an_index_is_kept_beside_the_archive_or_in_a_folder(tmp_path: Path) -> N
         assert len(Tar(f"{tmp_path}/d/", index=index)) == 2  # an index is no archive
         assert [*place.glob("*.index")] == [kept]
         Path(path).write_bytes(tar_bytes(sample_members(0, 4)))
+
+
+def test_an_index_that_can_not_be_kept_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_shards(tmp_path / "d", [4, 2])
+
+    def refuse(path: str, data: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(tar_index, "write_whole", refuse)
+    with pytest.warns(
+        UserWarning, match=r"not kept in .*d: PermissionError: Perm.* index= a folder"
+    ):
+        assert len(Tar(paths, index="beside")) == 6
+
+
+def test_an_index_is_found_again_whatever_the_signature_of_its_url(
+    store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = write_shards(tmp_path / "d", [4])
+    size = Path(path).stat().st_size  # of what the server tells nothing else, no index is kept
+    monkeypatch.setattr(Store, "stamp", lambda self, path: Stamp(size, "the same"))
+    name = f"/{'long' * 50}.tar"
+    for number in range(2):
+        signed = f"{name}?signature={'0' * 200}{number}"
+        store.files[signed] = Path(path).read_bytes()
+        assert len(Tar(store.url + signed, index=str(tmp_path / "kept"))) == 4
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert "signature" not in kept.name
 
 
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/."), min_size=1)
