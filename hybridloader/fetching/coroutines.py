@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from asyncio import events
+from asyncio import events, tasks
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,6 +39,15 @@ class Loop:
         self.in_use = threading.Lock()  # by whoever runs it, or ends it
         self._wakeable = False
         self._loop.call_soon(self._look)
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    @property
+    def usable(self) -> bool:
+        """True if a step may share this loop: it is open, and not run by a caller of the step."""
+        return not self.closed and not self.in_use.locked()
 
     def begin(self, coroutine: Any) -> asyncio.Task[Any]:
         return self._loop.create_task(coroutine)
@@ -104,7 +113,7 @@ class Loop:
 
     def close(self) -> None:
         """End what still runs on the loop, and close it. Idempotent."""
-        if self._loop.is_closed():
+        if self.closed:
             return
         self.cancel(asyncio.all_tasks(self._loop))
         with _beside_the_callers():
@@ -123,13 +132,22 @@ class Loop:
 
 @contextmanager
 def _beside_the_callers() -> Iterator[None]:
-    """Allow a loop to run on a thread that has one running, as in a notebook."""
-    before = events._get_running_loop()
+    """Allow a loop to run on a thread that has one running, as in a notebook.
+
+    The running task is put aside, too: since Python 3.14 it belongs to the thread, and another could not
+    be entered beside it.
+    """
+    before, task = events._get_running_loop(), None
+    swap = getattr(tasks, "_swap_current_task", None)  # since Python 3.12
+    if before is not None and swap is not None:
+        task = swap(before, None)
     events._set_running_loop(None)
     try:
         yield
     finally:
         events._set_running_loop(before)
+        if task is not None and swap is not None:
+            swap(before, task)
 
 
 class _OnThisThread(threading.local):
@@ -141,19 +159,14 @@ _on_this_thread = _OnThisThread()
 
 def _loop_of_worker() -> tuple[Loop, bool]:
     """Return the loop, and whether it is the worker's: a new one where there is no worker."""
-    if _on_this_thread.loop is not None:
-        return _on_this_thread.loop, True
-    loop = Loop()
-    if not at_end_of_worker(_close_loop):
-        return loop, False
-    _on_this_thread.loop = loop
-    return loop, True
-
-
-def _close_loop() -> None:
-    loop, _on_this_thread.loop = _on_this_thread.loop, None
-    if loop is not None:
-        loop.close()
+    loop = _on_this_thread.loop
+    if loop is not None and loop.usable:
+        return loop, True
+    own = Loop()
+    if (loop is not None and not loop.closed) or not at_end_of_worker(own.close):
+        return own, False
+    _on_this_thread.loop = own
+    return own, True
 
 
 class Coroutines:
@@ -161,6 +174,9 @@ class Coroutines:
 
     `limit` coroutines are in work at a time. They are begun in the order of their items. `aclose` is
     awaited at the end, on the same loop, if any was begun.
+
+    The first step of a worker runs on the worker's loop. One without workers has a loop of its own: it
+    may pull the items of another, from within a callback of its loop.
     """
 
     def __init__(
@@ -169,9 +185,11 @@ class Coroutines:
         limit: int,
         context: TaskContext,
         aclose: Callable[[], Any] | None = None,
+        *,
+        of_worker: bool = True,
     ) -> None:
         self._function, self._limit, self._context = function, limit, context
-        self._aclose = aclose
+        self._aclose, self._of_worker = aclose, of_worker
         # All the mutable state:
         self.is_open = True
         self._loop: Loop | None = None  # made in the thread that first needs it
@@ -238,7 +256,7 @@ class Coroutines:
 
     def _begin(self, item: Any) -> asyncio.Task[Any]:
         if self._loop is None:
-            self._loop, self._is_workers = _loop_of_worker()
+            self._loop, self._is_workers = _loop_of_worker() if self._of_worker else (Loop(), False)
         task = self._loop.begin(self._function(item))
         self._in_work += 1
         task.add_done_callback(self._end)

@@ -49,9 +49,16 @@ class Step:
     name: str = ""  # of its slices in a trace
 
     def open(
-        self, context: TaskContext, on_error: Policy | None = None, number: int = 0
+        self,
+        context: TaskContext,
+        on_error: Policy | None = None,
+        number: int = 0,
+        *,
+        of_worker: bool = True,
     ) -> tuple[str, Callable[[Any], Any]]:
         """Return the kind, and the function as this worker calls it: function `number` of its stage.
+
+        A step that runs where its items are asked for is not `of_worker`, also if that is in one.
 
         An object with a method `setup` is copied (not deeply) and set up, so that every worker, also
         one that is a thread, has its own. If its call is an ``async def``, its `aclose` is awaited at
@@ -71,7 +78,8 @@ class Step:
         if self.concurrency:
             from hybridloader.fetching.coroutines import Coroutines
 
-            return self.kind, Coroutines(function, self.concurrency, context, aclose)
+            limit = self.concurrency
+            return self.kind, Coroutines(function, limit, context, aclose, of_worker=of_worker)
         return self.kind, context.timed(self.name, function, SEEN)
 
     def _open_fetch(

@@ -347,6 +347,30 @@ def test_a_worker_is_known_in_its_coroutines() -> None:
     assert set(pipe) <= {0, 1}
 
 
+async def later(item: int) -> int:
+    await asyncio.sleep(0.001 * (item % 3))
+    return item + 1
+
+
+def two_steps(number: int) -> list[int]:
+    """Iterate a pipeline of two `async def` steps, the second of which pulls the first."""
+    pipe = Pipeline.from_iterable(range(8)).map(later, concurrency=2).map(later, concurrency=3)
+    return list(pipe)
+
+
+async def two_steps_within_one(number: int) -> list[int]:
+    await asyncio.sleep(0)
+    return two_steps(number)
+
+
+@everywhere
+def test_a_worker_may_iterate_a_pipeline_of_coroutines(where: Any) -> None:
+    wanted = [[*range(2, 10)]] * 3
+    assert list(Pipeline.from_iterable(range(3)).map(two_steps, **where)) == wanted
+    nested = Pipeline.from_iterable(range(3)).map(two_steps_within_one, concurrency=2, **where)
+    assert list(nested) == wanted
+
+
 def test_in_a_notebook_a_loop_runs_already() -> None:
     async def cell() -> list[int]:
         return list(Pipeline.from_iterable(range(5)).map(double, concurrency=2))

@@ -52,7 +52,7 @@ class InlineItems(OperatorIterator):
             self._pull = map(numbered_item, pairs).__next__
             policy = seeded(policy, rng, item_key)
         handler = ErrorHandler(policy, context)
-        opened = step.open(context, policy)
+        opened = step.open(context, policy, of_worker=False)
         self._loop = ItemLoop([opened], handler, left)
         self._kind, self._function = opened
         if step.concurrency:
