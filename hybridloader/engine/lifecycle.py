@@ -310,6 +310,7 @@ class Lifecycle(ABC):
         if self._supervisor is not None:
             self._supervisor.begin(shared_seed, absent)
         self._error = None
+        self._untold = 0
         self._draw_from(source)
         self._crew.flush()
 

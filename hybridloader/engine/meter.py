@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 from hybridloader.engine.slices import Slices, Told
@@ -25,7 +25,11 @@ EVERY = 0.01
 """Least seconds from one `Measures` of a worker to the next."""
 
 _LOOKS = 0.25
-"""Least seconds between two looks at the run queue: a read lets go of the GIL, and may wait for it."""
+"""Least seconds between two looks at the run queue, and at the GIL."""
+
+_NAP = 5e-5
+"""Seconds that a look at the GIL sleeps. Whoever waits for it takes it meanwhile, and keeps it for the
+interpreter's switch interval; after a call that lasts 10 us the caller would be back before that."""
 
 _LONG, _PARTS = 1e-3, 64
 """Seconds from which a part of a task is a span of its own, and how many of these are remembered."""
@@ -44,6 +48,8 @@ class Metering:
     a thread has other threads working for it."""
     alone: bool = True
     """False if the thread of the worker has other work between two tasks, which does not count."""
+    gil: bool = False
+    """True if the worker is one of several threads, so that it looks at the GIL."""
     by_pass: bool = False
     """True if each pass is measured by itself: what was not told of one does not count in the next."""
     slices: int = 0
@@ -62,6 +68,9 @@ class Measures(NamedTuple):
     """CPU seconds."""
     wait_for_core: float | None
     """Seconds that the worker could have run and had no core; None where it was not looked at."""
+    wait_for_gil: float | None
+    """Seconds that a thread which had let go of the GIL waited for it, 0.1 ms if nobody else wants it;
+    None where that was not looked at."""
     packing: float
     """Share of the last task that went into packing its result; 0 if the tasks are too short."""
     reporting: float
@@ -92,6 +101,7 @@ class Meter:
     def __init__(self, metering: Metering, clock: Callable[[], float] = perf_counter) -> None:
         self._clock, self._alone = clock, metering.alone
         self._cpu_clock, self._by_pass = metering.cpu_clock, metering.by_pass
+        self._gil = metering.gil
         self._run_queue: RunQueue | None = None
         self.slices = Slices(metering.slices, alone=self._alone) if metering.slices else None
         # All the mutable state:
@@ -156,7 +166,7 @@ class Meter:
             tuple(spans),
             busy,
             self._cpu_spent(busy, last),
-            self._waited_for_core(ended),
+            *self._waits(ended),
             (ended - fetched) / last if self.looks and last > 0 else 0.0,
             self._reporting,
             retried,
@@ -193,11 +203,17 @@ class Meter:
             self._run_queue.close()
             self._run_queue = None
 
-    def _waited_for_core(self, now: float) -> float | None:
-        if self._run_queue is None or now < self._look:
-            return None
+    def _waits(self, now: float) -> tuple[float | None, float | None]:
+        """Return the seconds without a core since the last look, and those of a wait for the GIL."""
+        if now < self._look:
+            return None, None
         self._look = now + _LOOKS
-        return self._run_queue.since()
+        for_gil = None
+        if self._gil:
+            began = self._clock()
+            sleep(_NAP)
+            for_gil = max(0.0, self._clock() - began - _NAP)
+        return None if self._run_queue is None else self._run_queue.since(), for_gil
 
     def _cpu_spent(self, busy: float, last: float) -> float | None:
         if self._cpu_clock is None:

@@ -279,9 +279,11 @@ class Worker:
             return Failed(task.worker, task.seq, Failure(no_stop(error)))
         assert self._fetcher is not None
         assemble = partial(self._fetcher.assemble, task.results)
+        if task.measures and self.meter is not None:
+            self.meter.due = float("-inf")  # they go with its own
         event = self._answer(Task(task.seq, task.items), assemble)
         if isinstance(event, Done):
-            if task.measures and event.extras is not None and MEASURES in event.extras:
+            if event.extras is not None and MEASURES in event.extras:
                 event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
             return event._replace(worker=task.worker, seconds=event.seconds + sum(task.seconds))
         return event._replace(worker=task.worker) if isinstance(event, Failed) else None

@@ -110,7 +110,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if trace is None and watch is None and not self._plan.options.observe:
             return None
         window = self._prefetch_factor * self._num_workers
-        key = id(self._plan.record)  # the same for all iterators of a loader
+        key = self._plan.record.number  # the same for all iterators of a loader
         made = Observation(
             "DataLoader", self._backend, fetch, self._num_workers, window, trace, key
         )

@@ -112,17 +112,19 @@ class Observation:
 
     def stats(self) -> Stats:
         """Return the statistics of the pass until now. From any thread."""
-        if self._progress is not None:
-            self.loop.items = max(0, self._progress.yielded - self._before)
+        # Another thread may be beginning a pass, in which these are None at first.
+        progress, sampler, pin = self._progress, self._sampler, self._pin
+        if progress is not None:
+            self.loop.items = max(0, progress.yielded - self._before)
         loop = self.loop.record()
         queued = self._queued()
         stages = []
-        if self._sampler is not None:
-            stages.append(self._sampler.record(SAMPLER, loop.items + queued, loop))
-        stages.append(self._row_of_stage(loop, queued))
+        if sampler is not None:
+            stages.append(sampler.record(SAMPLER, loop.items + queued, loop))
+        stages.append(self._row_of_stage(loop, queued, 0.0 if sampler is None else sampler.seconds))
         workers = 0.0 if self.measures.backend.in_process else stages[-1].cpu or 0.0
-        if self._pin is not None:
-            stages.append(self._row_of_pin(*self._pin, loop.ended))
+        if pin is not None:
+            stages.append(self._row_of_pin(*pin, loop.ended))
         cores = self.loop.cores.use(workers)
         interval = sys.getswitchinterval()
         return stats_of(Recording(tuple(stages), loop, cores, interval, self._batch_size))
@@ -138,9 +140,10 @@ class Observation:
         stage = None if self._stage is None else self._stage()
         return 0 if stage is None or stage.closed else stage.queued
 
-    def _row_of_stage(self, loop: LoopRecord, queued: int) -> StageRecord:
-        measures = self.measures
-        records = () if self._budget is None else tuple(self._budget.records)
+    def _row_of_stage(self, loop: LoopRecord, queued: int, asking: float) -> StageRecord:
+        """Return the row of the stage; `asking` are the seconds that the sampler took."""
+        measures, budget = self.measures, self._budget
+        records = () if budget is None else tuple(budget.records)
         replaced = sum(record.replaced for record in records)
         first = loop.ended if measures.first is None else measures.first
         # Seconds of all workers: until they had started, with work, and without any.
@@ -149,8 +152,7 @@ class Observation:
         idle = max(0.0, whole - starting - measures.busy - measures.sending)
         if measures.backend.in_caller:  # it is the loop that works then
             idle = 0.0
-        asking = 0.0 if self._sampler is None else measures.workers * self._sampler.seconds
-        starved = min(idle, asking)
+        starved = min(idle, measures.workers * asking)
         return measures.record(
             self._name,
             items=loop.items,

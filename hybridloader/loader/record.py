@@ -7,6 +7,7 @@ may have an ``__eq__``: without a ``__hash__`` it would be refused, and equal lo
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,11 +18,16 @@ from hybridloader.loader.observation import Observation
 from hybridloader.loader.progress import Progress
 from hybridloader.observe.reuse import KeptBatches
 
+_numbers = itertools.count()
+
 
 class LoaderRecord:
     """Record of one loader."""
 
-    __slots__ = ("begun", "budget", "given", "kept", "loaded", "observation", "progress", "report")
+    __slots__ = (
+        *("begun", "budget", "given", "kept", "loaded", "number", "observation", "progress"),
+        "report",
+    )
 
     def __init__(self) -> None:
         self.begun: int | None = None
@@ -40,6 +46,8 @@ class LoaderRecord:
         """Batches that are given again, under ``hybridloader run --headroom``."""
         self.report: weakref.WeakMethod[Callable[[], str]] | None = None
         """Method `report` of the latest iterator."""
+        self.number = next(_numbers)
+        """Number of the loader, by which traces and watches know it."""
 
 
 _records: dict[int, tuple[weakref.ref[Any], LoaderRecord]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridloader._support.arguments import function, whole
 from hybridloader._support.attributes import attribute
+from hybridloader._support.devices_in_use import device_in_use
 from hybridloader._support.text import short
 from hybridloader.observe.display import html
 from hybridloader.observe.display import time as shown
@@ -129,7 +130,7 @@ def headroom(
 def synchronize() -> None:
     """Wait until torch's device has done all that it was given, if there is one in use."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.accelerator.is_available():
+    if torch is not None and device_in_use() is not None:  # else it would make a context
         torch.accelerator.synchronize()
 
 

@@ -80,6 +80,8 @@ class StageRecord:
     """CPU seconds of its workers."""
     wait_for_core: float | None = None
     """Seconds that its workers could have run and had no core."""
+    gil_waits: tuple[float, ...] = ()
+    """Seconds that its threads waited for the GIL when they had let go of it, at some moments."""
     packing: float = 0.0
     """Seconds of `busy` that went into packing results."""
     sending: float = 0.0

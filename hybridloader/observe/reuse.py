@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 LOADED, KEPT = 36, 4
 """Batches of a loader that are loaded at most, and those of them that are given again."""
 
+WAITS = 8
+"""Steps without loading from one wait for the device to the next: what was launched is not yet done."""
+
 LEAST = 2
 """Batches to load, at least: one before the steps that are timed, and one of these."""
 
@@ -44,10 +47,12 @@ class LoopTimes:
         # All the mutable state:
         self._mark = 0.0
         self.loading = self.ready = 0.0  # seconds
-        self.steps = 0  # without loading
+        self.steps = 0  # without loading, which the device has done
+        self._launched = 0  # others
 
     def mark(self) -> None:
         """Begin to measure."""
+        self._launched = 0
         self._wait()
         self._mark = self._clock()
 
@@ -57,13 +62,16 @@ class LoopTimes:
         self.loading = self._clock() - self._mark
 
     def step(self, *, last: bool) -> None:
-        """Note a step on a batch that was there already; after the `last`, wait for the device."""
-        if last:
-            self._wait()
+        """Note a step on a batch that was there already; now and then, wait for the device."""
+        self._launched += 1
+        if not last and self._launched < WAITS:
+            return
+        self._wait()
         now = self._clock()
         self.ready += now - self._mark
         self._mark = now
-        self.steps += 1
+        self.steps += self._launched
+        self._launched = 0
 
     def __str__(self) -> str:
         if self.length is None:

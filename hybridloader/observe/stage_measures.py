@@ -35,7 +35,8 @@ def metering_of(backend: Backend, fetch: Fetch) -> Metering:
         return Metering(time.process_time)
     # Of threads that work for a thread nobody knows the CPU time.
     thread_time = None if fetch.threads > 1 else getattr(time, "thread_time", None)
-    return Metering(thread_time, alone=not backend.in_caller)
+    alone = not backend.in_caller
+    return Metering(thread_time, alone=alone, gil=alone)
 
 
 class StageMeasures:
@@ -71,6 +72,7 @@ class StageMeasures:
         self._spans: deque[Span] = deque(maxlen=REMEMBERED)
         self._dropped: float | None = None  # end of the last span that was dropped
         self._latencies: deque[float] = deque(maxlen=REMEMBERED)
+        self._gil_waits: deque[float] = deque(maxlen=REMEMBERED)
 
     # -- called by the stage -------------------------------------------------------------------------
 
@@ -115,6 +117,8 @@ class StageMeasures:
         if measures.wait_for_core is not None:
             self._for_core += measures.wait_for_core
             self._for_core_known = True
+        if measures.wait_for_gil is not None:
+            self._gil_waits.append(measures.wait_for_gil)
         self._packing += measures.packing * measures.busy
         self.sending += self._scale * measures.reporting
         self._retried += measures.retried
@@ -161,6 +165,7 @@ class StageMeasures:
             other=other,
             cpu=self._cpu if self._cpu_known else None,
             wait_for_core=self._for_core if self._for_core_known else None,
+            gil_waits=copied(self._gil_waits),
             packing=self._packing,
             sending=self.sending,
             bytes=weight,

@@ -5,9 +5,12 @@ Times are microseconds since `baseTimeNanoseconds`, as in the files of torch.pro
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+
+from hybridloader._support.text import brief
 
 Track = tuple[int, str]
 """Process id, and a name for the thread that no other has in the trace."""
@@ -161,10 +164,19 @@ def _event(event: Event, numbers: dict[int, dict[str, int]], main: int) -> dict[
         made["dur"] = _microseconds(_nanoseconds(event.ended) - began, 0.01)
     elif event.kind == "i":
         made["s"] = "t"
-    told = {name: value for name, value in event.told.items() if name != "flow"}
+    told = {name: _plain(value) for name, value in event.told.items() if name != "flow"}
     if told:
         made["args"] = told
     return made
+
+
+def _plain(value: Any) -> Any:
+    """Return a detail as JSON has it: an index, or an error, may be any object of the user's."""
+    if isinstance(value, (str, int, type(None))) or (
+        isinstance(value, float) and math.isfinite(value)
+    ):
+        return value
+    return brief(value)
 
 
 def _flows(events: Iterable[Event], numbers: dict[int, dict[str, int]]) -> Iterator[dict[str, Any]]:

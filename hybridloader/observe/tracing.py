@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader._support.arguments import whole
 from hybridloader._support.caller import warn
+from hybridloader._support.text import brief
 from hybridloader.observe.trace_files import check_path, write
 from hybridloader.observe.trace_format import Event, Recorded, Track, chrome_trace
 
@@ -62,6 +63,7 @@ class Trace:
         self._tracks: dict[Track, str] = {}
         self._mine = threading.local()  # the track of each thread
         self._processes: dict[int, str] = {}
+        self._naming = threading.Lock()
         self._names: dict[tuple[str, Hashable], str] = {}
         self._dropped = 0  # by workers
         self._clocks: Clocks | None = None
@@ -77,7 +79,9 @@ class Trace:
             raise RuntimeError(
                 f"a trace to {_running.path!r} runs already, and sees all loaders; end it first"
             )
-        check_path(self.path, writable=True)
+        self.path = os.path.abspath(
+            check_path(self.path, writable=True)
+        )  # it may change its folder
         self._processes[self._owner] = "your program"
         self._clocks = Clocks.now()
         _running = self
@@ -93,13 +97,13 @@ class Trace:
         if os.getpid() != self._owner:  # a fork that goes its own way
             return
         if error is not None:
-            self.instant(kind.__name__ if kind else "error", told=str(error))
+            self.instant(kind.__name__ if kind else "error", told=brief(error))
         self._over = True
         if _running is self:
             _running = None
         try:
             write(self.path, chrome_trace(self._recorded()))
-        except OSError as failed:
+        except Exception as failed:
             if error is None:
                 raise
             warn(f"the trace was lost: {failed}")  # the error of the program counts more
@@ -165,10 +169,11 @@ class Trace:
 
     def name_of(self, stage: str, key: Hashable) -> str:
         """Return a name for a stage of its own: ``"DataLoader"``, then ``"DataLoader 2"``."""
-        if (stage, key) not in self._names:
-            number = 1 + sum(name == stage for name, _ in self._names)
-            self._names[stage, key] = stage if number == 1 else f"{stage} {number}"
-        return self._names[stage, key]
+        with self._naming:
+            if (stage, key) not in self._names:
+                number = 1 + sum(name == stage for name, _ in self._names)
+                self._names[stage, key] = stage if number == 1 else f"{stage} {number}"
+            return self._names[stage, key]
 
 
 def running_trace() -> Trace | None:

@@ -6,6 +6,7 @@ Pure functions. The rules, and why they are in this order, are in decision 30.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridloader.engine.meter import EVERY
@@ -65,8 +66,15 @@ BESIDE = 0.5
 would have to wait for half of the time."""
 
 AT_ONCE, LATE = 1.2, 0.1
-"""Threads that are busy at once, and part of the switch interval by which their results are late, if
-they take turns: more than one, and more than it takes to wake a thread."""
+"""Threads that are busy at once, and part of the switch interval by which their results are late, or
+they wait for the GIL, if they take turns: more than one, and more than it takes to wake a thread."""
+
+LOOKS = 3
+"""Looks at the GIL from which they tell something."""
+
+HELD_AT = 0.125
+"""Share of the looks at which the GIL was held, from which it is in the way. Of two threads that compute
+in Python and a loop it was 0.24 to 0.68, of threads that wait for a disk 0."""
 
 ONE_CORE = (0.7, 1.2)
 """CPU seconds a second of several threads that take turns at the GIL: 1, less what they leave it for and
@@ -84,8 +92,8 @@ class Verdict:
         few cores for it; ``"source"``: the sampler or a source; ``"start"``: the time until workers
         have started; ``"unknown"``: there is too little to tell.
     stage
-        Name of the stage that most of the stall belongs to; None for ``"loop"``, ``"start"`` and
-        ``"unknown"``.
+        Name of the stage that most of the stall belongs to, or whose threads hold the GIL; None for
+        ``"loop"``, ``"start"`` and ``"unknown"``.
     kind
         Kind of its work: ``"waits"`` (for a disk or a network), ``"computes"``, ``"holds-gil"`` (its
         threads keep each other and the loop from running), ``"transport"`` (packing, sending and
@@ -129,7 +137,7 @@ def judge(figures: Figures) -> Verdict:
             "That is too short to tell; take more batches.",
         )
     if figures.share < STALL:
-        return _of_loop(figures)
+        return _of_held_loop(figures) or _of_loop(figures)
     if not figures.by_stage or max(figures.by_stage) <= figures.rest:
         return _of_none(figures)
     number = max(range(len(figures.by_stage)), key=figures.by_stage.__getitem__)
@@ -145,30 +153,39 @@ def _of_loop(figures: Figures) -> Verdict:
         "loop",
         f"Your loop is the bottleneck: it waited for {figures.share:.1%} of the time, "
         f"{time(figures.p50)} for a batch at the median.",
-        "Loading is fast enough; make the training step faster, or take workers away."
-        + _of_its_threads(figures),
+        "Loading is fast enough; make the training step faster, or take workers away.",
     )
 
 
-def _of_its_threads(figures: Figures) -> str:
-    """Return what is to be said of threads beside the loop that compute; mostly nothing.
+def _of_held_loop(figures: Figures) -> Verdict | None:
+    """Judge a loop that waits for no batch, and whose step waits for the GIL that threads hold.
 
-    If that is Python, they hold the GIL while the step wants it. No figure tells whether it is.
+    All threads of the program compute no more than one would, loading is much of that, and a thread
+    that lets go of the GIL has to wait for it.
     """
-    stages = figures.recording.stages
-    computed = sum(
-        (stage.cpu or 0.0) / elapsed
-        for stage in stages
-        if stage.in_process and stage.backend not in ("caller", "inline")
-        for elapsed in (_elapsed(stage),)
-        if elapsed > 0
-    )
-    if computed < BESIDE:
-        return ""
-    return (
-        f" Threads computed beside it, as much as {computed:.1f} cores: if what they do is Python, it "
-        "holds the GIL and slows your step, too; processes would not."
-    )
+    cores = figures.recording.cores
+    if cores is None or cores.own is None or cores.own > ONE_CORE[1]:
+        return None
+    for number, stage in enumerate(figures.recording.stages):
+        waits, elapsed = stage.gil_waits, _elapsed(stage)
+        if len(waits) < LOOKS or not stage.cpu or elapsed <= 0:
+            continue
+        late = _late(waits, HELD * figures.recording.switch_interval)
+        rate = stage.cpu / elapsed
+        if rate >= BESIDE and len(late) >= max(LOOKS, HELD_AT * len(waits)):
+            name = figures.names[number]
+            return Verdict(
+                "stage",
+                name,
+                "holds-gil",
+                f"The bottleneck is {name}, whose threads hold the GIL: they computed as much as "
+                f"{rate:.1f} cores, the whole program {cores.own:.1f}, and at "
+                f"{len(late)} of {len(waits)} looks a thread that had let go of the GIL waited "
+                f"{time(late[len(late) // 2])} for it, at the median. So does your step; for batches "
+                f"your loop waited for {figures.share:.1%} of the time.",
+                _LEAVE_THE_GIL,
+            )
+    return None
 
 
 def _of_none(figures: Figures) -> Verdict:
@@ -245,9 +262,17 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
     late = known[3 * len(known) // 4] if len(known) >= 3 else 0.0
     # Of threads that take turns at the GIL, one computes at any time that it has a core.
     turn = TURN * (stage.busy - (stage.wait_for_core or 0.0)) / stage.workers
+    waits = stage.gil_waits
+    # Late as cores were busy: whoever let go of the GIL has got it back at once.
+    free = (
+        stage.workers > 1
+        and len(waits) >= LOOKS
+        and len(_late(waits, LATE * switch_interval)) < HELD_AT * len(waits)
+    )
     if (
         stage.in_process
         and late >= HELD * switch_interval
+        and not free
         and (stage.cpu is None or stage.cpu >= turn)
     ):
         return (
@@ -266,6 +291,10 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
         if taking_turns and overdue and computed < 1 / ONE_CORE[1]:
             return "holds-gil", f"{at_once:.1f} busy threads computed as much as {rate:.1f}"
     return ("computes" if computed >= COMPUTES else "waits"), spent
+
+
+def _late(waits: Sequence[float], seconds: float) -> list[float]:
+    return sorted(wait for wait in waits if wait >= seconds)
 
 
 def _elapsed(stage: StageRecord) -> float:
@@ -318,9 +347,7 @@ def _advice(figures: Figures, stage: StageRecord, kind: str | None) -> str:
             "threads_per_worker; read ahead, or from a nearer place."
         )
     if kind == "holds-gil":
-        return (
-            "Use processes (backend='shared-memory' or 'spawn'), or functions that leave the GIL."
-        )
+        return _LEAVE_THE_GIL
     if kind == "transport":
         return (
             "Return tensors or arrays, which go through shared memory, and fewer of them; do the part "
@@ -333,6 +360,11 @@ def _advice(figures: Figures, stage: StageRecord, kind: str | None) -> str:
         which = " and a backend" if inline else f" ({workers} now)"
         return f"Give it more workers: try num_workers={wanted}{which}; or make its work cheaper."
     return "It has a worker for each core: make its work cheaper, or use more cores."
+
+
+_LEAVE_THE_GIL = (
+    "Use processes (backend='shared-memory' or 'spawn'), or functions that leave the GIL."
+)
 
 
 def _workers_wanted(figures: Figures, stage: StageRecord) -> int:

@@ -14,6 +14,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TextIO
 
 from hybridloader.observe.watching import Display, Watch, WatchedRow
@@ -60,9 +61,10 @@ class LiveTable:
         self,
         stream: TextIO,
         every: float = 1.0,
-        size: Callable[[], tuple[int, int]] = shutil.get_terminal_size,
+        size: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        self._stream, self.every, self._size = stream, every, size
+        self._stream, self.every = stream, every
+        self._size = partial(_size_of, stream) if size is None else size
         self._owner = os.getpid()
         self._lock = threading.RLock()
         # All the mutable state, under that lock:
@@ -131,6 +133,9 @@ class _Cleared(io.TextIOBase):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
+    def writable(self) -> bool:
+        return self.stream.writable()
+
     def write(self, text: str) -> int:
         return self._table.write(self.stream, [text])
 
@@ -156,6 +161,14 @@ class _Cleared(io.TextIOBase):
 
     def close(self) -> None:
         """Leave the stream open: letting this go closes it."""
+
+
+def _size_of(stream: TextIO) -> tuple[int, int]:
+    """Return columns and lines of the terminal that a stream is; standard output may be a file."""
+    try:
+        return os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        return shutil.get_terminal_size()
 
 
 def drawn(rows: Sequence[WatchedRow], width: int) -> str:

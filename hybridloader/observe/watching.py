@@ -58,7 +58,10 @@ class _Watched:
         self.rate = 0.0
 
     def look(self) -> None:
-        stats, before = self.stats(), self.latest
+        try:
+            stats, before = self.stats(), self.latest
+        except Exception:  # a pass began meanwhile, on another thread: the next look sees it
+            return
         if stats is None:
             return
         self.latest = stats
@@ -81,6 +84,21 @@ class _Watched:
         stall = f"{stats.stall.share:.0%}"
         rate = f"{self.rate:,.1f}/s"
         return WatchedRow(self.name, rate, stall, ", ".join(loads), str(stats.verdict), stats.items)
+
+
+class SameObject:
+    """Key that stands for one object, which it keeps."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, object: object) -> None:
+        self._object = object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and other._object is self._object
+
+    def __hash__(self) -> int:
+        return id(self._object)
 
 
 class Watch:
@@ -116,7 +134,11 @@ class Watch:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-        self._display.end(self.rows())
+        try:
+            self._display.end(self.rows())
+        except (OSError, ValueError):  # the terminal is gone
+            if error is None:
+                raise
 
     @property
     def runs(self) -> bool:
@@ -129,6 +151,7 @@ class Watch:
             before = self._watched.get(key)
             if before is not None:
                 before.stats, before.latest = stats, None
+                self._watched[key] = self._watched.pop(key)  # it is the latest one now
                 return
             number = self._numbers[name] = self._numbers.get(name, 0) + 1
             self._watched[key] = _Watched(name if number == 1 else f"{name} {number}", stats)
@@ -154,7 +177,7 @@ class Watch:
         while not self._over.wait(self._display.every):
             try:
                 self._display.show(self.rows())
-            except OSError:  # the terminal is gone
+            except (OSError, ValueError):  # the terminal is gone
                 return
 
 

@@ -37,6 +37,34 @@ class Counting:
         return index
 
 
+def test_epochs_that_are_left_early_count_what_the_device_has_done() -> None:
+    """A step takes 1 ms to launch and 20 ms on the device; the loop leaves each epoch by `break`."""
+    clock, done = Clock(), [0.0]
+
+    def wait() -> None:
+        clock.now = max(clock.now, done[0])
+
+    def step() -> None:
+        clock.now += 0.001
+        done[0] = max(done[0], clock.now) + 0.020
+
+    kept = KeptBatches(LoopTimes("DataLoader", 1000, clock, wait))
+    for _ in range(3):
+        kept.begin()
+        for batch in range(60):
+            if kept.enough:
+                kept.again()
+            else:
+                clock.now += 0.030
+                if kept.keep(batch):
+                    kept.times.mark()
+            step()
+        wait()
+        clock.now += 5.0
+    times = kept.times
+    assert times.ready / times.steps == pytest.approx(0.020, rel=0.1)
+
+
 def test_times_are_those_of_the_loop_with_and_without() -> None:
     """Loading takes 3 s, a step 1 s on the host and 1 s more on the device, which works behind."""
     clock, behind = Clock(), [0.0]

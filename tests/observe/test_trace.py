@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import time
 from pathlib import Path
@@ -167,6 +169,40 @@ def test_a_trace_keeps_the_latest_events_and_counts_the_others(tmp_path: Path) -
     trace = ReadTrace(path)
     assert len([event for event in trace.events if event["ph"] in "XCi"]) == 10
     assert trace.whole["otherData"]["dropped_events"] > 50
+
+
+def test_a_relative_path_is_that_of_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with hybridloader.trace("run.json"):
+        os.chdir("other")
+        list(DataLoader(Work(), 4, num_workers=0))
+    assert ReadTrace(tmp_path / "run.json").named("next()")
+
+
+def test_details_are_json_whatever_they_are(path: Path) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("not today")
+
+    running = hybridloader.trace(path)
+    with pytest.raises(Odd), running:
+        raise Odd(running.instant("odd", index={(1, 2): 3}, share=math.nan, sizes=[1]))
+    (odd,) = ReadTrace(path).instants("odd")
+    assert odd["args"] == {"index": "{(1, 2): 3}", "share": "nan", "sizes": "[1]"}
+    assert ReadTrace(path).instants("Odd")
+
+
+def test_loaders_that_follow_each_other_have_names_of_their_own(path: Path) -> None:
+    with hybridloader.trace(path):
+        for _ in range(3):
+            for _ in DataLoader(Work(), 4, num_workers=1, backend="threads"):
+                pass
+            gc.collect()
+    names = {name for name in ReadTrace(path).tracks.values() if "worker" in name}
+    assert names == {f"DataLoader{number} worker 0" for number in ("", " 2", " 3")}
 
 
 def test_a_file_that_cant_be_written_is_told_before_any_worker_starts(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def scaled(made: Recording, by: float) -> Recording:
             **{name: times(getattr(one, name)) for name in SECONDS},
             spans=tuple(replace_times(span, by) for span in one.spans),
             latencies=tuple(by * late for late in one.latencies),
+            gil_waits=tuple(by * waited for waited in one.gil_waits),
         )
         for one in made.stages
     )
@@ -354,19 +355,42 @@ def test_rows_of_the_users_have_names_of_their_own() -> None:
     assert set(stats.stall.by_stage) == {*rows[:-1], "none of them"}
 
 
+HOLDING = stage(cpu=9.0, gil_waits=(5e-3, 6e-3, 5e-3))
+
+
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "own", "held"),
     [
-        (stage(load=0.4), True),
-        (slept(stage(load=0.4)), False),
-        (stage(load=0.4, backend="fork", in_process=False), False),
+        (HOLDING, 1.1, True),
+        (HOLDING, 1.9, False),
+        (replace(HOLDING, gil_waits=(1e-5,) * 9), 1.1, False),
+        (replace(HOLDING, gil_waits=(5e-3,) * 2), 1.1, False),
+        (replace(HOLDING, cpu=3.0), 1.1, False),
+        (replace(HOLDING, cpu=None), 1.1, False),
+        (replace(HOLDING, gil_waits=()), 1.1, False),
     ],
-    ids=["threads compute", "threads wait", "processes compute"],
+    ids=["so", "several cores", "GIL free", "few looks", "little", "unknown", "no looks"],
 )
-def test_a_loop_that_threads_may_slow_is_told_so(record: StageRecord, said: bool) -> None:
-    verdict = stats_of(recording(record, wait=0.0)).verdict
-    assert verdict.cause == "loop"
-    assert ("as much as 0.8 cores" in verdict.advice) == said, verdict.advice
+def test_a_loop_whose_step_waits_for_the_gil_is_told_so(
+    record: StageRecord, own: float, held: bool
+) -> None:
+    verdict = stats_of(recording(record, wait=0.0, cores=CoreUse(2.0, 1.2, own))).verdict
+    if held:
+        assert (verdict.cause, verdict.stage, verdict.kind) == ("stage", "map(f)", "holds-gil")
+        assert "at 3 of 3 looks" in verdict.evidence
+        assert "processes" in verdict.advice
+    else:
+        assert verdict.cause == "loop"
+
+
+@pytest.mark.parametrize(
+    ("waits", "kind"), [((), "holds-gil"), ((6e-3,) * 4, "holds-gil"), ((2e-5,) * 4, "computes")]
+)
+def test_results_that_are_late_as_cores_are_busy_are_not_taken_for_the_gil(
+    waits: tuple[float, ...], kind: str
+) -> None:
+    late = replace(stage(), cpu=15.0, latencies=(5e-3,) * 4, gil_waits=waits)
+    assert stats_of(recording(late)).verdict.kind == kind
 
 
 def test_batches_of_other_sizes_are_compared_by_their_samples() -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recordings import recording, stage
 from support.terminal import Terminal
 
-from hybridloader import DataLoader, Pipeline
+from hybridloader import DataLoader, Pipeline, Stats
 from hybridloader.observe import watch_display, watching
+from hybridloader.observe.stats import stats_of
 from hybridloader.observe.watch_display import Lines, LiveTable, watch
 from hybridloader.observe.watching import Watch, WatchedRow, running_watch
 
@@ -87,6 +89,42 @@ def test_nobody_is_held_and_only_the_latest_are_shown() -> None:
         for _ in DataLoader(range(8), 2, **THREADS):  # type: ignore[arg-type]
             break
     assert [row.name for row in display.ended] == ["DataLoader"]
+
+
+def test_a_loader_that_is_used_again_stays() -> None:
+    """Each epoch has a validation loader of its own."""
+    with Watch(Shown()) as running:
+        for epoch in range(2 * watching.SHOWN):
+            running.see("train", 0, lambda: stats_of(recording(stage())))
+            running.see("validation", 1 + epoch, lambda: None)
+            assert [row.name for row in running.rows()] == ["train"]
+
+
+def test_statistics_that_can_not_be_had_at_a_moment_are_asked_for_again() -> None:
+    answers = [stats_of(recording(stage())), RuntimeError("it changed during iteration")]
+
+    def stats() -> Stats:
+        found = answers.pop()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    with Watch(Shown()) as running:
+        running.see("it", 0, stats)
+        assert running.rows() == []
+        assert [row.name for row in running.rows()] == ["it"]
+        answers.append(stats_of(recording(stage())))
+
+
+def test_a_terminal_that_is_gone_at_the_end_does_not_hide_an_error() -> None:
+    class Gone(Shown):
+        def end(self, rows: Sequence[WatchedRow]) -> None:
+            raise BrokenPipeError
+
+    with pytest.raises(KeyError), Watch(Gone()):
+        raise KeyError
+    with pytest.raises(BrokenPipeError), Watch(Gone()):
+        pass
 
 
 def test_a_thread_shows_them_meanwhile() -> None:

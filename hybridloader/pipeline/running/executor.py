@@ -108,7 +108,7 @@ class Executor:
                 raise IteratorClosed("the pipeline was closed")
             running = self.relays.get(node.path)
             if running is None and self.trace is not None:
-                name = self.trace.name_of(node.name, (id(self), node.path))
+                name = self.trace.name_of(node.name, (self.stages.number, node.path))
                 trace_relay(self.trace, name, relay.queue)
             if running is None:
                 running = self.relays[node.path] = RunningRelay(node, before, relay)
@@ -218,7 +218,7 @@ class Executor:
                 queue = self.relays[node.path].relay.queue
                 return queue.waited, copied(queue.waits)
         inside = nodes[0].path
-        queues = [r.relay.queue for p, r in self.relays.items() if p[: len(inside)] == inside]
+        queues = [r.relay.queue for p, r in [*self.relays.items()] if p[: len(inside)] == inside]
         waits = [wait for queue in queues for wait in copied(queue.waits)]
         return sum(queue.waited for queue in queues), waits
 

@@ -16,7 +16,7 @@ from hybridloader.engine.relay import FINAL, Relay
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.reporting import Observe, Reporter
 from hybridloader.observe.stats import Stats
-from hybridloader.observe.watching import running_watch
+from hybridloader.observe.watching import SameObject, running_watch
 from hybridloader.pipeline.operators.base import Chain
 from hybridloader.pipeline.running.dropping import NO_ITEM
 from hybridloader.pipeline.running.executor import Executor
@@ -66,7 +66,7 @@ class Run(Iterator[Any]):
             self._finalizer = closed_with(self, executor)
         self._watch = running_watch()
         if self._watch is not None:
-            self._watch.see("Pipeline", id(executor.chain), _stats_while_there(executor))
+            self._watch.see("Pipeline", SameObject(executor.chain), _stats_while_there(executor))
         self._position = RunPosition(executor.plan, epoch, resumed)
         self._items: Iterator[Any] = iter(())
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
@@ -154,7 +154,7 @@ class Run(Iterator[Any]):
 
     def _tell_watch(self) -> None:
         if self._watch is not None:
-            self._watch.look(id(self._executor.chain))
+            self._watch.look(SameObject(self._executor.chain))
 
     def _refuse(self) -> None:
         if isinstance(self._over, StopIteration):

@@ -10,6 +10,7 @@ import functools
 import random
 import time
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.errors import IteratorClosed, ShippingError
@@ -84,12 +85,16 @@ class RunningRelay:
         self.relay = relay
 
 
+_numbers = count()
+
+
 class RunningStages(dict[Path, RunningStage]):
     """The stages of one pipeline, by the paths of their nodes; `closed` is cancelled once they end."""
 
     def __init__(self, seed: int, closed: TaskContext, trace: Trace | None = None) -> None:
         super().__init__()
         self._seed, self._closed, self._trace = seed, closed, trace
+        self.number = next(_numbers)  # by which a trace knows them
         # All the other mutable state:
         self.failure_log = FailureLog()  # of what was skipped
         self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
@@ -158,7 +163,7 @@ class RunningStages(dict[Path, RunningStage]):
         return StageTrace(
             trace,
             node.name,
-            (id(self), node.path),
+            (self.number, node.path),
             node.backend,
             workers,
             node.placement.at_hand * workers,
