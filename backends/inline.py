@@ -30,10 +30,11 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.payload import ByReference
 from hybridloader.engine.worker import Worker
 from hybridloader.engine.worker_info import worker_info_set
-from hybridloader.fetching.collate import on_this_thread, teach_torch
+from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.shipping import replicate
 from hybridloader.memory.slots import PrivateSlots
+from hybridloader.memory.thread_slots import on_this_thread
 from hybridloader.seeding.worker_seeds import CallerSeeds, InlineSeeds, WorkerSeeds
 
 if TYPE_CHECKING:

@@ -25,9 +25,10 @@ from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task
 from hybridloader.engine.serving import serve, thread_worker
 from hybridloader.engine.task_sharing import NEW, Inbox, TaskSharing
 from hybridloader.engine.worker import Incoming, Worker
-from hybridloader.fetching.collate import set_slots, teach_torch
+from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 from hybridloader.memory.slots import PrivateSlots
+from hybridloader.memory.thread_slots import set_slots
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks

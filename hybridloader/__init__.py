@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hybridloader._support.errors import WorkerTimeout as WorkerTimeout
     from hybridloader.backends.fork import Fork as Fork
     from hybridloader.backends.inline import Inline as Inline
+    from hybridloader.backends.ray import Ray as Ray
     from hybridloader.backends.shared_memory import SharedMemory as SharedMemory
     from hybridloader.backends.spawn import Spawn as Spawn
     from hybridloader.backends.threads import Threads as Threads
@@ -75,6 +76,7 @@ __getattr__, __dir__, __all__ = lazily(
         "StoreError TaskTimeout TooManyErrors WorkerDied WorkerTimeout",
         "backends.fork": "Fork",
         "backends.inline": "Inline",
+        "backends.ray": "Ray",
         "backends.shared_memory": "SharedMemory",
         "backends.spawn": "Spawn",
         "backends.threads": "Threads",

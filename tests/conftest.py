@@ -46,10 +46,15 @@ def _children() -> set[psutil.Process]:
             line = ""
         except psutil.Error:
             continue
-        if "resource_tracker" in line or "forkserver" in line:
+        if "resource_tracker" in line or "forkserver" in line or _of_ray(line):
             continue
         found.add(child)
     return found
+
+
+def _of_ray(line: str) -> bool:
+    """True for a process of the session's Ray cluster, which starts and keeps workers as it likes."""
+    return line.startswith("ray::") or "/ray/" in line
 
 
 def _descendants(pid: int) -> list[int]:
@@ -184,6 +189,24 @@ def _trackers_running() -> None:
     gc.freeze()  # a collection over all that torch imports would take 100 ms, twice a test
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Ray cluster that all tests of a session share: starting one takes 4 s."""
+    ray = pytest.importorskip("ray")
+    os.environ |= {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray warns of a change to come
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=400 << 20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    ray.put(b"").future().result()  # a thread of Ray's appears with the first
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a child, a thread, a descriptor or a segment behind.
@@ -193,7 +216,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     children, threads = _children(), set(threading.enumerate())
     descriptors, segments = _descriptors(), _segments()
     yield
-    keeps = request.node.get_closest_marker("forkserver") is not None
+    keeps = any(map(request.node.get_closest_marker, ("forkserver", "ray")))
     if (
         _descriptors() <= descriptors
         and not set(threading.enumerate()) - threads

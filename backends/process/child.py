@@ -37,9 +37,10 @@ from hybridloader.engine.serving import received
 from hybridloader.engine.worker import Worker
 from hybridloader.engine.worker_info import set_process_info
 from hybridloader.engine.worker_loop import run
-from hybridloader.fetching.collate import set_slots, teach_torch
+from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.packing import Packed, pack, pack_in_band, unpack
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways, task_names
+from hybridloader.memory.thread_slots import set_slots
 from hybridloader.seeding.worker_seeds import ProcessSeeds
 
 _LARGE = 64 * 1024

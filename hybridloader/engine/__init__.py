@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hybridloader.engine.serving import serve as serve
     from hybridloader.engine.serving import thread_worker as thread_worker
     from hybridloader.engine.worker import Worker as Worker
+    from hybridloader.memory.slots import PrivateSlots as PrivateSlots
 
 __getattr__, __dir__, __all__ = lazily(
     __name__,
@@ -56,6 +57,7 @@ __getattr__, __dir__, __all__ = lazily(
         "._support.errors": "BackendUnavailable Failure ResultNotSendable ShippingError",
         "contract": "Backend Crew WorkerHandle",
         "fetcher": "Fetch Fetcher TaskContext",
+        ".memory.slots": "PrivateSlots",
         "messages": "Begin Done Event Exhausted Exited Failed First Message Ready Stop Task "
         "WorkerSpec",
         "payload": "ByReference Payload",

@@ -1,4 +1,4 @@
-"""Backends by name: the five that come along, and those that other packages add.
+"""Backends by name: the six that come along, and those that other packages add.
 
 A package adds a backend through the entry-point group ``hybridloader.backends``, with a name and
 ``module:attribute`` of a `Backend` class or of a callable that returns a `Backend`. Nothing is
@@ -35,6 +35,7 @@ _OURS = {
     "threads": Entry(f"{_HOME}.threads:Threads", _INCLUDED),
     "fork": Entry(f"{_HOME}.fork:Fork", _INCLUDED),
     "spawn": Entry(f"{_HOME}.spawn:Spawn", "pip install loky cloudpickle"),
+    "ray": Entry(f"{_HOME}.ray:Ray", "pip install 'hybridloader[ray]'"),
     "shared-memory": Entry(f"{_HOME}.shared_memory:SharedMemory", _INCLUDED),
 }
 

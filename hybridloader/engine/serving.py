@@ -28,6 +28,8 @@ from hybridloader.engine.worker_info import set_process_info, set_worker_info
 from hybridloader.engine.worker_loop import run
 from hybridloader.memory.packing import pack, pack_in_band, unpack
 from hybridloader.memory.shipping import receive, replicate, ship
+from hybridloader.memory.slots import OWN
+from hybridloader.memory.thread_slots import Slots, collate_into
 from hybridloader.seeding.worker_seeds import ProcessSeeds, ThreadSeeds
 
 
@@ -47,18 +49,43 @@ def thread_worker(number: int, spec: WorkerSpec, *, copies: bool = False) -> Wor
 class PackedSpec:
     """A `WorkerSpec` on its way to a process; an argument of the process as it is started.
 
-    Lambdas, functions and classes of ``__main__``, and locks and queues of multiprocessing go with it.
-    Raises `ShippingError`, which names the attribute, if something in it can't be sent.
+    Lambdas, functions and classes of ``__main__``, and locks and queues of multiprocessing go with it;
+    these two only while a process of multiprocessing is started. Raises `ShippingError`, which names the
+    attribute, if something in it can't be sent. Its parts are buffers of pickle protocol 5, so a
+    `buffer_callback` gets them uncopied.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         shipment = ship(spec, "the loader", share=False)
-        self._parts = [bytearray(part) for part in shipment.parts]
-        self._inherited = shipment.inherited
+        self._parts, self._inherited = shipment.parts, shipment.inherited
+
+    def __reduce__(self) -> Any:
+        return _packed_spec, (self._inherited, *map(pickle.PickleBuffer, self._parts))
 
     def open(self) -> WorkerSpec:
-        """Return the specification, in the worker."""
-        return received([memoryview(part) for part in self._parts], [], self._inherited)
+        """Return the specification, in the worker. Once: the worker's arrays are over these bytes."""
+        parts, self._parts = [own(part) for part in self._parts], []
+        return received(parts, [], self._inherited)
+
+
+def _packed_spec(inherited: Inherited | None, *parts: Any) -> PackedSpec:
+    made = PackedSpec.__new__(PackedSpec)
+    made._parts, made._inherited = list(parts), inherited
+    return made
+
+
+def own(buffer: Any, slots: Slots | None = None) -> memoryview:
+    """Return a view of `buffer` that may be written to: of a copy, if it is read-only itself.
+
+    A copy of 256 KB or more is made in a slot, if there is one.
+    """
+    view = memoryview(buffer).cast("B")
+    if not view.readonly:
+        return view
+    slot = None if slots is None or view.nbytes < OWN else slots.empty(view.nbytes)
+    copy = memoryview(bytearray(view.nbytes) if slot is None else slot).cast("B")
+    copy[:] = view
+    return copy
 
 
 def received(
@@ -83,9 +110,15 @@ class _Unloadable(Fetch):
         raise self.error
 
 
-def process_worker(number: int, work: PackedSpec) -> Worker:
-    """Make the worker of this process, which will `serve` it."""
+def process_worker(number: int, work: PackedSpec, *, slots: Slots | None = None) -> Worker:
+    """Make the worker of this process, on the thread that will `serve` it.
+
+    With `slots`, large batches are collated into recycled memory of this process. That is for a
+    transport that copies a result before it takes the next message.
+    """
     one_thread_in_this_process("torch" not in sys.modules)
+    if slots is not None:
+        collate_into(slots)
     spec = work.open()
     worker = Worker(number, spec, ProcessSeeds(), Pickled, TaskContext(tracked=spec.tracked))
     set_process_info(worker.info)
@@ -95,38 +128,72 @@ def process_worker(number: int, work: PackedSpec) -> Worker:
 class Pickled(Payload):
     """Result that is pickled when it is made, and loaded when it is opened.
 
+    Its buffers are views of the result's memory: send it before the worker takes its next message. They
+    are buffers of pickle protocol 5, so a transport may send them apart (`dumps`). If it delivers them
+    as read-only memory, `open` copies them, the large ones into `slots`, and lets go of them.
+
     Making one raises `ResultNotSendable` if the result can't be pickled.
     """
 
-    __slots__ = ("_buffers", "_header")
+    __slots__ = ("_buffers", "_header", "slots")
 
     def __init__(self, value: Any) -> None:
-        self._header, buffers = pack(value)
-        self._buffers = [bytearray(buffer) for buffer in buffers]
+        self._header, self._buffers = pack(value)
+        self.slots: Slots | None = None
+        """Source of memory for copies, set by the crew that delivers the result."""
+
+    def __reduce__(self) -> Any:
+        return _pickled, (type(self), self._header, *map(pickle.PickleBuffer, self._buffers))
 
     @property
     def nbytes(self) -> int:
-        return len(self._header) + sum(map(len, self._buffers))
+        return len(self._header) + sum(memoryview(buffer).nbytes for buffer in self._buffers)
 
     def open(self) -> Any:
-        return unpack(self._header, [memoryview(buffer) for buffer in self._buffers])
+        buffers, self._buffers = [own(buffer, self.slots) for buffer in self._buffers], []
+        return unpack(self._header, buffers)
 
     def discard(self) -> None:
         self._buffers = []
 
 
-def dumps(thing: Message | Event) -> bytes:
+def _pickled(kind: type[Pickled], header: bytes, *buffers: Any) -> Pickled:
+    made = kind.__new__(kind)
+    made._header, made._buffers, made.slots = header, list(buffers), None
+    return made
+
+
+def dumps(
+    thing: Message | Event, buffers: list[Any] | None = None, *, other_main: bool = False
+) -> bytes:
     """Pickle a message to a worker in another process, or an event from it.
+
+    Parameters
+    ----------
+    buffers
+        List that takes the large flat buffers, which are left out of the pickle, for a transport that
+        carries memory: give them to ``loads(data, buffers=...)``. They are views: send them before
+        anything changes. None: they are in the pickle.
+    other_main
+        True for a reader with another ``__main__``: objects from there are sent whole.
 
     An event whose metadata can't be pickled becomes a `Failed`. Raises `ResultNotSendable` if the index
     of a task can't be.
     """
+    what = "what a task holds"
     try:
-        return pack_in_band(thing, "what a task holds")
+        if buffers is None and not other_main:
+            return pack_in_band(thing, what)
+        header, found = pack(thing, what, other_main=other_main)
+        if buffers is None and found:
+            return pack_in_band(thing, what)
     except ResultNotSendable as error:
         if not isinstance(thing, Done):
             raise
         return dumps(Failed(thing.worker, thing.seq, Failure(error), thing.position))
+    if buffers is not None:
+        buffers.extend(found)
+    return header
 
 
 loads = pickle.loads

@@ -14,37 +14,18 @@ so that odd cases and errors are torch's own.
 from __future__ import annotations
 
 import sys
-import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
+from hybridloader._support.import_hooks import when_imported
 from hybridloader.engine.worker_info import get_worker_info
 from hybridloader.memory.slots import OWN
 from hybridloader.memory.tensors import AsTensor, tensor_over
-
-
-class Slots(Protocol):
-    """Source of memory for a worker's batches."""
-
-    def empty(self, size: int) -> Any | None:
-        """Return an uninitialised buffer of `size` bytes; None if there can be none."""
-
-
-class _OnThisThread(threading.local):
-    slots: Slots | None = None  # slots to collate into; None: each batch gets memory of its own
-
-
-on_this_thread = _OnThisThread()
-
-
-def set_slots(slots: Slots | None) -> Slots | None:
-    """Collate into `slots` on this thread from now on; return the slots that were set before."""
-    before, on_this_thread.slots = on_this_thread.slots, slots
-    return before
+from hybridloader.memory.thread_slots import on_this_thread, when_slots_are_used
 
 
 def slot_for(
@@ -81,6 +62,9 @@ def teach_torch() -> None:
             # First this: another thread may be about to call it.
             function.__kwdefaults__ = {"collate_fn_map": None, "_ours": partial(ours, before)}
             function.__code__ = body.__code__
+
+
+when_slots_are_used(partial(when_imported, "torch", teach_torch))
 
 
 def _line_up(

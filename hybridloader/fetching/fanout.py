@@ -31,7 +31,7 @@ from hybridloader._support.text import brief
 from hybridloader.engine.fetcher import Abandoned, TaskContext
 from hybridloader.engine.shared_items import SharedItems
 from hybridloader.engine.worker_info import get_worker_info, set_worker_info
-from hybridloader.fetching.collate import on_this_thread, set_slots
+from hybridloader.memory.thread_slots import on_this_thread, set_slots
 
 _SLICE = 0.05
 """Seconds between two looks at the context while the caller waits for helpers: it wakes nobody."""

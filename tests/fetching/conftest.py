@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data._utils import collate as torchs
 
-from hybridloader.fetching.collate import set_slots, teach_torch
+from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.slots import PrivateSlots
+from hybridloader.memory.thread_slots import set_slots
 
 
 @pytest.fixture

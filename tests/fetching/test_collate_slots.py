@@ -17,8 +17,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import collate as torchs
 
 from hybridloader import DataLoader, Memory, Threads
-from hybridloader.fetching.collate import set_slots, slot_for, teach_torch
+from hybridloader.fetching.collate import slot_for, teach_torch
 from hybridloader.memory.slots import OWN, PrivateSlots
+from hybridloader.memory.thread_slots import set_slots
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

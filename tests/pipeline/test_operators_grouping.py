@@ -25,8 +25,8 @@ from support.operator_context import (
 )
 from torch.utils.data import default_collate
 
-from hybridloader.fetching.collate import set_slots
 from hybridloader.memory.limits import Memory
+from hybridloader.memory.thread_slots import set_slots
 from hybridloader.pipeline.operators.base import Operator
 from hybridloader.pipeline.operators.grouping import Batch, BatchBy, BucketBy, PaddedBatch
 from hybridloader.pipeline.operators.padding import Pad

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from hybridloader._support.arguments import function
 from hybridloader._support.errors import no_stop
 from hybridloader._support.text import short
-from hybridloader.fetching.collate import is_default_collate, set_slots, teach_torch
+from hybridloader.fetching.collate import is_default_collate, teach_torch
 from hybridloader.memory.limits import Memory
 from hybridloader.memory.slots import PrivateSlots
+from hybridloader.memory.thread_slots import set_slots
 from hybridloader.pipeline.operators.base import Operator
 
 if TYPE_CHECKING:
