@@ -1,32 +1,28 @@
 """Workers that are actors of a Ray cluster, on this machine or on others.
 
-Ray places the workers, carries messages and results, and notices deaths. Order, retries and states
-stay with the stage. An actor runs the one worker loop in a call that lasts as long as the actor; each
-message is a call of its own, which returns the events that came of it. So results come back as what
-such a call returns: small ones within Ray's reply, large buffers through its object store, from which
-they are copied once, into memory that is used again.
+Ray places the workers, carries messages and results, and notices deaths. Order, retries and states stay
+with the stage. Each message is a call of the actor, whose events the call returns: small ones in Ray's
+reply, large buffers by way of its object store. From there they are copied once, into memory that is
+used again, so the store is free as soon as a batch is opened.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
-import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pickle import PickleBuffer, dumps
-from queue import SimpleQueue
 from typing import Any, ClassVar
 
 from hybridloader import engine
 
 _ASIDE = 1.0
-"""Seconds to wait for a worker's stack: a worker in native code that holds the GIL can't answer."""
+"""Seconds to wait for a worker's stack. A worker in native code that holds the GIL can't answer."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +32,18 @@ class Ray(engine.Backend):
     Parameters
     ----------
     num_cpus, resources, scheduling_strategy, runtime_env
-        What each worker takes of the cluster and where it may be placed, as `options` of a Ray actor.
+        Options of each worker's actor: what it takes of the cluster, where it may be placed, and what
+        its process needs. As in Ray.
     address
-        Cluster to connect to, as `ray.init` takes it. None takes the one that this process is
-        connected to, or that the environment names (RAY_ADDRESS).
+        Cluster to connect to, as `ray.init` takes it. None takes the one that this process is connected
+        to, or that the environment names (RAY_ADDRESS).
     start
         Whether to start a cluster on this machine if there is none.
 
     Raises
     ------
     BackendUnavailable
-        When the loader is iterated: Ray is not installed, or there is no cluster.
+        As a loader begins: Ray is not installed, or there is no cluster.
     """
 
     num_cpus: float = 1
@@ -56,6 +53,7 @@ class Ray(engine.Backend):
     address: str | None = None
     start: bool = False
     name: ClassVar[str] = "ray"
+    forwards: ClassVar[str] = "ray"
 
     @property
     def fresh(self) -> bool:
@@ -68,12 +66,10 @@ class Ray(engine.Backend):
             raise engine.BackendUnavailable(
                 f"backend 'ray' needs Ray: pip install 'hybridloader[ray]' ({error})"
             ) from error
-        if ray.is_initialized() or self.start:
-            return
-        if self.address is None and not os.environ.get("RAY_ADDRESS"):
+        if not (ray.is_initialized() or self._address() or self.start):
             raise engine.BackendUnavailable(
-                "backend 'ray' never starts a cluster unasked, and this process is connected to none. "
-                "Call ray.init() first, or say Ray(address='auto') for one that runs on this machine, "
+                "backend 'ray' starts no cluster unasked, and this process is connected to none. Call "
+                "ray.init() first, or say Ray(address='auto') for one that runs on this machine, "
                 "Ray(address='HOST:6379') for another, or Ray(start=True) to start one here."
             )
 
@@ -81,25 +77,56 @@ class Ray(engine.Backend):
         import ray
 
         if not ray.is_initialized():
-            address = self.address or os.environ.get("RAY_ADDRESS")
-            own = {"address": "local", "include_dashboard": False} if address is None else {}
-            ray.init(**(own or {"address": address}))
-        options = {"num_cpus": self.num_cpus, "max_restarts": 0, "max_task_retries": 0}
-        for name in ("resources", "scheduling_strategy", "runtime_env"):
-            value = getattr(self, name)
-            if value is not None:
-                options[name] = dict(value) if isinstance(value, Mapping) else value
-        make = _actor_class().options(**options)
-        return _RayCrew(
-            make, self.memory.bytes(), f"{self.num_cpus:g} CPU and {self.resources or {}}"
-        )
+            if address := self._address():
+                ray.init(address=address)
+            else:
+                ray.init("local", include_dashboard=False)
+        names = "num_cpus", "resources", "scheduling_strategy", "runtime_env"
+        wanted = {n: value for n in names if (value := getattr(self, n)) is not None}
+        actor = _actor_class().options(max_restarts=0, max_task_retries=0, **wanted)
+        return _RayCrew(actor, self.memory.bytes(), ", ".join(f"{n}={wanted[n]}" for n in wanted))
+
+    def _address(self) -> str | None:
+        return self.address or os.environ.get("RAY_ADDRESS")
+
+
+@cache
+def _actor_class() -> Any:
+    import ray
+
+    return ray.remote(concurrency_groups={"life": 1, "aside": 1})(engine.CalledWorker)
+
+
+class _Result(engine.Payload):
+    """Result that lies with Ray until it is opened, or that another stage's worker gets by reference."""
+
+    forwardable = True
+
+    def __init__(self, sent: engine.Pickled, ref: Any, slots: engine.PrivateSlots) -> None:
+        self._sent, self.ref, self.count = sent, ref, sent.count
+        sent.slots = slots
+
+    @property
+    def nbytes(self) -> int:
+        return self._sent.nbytes
+
+    def open(self) -> Any:
+        self.ref = None
+        return self._sent.open()
+
+    def peek(self) -> Any:
+        return self._sent.peek()
+
+    def discard(self) -> None:
+        self.ref = None
+        self._sent.discard()
 
 
 class _RayCrew(engine.Crew):
-    def __init__(self, make: Any, limit: int, wants: str) -> None:
-        self.make, self.limit, self.wants = make, limit, wants
-        self.slots = engine.PrivateSlots(limit)
-        self.actors: Any = self.handles()  # the list that `place` changes
+    def __init__(self, actor: Any, memory: int, wanted: str) -> None:
+        self.actor, self.memory, self.wanted = actor, memory, wanted
+        self.slots = engine.PrivateSlots(memory)
+        self.upkeep = self.slots.warn
 
     def page_lock(self, locks: Any) -> None:
         self.slots.page_lock(locks)
@@ -107,30 +134,29 @@ class _RayCrew(engine.Crew):
     def start(self, worker: int, spec: engine.WorkerSpec) -> None:
         import ray
 
-        for actor in self.actors:
-            if actor.work is not None and actor.work[0] is spec:  # it has not begun yet
-                work = actor.work[1]
-                break
-        else:
+        waiting = (actor.work for actor in self.handles() if actor.work is not None)
+        work = next((work for sent, work in waiting if sent is spec), None)
+        if work is None:  # else those that start together share it
             parts: list[PickleBuffer] = []
             packed = dumps(engine.PackedSpec(spec), 5, buffer_callback=parts.append)
             work = ray.put([packed, *parts])
-        self.place(worker, _Actor(self, worker, spec, work))
+        share = max(1, self.memory // max(1, spec.workers))
+        self.place(
+            worker, _Actor(self, worker, self.actor.remote(worker, work, share), (spec, work))
+        )
 
     def send(self, worker: int, message: engine.Message) -> None:
-        self.actors[worker].send(message)
-
-    def wait(self, timeout: float | None) -> Any:
-        self.slots.warn()
-        return super().wait(timeout)
+        self.handles()[worker].send(message)
 
     def stack(self, worker: int) -> str:
-        found: str = self.actors[worker].stack()
-        return found
+        return self.handles()[worker].stack()
+
+    def handles(self) -> Sequence[_Actor]:
+        return super().handles()  # type: ignore[return-value]
 
     def leave(self) -> None:
-        for actor in self.actors:
-            actor.leave()
+        for actor in self.handles():
+            actor.aside("leave")
         super().leave()
 
     def close(self) -> None:
@@ -139,28 +165,35 @@ class _RayCrew(engine.Crew):
 
 
 class _Actor(engine.WorkerHandle):
-    """The driver's end of one actor: its calls in the order in which they were made."""
+    """Driver's end of an actor: its calls, in the order in which they were made.
 
-    name = "Ray actor without a place yet"
+    Calls end on threads of Ray's, and in any order.
+    """
 
-    def __init__(self, crew: _RayCrew, number: int, spec: engine.WorkerSpec, work: Any) -> None:
-        self.crew, self.number = crew, number
-        self.work: Any = spec, work
+    name = "Ray actor"
+
+    def __init__(self, crew: _RayCrew, number: int, actor: Any, work: Any) -> None:
+        self.crew, self.number, self.actor = crew, number, actor
+        self.work: Any = work  # in the store until the worker is ready
         self.cause: str | None = None
-        self.known: int | None = None
+        self.doomed = ""  # reason why it is killed
+        self.process: int | None = None
         self.over = threading.Event()
         self.lock = threading.RLock()
-        self.calls: deque[Future[Any]] = deque()
-        share = max(1, crew.limit // max(1, spec.workers))
-        self.actor = crew.make.remote(number, work, share)
-        self.step = self.actor.step
-        self.life = self.actor.run.options(concurrency_group="life").remote().future()
-        self.call(self.step.remote())
+        self.calls: deque[tuple[Any, Future[Any]]] = deque()
+        self.name = f"Ray actor {actor._actor_id.hex()}"
+        self.aside("where").future().add_done_callback(self.placed)
+        self.life = actor.run.options(concurrency_group="life").remote().future()
+        self.call(None)
         self.life.add_done_callback(self.deliver)
 
     @property
     def pid(self) -> int | None:
-        return self.known
+        return self.process
+
+    @property
+    def known_pid(self) -> int | None:
+        return None  # it may be a number of another machine; `name` has it
 
     @property
     def exitcode(self) -> int | None:
@@ -178,142 +211,80 @@ class _Actor(engine.WorkerHandle):
     def terminate(self) -> None:
         import ray
 
-        with suppress(Exception):  # gone already, and Ray perhaps with it
+        with suppress(Exception):  # it is gone already, and Ray perhaps with it
             ray.kill(self.actor)
 
-    def call(self, ref: Any) -> None:
-        future = ref.future()
-        self.calls.append(future)
-        future.add_done_callback(self.deliver)
-
     def send(self, message: engine.Message) -> None:
-        if self.is_alive():
-            buffers: list[Any] = []
-            data = engine.dumps(message, buffers, other_main=True)
-            self.call(self.step.remote(data, *map(PickleBuffer, buffers)))
+        if not self.is_alive():
+            return
+        if isinstance(message, engine.Task) and isinstance(message.index, _Result):
+            self.call(engine.parts_of(engine.Task(message.seq, None)), message.index.ref)
+        else:
+            self.call(engine.parts_of(message, other_main=True))
 
-    def leave(self) -> None:
-        self.aside("leave")
+    def call(self, *arguments: Any) -> None:
+        actor = self.actor
+        if actor is not None:  # else it has just ended
+            ref = actor.step.remote(*arguments)
+            future = ref.future()
+            self.calls.append((ref, future))
+            future.add_done_callback(self.deliver)
 
     def aside(self, method: str) -> Any:
-        """Call a method that is not behind those before it."""
-        if not self.is_alive():
-            return None
+        """Call a method now, beside the one that is under way."""
         with suppress(Exception):
-            return getattr(self.actor, method).options(concurrency_group="aside").remote()
+            if self.is_alive():
+                return getattr(self.actor, method).options(concurrency_group="aside").remote()
+        return None
 
     def stack(self) -> str:
         import ray
 
-        if self.work is not None:
-            return (
-                f"It has not begun: Ray has yet to place it, or to start its process. It takes "
-                f"{self.crew.wants}; of {ray.cluster_resources()} there are free: "
-                f"{ray.available_resources()}."
-            )
+        if self.process is None:
+            has, free = ray.cluster_resources(), ray.available_resources()
+            return f"Ray has not started it: it takes {self.crew.wanted}, of {has} free are {free}."
         try:
-            found: str = ray.get(self.aside("stack"), timeout=_ASIDE)
+            return str(ray.get(self.aside("stack"), timeout=_ASIDE))
         except Exception as error:
             return f"Its stack could not be had: {error!r}"
-        return found
+
+    def placed(self, told: Future[Any]) -> None:
+        with suppress(Exception):  # it has died
+            self.process, node = told.result()
+            self.name = f"{self.name} on {node}, process {self.process}"
 
     def deliver(self, _: Any) -> None:
-        """Report what has come, in the order of the calls, on any thread; at last the exit."""
+        """Report what has come and whose turn it is; at last the exit."""
         with self.lock:
-            while self.calls and self.calls[0].done():
-                self.take(self.calls.popleft())
+            while self.calls and self.calls[0][1].done():
+                self.take(*self.calls.popleft())
             if self.life.done() and not self.calls and not self.over.is_set():
-                self.crew.report(self.ended())
-                self.step = self.actor = None  # Ray ends an actor that nobody refers to
+                self.crew.report(self.exit())
+                self.actor = self.work = None  # Ray ends an actor that nobody refers to
                 self.over.set()
 
-    def take(self, call: Future[Any]) -> None:
+    def take(self, ref: Any, call: Future[Any]) -> None:
         try:
             for data, *buffers in call.result():
                 event = engine.loads(data, buffers=buffers)
-                if isinstance(event, engine.Ready):
-                    self.work = None
-                elif isinstance(event, engine.Done):
-                    event.payload.slots = self.crew.slots
+                if isinstance(event, engine.Done):
+                    event = event._replace(payload=_Result(event.payload, ref, self.crew.slots))
+                self.work = None
                 self.crew.report(event)
         except Exception as error:
-            if self.cause is None and not self.life.done():  # the actor may live, but not answer
-                self.cause = f"gave no answer: {error}"
+            if not self.life.done() and not self.doomed:  # this task would never have an answer
+                self.doomed = f"gave no answer: {error!r}"
                 threading.Thread(target=self.terminate, daemon=True).start()
 
-    def ended(self) -> engine.Exited:
-        self.work = None
+    def exit(self) -> engine.Exited:
         try:
             event: engine.Exited = engine.loads(self.life.result())
-            self.cause = event.cause
         except Exception as error:
-            self.cause = self.cause or f"is gone: {error}"
-            event = engine.Exited(self.number, self.cause)
+            said, _, guesses = str(error).partition("Some common causes")
+            why = said.strip().rpartition("\n")[2].rstrip(". ")
+            what = f"is gone: {why}"
+            if self.doomed and "ray.kill" in why:  # by us
+                what = self.doomed
+            event = engine.Exited(self.number, what, evidence=guesses)
+        self.cause = event.cause
         return event
-
-
-@cache
-def _actor_class() -> Any:
-    import ray
-
-    return ray.remote(concurrency_groups={"life": 1, "aside": 1})(_Worker)
-
-
-class _Worker:
-    """The actor's end: the worker loop in `run`, and the messages to it, each a call."""
-
-    def __init__(self, number: int, work: list[Any], share: int) -> None:
-        self.number, self.share = number, share
-        self.work: Any = engine.loads(work[0], buffers=work[1:])
-        self.inbox: SimpleQueue[Any] = SimpleQueue()
-        self.outbox: SimpleQueue[Any] = SimpleQueue()
-        self.thread = 0
-        self.worker: engine.Worker | None = None
-        self.last = b""
-
-    def run(self) -> bytes:
-        """Run the worker loop; return its `Exited`."""
-        try:
-            self.thread = threading.get_ident()
-            slots = engine.PrivateSlots(self.share)
-            work, self.work = self.work, None
-            self.worker = engine.process_worker(self.number, work, slots=slots)
-            del work
-            engine.serve(self.worker, self.get, self.report)
-            return self.last
-        finally:
-            self.outbox.put("ended")
-
-    def get(self) -> Any:
-        self.outbox.put(None)  # done with the message before
-        return self.inbox.get()
-
-    def report(self, event: engine.Event) -> None:
-        if isinstance(event, engine.Exited):
-            self.last = engine.dumps(event)
-        else:
-            buffers: list[Any] = []
-            self.outbox.put([engine.dumps(event, buffers), *map(PickleBuffer, buffers)])
-
-    def step(self, data: bytes | None = None, *buffers: Any) -> list[Any]:
-        """Hand over a message; return the events until the loop asks for the next."""
-        if data is not None:
-            own = [bytearray(buffer) for buffer in buffers]
-            self.inbox.put(engine.loads(data, buffers=own))
-        events: list[Any] = []
-        while (found := self.outbox.get()) is not None:
-            if found == "ended":
-                self.outbox.put(found)  # for the next call
-                break
-            events.append(found)
-        return events
-
-    def leave(self) -> None:
-        """Leave out what is left of a batch, and end."""
-        if self.worker is not None:
-            self.worker.context.cancelled = True
-        self.inbox.put(engine.Stop())
-
-    def stack(self) -> str:
-        frame = sys._current_frames().get(self.thread)
-        return "The actor (most recent call last):\n" + "".join(traceback.format_stack(frame))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -195,6 +196,8 @@ def cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray")
     os.environ |= {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray warns of a change to come
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # its workers import modules of the tests
     ray.init(
         num_cpus=4,
         include_dashboard=False,
@@ -202,6 +205,9 @@ def cluster() -> Iterator[None]:
         log_to_driver=False,
         logging_level="ERROR",
     )
+    del os.environ["PYTHONPATH"]
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
     ray.put(b"").future().result()  # a thread of Ray's appears with the first
     yield
     ray.shutdown()

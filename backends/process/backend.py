@@ -30,7 +30,7 @@ _warned = threading.Event()
 
 class ProcessBackend(Backend):
     children: ClassVar[bool] = True
-    forwards: ClassVar[bool] = True
+    forwards: ClassVar[str] = "process"
 
     @abstractmethod
     def _method(self) -> str:

@@ -60,7 +60,7 @@ class WorkerHandle(ABC):
 
     @property
     def known_pid(self) -> int | None:
-        """Process id, or None if it is not known yet; for reports, which never wait."""
+        """Process id on this machine, or None if there is none yet; for reports, which never wait."""
         return self.pid
 
     @property
@@ -268,8 +268,8 @@ class Backend(ABC):
     """True if workers are child processes of this one. A daemonic process may not have any, so there a
     loader takes threads instead, with a warning."""
 
-    forwards: ClassVar[bool] = False
-    """True if crews make payloads that are `forwardable`, and take those of others as tasks."""
+    forwards: ClassVar[str] = ""
+    """Kind of the `forwardable` payloads that crews make; they take those of the same kind as tasks."""
 
     memory: Memory = DEFAULT_MEMORY
     """Limit and kind of the recycled memory for large tensors, if the backend has any."""

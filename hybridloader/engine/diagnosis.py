@@ -54,17 +54,18 @@ def name_of(handles: Sequence[WorkerHandle], worker: int) -> str:
     if worker >= len(handles):
         return f"worker {worker}"
     handle = handles[worker]
-    return f"worker {worker} ({handle.name}, pid {handle.known_pid})"
+    pid = "" if handle.known_pid is None else f", pid {handle.known_pid}"
+    return f"worker {worker} ({handle.name}{pid})"
 
 
 def end_of(stage: str, handles: Sequence[WorkerHandle], worker: int) -> str:
     """Say how a worker process ended, in torch's words, which people match on.
 
     They are from ``torch/csrc/DataLoader.cpp``, with the stage's name for "DataLoader". The text is
-    empty if the worker is no process, or has not ended.
+    empty if the worker is no process of this machine, or has not ended.
     """
     handle = handles[worker] if worker < len(handles) else None
-    if handle is None or handle.known_pid == os.getpid() or handle.exitcode is None:
+    if handle is None or handle.known_pid in (None, os.getpid()) or handle.exitcode is None:
         return ""
     who, code = f"{stage} worker (pid {handle.known_pid})", handle.exitcode
     if code >= 0:

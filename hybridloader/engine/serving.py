@@ -135,15 +135,16 @@ class Pickled(Payload):
     Making one raises `ResultNotSendable` if the result can't be pickled.
     """
 
-    __slots__ = ("_buffers", "_header", "slots")
+    __slots__ = ("_buffers", "_header", "count", "slots")
 
     def __init__(self, value: Any) -> None:
         self._header, self._buffers = pack(value)
+        self.count = len(value) if type(value) is list else None
         self.slots: Slots | None = None
         """Source of memory for copies, set by the crew that delivers the result."""
 
     def __reduce__(self) -> Any:
-        return _pickled, (type(self), self._header, *map(pickle.PickleBuffer, self._buffers))
+        return _pickled, (self._header, self.count, *map(pickle.PickleBuffer, self._buffers))
 
     @property
     def nbytes(self) -> int:
@@ -153,13 +154,17 @@ class Pickled(Payload):
         buffers, self._buffers = [own(buffer, self.slots) for buffer in self._buffers], []
         return unpack(self._header, buffers)
 
+    def peek(self) -> Any:
+        """Load the value without taking it, over memory of its own."""
+        return unpack(self._header, [own(bytes(buffer)) for buffer in self._buffers])
+
     def discard(self) -> None:
         self._buffers = []
 
 
-def _pickled(kind: type[Pickled], header: bytes, *buffers: Any) -> Pickled:
-    made = kind.__new__(kind)
-    made._header, made._buffers, made.slots = header, list(buffers), None
+def _pickled(header: bytes, count: int | None, *buffers: Any) -> Pickled:
+    made = Pickled.__new__(Pickled)
+    made._header, made._buffers, made.count, made.slots = header, list(buffers), count, None
     return made
 
 

@@ -1,16 +1,254 @@
-"""Workers on Ray: the contract suite, over one cluster for the session."""
+"""Workers on Ray: the contract suite and the ends of workers, over one cluster for the session."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import Dataset
+
+from hybridloader import (
+    BackendUnavailable,
+    DataLoader,
+    Pipeline,
+    Ray,
+    ShippingError,
+    WorkerDied,
+    WorkerTimeout,
+    get_worker_info,
+)
+from hybridloader.testing import BackendContract, Gate
 
 ray = pytest.importorskip("ray")
 
-from hybridloader.backends.ray import Ray  # noqa: E402
-from hybridloader.testing import BackendContract  # noqa: E402
-
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+SMALL = Ray(num_cpus=0.1)
 
 
 class TestRay(BackendContract):
-    backend = Ray(num_cpus=0.5)
+    backend = SMALL
+
+
+def actors() -> list[dict[str, Any]]:
+    """Actors of the cluster that are not dead, from the table that its head keeps."""
+    from ray._private.state import actors as table
+
+    found: dict[str, dict[str, Any]] = table()
+    return [row for row in found.values() if row["State"] != "DEAD"]
+
+
+def until(condition: Any, seconds: float = 20.0) -> bool:
+    """Ray tells its tables of an end some milliseconds later, and gives no event for it."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+class Images(Dataset[Any]):
+    def __init__(self, deadly: Path | None = None, length: int = 40) -> None:
+        self.deadly, self.length = deadly, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17 and self.deadly is not None and not self.deadly.exists():
+            self.deadly.touch()
+            os._exit(7)
+        return torch.full((100, 1000), index + 0.5), index
+
+
+class Waiting(Images):
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            self.gate.arrive()
+        return super().__getitem__(index)
+
+
+def labels(loader: Any) -> list[int]:
+    found = []
+    for images, numbers in loader:
+        assert torch.equal(images[:, 0, 0], numbers + 0.5)
+        images += 1  # raises if it is read-only
+        found += numbers.tolist()
+    return found
+
+
+# -- clusters --------------------------------------------------------------------------------------
+
+
+def test_no_cluster_is_an_error_that_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(BackendUnavailable, match=r"ray\.init\(\).*address=.*start=True"):
+        iter(DataLoader(range(4), num_workers=1, backend="ray"))
+
+
+def test_what_can_not_be_sent_is_named() -> None:
+    with pytest.raises(ShippingError, match="dataset"):
+        iter(DataLoader([threading.Lock()], num_workers=1, backend=SMALL))
+
+
+def test_a_place_that_never_comes_is_a_timeout_with_what_ray_has() -> None:
+    loader = DataLoader(range(4), num_workers=1, backend=Ray(num_cpus=1000), timeout=0.5)
+    with pytest.raises(WorkerTimeout, match=r"takes num_cpus=1000.*free"):
+        next(iter(loader))
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_dies_is_named_with_actor_and_cause(tmp_path: Path) -> None:
+    loader = DataLoader(Images(tmp_path / "died"), 4, num_workers=2, backend=SMALL)
+    with pytest.raises(WorkerDied, match=r"Ray actor \w+ on .* is gone: .*unexpectedly"):
+        list(loader)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
+    tmp_path: Path, persistent: bool
+) -> None:
+    loader = DataLoader(
+        Images(tmp_path / "died"),
+        4,
+        num_workers=2,
+        backend=SMALL,
+        on_worker_death="restart",
+        persistent_workers=persistent,
+    )
+    assert labels(loader) == [*range(40)]
+    assert labels(loader) == [*range(40)]
+
+
+@pytest.mark.parametrize("kill", ["ray.kill", "SIGKILL"])
+def test_an_actor_that_is_killed_is_replaced(tmp_path: Path, kill: str) -> None:
+    gate = Gate(tmp_path)
+    loader = DataLoader(Waiting(gate), 4, num_workers=2, backend=SMALL, on_worker_death="restart")
+    iterator: Any = iter(loader)
+    first = next(iterator)[1].tolist()
+    gate.await_arrivals()
+    for worker in iterator._workers:
+        if kill == "ray.kill":
+            worker.kill()
+        else:
+            os.kill(worker.pid, signal.SIGKILL)
+    gate.open()
+    assert first + labels(iterator) == [*range(40)]
+
+
+def test_a_task_that_takes_too_long_is_told_of_with_the_stack(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    loader = DataLoader(Waiting(gate), 4, num_workers=1, backend=SMALL, task_timeout=3)
+    with pytest.raises(WorkerTimeout, match="in arrive"):
+        list(loader)
+    gate.open()
+
+
+# -- what is left ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_after_an_epoch_or_a_break() -> None:
+    assert until(lambda: not actors())
+    before = ray.available_resources()["object_store_memory"]
+    loader = DataLoader(Images(), 4, num_workers=2, backend=SMALL)
+    for _ in loader:
+        break
+    for images, _ in loader:
+        kept = images
+    assert until(lambda: not actors()), actors()
+    assert until(lambda: ray.available_resources()["object_store_memory"] >= before)
+    assert kept.shape == (4, 100, 1000)
+
+
+def test_a_driver_that_is_killed_leaves_no_actor() -> None:
+    script = textwrap.dedent("""
+        import os, signal, sys
+        import ray
+        from hybridloader import DataLoader, Ray
+        ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+        loader = DataLoader(range(10_000), 4, num_workers=2, backend=Ray(num_cpus=0.1))
+        next(iter(loader))
+        print("running", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    assert until(lambda: not actors())
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", script, address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "running\n", done.stderr
+    assert until(lambda: not actors(), 30), actors()
+
+
+# -- several stages, other backends ----------------------------------------------------------------
+
+
+def double(item: Any) -> Any:
+    return np.full(50_000, 2 * item)
+
+
+def shifted(array: Any) -> Any:
+    array += 1  # raises if it is read-only
+    return array
+
+
+def where(item: Any) -> Any:
+    info = get_worker_info()
+    assert info is not None
+    return item, info.id, info.num_workers, os.getpid()
+
+
+def test_stages_on_ray_beside_others() -> None:
+    pipe = (
+        Pipeline.from_iterable(range(200))
+        .map(double, backend=SMALL, num_workers=2)
+        .map(shifted, backend=SMALL, num_workers=2)
+        .map(shifted, backend="threads", num_workers=2)
+    )
+    with pipe.run() as run:
+        assert [int(array[-1]) for array in run] == [2 * item + 2 for item in range(200)]
+
+
+def test_workers_know_who_they_are() -> None:
+    with Pipeline.from_iterable(range(50)).map(where, backend=SMALL, num_workers=2).run() as run:
+        found = list(run)
+    assert [item for item, *_ in found] == [*range(50)]
+    assert {(number, workers) for _, number, workers, _ in found} == {(0, 2), (1, 2)}
+    assert os.getpid() not in {pid for *_, pid in found}
+
+
+@pytest.mark.parametrize("places", [("fork", SMALL, "fork"), (SMALL, "threads", SMALL)])
+def test_a_state_is_the_same_on_ray_as_elsewhere(places: tuple[Any, ...]) -> None:
+    def make(backend: Any) -> Any:
+        torch.manual_seed(5)
+        return DataLoader(Images(), 4, shuffle=True, num_workers=2, backend=backend)
+
+    whole = labels(make("inline"))
+    taken, state = [], None
+    for turn, backend in enumerate(places):
+        loader = make(backend)
+        if state is not None:
+            loader.load_state_dict(state)
+        for count, (_, numbers) in enumerate(loader, 1):
+            taken += numbers.tolist()
+            if count == 3 and turn < 2:
+                state = loader.state_dict()
+                break
+    assert taken == whole

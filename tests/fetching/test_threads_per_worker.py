@@ -15,19 +15,20 @@ import numpy as np
 import pytest
 import torch
 from support.comparison import same
+from support.compat import EVERY
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
-from hybridloader import DataLoader, Threads, backend_names
+from hybridloader import DataLoader, Threads
 from hybridloader._support import caller
 from hybridloader.testing import Gate
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
 
-PLACES = [("inline", 0), *((name, 1) for name in backend_names()), (None, 2), ("threads", 2)]
+PLACES = [("inline", 0), *((name, 1) for name in EVERY), (None, 2), ("threads", 2)]
 places = pytest.mark.parametrize(
     ("backend", "workers"),
     [pytest.param(*p, marks=pytest.mark.full if p[0] == "spawn" else ()) for p in PLACES],

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.compat import EVERY
 from support.parity_cases import (
     MAP_OPTIONS,
     MAPS,
@@ -38,7 +39,7 @@ from support.parity_cases import (
 )
 
 import hybridloader
-from hybridloader import Spawn, Threads
+from hybridloader import Ray, Spawn, Threads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # 3 workers, 2 CPUs
@@ -363,11 +364,21 @@ def test_with_workers_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
         assert_same(ours, oracle(cell), name_of(backend))
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=cell.name) for cell in GRID if "spawn" in GRID[cell]]
+)
+def test_on_ray_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
+    ours = cell.run(hybridloader.DataLoader, backend=Ray(num_cpus=0.1))
+    assert_same(ours, oracle(cell), "ray")
+
+
 @pytest.mark.parametrize("cells", [pytest.param(CELLS, id=f"{len(CELLS)}-cells")])
 def test_no_cell_of_the_grid_is_there_twice(cells: list[tuple[Cell, Any]]) -> None:
     names = [(cell.name, name_of(backend)) for cell, backend in cells]
     assert [name for name, times in Counter(names).items() if times > 1] == []
-    assert {name for _, name in names} == {"default", "fresh", *hybridloader.backend_names()}
+    assert {name for _, name in names} == {"default", "fresh", *EVERY}
     for fresh in ("spawn", "fresh"):
         assert {name for name, backend in names if backend == fresh} == SPAWNED
 

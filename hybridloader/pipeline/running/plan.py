@@ -361,6 +361,6 @@ def _forwarded(nodes: list[Node]) -> Iterator[Node]:
         direct = plain and isinstance(behind, WorkerNode)
         if direct and isinstance(node, WorkerNode) and not node.reads:
             assert isinstance(behind, WorkerNode)
-            yield replace(node, forwarded=node.backend.forwards and behind.backend.forwards)
+            yield replace(node, forwarded=node.backend.forwards == behind.backend.forwards != "")
         else:
             yield node
