@@ -9,20 +9,14 @@ used again, so the store is free as soon as a batch is opened.
 from __future__ import annotations
 
 import os
-import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pickle import PickleBuffer, dumps
 from typing import Any, ClassVar
 
 from hybridloader import engine
-
-_ASIDE = 1.0
-"""Seconds to wait for a worker's stack. A worker in native code that holds the GIL can't answer."""
 
 
 @dataclass(frozen=True)
@@ -134,79 +128,71 @@ class _RayCrew(engine.Crew):
     def start(self, worker: int, spec: engine.WorkerSpec) -> None:
         import ray
 
-        waiting = (actor.work for actor in self.handles() if actor.work is not None)
-        work = next((work for sent, work in waiting if sent is spec), None)
+        starting = (actor.work for actor in self.actors if not actor.ready)
+        work = next((work for sent, work in starting if sent is spec), None)
         if work is None:  # else those that start together share it
-            parts: list[PickleBuffer] = []
-            packed = dumps(engine.PackedSpec(spec), 5, buffer_callback=parts.append)
-            work = ray.put([packed, *parts])
+            work = ray.put(engine.work_of(spec))
         share = max(1, self.memory // max(1, spec.workers))
-        self.place(
-            worker, _Actor(self, worker, self.actor.remote(worker, work, share), (spec, work))
-        )
+        actor = self.actor.remote(worker, work, share)
+        self.place(worker, _Actor(self, worker, actor, (spec, work)))
 
     def send(self, worker: int, message: engine.Message) -> None:
-        self.handles()[worker].send(message)
+        if isinstance(message, engine.Task) and isinstance(message.index, _Result):
+            empty = engine.parts_of(engine.Task(message.seq, None))
+            self.actors[worker].step(empty, message.index.ref)
+        else:
+            self.actors[worker].step(engine.parts_of(message, other_main=True))
 
     def stack(self, worker: int) -> str:
-        return self.handles()[worker].stack()
-
-    def handles(self) -> Sequence[_Actor]:
-        return super().handles()  # type: ignore[return-value]
+        return self.actors[worker].stack()
 
     def leave(self) -> None:
-        for actor in self.handles():
-            actor.aside("leave")
+        for actor in self.actors:
+            actor.leave()
         super().leave()
 
     def close(self) -> None:
         super().close()
         self.slots.close()
 
+    @property
+    def actors(self) -> Sequence[_Actor]:
+        return self.handles()  # type: ignore[return-value]
 
-class _Actor(engine.WorkerHandle):
-    """Driver's end of an actor: its calls, in the order in which they were made.
 
-    Calls end on threads of Ray's, and in any order.
-    """
-
-    name = "Ray actor"
-
+class _Actor(engine.CallingHandle):
     def __init__(self, crew: _RayCrew, number: int, actor: Any, work: Any) -> None:
-        self.crew, self.number, self.actor = crew, number, actor
-        self.work: Any = work  # in the store until the worker is ready
-        self.cause: str | None = None
-        self.doomed = ""  # reason why it is killed
-        self.process: int | None = None
-        self.over = threading.Event()
-        self.lock = threading.RLock()
-        self.calls: deque[tuple[Any, Future[Any]]] = deque()
-        self.name = f"Ray actor {actor._actor_id.hex()}"
-        self.aside("where").future().add_done_callback(self.placed)
-        self.life = actor.run.options(concurrency_group="life").remote().future()
-        self.call(None)
-        self.life.add_done_callback(self.deliver)
+        super().__init__(number, crew.report)
+        self.id = actor._actor_id.hex()
+        self.crew, self.actor = crew, actor
+        self.work: Any = work  # stays in the store until the worker is ready
+        self.begin()
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        where = "" if self.placed is None else " on {1}, process {0}".format(*self.placed)
+        return f"Ray actor {self.id}{where}"
 
     @property
     def pid(self) -> int | None:
-        return self.process
+        return None if self.placed is None else self.placed[0]
 
-    @property
-    def known_pid(self) -> int | None:
-        return None  # it may be a number of another machine; `name` has it
+    known_pid = None  # on this machine; `name` has the other
 
-    @property
-    def exitcode(self) -> int | None:
-        return None if self.is_alive() else int(self.cause is not None)
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        if method == "step":
+            ref = self.actor.step.remote(*arguments)
+        else:
+            group = "life" if method == "run" else "aside"
+            bound = getattr(self.actor, method)
+            ref = bound.options(concurrency_group=group).remote(*arguments)
+        future: Future[Any] = ref.future()
+        return future
 
     def is_alive(self) -> bool:
         import ray
 
-        return not self.over.is_set() and ray.is_initialized()
-
-    def join(self, timeout: float | None = None) -> None:
-        if self.is_alive():
-            self.over.wait(timeout)
+        return super().is_alive() and ray.is_initialized()
 
     def terminate(self) -> None:
         import ray
@@ -214,77 +200,25 @@ class _Actor(engine.WorkerHandle):
         with suppress(Exception):  # it is gone already, and Ray perhaps with it
             ray.kill(self.actor)
 
-    def send(self, message: engine.Message) -> None:
-        if not self.is_alive():
-            return
-        if isinstance(message, engine.Task) and isinstance(message.index, _Result):
-            self.call(engine.parts_of(engine.Task(message.seq, None)), message.index.ref)
-        else:
-            self.call(engine.parts_of(message, other_main=True))
-
-    def call(self, *arguments: Any) -> None:
-        actor = self.actor
-        if actor is not None:  # else it has just ended
-            ref = actor.step.remote(*arguments)
-            future = ref.future()
-            self.calls.append((ref, future))
-            future.add_done_callback(self.deliver)
-
-    def aside(self, method: str) -> Any:
-        """Call a method now, beside the one that is under way."""
-        with suppress(Exception):
-            if self.is_alive():
-                return getattr(self.actor, method).options(concurrency_group="aside").remote()
-        return None
-
-    def stack(self) -> str:
+    def stack(self, timeout: float = 1.0) -> str:
         import ray
 
-        if self.process is None:
-            has, free = ray.cluster_resources(), ray.available_resources()
-            return f"Ray has not started it: it takes {self.crew.wanted}, of {has} free are {free}."
-        try:
-            return str(ray.get(self.aside("stack"), timeout=_ASIDE))
-        except Exception as error:
-            return f"Its stack could not be had: {error!r}"
+        if self.placed is not None:
+            return super().stack(timeout)
+        has, free = ray.cluster_resources(), ray.available_resources()
+        return f"Ray has not started it: it takes {self.crew.wanted}; of {has} free are {free}."
 
-    def placed(self, told: Future[Any]) -> None:
-        with suppress(Exception):  # it has died
-            self.process, node = told.result()
-            self.name = f"{self.name} on {node}, process {self.process}"
+    def started(self) -> None:
+        self.work = None, None
 
-    def deliver(self, _: Any) -> None:
-        """Report what has come and whose turn it is; at last the exit."""
-        with self.lock:
-            while self.calls and self.calls[0][1].done():
-                self.take(*self.calls.popleft())
-            if self.life.done() and not self.calls and not self.over.is_set():
-                self.crew.report(self.exit())
-                self.actor = self.work = None  # Ray ends an actor that nobody refers to
-                self.over.set()
+    def received(self, done: engine.Done, step: Future[Any]) -> engine.Done:
+        ref = step.object_ref  # type: ignore[attr-defined]  # Ray's future holds it
+        return done._replace(payload=_Result(done.payload, ref, self.crew.slots))
 
-    def take(self, ref: Any, call: Future[Any]) -> None:
-        try:
-            for data, *buffers in call.result():
-                event = engine.loads(data, buffers=buffers)
-                if isinstance(event, engine.Done):
-                    event = event._replace(payload=_Result(event.payload, ref, self.crew.slots))
-                self.work = None
-                self.crew.report(event)
-        except Exception as error:
-            if not self.life.done() and not self.doomed:  # this task would never have an answer
-                self.doomed = f"gave no answer: {error!r}"
-                threading.Thread(target=self.terminate, daemon=True).start()
+    def died(self, error: Exception) -> engine.Exited:
+        said, _, guesses = str(error).partition("Some common causes")
+        why = said.strip().rpartition("\n")[2].rstrip(". ")
+        return engine.Exited(self._number, f"is gone: {why}", evidence=guesses)
 
-    def exit(self) -> engine.Exited:
-        try:
-            event: engine.Exited = engine.loads(self.life.result())
-        except Exception as error:
-            said, _, guesses = str(error).partition("Some common causes")
-            why = said.strip().rpartition("\n")[2].rstrip(". ")
-            what = f"is gone: {why}"
-            if self.doomed and "ray.kill" in why:  # by us
-                what = self.doomed
-            event = engine.Exited(self.number, what, evidence=guesses)
-        self.cause = event.cause
-        return event
+    def over(self) -> None:
+        self.actor, self.work = None, (None, None)  # Ray ends an actor that nobody refers to

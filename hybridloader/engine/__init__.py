@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from hybridloader._support.errors import ResultNotSendable as ResultNotSendable
     from hybridloader._support.errors import ShippingError as ShippingError
     from hybridloader.engine.calls import CalledWorker as CalledWorker
+    from hybridloader.engine.calls import CallingHandle as CallingHandle
     from hybridloader.engine.calls import parts_of as parts_of
+    from hybridloader.engine.calls import work_of as work_of
     from hybridloader.engine.contract import Backend as Backend
     from hybridloader.engine.contract import Crew as Crew
     from hybridloader.engine.contract import WorkerHandle as WorkerHandle
@@ -57,7 +59,7 @@ __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
         "._support.errors": "BackendUnavailable Failure ResultNotSendable ShippingError",
-        "calls": "CalledWorker parts_of",
+        "calls": "CalledWorker CallingHandle parts_of work_of",
         "contract": "Backend Crew WorkerHandle",
         "fetcher": "Fetch Fetcher TaskContext",
         ".memory.slots": "PrivateSlots",

@@ -8,15 +8,22 @@ it. So the last word of a worker is the return of the long call, whatever way it
 from __future__ import annotations
 
 import os
+import pickle
 import platform
 import sys
 import threading
 import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
 from pickle import PickleBuffer
 from queue import SimpleQueue
 from typing import Any
 
-from hybridloader.engine.messages import Done, Event, Exited, Stop, Task
+from hybridloader.engine.contract import WorkerHandle
+from hybridloader.engine.messages import Done, Event, Exited, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.serving import PackedSpec, dumps, loads, own, process_worker, serve
 from hybridloader.engine.worker import Worker
 from hybridloader.memory.slots import PrivateSlots
@@ -27,10 +34,16 @@ Parts = list[Any]
 _ENDED = "the loop has ended"
 
 
-def parts_of(thing: Any, **options: Any) -> Parts:
+def parts_of(thing: Message | Event, *, other_main: bool = False) -> Parts:
     """Pickle a message or an event as `dumps` does, with its large buffers apart."""
     buffers: list[Any] = []
-    return [dumps(thing, buffers, **options), *map(PickleBuffer, buffers)]
+    return [dumps(thing, buffers, other_main=other_main), *map(PickleBuffer, buffers)]
+
+
+def work_of(spec: WorkerSpec) -> Parts:
+    """Pickle the work of workers, as `CalledWorker` takes it. Raises `ShippingError`."""
+    buffers: list[PickleBuffer] = []
+    return [pickle.dumps(PackedSpec(spec), 5, buffer_callback=buffers.append), *buffers]
 
 
 class CalledWorker:
@@ -45,7 +58,7 @@ class CalledWorker:
     number
         Number of the worker.
     work
-        Pickle of a `PackedSpec`, with its buffers.
+        By `work_of`.
     memory
         Bytes that the recycled memory may take.
     """
@@ -124,3 +137,132 @@ class CalledWorker:
             self._exit = dumps(event)
         else:
             self._outbox.put(parts_of(event))
+
+
+class CallingHandle(WorkerHandle):
+    """Handle of a `CalledWorker`: makes its calls, and reports what they return in their order.
+
+    Calls may end in any order, on any thread. What the worker has sent before it died is reported before
+    its `Exited`. A subclass writes `call` and `terminate`, and calls `begin`.
+
+    Parameters
+    ----------
+    number
+        Number of the worker.
+    report
+        `Crew.report`.
+    """
+
+    _life: Future[Any]  # of `run`: it ends as the worker ends
+
+    def __init__(self, number: int, report: Callable[[Event], None]) -> None:
+        self._number, self._report = number, report
+        # All the mutable state:
+        self.placed: tuple[int, str] | None = None  # process id and machine, once it runs
+        self.ready = False
+        self._steps: deque[Future[Any]] = deque()  # in the order in which they were made
+        self._over = threading.Event()
+        self._lock = threading.RLock()  # a finalizer may come here on a thread that has it
+        self._cause: str | None = None
+        self._doomed = ""  # reason why it is killed
+
+    # -- to be written ---------------------------------------------------------------------------
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the worker; calls of `step` are made in order, the others beside them."""
+        raise NotImplementedError
+
+    def started(self) -> None:  # most hold nothing for it
+        """Let go of what the worker needed to start: it has."""
+
+    def received(self, done: Done, step: Future[Any]) -> Done:
+        """Return what to report of a result that a call has brought."""
+        return done
+
+    def died(self, error: Exception) -> Exited:
+        """Describe the end of a worker whose `run` has ended with an error."""
+        return Exited(self._number, f"is gone: {error}")
+
+    def over(self) -> None:  # most hold nothing else
+        """Let go of the worker, which has ended."""
+
+    # -- for the crew ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start the worker."""
+        self.call("where").add_done_callback(self._place)
+        self._life = self.call("run")
+        self.step(None)
+        self._life.add_done_callback(self._deliver)
+
+    def step(self, *arguments: Any) -> None:
+        """Call `step`; nothing if the worker is gone."""
+        if self.is_alive():
+            step = self.call("step", *arguments)
+            self._steps.append(step)
+            step.add_done_callback(self._deliver)
+
+    def leave(self) -> None:
+        """Have the worker leave out the rest of its batch, and end."""
+        with suppress(Exception):  # it is gone
+            if self.is_alive():
+                self.call("leave")
+
+    def stack(self, timeout: float = 1.0) -> str:
+        """Return the worker's stack; one in native code that holds the GIL can't tell it."""
+        try:
+            return str(self.call("stack").result(timeout))
+        except Exception as error:
+            return f"Its stack could not be had: {error!r}"
+
+    @property
+    def exitcode(self) -> int | None:
+        return None if self.is_alive() else int(self._cause is not None)
+
+    def is_alive(self) -> bool:
+        return not self._over.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        if self.is_alive():
+            self._over.wait(timeout)
+
+    # -- the parts -------------------------------------------------------------------------------
+
+    def _place(self, told: Future[Any]) -> None:
+        with suppress(Exception):  # it has died
+            self.placed = told.result()
+
+    def _deliver(self, _: Any) -> None:
+        with self._lock:
+            while self._steps and self._steps[0].done():
+                self._take(self._steps.popleft())
+            if self._life.done() and not self._steps and self.is_alive():
+                exited = self._exit()
+                self._cause = exited.cause
+                self._report(exited)
+                self._over.set()
+                self.over()
+
+    def _take(self, step: Future[Any]) -> None:
+        try:
+            for head, *buffers in step.result():
+                event = loads(head, buffers=buffers)
+                if isinstance(event, Done):
+                    event = self.received(event, step)
+                if not self.ready:
+                    self.ready = True
+                    self.started()
+                self._report(event)
+        except Exception as error:
+            if not self._life.done() and not self._doomed:  # its task would never have an answer
+                self._doomed = f"gave no answer: {error!r}"
+                threading.Thread(target=self.terminate, daemon=True).start()
+
+    def _exit(self) -> Exited:
+        try:
+            exited: Exited = loads(self._life.result())
+        except Exception as error:
+            exited = self.died(error)
+            if self._doomed:
+                exited = replace(exited, cause=f"{self._doomed}; it was killed, and {exited.cause}")
+        return exited

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -252,3 +253,15 @@ def test_a_state_is_the_same_on_ray_as_elsewhere(places: tuple[Any, ...]) -> Non
                 state = loader.state_dict()
                 break
     assert taken == whole
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_takes_no_result_along() -> None:
+    program = Path(__file__).parents[1] / "support" / "ray_nodes.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    # Ray writes the log of the lost node to the same stream.
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert told["labels"] == [*range(800)]
+    assert told["nodes"] == 2
+    assert told["actors"] >= 3

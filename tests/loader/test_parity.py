@@ -367,7 +367,12 @@ def test_with_workers_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, id=cell.name) for cell in GRID if "spawn" in GRID[cell]]
+    "cell",
+    [
+        pytest.param(cell, id=cell.name, marks=() if cell.name in SPAWNED else pytest.mark.full)
+        for cell in GRID
+        if not cell.name.startswith("remembering")
+    ],
 )
 def test_on_ray_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
     ours = cell.run(hybridloader.DataLoader, backend=Ray(num_cpus=0.1))
