@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any, ClassVar
 
 from hybridloader import engine
@@ -55,7 +56,7 @@ class Ray(engine.Backend):
 
     def check(self) -> None:
         try:
-            import ray
+            ray = _ray()
         except ImportError as error:
             raise engine.BackendUnavailable(
                 f"backend 'ray' needs Ray: pip install 'hybridloader[ray]' ({error})"
@@ -68,8 +69,7 @@ class Ray(engine.Backend):
             )
 
     def open(self) -> engine.Crew:
-        import ray
-
+        ray = _ray()
         if not ray.is_initialized():
             if address := self._address():
                 ray.init(address=address)
@@ -84,10 +84,13 @@ class Ray(engine.Backend):
         return self.address or os.environ.get("RAY_ADDRESS")
 
 
+def _ray() -> Any:
+    return import_module("ray")  # not typed throughout, and only there if it is used
+
+
 @cache
 def _actor_class() -> Any:
-    import ray
-
+    ray = _ray()
     return ray.remote(concurrency_groups={"life": 1, "aside": 1})(engine.CalledWorker)
 
 
@@ -96,13 +99,14 @@ class _Result(engine.Payload):
 
     forwardable = True
 
-    def __init__(self, sent: engine.Pickled, ref: Any, slots: engine.PrivateSlots) -> None:
+    def __init__(self, sent: Any, ref: Any, slots: engine.PrivateSlots) -> None:
         self._sent, self.ref, self.count = sent, ref, sent.count
         sent.slots = slots
 
     @property
     def nbytes(self) -> int:
-        return self._sent.nbytes
+        found: int = self._sent.nbytes
+        return found
 
     def open(self) -> Any:
         self.ref = None
@@ -126,8 +130,7 @@ class _RayCrew(engine.Crew):
         self.slots.page_lock(locks)
 
     def start(self, worker: int, spec: engine.WorkerSpec) -> None:
-        import ray
-
+        ray = _ray()
         starting = (actor.work for actor in self.actors if not actor.ready)
         work = next((work for sent, work in starting if sent is spec), None)
         if work is None:  # else those that start together share it
@@ -190,19 +193,16 @@ class _Actor(engine.CallingHandle):
         return future
 
     def is_alive(self) -> bool:
-        import ray
-
+        ray = _ray()
         return super().is_alive() and ray.is_initialized()
 
     def terminate(self) -> None:
-        import ray
-
+        ray = _ray()
         with suppress(Exception):  # it is gone already, and Ray perhaps with it
             ray.kill(self.actor)
 
     def stack(self, timeout: float = 1.0) -> str:
-        import ray
-
+        ray = _ray()
         if self.placed is not None:
             return super().stack(timeout)
         has, free = ray.cluster_resources(), ray.available_resources()

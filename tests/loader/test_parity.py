@@ -371,7 +371,6 @@ def test_with_workers_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
     [
         pytest.param(cell, id=cell.name, marks=() if cell.name in SPAWNED else pytest.mark.full)
         for cell in GRID
-        if not cell.name.startswith("remembering")
     ],
 )
 def test_on_ray_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
