@@ -9,6 +9,8 @@ used again, so the store is free as soon as a batch is opened.
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,6 +20,9 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from hybridloader import engine
+
+_LATE = 30.0
+"""Seconds after which a worker that Ray has not started is warned of. Starting one takes 1 to 5 s."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,21 @@ class _RayCrew(engine.Crew):
     def __init__(self, actor: Any, memory: int, wanted: str) -> None:
         self.actor, self.memory, self.wanted = actor, memory, wanted
         self.slots = engine.PrivateSlots(memory)
-        self.upkeep = self.slots.warn
+        self.upkeep = self.look
+        self.late = time.monotonic() + _LATE
+
+    def look(self) -> None:
+        """Warn of memory, and once of workers that Ray has not started."""
+        self.slots.warn()
+        if self.late and time.monotonic() > self.late:
+            self.late = 0.0
+            late = [actor for actor in self.actors if actor.placed is None and actor.is_alive()]
+            if late:
+                warnings.warn(
+                    f"{len(late)} of {len(self.actors)} workers have no place yet. {late[0].stack()} "
+                    "Ask for less (Ray(num_cpus=...), num_workers=), or add nodes.",
+                    stacklevel=2,
+                )
 
     def page_lock(self, locks: Any) -> None:
         self.slots.page_lock(locks)
