@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -215,10 +214,8 @@ class _Actor(engine.CallingHandle):
         ray = _ray()
         return super().is_alive() and ray.is_initialized()
 
-    def terminate(self) -> None:
-        ray = _ray()
-        with suppress(Exception):  # it is gone already, and Ray perhaps with it
-            ray.kill(self.actor)
+    def end(self) -> None:
+        _ray().kill(self.actor)
 
     def stack(self, timeout: float = 1.0) -> str:
         ray = _ray()

@@ -143,7 +143,7 @@ class CallingHandle(WorkerHandle):
     """Handle of a `CalledWorker`: makes its calls, and reports what they return in their order.
 
     Calls may end in any order, on any thread. What the worker has sent before it died is reported before
-    its `Exited`. A subclass writes `call` and `terminate`, and calls `begin`.
+    its `Exited`. A subclass writes `call` and `end`, and calls `begin`.
 
     Parameters
     ----------
@@ -164,6 +164,7 @@ class CallingHandle(WorkerHandle):
         self._over = threading.Event()
         self._lock = threading.RLock()  # a finalizer may come here on a thread that has it
         self._cause: str | None = None
+        self._killed = False  # it may answer meanwhile what it was sent before
         self._doomed = ""  # reason why it is killed
 
     # -- to be written ---------------------------------------------------------------------------
@@ -174,6 +175,10 @@ class CallingHandle(WorkerHandle):
 
     def started(self) -> None:  # most hold nothing for it
         """Let go of what the worker needed to start: it has."""
+
+    def end(self) -> None:
+        """Kill the worker, if it is there; the call of `run` ends with an error."""
+        raise NotImplementedError
 
     def received(self, done: Done, step: Future[Any]) -> Done:
         """Return what to report of a result that a call has brought."""
@@ -196,8 +201,8 @@ class CallingHandle(WorkerHandle):
         self._life.add_done_callback(self._deliver)
 
     def step(self, *arguments: Any) -> None:
-        """Call `step`; nothing if the worker is gone."""
-        if self.is_alive():
+        """Call `step`; nothing if the worker is gone, or was killed."""
+        if self.is_alive() and not self._killed:
             step = self.call("step", *arguments)
             self._steps.append(step)
             step.add_done_callback(self._deliver)
@@ -214,6 +219,11 @@ class CallingHandle(WorkerHandle):
             return str(self.call("stack").result(timeout))
         except Exception as error:
             return f"Its stack could not be had: {error!r}"
+
+    def terminate(self) -> None:
+        self._killed = True
+        with suppress(Exception):  # it is gone already
+            self.end()
 
     @property
     def exitcode(self) -> int | None:

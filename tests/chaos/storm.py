@@ -36,6 +36,7 @@ FAULTS = {
     "fork": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
     "spawn": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
     "shared-memory": (*DEATHS, "stop", "raise", "slow", "huge", "unpicklable"),
+    "ray": (*DEATHS, "raise", "slow", "huge", "unpicklable"),
 }
 """Faults that a sample can have, by backend. A thread can't be killed, and the caller can't die."""
 
