@@ -1,0 +1,138 @@
+"""Calls of a worker far away: reported in their order, the end last."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from hybridloader import engine
+from hybridloader.engine.calls import Parts, parts_of, work_of
+from hybridloader.engine.serving import Pickled
+from hybridloader.memory.slots import PrivateSlots
+from hybridloader.testing.work import Call, echo
+
+
+class Handle(engine.CallingHandle):
+    """Its calls are answered by the test."""
+
+    def __init__(self) -> None:
+        self.events: list[engine.Event] = []
+        super().__init__(3, self.events.append)
+        self.calls: list[tuple[str, Future[Any]]] = []
+        self.ended = threading.Event()
+        self.begin()
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.calls.append((method, future))
+        return future
+
+    def end(self) -> None:
+        self.ended.set()
+
+    def answer(self, number: int, *events: engine.Event) -> None:
+        self.steps()[number].set_result(sent([parts_of(event) for event in events]))
+
+    def steps(self) -> list[Future[Any]]:
+        return [future for method, future in self.calls if method == "step"]
+
+    def life(self) -> Future[Any]:
+        return next(future for method, future in self.calls if method == "run")
+
+
+def sent(events: list[Parts]) -> list[Parts]:
+    """Send events as a transport does that delivers memory which is read-only."""
+    buffers: list[Any] = []
+    data = pickle.dumps(events, 5, buffer_callback=buffers.append)
+    found: list[Parts] = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
+    return found
+
+
+def done(seq: int, value: Any = None) -> engine.Done:
+    return engine.Done(3, seq, Pickled(value))
+
+
+def numbers(events: list[Any]) -> list[Any]:
+    return [event.seq if isinstance(event, engine.Done) else type(event) for event in events]
+
+
+def test_results_that_come_early_wait_for_those_before_them_and_the_exit_for_all() -> None:
+    handle = Handle()
+    for _ in range(3):
+        handle.step([])
+    handle.answer(0, engine.Ready(3))
+    handle.answer(2, done(11))
+    handle.life().set_result(engine.dumps(engine.Exited(3)))
+    assert numbers(handle.events) == [engine.Ready]
+    handle.answer(1, done(10))
+    assert numbers(handle.events) == [engine.Ready, 10, 11]
+    assert handle.is_alive()
+    handle.steps()[3].set_exception(OSError("gone"))
+    assert numbers(handle.events) == [engine.Ready, 10, 11, engine.Exited]
+    assert not handle.is_alive()
+    assert handle.exitcode == 0
+    handle.step([])
+    assert len(handle.steps()) == 4
+
+
+def test_a_worker_that_lives_and_has_no_answer_is_killed_and_told_of() -> None:
+    handle = Handle()
+    handle.answer(0, engine.Ready(3))
+    handle.step([])
+    handle.step([])
+    handle.steps()[1].set_exception(OSError("the store is full"))
+    assert handle.ended.wait(60)
+    handle.answer(2, done(11))
+    handle.life().set_exception(RuntimeError("killed"))
+    *_, last, exited = handle.events
+    assert isinstance(last, engine.Done)
+    assert isinstance(exited, engine.Exited)
+    assert exited.cause is not None
+    assert "the store is full" in exited.cause
+    assert handle.exitcode == 1
+
+
+def test_a_worker_that_was_killed_is_sent_nothing() -> None:
+    handle = Handle()
+    handle.terminate()
+    handle.step([])
+    assert len(handle.steps()) == 1
+    handle.life().set_exception(RuntimeError("killed"))
+    handle.steps()[0].set_exception(RuntimeError("killed"))
+    assert numbers(handle.events) == [engine.Exited]
+
+
+def test_what_arrives_read_only_is_copied_into_a_slot_and_may_be_written_to() -> None:
+    handle, slots = Handle(), PrivateSlots(10 << 20)
+    array = np.arange(1 << 18)
+    handle.answer(0, done(0, [array, array[:10_000].copy()]))
+    [event] = handle.events
+    assert isinstance(event, engine.Done)
+    payload: Any = event.payload
+    assert payload.count == 2
+    assert payload.nbytes > array.nbytes
+    np.testing.assert_array_equal(payload.peek()[0], array)
+    payload.slots = slots
+    large, small = payload.open()
+    assert slots.size >= array.nbytes
+    np.testing.assert_array_equal(large, array)
+    large += 1
+    small += 1
+    assert payload.nbytes < 10_000
+    del large
+    slots.close()
+
+
+def test_the_arrays_of_the_work_are_the_workers_own() -> None:
+    array = np.arange(100_000)
+    parts = work_of(engine.WorkerSpec("calls", 1, Call(echo, dataset=array)))
+    (found,) = sent([parts])
+    assert len(found) > 1
+    packed: engine.PackedSpec = engine.loads(found[0], buffers=found[1:])
+    dataset: Any = packed.open().fetch.dataset
+    np.testing.assert_array_equal(dataset, array)
+    dataset += 1
