@@ -65,6 +65,12 @@ class Ray(engine.Backend):
             raise engine.BackendUnavailable(
                 f"backend 'ray' needs Ray: pip install 'hybridloader[ray]' ({error})"
             ) from error
+        if (self._address() or "").startswith("ray://") or ray.util.client.ray.is_connected():
+            raise engine.BackendUnavailable(
+                "backend 'ray' does not run behind Ray Client (ray://): Ray would keep all batches at "
+                "the other end of the connection. Run the script on a machine of the cluster, such as "
+                "by `ray job submit`."
+            )
         if not (ray.is_initialized() or self._address() or self.start):
             raise engine.BackendUnavailable(
                 "backend 'ray' starts no cluster unasked, and this process is connected to none. Call "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-LIMITS = ("limit", "together")
-"""The plain loop in one process, and in as many processes as there are workers at the same time."""
+BARE_CALLS = "bare calls"
+LIMITS = ("limit", "together", BARE_CALLS)
+"""The plain loop in one process, in as many processes as there are workers at the same time, and in an
+actor of Ray that is called for each batch."""
 
 BACKENDS = ("threads", "fork", "shared-memory")
 """Backends of hybridloader that take part in nearly every case."""
@@ -40,7 +42,10 @@ BY_SAMPLES = (f"{PIPELINE} threads",)
 BY_COROUTINES = (f"{PIPELINE} coroutines",)
 """hybridloader's `Pipeline` with an `async def`."""
 
-OURS = (*DATALOADERS, *HYBRIDS, *BY_SAMPLES, *BY_COROUTINES, SEEDED, FEW_PROCESSES)
+RAY, RAY_DATA = "ray", "Ray Data"
+"""hybridloader's `DataLoader` on a Ray cluster; and Ray's own."""
+
+OURS = (*DATALOADERS, RAY, *HYBRIDS, *BY_SAMPLES, *BY_COROUTINES, SEEDED, FEW_PROCESSES)
 
 FAMILIES = {
     "torchdata": "torchdata.nodes",
@@ -50,10 +55,11 @@ FAMILIES = {
     "litdata": "litdata",
     "pyarrow": "pyarrow",
     "datasets": "datasets",
+    "Ray": "Ray Data",
 }
 """First word of a rival's name -> the project. A rival may have several forms: 'SPDL threads'."""
 
-PACKAGES = {name: name for name in FAMILIES} | {"SPDL": "spdl-core", "Grain": "grain"}
+PACKAGES = {name: name for name in FAMILIES} | {"SPDL": "spdl-core", "Grain": "grain", "Ray": "ray"}
 """First word of a rival's name -> the package to install."""
 
 RIVAL_THREADS = ("torchdata threads", "SPDL threads", "Grain threads")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.case import Case, Options
 from benchmarks.cases import (
+    cluster,
     device,
     endurance,
     epochs,
@@ -56,6 +57,7 @@ CASES: dict[str, Callable[[Options], Case]] = {
     "P10": resuming.states,
     "resume": resuming.resume,
     "seeding": seeding.seeding,
+    "ray": cluster.cluster,
     "descriptors": endurance.descriptors,
     "devshm": endurance.devshm,
     "endurance": endurance.endurance,
@@ -65,7 +67,7 @@ _WITH_TARGETS = (
     *(image_batches, small_batches, jpegs, hybrid, epochs, memory),
     *(device, stages, observing, endurance),
     *(fresh_start, worker_memory, replacement, many_workers, slow_samples, small_tensors),
-    stored,
+    *(stored, cluster),
 )
 
 TARGETS: tuple[Target, ...] = tuple(

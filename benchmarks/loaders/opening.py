@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.case import CannotDo, check_installed
-from benchmarks.loaders import pipelines, rival_grain, rival_spdl, rival_torchdata
+from benchmarks.loaders import cluster, pipelines, rival_grain, rival_spdl, rival_torchdata
 from benchmarks.loaders.dataloaders import DATALOADER_OPENERS
 from benchmarks.loaders.limits import LIMIT_OPENERS
 from benchmarks.loaders.work import Opener, Running, Work
@@ -13,6 +13,7 @@ _BATCHES: dict[str, Opener] = {
     **LIMIT_OPENERS,
     **DATALOADER_OPENERS,
     **pipelines.BATCH_OPENERS,
+    **cluster.BATCH_OPENERS,
     **rival_torchdata.BATCH_OPENERS,
     **rival_spdl.BATCH_OPENERS,
     **rival_grain.BATCH_OPENERS,

@@ -18,11 +18,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pickle import PickleBuffer
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
 from hybridloader.engine.contract import WorkerHandle
+from hybridloader.engine.far_clock import FarClock
 from hybridloader.engine.messages import Done, Event, Exited, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.serving import PackedSpec, dumps, loads, own, process_worker, serve
 from hybridloader.engine.worker import Worker
@@ -76,6 +79,10 @@ class CalledWorker:
     def where(self) -> tuple[int, str]:
         """Return the process id and the name of the machine."""
         return os.getpid(), platform.node()
+
+    def clock(self) -> float:
+        """Return the time here, in seconds of `time.perf_counter`."""
+        return perf_counter()
 
     def run(self) -> bytes:
         """Run the worker until it has been told to stop; return its `Exited`, by `dumps`."""
@@ -160,6 +167,7 @@ class CallingHandle(WorkerHandle):
         # All the mutable state:
         self.placed: tuple[int, str] | None = None  # process id and machine, once it runs
         self.ready = False
+        self._clock: FarClock | None = None  # of a worker on another machine
         self._steps: deque[Future[Any]] = deque()  # in the order in which they were made
         self._over = threading.Event()
         self._lock = threading.RLock()  # a finalizer may come here on a thread that has it
@@ -241,6 +249,9 @@ class CallingHandle(WorkerHandle):
     def _place(self, told: Future[Any]) -> None:
         with suppress(Exception):  # it has died
             self.placed = told.result()
+            if self.placed[1] != platform.node():
+                self._clock = FarClock(partial(self.call, "clock"))
+                self._clock.look()
 
     def _deliver(self, _: Any) -> None:
         with self._lock:
@@ -258,6 +269,8 @@ class CallingHandle(WorkerHandle):
             for head, *buffers in step.result():
                 event = loads(head, buffers=buffers)
                 if isinstance(event, Done):
+                    if self._clock is not None and event.extras is not None:
+                        self._clock.translate(event.extras)
                     event = self.received(event, step)
                 if not self.ready:
                     self.ready = True

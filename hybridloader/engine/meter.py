@@ -82,6 +82,15 @@ class Measures(NamedTuple):
     others: tuple[Measures, ...] = ()
     """Measures of workers that only fetched samples of tasks which others answered."""
 
+    def moved(self, seconds: float) -> Measures:
+        """Return these with all times so many seconds later."""
+        slices = None if self.slices is None else self.slices.moved(seconds)
+        return self._replace(
+            spans=tuple((began + seconds, ended + seconds, n) for began, ended, n in self.spans),
+            slices=slices,
+            others=tuple(others.moved(seconds) for others in self.others),
+        )
+
     def joined(self, others: deque[Measures]) -> Measures:
         """Return these with `others`, which are taken out of the deque."""
         taken = []

@@ -51,6 +51,15 @@ class Told(NamedTuple):
     dropped: int
     """Number of slices for which the ring had no room."""
 
+    def moved(self, seconds: float) -> Told:
+        """Return these with all times so many seconds later."""
+        slices = (Slice(*fields) for fields in self.slices)
+        return self._replace(
+            slices=tuple(
+                one._replace(began=one.began + seconds, ended=one.ended + seconds) for one in slices
+            )
+        )
+
 
 class Slices:
     """Ring of the slices of one worker, of which the last `limit` are kept until they are told."""

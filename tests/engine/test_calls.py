@@ -8,10 +8,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hybridloader import engine
 from hybridloader.engine.calls import Parts, parts_of, work_of
+from hybridloader.engine.far_clock import EVERY, TRIPS, FarClock
+from hybridloader.engine.meter import MEASURES, Measures
 from hybridloader.engine.serving import Pickled
+from hybridloader.engine.slices import Told
 from hybridloader.memory.slots import PrivateSlots
 from hybridloader.testing.work import Call, echo
 
@@ -136,3 +140,66 @@ def test_the_arrays_of_the_work_are_the_workers_own() -> None:
     dataset: Any = packed.open().fetch.dataset
     np.testing.assert_array_equal(dataset, array)
     dataset += 1
+
+
+class Trips:
+    """A machine whose clock is `ahead`; each answer takes what `takes` says, half of it to get there."""
+
+    def __init__(self, ahead: float, takes: list[float]) -> None:
+        self.now, self.ahead, self.takes = 50.0, ahead, takes
+        self.asked = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def ask(self) -> Future[float]:
+        took = self.takes[self.asked]
+        self.asked += 1
+        found: Future[float] = Future()
+        found.set_result(self.now + took / 2 + self.ahead)
+        self.now += took
+        return found
+
+
+def test_the_shortest_round_trip_tells_what_a_far_clock_is_ahead() -> None:
+    class Busy(Trips):
+        def ask(self) -> Future[float]:
+            found = super().ask()
+            if self.takes[self.asked - 1] > 1:  # it lay there before it was read
+                busy: Future[float] = Future()
+                busy.set_result(found.result() + self.takes[self.asked - 1] / 2)
+                return busy
+            return found
+
+    trips = Busy(1000.0, [3.0, 0.2, 5.0, 0.1, 0.1, 0.1])
+    clock = FarClock(trips.ask, trips.clock)
+    clock.look()
+    assert trips.asked == TRIPS
+    assert clock.offset == pytest.approx(1000.0)
+    measures = _measures(1100.0)
+    extras = {MEASURES: measures._replace(others=(measures,))}
+    clock.translate(extras)
+    moved = extras[MEASURES]
+    assert moved.spans == ((pytest.approx(100.0), pytest.approx(101.0), 1.0),)
+    assert moved.others[0].spans == moved.spans
+    assert moved.slices.slices[0][:3] == ("task", pytest.approx(100.0), pytest.approx(101.0))
+    assert trips.asked == TRIPS, "it looks again after a while"
+    trips.ahead = 1000.5
+    trips.now += EVERY
+    clock.translate({MEASURES: measures})
+    assert clock.offset == pytest.approx(1000.5)
+    clock.translate({})
+
+
+def test_a_worker_that_died_has_no_clock() -> None:
+    gone: Future[float] = Future()
+    gone.set_exception(OSError("gone"))
+    clock = FarClock(lambda: gone)
+    clock.look()
+    assert clock.offset == 0.0
+
+
+def _measures(began: float) -> Measures:
+    told = Told(1, 2, 3, (("task", began, began + 1.0, 2, 0),), 0)
+    spans = ((began, began + 1.0, 1.0),)
+    return Measures(spans, 1.0, None, None, None, 0.0, 0.0, 0, told)

@@ -1,0 +1,54 @@
+"""ray: batches from actors of a Ray cluster that is this machine alone."""
+
+from __future__ import annotations
+
+from benchmarks.case import Case, Options, Variant
+from benchmarks.cases.image_batches import IMAGE, SIZES
+from benchmarks.measurements import whole_epochs
+from benchmarks.names import BARE_CALLS, RAY, RAY_DATA
+from benchmarks.results import Results
+from benchmarks.targets import NOT_MEASURED, Found, Judge, Target, ahead_of, chosen, short
+
+
+def cluster(options: Options) -> Case:
+    """Batches of 64 integers, and of 38 MB; beside processes of this machine without a cluster."""
+    loaders = ("shared-memory", RAY, BARE_CALLS, *options.taking_part(RAY_DATA))
+    base = {"workers": options.workers, "seconds": 1.0 if options.quick else 3.0}
+    images = {
+        "dataset": "images",
+        "arguments": {"dtype": "uint8"},
+        "batch": SIZES["38 MB"],
+        "batch_bytes": SIZES["38 MB"] * IMAGE,
+    }
+    variants = tuple(
+        Variant(
+            *(name, base | spec, loaders),
+            again=RAY,
+            most_rounds=options.most(3, quick=1),
+            seconds=15.0,
+        )
+        for name, spec in {
+            "64 ints": {"dataset": "ints", "batch": 64},
+            "38 MB uint8": images,
+        }.items()
+    )
+    title = "workers on a Ray cluster of one machine"
+    return Case("ray", title, "ms / batch", whole_epochs, variants, scale=1e3, check=False)
+
+
+def within(milliseconds: float, variant: str) -> Judge:
+    """A batch takes at most so long."""
+
+    def judge(results: Results, case: str) -> Found:
+        for row in chosen(results, case, variant, (RAY,)):
+            return f"{short(row.median)} ms", row.median <= milliseconds
+        return NOT_MEASURED
+
+    return judge
+
+
+TARGETS = (
+    Target("ray", "64 ints: <= 0.8 ms a batch", within(0.8, "64 ints")),
+    Target("ray", "38 MB: <= 25 ms a batch", within(25, "38 MB")),
+    Target("ray", "ahead of Ray Data", ahead_of(1, (RAY,), RAY_DATA)),
+)
