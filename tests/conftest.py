@@ -55,7 +55,7 @@ def _children() -> set[psutil.Process]:
 
 def _of_ray(line: str) -> bool:
     """True for a process of the session's Ray cluster, which starts and keeps workers as it likes."""
-    return line.startswith("ray::") or "/ray/" in line
+    return line.startswith("ray::") or "site-packages/ray/" in line
 
 
 def _descendants(pid: int) -> list[int]:
