@@ -15,12 +15,11 @@ was imported. torch's `collate_tensor_fn` is told None (docs/decisions/0004 says
 
 from __future__ import annotations
 
-import platform
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.import_hooks import when_imported
@@ -44,9 +43,8 @@ def get_worker_info() -> WorkerInfo | None:
     WorkerInfo or None
         torch's own class (or, in a process that has not imported torch, one with the same
         attributes): `id`, `num_workers`, `seed` (``base_seed + id``), `dataset` (the copy
-        that this worker reads), `rng` (generators of this worker's own, for threads),
-        `worker_method` (``"thread"``, ``"multiprocessing"`` or ``"inline"``) and `node`, the name of
-        the machine that it runs on.
+        that this worker reads), `rng` (generators of this worker's own, for threads) and
+        `worker_method` (``"thread"``, ``"multiprocessing"`` or ``"inline"``).
     """
     return _current.info
 
@@ -61,7 +59,6 @@ class Description:
     dataset: Any
     rng: Any
     worker_method: str
-    node: str = field(default_factory=platform.node)
 
     def in_torchs_words(self) -> WorkerInfo:
         from torch.utils.data._utils.worker import WorkerInfo

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -105,21 +104,10 @@ def test_no_cluster_is_an_error_that_says_how_to_get_one(monkeypatch: pytest.Mon
 
 
 def test_ray_client_is_refused() -> None:
-    with pytest.raises(BackendUnavailable, match=r"does not run behind Ray Client .*ray job submit"):
+    with pytest.raises(
+        BackendUnavailable, match=r"does not run behind Ray Client .*ray job submit"
+    ):
         Ray(address="ray://head:10001").check()
-
-
-def node(item: int) -> str:
-    info: Any = get_worker_info()
-    assert info.node == platform.node()
-    return ray.get_runtime_context().get_node_id()
-
-
-def test_workers_know_their_machine() -> None:
-    """Also in a process of Ray's, which knows its node besides."""
-    pipe = Pipeline.from_iterable(range(3)).map(node, backend=SMALL, num_workers=1)
-    with pipe.run() as run:
-        assert {*run} == {row["NodeID"] for row in ray.nodes() if row["Alive"]}
 
 
 def test_what_can_not_be_sent_is_named() -> None:
