@@ -110,7 +110,8 @@ class _Result(engine.Payload):
     forwardable = True
 
     def __init__(self, sent: Any, ref: Any, slots: engine.PrivateSlots) -> None:
-        self._sent, self.ref, self.count = sent, ref, sent.count
+        # What came with other results has no reference of its own, and is opened to be sent on.
+        self._sent, self.ref, self.count = sent, ref, None if ref is None else sent.count
         sent.slots = slots
 
     @property
@@ -164,11 +165,15 @@ class _RayCrew(engine.Crew):
         self.place(worker, _Actor(self, worker, actor, (spec, work)))
 
     def send(self, worker: int, message: engine.Message) -> None:
+        actor = self.actors[worker]
         if isinstance(message, engine.Task) and isinstance(message.index, _Result):
-            empty = engine.parts_of(engine.Task(message.seq, None))
-            self.actors[worker].step(empty, message.index.ref)
+            actor.queue(engine.parts_of(engine.Task(message.seq, None)), message.index.ref)
         else:
-            self.actors[worker].step(engine.parts_of(message, other_main=True))
+            actor.queue(engine.parts_of(message, other_main=True))
+
+    def flush(self) -> None:
+        for actor in self.actors:
+            actor.flush()
 
     def stack(self, worker: int) -> str:
         return self.actors[worker].stack()
@@ -177,6 +182,7 @@ class _RayCrew(engine.Crew):
         for actor in self.actors:
             actor.leave()
         super().leave()
+        self.flush()
 
     def close(self) -> None:
         super().close()
@@ -207,8 +213,8 @@ class _Actor(engine.CallingHandle):
     known_pid = None  # on this machine; `name` has the other
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        if method == "step":
-            ref = self.actor.step.remote(*arguments)
+        if method in ("step", "steps"):
+            ref = getattr(self.actor, method).remote(*arguments)
         else:
             group = "life" if method == "run" else "aside"
             bound = getattr(self.actor, method)
@@ -233,8 +239,8 @@ class _Actor(engine.CallingHandle):
     def started(self) -> None:
         self.work = None, None
 
-    def received(self, done: engine.Done, step: Future[Any]) -> engine.Done:
-        ref = step.object_ref  # type: ignore[attr-defined]  # Ray's future holds it
+    def received(self, done: engine.Done, step: Future[Any], *, alone: bool) -> engine.Done:
+        ref = step.object_ref if alone else None  # type: ignore[attr-defined]  # Ray's future holds it
         return done._replace(payload=_Result(done.payload, ref, self.crew.slots))
 
     def died(self, error: Exception) -> engine.Exited:
