@@ -130,7 +130,7 @@ def test_a_worker_that_dies_is_named_with_actor_and_cause(tmp_path: Path) -> Non
         list(loader)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
     tmp_path: Path, persistent: bool
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
     assert labels(loader) == [*range(40)]
 
 
-@pytest.mark.parametrize("kill", ["ray.kill", "SIGKILL"])
+@pytest.mark.parametrize("kill", ["ray.kill", pytest.param("SIGKILL", marks=pytest.mark.full)])
 def test_an_actor_that_is_killed_is_replaced(tmp_path: Path, kill: str) -> None:
     gate = Gate(tmp_path)
     loader = DataLoader(Waiting(gate), 4, num_workers=2, backend=SMALL, on_worker_death="restart")
@@ -242,7 +242,13 @@ def test_workers_know_who_they_are() -> None:
     assert os.getpid() not in {pid for *_, pid in found}
 
 
-@pytest.mark.parametrize("places", [("fork", SMALL, "fork"), (SMALL, "threads", SMALL)])
+@pytest.mark.parametrize(
+    "places",
+    [
+        ("fork", SMALL, "fork"),
+        pytest.param((SMALL, "threads", SMALL), marks=pytest.mark.full),
+    ],
+)
 def test_a_state_is_the_same_on_ray_as_elsewhere(places: tuple[Any, ...]) -> None:
     def make(backend: Any) -> Any:
         torch.manual_seed(5)

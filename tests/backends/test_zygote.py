@@ -284,7 +284,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.usefixtures("_unwarned")
 @pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.parametrize("kind", ["spawn", "shared-memory-forkserver"])
+@pytest.mark.parametrize(
+    "kind", ["spawn", pytest.param("shared-memory-forkserver", marks=pytest.mark.full)]
+)
 def test_workers_are_started_one_by_one_where_a_fork_could_do_harm(what: str, kind: str) -> None:
     act, words = REFUSED[what]
     loader = load(Loading(act, of_process), KINDS[kind], workers=2, persistent_workers=True)
