@@ -44,13 +44,21 @@ def _children() -> set[psutil.Process]:
             child = psutil.Process(pid)
             line = " ".join(child.cmdline())
         except psutil.ZombieProcess:
-            line = ""
+            line = _name(child)
         except psutil.Error:
             continue
         if "resource_tracker" in line or "forkserver" in line or _of_ray(line):
             continue
         found.add(child)
     return found
+
+
+def _name(child: psutil.Process) -> str:
+    """Return the name of a process that has ended; it has no command line any more."""
+    try:
+        return child.name()
+    except psutil.Error:
+        return ""
 
 
 def _of_ray(line: str) -> bool:
