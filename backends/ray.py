@@ -110,8 +110,7 @@ class _Result(engine.Payload):
     forwardable = True
 
     def __init__(self, sent: Any, ref: Any, slots: engine.PrivateSlots) -> None:
-        # What came with other results has no reference of its own, and is opened to be sent on.
-        self._sent, self.ref, self.count = sent, ref, None if ref is None else sent.count
+        self._sent, self.ref, self.count = sent, ref, sent.count
         sent.slots = slots
 
     @property
@@ -165,15 +164,11 @@ class _RayCrew(engine.Crew):
         self.place(worker, _Actor(self, worker, actor, (spec, work)))
 
     def send(self, worker: int, message: engine.Message) -> None:
-        actor = self.actors[worker]
         if isinstance(message, engine.Task) and isinstance(message.index, _Result):
-            actor.queue(engine.parts_of(engine.Task(message.seq, None)), message.index.ref)
+            empty = engine.parts_of(engine.Task(message.seq, None))
+            self.actors[worker].step(empty, message.index.ref)
         else:
-            actor.queue(engine.parts_of(message, other_main=True))
-
-    def flush(self) -> None:
-        for actor in self.actors:
-            actor.flush()
+            self.actors[worker].step(engine.parts_of(message, other_main=True))
 
     def stack(self, worker: int) -> str:
         return self.actors[worker].stack()
@@ -182,7 +177,6 @@ class _RayCrew(engine.Crew):
         for actor in self.actors:
             actor.leave()
         super().leave()
-        self.flush()
 
     def close(self) -> None:
         super().close()
@@ -213,8 +207,8 @@ class _Actor(engine.CallingHandle):
     known_pid = None  # on this machine; `name` has the other
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        if method in ("step", "steps"):
-            ref = getattr(self.actor, method).remote(*arguments)
+        if method == "step":
+            ref = self.actor.step.remote(*arguments)
         else:
             group = "life" if method == "run" else "aside"
             bound = getattr(self.actor, method)
@@ -239,8 +233,8 @@ class _Actor(engine.CallingHandle):
     def started(self) -> None:
         self.work = None, None
 
-    def received(self, done: engine.Done, step: Future[Any], *, alone: bool) -> engine.Done:
-        ref = step.object_ref if alone else None  # type: ignore[attr-defined]  # Ray's future holds it
+    def received(self, done: engine.Done, step: Future[Any]) -> engine.Done:
+        ref = step.object_ref  # type: ignore[attr-defined]  # Ray's future holds it
         return done._replace(payload=_Result(done.payload, ref, self.crew.slots))
 
     def died(self, error: Exception) -> engine.Exited:

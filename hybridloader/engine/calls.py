@@ -34,9 +34,6 @@ from hybridloader.memory.slots import PrivateSlots
 Parts = list[Any]
 """Pickle of an object, then the large buffers left out of it, as `bytes` and `PickleBuffer`."""
 
-QUICK = 1e-4
-"""Seconds of a task that takes less than a call, by far: one of Ray's takes 5 to 8 times as long."""
-
 _ENDED = "the loop has ended"
 
 
@@ -127,10 +124,6 @@ class CalledWorker:
             made.append(event)
         return made
 
-    def steps(self, messages: list[Parts]) -> list[Parts]:
-        """Hand over one message after the other; return the events of all."""
-        return [event for message in messages for event in self.step(message)]
-
     def leave(self) -> None:
         """Leave out the rest of a batch, and end."""
         if self._worker is not None:
@@ -157,8 +150,7 @@ class CallingHandle(WorkerHandle):
     """Handle of a `CalledWorker`: makes its calls, and reports what they return in their order.
 
     Calls may end in any order, on any thread. What the worker has sent before it died is reported before
-    its `Exited`. If the last task took less than `QUICK`, those that follow wait for `flush`, and go in
-    one call: it costs more than they do. A subclass writes `call` and `end`, and calls `begin`.
+    its `Exited`. A subclass writes `call` and `end`, and calls `begin`.
 
     Parameters
     ----------
@@ -177,8 +169,6 @@ class CallingHandle(WorkerHandle):
         self.ready = False
         self._clock: FarClock | None = None  # of a worker on another machine
         self._steps: deque[Future[Any]] = deque()  # in the order in which they were made
-        self._queued: list[tuple[Any, ...]] = []  # arguments of `step`; on the thread that sends
-        self._quick = False  # the last task was
         self._over = threading.Event()
         self._lock = threading.RLock()  # a finalizer may come here on a thread that has it
         self._cause: str | None = None
@@ -188,7 +178,7 @@ class CallingHandle(WorkerHandle):
     # -- to be written ---------------------------------------------------------------------------
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the worker; `step` and `steps` in order, the others beside them."""
+        """Call a method of the worker; calls of `step` are made in order, the others beside them."""
         raise NotImplementedError
 
     def started(self) -> None:  # most hold nothing for it
@@ -198,8 +188,8 @@ class CallingHandle(WorkerHandle):
         """Kill the worker, if it is there; the call of `run` ends with an error."""
         raise NotImplementedError
 
-    def received(self, done: Done, step: Future[Any], *, alone: bool) -> Done:
-        """Return what to report of a result that a call has brought, `alone` or with other events."""
+    def received(self, done: Done, step: Future[Any]) -> Done:
+        """Return what to report of a result that a call has brought."""
         return done
 
     def died(self, error: Exception) -> Exited:
@@ -220,26 +210,8 @@ class CallingHandle(WorkerHandle):
 
     def step(self, *arguments: Any) -> None:
         """Call `step`; nothing if the worker is gone, or was killed."""
-        self._call_in_order("step", *arguments)
-
-    def queue(self, *arguments: Any) -> None:
-        """Call `step`, at the next `flush` if the last task was quick."""
-        self._queued.append(arguments)
-        if not self._quick:
-            self.flush()
-
-    def flush(self) -> None:
-        """Make the calls that were queued."""
-        queued, self._queued = self._queued, []
-        if len(queued) > 1 and all(len(arguments) == 1 for arguments in queued):
-            self._call_in_order("steps", [message for (message,) in queued])
-        else:
-            for arguments in queued:
-                self.step(*arguments)
-
-    def _call_in_order(self, method: str, *arguments: Any) -> None:
         if self.is_alive() and not self._killed:
-            step = self.call(method, *arguments)
+            step = self.call("step", *arguments)
             self._steps.append(step)
             step.add_done_callback(self._deliver)
 
@@ -294,14 +266,12 @@ class CallingHandle(WorkerHandle):
 
     def _take(self, step: Future[Any]) -> None:
         try:
-            events = step.result()
-            for head, *buffers in events:
+            for head, *buffers in step.result():
                 event = loads(head, buffers=buffers)
                 if isinstance(event, Done):
-                    self._quick = event.seconds < QUICK
                     if self._clock is not None and event.extras is not None:
                         self._clock.translate(event.extras)
-                    event = self.received(event, step, alone=len(events) == 1)
+                    event = self.received(event, step)
                 if not self.ready:
                     self.ready = True
                     self.started()

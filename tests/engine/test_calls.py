@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hybridloader import engine
-from hybridloader.engine.calls import QUICK, Parts, parts_of, work_of
+from hybridloader.engine.calls import Parts, parts_of, work_of
 from hybridloader.engine.far_clock import EVERY, TRIPS, FarClock
 from hybridloader.engine.meter import MEASURES, Measures
 from hybridloader.engine.serving import Pickled
@@ -28,17 +28,12 @@ class Handle(engine.CallingHandle):
         super().__init__(3, self.events.append)
         self.calls: list[tuple[str, Future[Any]]] = []
         self.ended = threading.Event()
-        self.alone: list[bool] = []
         self.begin()
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self.calls.append((method, future))
         return future
-
-    def received(self, done: engine.Done, step: Any, *, alone: bool) -> engine.Done:
-        self.alone.append(alone)
-        return done
 
     def end(self) -> None:
         self.ended.set()
@@ -47,7 +42,7 @@ class Handle(engine.CallingHandle):
         self.steps()[number].set_result(sent([parts_of(event) for event in events]))
 
     def steps(self) -> list[Future[Any]]:
-        return [future for method, future in self.calls if method.startswith("step")]
+        return [future for method, future in self.calls if method == "step"]
 
     def life(self) -> Future[Any]:
         return next(future for method, future in self.calls if method == "run")
@@ -63,10 +58,6 @@ def sent(events: list[Parts]) -> list[Parts]:
 
 def done(seq: int, value: Any = None) -> engine.Done:
     return engine.Done(3, seq, Pickled(value))
-
-
-def quick(seq: int, seconds: float = QUICK / 2) -> engine.Done:
-    return done(seq)._replace(seconds=seconds)
 
 
 def numbers(events: list[Any]) -> list[Any]:
@@ -90,37 +81,6 @@ def test_results_that_come_early_wait_for_those_before_them_and_the_exit_for_all
     assert handle.exitcode == 0
     handle.step([])
     assert len(handle.steps()) == 4
-
-
-def test_tasks_that_are_quick_go_in_one_call_and_others_at_once() -> None:
-    handle = Handle()
-
-    def made() -> list[str]:
-        return [method for method, _ in handle.calls if method.startswith("step")]
-
-    handle.answer(0, engine.Ready(3))
-    handle.queue(["a"])
-    assert made() == ["step"] * 2, "nobody knows how long it takes"
-    handle.answer(1, quick(10))
-    handle.queue(["b"])
-    handle.queue(["c"])
-    assert made() == ["step"] * 2
-    handle.flush()
-    assert made() == ["step", "step", "steps"]
-    assert handle.alone == [True]
-    handle.steps()[2].set_result(sent([parts_of(quick(11)), parts_of(quick(12))]))
-    assert handle.alone == [True, False, False]
-    handle.queue(["d"], "of another worker")
-    handle.queue(["e"])
-    handle.flush()
-    handle.queue(["f"])
-    handle.flush()
-    handle.flush()
-    assert made()[3:] == ["step"] * 3
-    handle.answer(3, quick(13, seconds=2 * QUICK))
-    handle.queue(["g"])
-    assert made()[6:] == ["step"]
-    assert numbers(handle.events) == [engine.Ready, 10, 11, 12, 13]
 
 
 def test_a_worker_that_lives_and_has_no_answer_is_killed_and_told_of() -> None:
