@@ -297,7 +297,7 @@ closed: list[Any] = []
 
 
 class Session:
-    """What coroutines of one worker share in an epoch, closed on their loop."""
+    """Session that the coroutines of one worker share in an epoch, closed on their loop."""
 
     fails = False
 
