@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader.memory import segments
 from hybridloader.memory.descriptors import KeptDescriptor, keep_descriptor
+from hybridloader.memory.forks import forks
 from hybridloader.memory.mapped_segment import MappedSegment
 from hybridloader.memory.segments import Mapping, Ticket
-from hybridloader.memory.slots import IDLE, OWN, Made, Pool, place_of
+from hybridloader.memory.slots import IDLE, KEPT, OWN, Made, Pool, place_of
 
 if TYPE_CHECKING:
     from hybridloader.memory.page_locks import PageLocks
@@ -348,7 +349,7 @@ class SlotReader:
         self.lent += size
         if self.locks is not None:
             segment.lock(self.locks)
-        back = partial(_hand_in, self._returned, number, segment, segment.lend())
+        back = partial(_hand_in, self._returned, number, segment, segment.lend(), forks.count)
         # It also keeps the mapping alive for as long as there is a view of it.
         after = (back,) if segment.locks is None else (segment.locks.after_device, back)
         weakref.finalize(array, *after).atexit = False
@@ -360,7 +361,9 @@ def slots_of(slot_map: SlotMap) -> list[int]:
 
 
 def _hand_in(
-    returned: deque[tuple[int, int]], number: int, segment: MappedSegment, lent: int
+    returned: deque[tuple[int, int]], number: int, segment: MappedSegment, lent: int, before: int
 ) -> None:
     segment.give_back(lent)
+    if forks.count != before:
+        number |= KEPT
     returned.append((number, segment.capacity))

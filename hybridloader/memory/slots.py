@@ -28,6 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridloader.memory import segments
+from hybridloader.memory.forks import forks
 from hybridloader.memory.limits import warn_of_overflow
 from hybridloader.memory.segments import Mapping, Ticket
 
@@ -47,6 +48,9 @@ GROWTH = 512
 (vm.max_map_count), which one for each batch of 36 KB would use up at 2.4 GB."""
 
 _PLACE_BITS = 24
+
+KEPT = 1 << 62
+"""Bit of the number of a slot that is given back, but not to be filled again: a fork may look at it."""
 
 
 def number_of(segment: int, place: int) -> int:
@@ -68,12 +72,14 @@ class Segment:
         self._fds = [] if fd is None else [fd]
         self.references = [0] * slots  # of each slot
         self.free = list(range(slots - 1, -1, -1))  # the one that was freed last at the end
+        self.kept: set[int] = set()  # places that are never to be free again
+        self.lost = 0  # those of them that nobody here uses
         self.last = 0
         self.locks: PageLocks | None = None
 
     @property
     def unused(self) -> bool:
-        return len(self.free) == len(self.references)
+        return len(self.free) + self.lost == len(self.references)
 
     def hand_over(self) -> list[int]:
         """Give the descriptor, if there is one, to the caller, who closes it; once. From any thread."""
@@ -144,7 +150,8 @@ class Pool:
             return None
         segment, buffer = self.segment_of(number), self.view(number, size)
         # It also keeps the mapping alive for as long as there is a view of it.
-        gone = partial(_drop, self._dropped, number, segment.mapping)
+        shared = None if self.locks is None else forks.count  # pages that forks share are locked
+        gone = partial(_drop, self._dropped, number, segment.mapping, shared)
         after = (gone,) if segment.locks is None else (segment.locks.after_device, gone)
         weakref.finalize(buffer, *after).atexit = False
         return buffer
@@ -174,17 +181,24 @@ class Pool:
         self.segments[segment].references[place] += 1
 
     def release(self, number: int) -> None:
-        found, place = place_of(number)
+        found, place = place_of(number & ~KEPT)
         segment = self.segments.get(found)
         if segment is None:  # the pool was closed meanwhile
             return
+        if number & KEPT:
+            segment.kept.add(place)
         segment.references[place] -= 1
         if segment.references[place] == 0:
-            if not segment.free:
-                self._roomy.setdefault(segment.capacity, OrderedDict())[found] = segment
-            segment.free.append(place)
+            if place in segment.kept:
+                segment.lost += 1
+            else:
+                if not segment.free:
+                    self._roomy.setdefault(segment.capacity, OrderedDict())[found] = segment
+                segment.free.append(place)
             if segment.unused:
                 self._unused[found] = segment
+                if not segment.free:  # all of it is lost
+                    self._retire(segment)
 
     def drop(self, number: int) -> None:
         """Take a reference off at the next `take`. May be called from any thread."""
@@ -295,8 +309,8 @@ class Pool:
         return self._unused[next(iter(self._unused))]
 
     def _retire(self, segment: Segment) -> None:
-        del self._unused[segment.number], self._roomy[segment.capacity][segment.number]
-        del self.segments[segment.number]
+        del self._unused[segment.number], self.segments[segment.number]
+        self._roomy[segment.capacity].pop(segment.number, None)
         at = bisect_left(self._starts, segment.mapping.address)
         del self._starts[at], self._by_start[at]
         self._slots[segment.capacity] -= len(segment.references)
@@ -306,8 +320,8 @@ class Pool:
         segment.close()
 
 
-def _drop(dropped: deque[int], number: int, mapping: Mapping) -> None:
-    dropped.append(number)
+def _drop(dropped: deque[int], number: int, mapping: Mapping, before: int | None) -> None:
+    dropped.append(number if before in (None, forks.count) else number | KEPT)
 
 
 class PrivateSlots:
