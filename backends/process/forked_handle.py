@@ -122,7 +122,13 @@ class ForkedHandle(ProcessHandle):
         with handles.reaping:
             if self._ended:
                 return
-            status = os.dup(self._status)  # another thread may release the original
+            try:
+                status = os.dup(self._status)  # another thread may release the original
+            except OSError:  # no descriptor left: as long as news may take
+                status = -1
+        if status < 0:
+            time.sleep(min(seconds, SLICE / 10))
+            return
         try:
             multiprocessing.connection.wait([status], seconds)
         finally:

@@ -120,13 +120,16 @@ class _Connection:
         while self.unsent:
             _close_all(self.unsent.popleft()[1])
 
-    def read(self) -> tuple[list[Frame], bool]:
-        """Read what has arrived. True as the second value: that was the end; damage is the end, too."""
+    def read(self, *, all_of_it: bool = False) -> tuple[list[Frame], bool]:
+        """Read what has arrived, or at least one frame of it if it is not to be `all_of_it`.
+
+        True as the second value: that was the end; damage is the end, too.
+        """
         frames: list[Frame] = []
         try:
             while True:
                 frames.extend(read_some(self.sock, self.decoder))
-                if self.decoder.body is None:
+                if self.decoder.body is None and not all_of_it:
                     return frames, False  # poll tells if there is more
         except BlockingIOError:
             return frames, False
@@ -247,11 +250,9 @@ class SocketTransport:
                 if ended:
                     gone.append(worker)
         for worker in dict.fromkeys(gone):
-            connection, ended = self._connections[worker], False
-            while not ended:  # all that it had written; its end, or nothing more
-                frames, ended = connection.read()
-                found += [(worker, frame) for frame in frames]
-                ended = ended or not frames
+            connection = self._connections[worker]
+            frames, _ = connection.read(all_of_it=True)
+            found += [(worker, frame) for frame in frames]
             if connection.damage is not None:
                 self.damaged[worker] = connection.damage
             self.drop(worker)

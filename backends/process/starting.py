@@ -13,12 +13,13 @@ from contextlib import contextmanager
 
 from hybridloader.backends.process import handles
 from hybridloader.backends.process.parent_watch import LEFT_TO_PARENT
+from hybridloader.memory.forks import forks
 
 
 @contextmanager
 def starting(method: str) -> Iterator[None]:
     """Start one process within the block, by start method `method`, and note it in the same block."""
-    with handles.reaping, _signals_held_back(method), _streams_to_flush(method):
+    with handles.reaping, _signals_held_back(method), _streams_to_flush(method), forks.of_ours():
         yield
 
 
@@ -58,8 +59,10 @@ def _signals_held_back(method: str) -> Iterator[None]:
         from multiprocessing import forkserver
 
         forkserver.ensure_running()  # else it would have the mask, and all that it ever forks
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        # Within the block: it runs the handlers of signals that have come, which may raise.
+        signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -107,8 +107,9 @@ class ZygoteStarter(Starter):
                 start.record is not None,
                 _changes(zygote.spec, start.spec),
             )
+            message = pickle.dumps(request)
             connection = os.dup(start.connection.fileno())
-            self._transport.send(ZYGOTE, [pickle.dumps(request)], [connection, theirs.detach()])
+            self._transport.send(ZYGOTE, [message], [connection, theirs.detach()])
         finally:
             theirs.close()
         if not zygote.loaded:
@@ -176,6 +177,7 @@ class ZygoteStarter(Starter):
             return
         connection = Connection(frame.fds[0])
         frame.fds.pop(0)
+        os.close(frame.fds.pop())  # the last other end of the handle's socket: it reads the end now
         try:
             self._fallback.start(start._replace(connection=connection), note)
         except Exception as error:  # no process can be had any more, for instance

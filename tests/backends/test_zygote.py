@@ -382,3 +382,19 @@ def test_whoever_waits_for_a_process_number_need_not_be_the_one_who_hears_it(
     theirs.send(STATUS.pack(ENDED, 3))
     theirs.close()
     assert handle.exitcode == 3
+
+
+@pytest.mark.usefixtures("_unwarned")
+def test_a_fork_that_was_refused_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    join, alive = ForkedHandle.join, list[bool]()
+
+    def noted(self: ForkedHandle, timeout: float | None = None) -> None:
+        alive.append(self.is_alive())
+        join(self, timeout)
+
+    monkeypatch.setattr(ForkedHandle, "join", noted)
+    loader = load(Loading(a_thread), "spawn", workers=2)
+    with pytest.warns(UserWarning, match="one by one"), start(loader) as iterator:
+        assert [sample for batch in iterator for sample in batch] == list(range(8))
+    assert alive
+    assert not any(alive)
