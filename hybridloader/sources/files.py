@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -87,9 +88,12 @@ class Files(Shards[Any]):
             raise ValueError(f"load must be 'bytes', 'text' or a function of bytes, got {load!r}")
         options = storage_options or {}
         roots = list_files(urls, options, index)
-        super().__init__([root.url for root in roots], [len(root.paths) for root in roots])
+        super().__init__(Texts(root.url for root in roots), [len(root.paths) for root in roots])
         self._load = load
-        self._stores = stores_of(roots, options)
+        stores = stores_of(roots, options)
+        numbers = {store: number for number, store in enumerate(dict.fromkeys(stores))}
+        self._stores = list(numbers)
+        self._store_of = array("L", (numbers[store] for store in stores))
         self.paths: Texts = Texts(chain.from_iterable(root.paths for root in roots))
         self._sizes = np.array([size for root in roots for size in root.sizes], np.int64)
         self.classes: list[str] = []
@@ -114,7 +118,7 @@ class Files(Shards[Any]):
 
     def read(self, shard: int, number: int) -> Any:
         index = number + (self._ends[shard - 1] if shard else 0)
-        store, path = self._stores[shard], self.paths[index]
+        store, path = self._stores[self._store_of[shard]], self.paths[index]
         data: Any = store.read(path, int(self._sizes[index]))
         try:
             if callable(self._load):

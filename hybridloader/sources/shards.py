@@ -7,6 +7,7 @@ and of the loader: nothing here counts what was read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -63,7 +64,8 @@ class Shards(ABC, Generic[T_co]):
             raise ValueError(
                 f"{shard_names[at]} has {self.shard_sizes[at]} samples; give 0 or more"
             )
-        self._ends: list[int] = np.cumsum(self.shard_sizes).tolist()
+        # No list: of a million shards, forked workers would copy the pages of all its ints.
+        self._ends: array[int] = array("q", np.cumsum(self.shard_sizes, dtype=np.int64).tobytes())
 
     @abstractmethod
     def read(self, shard: int, number: int) -> T_co:
