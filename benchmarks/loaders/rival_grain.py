@@ -1,8 +1,9 @@
 """Grain 0.2: a `MapDataset`, read by threads (`ReadOptions`) or processes (`mp_prefetch`).
 
 It carries numpy, so tensors are given to it as arrays and come out as tensors, both without a copy.
-Batches: one index is a batch. Three stages: samples are read one by one on threads, in each process if
-there are any (its default), and batched then.
+Batches: one index is a batch. Three stages: samples are read one by one on threads and batched then.
+In processes each of several threads makes whole batches: by samples, a process would batch every nth
+sample, which is another order.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def _processes(work: Work) -> Running:
     return _open(work, work.workers, 0, samples=False)
 
 
-def _sample_processes(work: Work) -> Running:
-    return _open(work, work.workers, max(1, READERS // work.workers), samples=True)
+def _processes_of_threads(work: Work) -> Running:
+    return _open(work, work.workers, max(1, READERS // work.workers), samples=False)
 
 
 BATCH_OPENERS: dict[str, Opener] = {
@@ -107,5 +108,5 @@ BATCH_OPENERS: dict[str, Opener] = {
 }
 STAGE_OPENERS: dict[str, Opener] = {
     "Grain threads": lambda work: _open(work, 0, READERS, samples=True),
-    "Grain processes": _sample_processes,
+    "Grain processes": _processes_of_threads,
 }
