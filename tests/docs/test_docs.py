@@ -135,10 +135,10 @@ def test_links_lead_somewhere_and_the_page_stands_alone(page: Path) -> None:
     assert "shared/" not in text.replace("/dev/shm", "")
 
 
-@pytest.mark.parametrize("page", ["design.md", "internals.md"])
-def test_the_files_that_a_page_names_are_there(page: str) -> None:
-    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / page).read_text()))
-    assert len(named) > 9
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_the_files_that_a_page_names_are_there(page: Path) -> None:
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()))
+    assert len(named) > 9 or page.name not in ("design.md", "internals.md")
     assert not [
         n for n in named if not any((r / n).exists() for r in (ROOT, ROOT / "hybridloader"))
     ]

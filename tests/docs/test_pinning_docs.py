@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.pinning_datasets import Rows
 
-from hybridloader import DataLoader, Pipeline
+from hybridloader import Pipeline
 from hybridloader.devices.accelerator import taken_for_current
 from hybridloader.testing import FakeAccelerator
 
@@ -24,16 +23,14 @@ def test_the_loader_and_the_pipeline_of_the_page_have_their_batches_on_the_devic
     blocks = [text for kind, text in BLOCK.findall(PAGE.read_text()) if kind == "python"]
     assert len(blocks) == 3
     names: dict[str, Any] = {
-        "DataLoader": DataLoader,
         "Pipeline": Pipeline,
-        "dataset": Rows(300),
         "files": range(300),
         "decode": lambda number: torch.full((2,), number),
     }
     with taken_for_current(fake):
+        exec(blocks[0], names)
         exec(blocks[1], names)
-        exec(blocks[2], names)
-        assert fake.holds(names["batch"])
+        assert fake.holds(names["images"])
         assert all(fake.holds(batch) for batch in names["pipe"])
 
 
