@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from hybridloader._support.datapipes import is_datapipe
 from hybridloader._support.text import brief
 from hybridloader.engine import fetcher
-from hybridloader.engine.contract import Backend, Crew, WorkerHandle
+from hybridloader.engine.contract import SLICE, Backend, Crew, WorkerHandle
 from hybridloader.engine.messages import Begin, Done, Event, Message, Stop, Task, WorkerSpec
 from hybridloader.engine.serving import serve, thread_worker
 from hybridloader.engine.task_sharing import NEW, Inbox, TaskSharing
@@ -191,7 +191,9 @@ class _ThreadCrew(Crew):
 
     def settle(self) -> None:
         while self._opening:
-            self._opening.pop().wait()
+            opened = self._opening.pop()
+            while not opened.wait(SLICE):  # in slices: on Windows Ctrl-C ends no other wait
+                pass
 
     def send(self, worker: int, message: Message) -> None:
         if type(message) is not Task:

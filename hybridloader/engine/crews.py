@@ -57,6 +57,18 @@ def closed_with(holder: Any, runner: Any) -> weakref.finalize[[], Any]:
     return finalizer
 
 
+def close_once(holder: Any, runner: Any) -> None:
+    """Close `runner` by the `_finalizer` of `holder`, and have another one if that was interrupted.
+
+    Of several threads that call it, one closes, and the others go on at once.
+    """
+    try:
+        holder._finalizer()
+    except BaseException:
+        holder._finalizer = closed_with(holder, runner)
+        raise
+
+
 def park_at_exit() -> None:
     """Stop a daemon thread for good in a process that is ending."""
     if exiting and threading.current_thread() is not threading.main_thread():

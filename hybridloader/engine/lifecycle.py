@@ -188,6 +188,8 @@ class Lifecycle(ABC):
         From any thread. The workers stay, for `begin`. Does nothing if another epoch than number
         `epoch` runs.
         """
+        if os.getpid() != self._owner:
+            return
         running = self.epoch  # another may begin meanwhile, on another thread
         if epoch is not None and epoch != running:
             return
@@ -268,6 +270,8 @@ class Lifecycle(ABC):
         raise IteratorClosed(f"the iterator of stage {self.spec.stage!r} is closed")
 
     def _check_wanted(self, epoch: int | None = None) -> None:
+        if self._closing:
+            self._refuse()
         if self._broken_off == self.epoch or (epoch is not None and epoch != self.epoch):
             raise IteratorClosed(f"this pass of stage {self.spec.stage!r} was broken off")
 
@@ -302,13 +306,17 @@ class Lifecycle(ABC):
         self._opened.clear()  # those who took the place of a dead one in the pass before
         self.epoch += 1
         self._table.begin()
-        if self.epoch > 0:
-            message = Begin(self.epoch, shared_seed, changes)
-            for worker in range(len(scheduler.workers)):
-                if worker not in absent:
-                    self._sender.send(worker, message)
-        if self._supervisor is not None:
-            self._supervisor.begin(shared_seed, absent)
+        try:
+            if self.epoch > 0:
+                message = Begin(self.epoch, shared_seed, changes)
+                for worker in range(len(scheduler.workers)):
+                    if worker not in absent:
+                        self._sender.send(worker, message)
+            if self._supervisor is not None:
+                self._supervisor.begin(shared_seed, absent)
+        except Exception:  # not all of the workers are in this epoch
+            self._closing = True
+            raise
         self._error = None
         self._untold = 0
         self._draw_from(source)

@@ -52,7 +52,7 @@ class RelayQueue:
         self._sleepers = 0  # consumers that sleep until something comes
         self.full = False  # the thread sleeps until an item leaves
         self._wake: Callable[[], None] | None = None  # a consumer that does not sleep here
-        self.count = 0  # items that have come out
+        self.count = 0  # items that have come out, or were about to when an interrupt came
         self.blocked = self.waited = 0.0  # seconds that the thread, and the consumer, slept
         # Begin and end of these sleeps, by `time.perf_counter`:
         self.blocks: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
@@ -112,9 +112,13 @@ class RelayQueue:
         with self.came:
             if not self.items:
                 self._sleep(timeout)
-            item, weight = self.items.popleft()
+            self.count += 1  # first, so that whoever is interrupted behind it knows of it
+            try:
+                item, weight = self.items.popleft()
+            except IndexError:  # the handler of a signal has closed it meanwhile
+                self._check()
+                raise
             self.weight -= weight
-            self.count += 1
             if self.full:
                 self._left.notify()
             if type(item) is Raised:
@@ -231,7 +235,8 @@ class Relay(Iterator[Any]):
 
     def shut(self) -> None:
         """Let the thread end, without waiting for it."""
-        self._finalizer()
+        self.queue.close()
+        self._finalizer.detach()
 
     def close(self, deadline: float | None = None) -> None:
         """End the thread; wait for it at most 2 seconds, or until `deadline` (`time.monotonic`)."""

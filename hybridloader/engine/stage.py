@@ -82,16 +82,17 @@ class Stage(Lifecycle, Iterator[Any]):
         if os.getpid() != self._owner:
             self._check_process()
         with self._pulling:
-            if self._closing:
-                self._refuse()
-            if self._broken_off == self.epoch or epoch is not None:
+            if self._closing or self._broken_off == self.epoch or epoch is not None:
                 self._check_wanted(epoch)
-            self._inside += 1
+            last, self._inside = self.last, self._inside + 1
+            before = last.seq
             try:
                 if self._scheduler.extra and self._scheduler.fault is None:
                     # Many results wait, and workers would rest until all of them were taken.
                     self._waits_since = math.inf  # these came while the caller was busy elsewhere
                     self._hear(self._crew.wait(0.0))
+                    if self._closing or self._broken_off == self.epoch:
+                        self._check_wanted()  # their wake-up may have gone into that wait
                 result = self._scheduler.pop() if self._scheduler.done else None
                 if result is None:
                     result = self._wait(wait)
@@ -105,7 +106,6 @@ class Stage(Lifecycle, Iterator[Any]):
                         self._unsent = False
                     else:
                         self._unsent = True  # goes with the next one
-                last = self.last
                 last.worker, last.seq = result.worker, result.seq
                 last.position, last.extras = result.position, result.extras
                 return self._hand_out(result)
@@ -113,6 +113,7 @@ class Stage(Lifecycle, Iterator[Any]):
                 raise
             except BaseException:  # an interrupt may have swallowed an event: start afresh
                 self._closing = True
+                last.seq = before  # nobody was given what came
                 raise
             finally:
                 self._inside -= 1
@@ -233,9 +234,7 @@ class Stage(Lifecycle, Iterator[Any]):
             refusal = "" if supervisor is None else supervisor.refusal
             self._death_report = self._table.death_report(fault, refusal)
             self.close()
-        if self._closing:
-            self._refuse()
-        if self._broken_off == self.epoch:
+        if self._closing or self._broken_off == self.epoch:
             self._check_wanted()
         reorder, done, fills = self._reorder, scheduler.done, self._feed is not None
         # First what costs no call: this is asked after every wait. All the `QUICK` tasks that may wait

@@ -176,13 +176,21 @@ class PinnedResults(Iterator[Any]):
             )
         queued = self._wait()
         last = self.last
+        before = last.seq
         last.seq, last.worker, last.position, last.extras = queued[:4]
-        self._source = self._feed.draw_from(self._source)
-        if queued.error is not None:
-            self._failed = queued.final
-            queued.error.throw()
-        found = queued.found
-        return self._pinner.take(found) if type(found) is Sent else found
+        try:
+            self._source = self._feed.draw_from(self._source)
+            if queued.error is not None:
+                self._failed = queued.final
+                queued.error.throw()
+            found = queued.found
+            return self._pinner.take(found) if type(found) is Sent else found
+        except Exception:
+            raise
+        except BaseException:
+            last.seq = before  # nobody was given what came
+            self._thread.close()
+            raise
 
     def _wait(self) -> _QueuedResult:
         try:

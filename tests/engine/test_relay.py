@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from hybridloader._support.errors import IteratorClosed, NotReady, WorkerDied
-from hybridloader.engine.relay import Relay
+from hybridloader.engine.relay import Relay, RelayQueue
 
 
 def test_items_come_in_order_from_the_named_thread() -> None:
@@ -290,3 +292,18 @@ def test_it_tells_what_came_out_and_who_waited() -> None:
     assert (relay.queue.count, len(relay.queue.items), relay.queue.blocked) == (3, 0, 0.0)
     assert relay.queue.waited > 0
     relay.close()
+
+
+def test_a_close_by_a_signals_handler_in_the_middle_of_get_is_no_missing_item() -> None:
+    class Signalled(deque[Any]):
+        """Items of which the first is asked for when the signal comes."""
+
+        def popleft(self) -> Any:
+            queue.close()
+            return super().popleft()
+
+    queue = RelayQueue("signalled", 2, None, 0)
+    queue.put(1)
+    queue.items = Signalled(queue.items)
+    with pytest.raises(IteratorClosed):
+        queue.get()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader._support.errors import NotReady, WorkerDied
+from hybridloader._support.errors import IteratorClosed, NotReady, WorkerDied
 from hybridloader.engine.messages import Done, Event, Exited, Failed, Ready, Task, WorkerSpec
 from hybridloader.engine.payload import ByReference, Payload
 from hybridloader.engine.reorder import BYTES, TASKS, ReorderLimit
@@ -56,6 +56,7 @@ class Workers:
         spec = WorkerSpec("scripted", WORKERS, Call(lambda index: index))
         more = {"dispatch": least_busy, "lookahead": WINDOW, **more}
         self.stage = Stage(backend, spec, reorder=reorder, **more)
+        (self.crew,) = backend.crews
         self.stage.begin(self._indices())
 
     def _indices(self) -> Iterator[int]:
@@ -220,3 +221,23 @@ def test_results_that_nobody_waited_for_are_told_as_such() -> None:
         next(workers.stage)
     assert len(observer.told_of) >= 10
     assert {since for _, since, _ in observer.told_of} == {math.inf}
+
+
+@pytest.mark.parametrize("end", ["close", "interrupt"])
+def test_an_end_that_is_asked_for_during_a_look_without_a_wait_is_heeded(end: str) -> None:
+    """Such a look takes the wake-up, so that the next wait would know of nothing."""
+    workers = Workers(ReorderLimit(WORKERS))
+    workers.until_asleep()
+    crew = workers.crew
+
+    def look(timeout: float | None) -> list[Event]:
+        crew.wait = never  # type: ignore[method-assign]
+        getattr(workers.stage, end)()
+        return []
+
+    def never(timeout: float | None) -> list[Event]:
+        pytest.fail("it waits although its end was asked for")
+
+    crew.wait = look  # type: ignore[method-assign]
+    with pytest.raises(IteratorClosed):
+        workers.stage.pull()

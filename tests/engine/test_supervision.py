@@ -309,3 +309,20 @@ def test_the_names_of_policies() -> None:
     assert RestartPolicy.of("restart") == RestartPolicy()
     mine = replace(RestartPolicy(), max_restarts=3)
     assert RestartPolicy.of(mine) is mine
+
+
+def test_a_stage_whose_epoch_could_not_begin_with_all_workers_is_closed() -> None:
+    """Else the next epoch would wait for a worker that nobody starts."""
+    script = [[*ready(0, 1), Exhausted(1, 1), dead(1), *answer(0)], [Exhausted(0, 2)]]
+    it, backend = stage(script, workers=2, lookahead=2, persistent=True, in_turn=True)
+    it.begin(iter([[None]] * 3))
+    assert list(it) == ["value 0"]
+
+    def refuse(worker: int, spec: WorkerSpec) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    backend.crews[0].start = refuse  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        it.begin(iter([[None]] * 2))
+    assert it.closed
+    assert backend.crews[0].closed

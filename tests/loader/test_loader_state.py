@@ -291,3 +291,45 @@ def test_going_on_in_the_middle_of_many_costs_nothing_by_the_place() -> None:
     other.load_state_dict(state)
     next(iter(other))
     assert asked == 1
+
+
+# -- what its caller was not given -----------------------------------------------------------------
+
+interrupted: list[int] = []
+
+
+class Opened:
+    """A batch that is interrupted, once, while it is opened in the process of the loop."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return opened, (self.number,)
+
+
+def opened(number: int) -> Opened:
+    if number == 3 and not interrupted:
+        interrupted.append(number)
+        raise KeyboardInterrupt
+    return Opened(number)
+
+
+def test_a_batch_that_an_interrupt_kept_from_its_caller_comes_after_resuming() -> None:
+    interrupted.clear()
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(
+            range(6),  # type: ignore[arg-type]
+            num_workers=1,
+            backend="fork",
+            collate_fn=lambda samples: Opened(samples[0]),
+        )
+
+    first, found = loader(), list[int]()
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(batch.number for batch in first)
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert found == [0, 1, 2]
+    assert [batch.number for batch in second] == [3, 4, 5]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hybridloader._support.errors import IteratorClosed, StateError
-from hybridloader.engine.crews import closed_with, park_at_exit
-from hybridloader.engine.relay import FINAL, Relay
+from hybridloader.engine.crews import close_once, closed_with, park_at_exit
+from hybridloader.engine.relay import FINAL, Relay, RelayQueue
 from hybridloader.fetching.on_error.error_budget import Skipped
 from hybridloader.observe.reporting import Observe, Reporter
 from hybridloader.observe.stats import Stats
@@ -69,6 +69,7 @@ class Run(Iterator[Any]):
             self._watch.see("Pipeline", SameObject(executor.chain), _stats_while_there(executor))
         self._position = RunPosition(executor.plan, epoch, resumed)
         self._items: Iterator[Any] = iter(())
+        self._queue: RelayQueue | None = None  # from which the items are taken
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
         if resumed is not None and resumed.finished:
             self._end(StopIteration())
@@ -78,6 +79,7 @@ class Run(Iterator[Any]):
         except BaseException:
             executor.close()
             raise
+        self._queue = self._items.queue if isinstance(self._items, Relay) else None
         self._left, self._skipped = executor.left, executor.stages.failure_log.records
         loop = executor.loop
         if not (loop.items or loop.waits):  # starting the workers was waited for, too
@@ -103,46 +105,51 @@ class Run(Iterator[Any]):
             os.getpid() != self._executor.owner
         ):  # and the lock may be one that nobody here will open
             self._refuse()
-        with self._asking:
-            executor = self._executor
-            if self._over is not None or self._left.cancelled:
-                self._refuse()
-            self._asked = True
-            if self._reporter is not None:
-                self._reporter.look()
-            position, loop = self._position, executor.loop
-            began = time.perf_counter()
-            try:
-                item = get()
-            except StopIteration as end:
-                self._end(end)
-                raise
-            except _ENDS as error:
-                park_at_exit()
-                self._end(error)
-                raise
-            except NO_ITEM:
-                raise
-            except Exception:
-                position.raised += 1
+        executor, position, queue = self._executor, self._position, self._queue
+        given, taken = position.given, 0 if queue is None else queue.count
+        try:
+            with self._asking:
+                if self._over is not None or self._left.cancelled:
+                    self._refuse()
+                self._asked = True
+                if self._reporter is not None:
+                    self._reporter.look()
+                loop = executor.loop
+                began = time.perf_counter()
+                try:
+                    item = get()
+                except StopIteration as end:
+                    self._end(end)
+                    raise
+                except _ENDS as error:
+                    park_at_exit()
+                    self._end(error)
+                    raise
+                except NO_ITEM:
+                    raise
+                except Exception:
+                    position.raised += 1
+                    position.given += 1
+                    raise
+                finally:
+                    seconds = time.perf_counter() - began
+                    if seconds < loop.brief:  # as `note` does, which would be a call more
+                        loop.brief_seconds += seconds
+                    else:
+                        loop.note(began, began + seconds)
+                    if self._reporter is not None and position.finished:
+                        self._reporter.end()
+                loop.items += 1
                 position.given += 1
-                raise
-            except BaseException:
-                # An interrupt. Of what this thread did itself, an item may be lost.
-                if not isinstance(self._items, Relay):
-                    self._end(IteratorClosed("it was interrupted"))
-                raise
-            finally:
-                seconds = time.perf_counter() - began
-                if seconds < loop.brief:  # as `note` does, which would be a call more
-                    loop.brief_seconds += seconds
-                else:
-                    loop.note(began, began + seconds)
-                if self._reporter is not None and self._position.finished:
-                    self._reporter.end()
-            loop.items += 1
-            position.given += 1
             return item
+        except Exception:
+            raise
+        except BaseException:
+            # An interrupt: an item that this thread made, or had taken from the queue, is lost.
+            if queue is None or queue.count != taken:
+                position.given = given
+                self._end(IteratorClosed("it was interrupted"))
+            raise
 
     def _end(self, why: BaseException) -> None:
         # Not the error itself: its traceback holds this object.
@@ -176,7 +183,7 @@ class Run(Iterator[Any]):
             self._over = _CLOSED
             self._tell_watch()
         if self._finalizer is not None:
-            self._finalizer()
+            close_once(self, self._executor)
         elif not self._left.cancelled:
             self._executor.break_off()
 
@@ -356,7 +363,7 @@ class Epochs(Iterator[Run]):
 
     def close(self) -> None:
         """End all workers and threads."""
-        self._finalizer()
+        close_once(self, self._executor)
 
     def __enter__(self) -> Epochs:
         return self

@@ -81,8 +81,8 @@ class RunPosition:
         self.given, self.raised = self.start
         self.finished = False  # that it ended was told
         self.droppings: list[Dropping] = []
-        # And under the lock:
-        self._lock = threading.Lock()
+        # And under the lock, which the handler of a signal may take again to save a state:
+        self._lock = threading.RLock()
         self._places: dict[Place, list[_Marks]] = {}  # and each pass, in the order of these
         self._made, self._kept, self._limit = 0, 0, _MOST
 

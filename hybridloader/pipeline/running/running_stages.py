@@ -105,8 +105,7 @@ class RunningStages(dict[Path, RunningStage]):
         found = self.get(path)
         if found is not None and not found.stage.closed:
             return found
-        if self._closed.cancelled:
-            raise IteratorClosed("the pipeline was closed")
+        self._check_open()
         metrics = (
             found.metrics
             if found is not None
@@ -153,7 +152,15 @@ class RunningStages(dict[Path, RunningStage]):
         if isinstance(measures, StageTrace):
             measures.follow(stage)
         running = self[path] = RunningStage(node, stage, metrics, measures, dataset, counter)
+        self._check_open(stage)  # whoever closed it meanwhile may not have seen this one
         return running
+
+    def _check_open(self, stage: Stage | None = None) -> None:
+        """Raise `IteratorClosed` if the stages have ended, and close the one that came too late."""
+        if self._closed.cancelled:
+            if stage is not None:
+                stage.close()
+            raise IteratorClosed("the pipeline was closed")
 
     def _measures(self, node: WorkerNode, metrics: StageMetrics) -> StageMeasures:
         workers, trace = node.placement.num_workers, self._trace

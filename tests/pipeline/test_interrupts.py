@@ -1,0 +1,100 @@
+"""Interrupts of a pipeline that runs: no item is lost silently, and no lock is waited for twice."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import sys
+from itertools import count, takewhile
+from types import FrameType
+from typing import Any
+
+import pytest
+from support.forking import in_a_fork
+
+from hybridloader import Pipeline
+from hybridloader.pipeline.running.executor import Executor
+
+OURS = ("hybridloader.engine", "hybridloader.pipeline.running")
+
+
+@pytest.mark.parametrize("relayed", [True, False])
+def test_an_interrupt_at_any_point_of_the_loop_loses_no_item_silently(relayed: bool) -> None:
+    """Python handles signals where a function begins, and where a built-in one has returned."""
+    pipe = Pipeline.from_iterable(range(6))
+    if relayed:
+        pipe = pipe.prefetch(2)
+
+    def run(at: int) -> bool:
+        """Interrupt the loop at the call of that number; false if there are not as many."""
+        it = pipe.run()
+        values: list[int] = []
+        counted = 0
+
+        def interrupt(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal counted
+            ours = frame.f_globals.get("__package__") in OURS
+            if not ours or event not in ("call", "c_return"):
+                return
+            if frame.f_code.co_flags & inspect.CO_GENERATOR:  # may be on its way to be collected
+                return
+            counted += 1
+            if counted == at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            values.extend(it)
+        except KeyboardInterrupt:
+            if it.closed:
+                values.extend(pipe.run(state=it.state_dict()))
+            else:
+                values.extend(it)
+        finally:
+            sys.setprofile(None)
+            it.close()
+        assert values == list(range(6)), f"interrupted at call {at}"
+        return counted >= at
+
+    assert sum(1 for _ in takewhile(run, count(1))) > 50
+
+
+def test_the_handler_of_a_signal_may_take_a_state_while_one_is_being_taken() -> None:
+    states: list[dict[str, Any]] = []
+
+    def act() -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: states.append(run.state_dict()))
+        run = Pipeline.from_iterable(range(9)).run()
+        next(run)
+        position = run._position
+        back = position._back
+
+        def signalled(counts: Any) -> Any:
+            position._back = back  # type: ignore[method-assign]
+            signal.raise_signal(signal.SIGUSR1)
+            return back(counts)
+
+        position._back = signalled  # type: ignore[method-assign]
+        assert run.state_dict() == states[0]
+
+    assert in_a_fork(act) == 0
+
+
+def test_a_close_of_a_run_that_was_interrupted_can_be_done_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Pipeline.from_iterable(range(9)).map(abs, backend="threads", num_workers=1).run()
+    next(run)
+    stages = [running.stage for running in run._executor.stages.values()]
+
+    def interrupted(self: Executor) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Executor, "_interrupt", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.close()
+    run.close()
+    assert stages
+    assert all(stage.closed for stage in stages)
