@@ -217,12 +217,18 @@ class Meter:
         if now < self._look:
             return None, None
         self._look = now + _LOOKS
-        for_gil = None
-        if self._gil:
-            began = self._clock()
-            sleep(_NAP)
-            for_gil = max(0.0, self._clock() - began - _NAP)
-        return None if self._run_queue is None else self._run_queue.since(), for_gil
+        queue = self._run_queue
+        for_core = None if queue is None else queue.since()
+        if not self._gil:
+            return for_core, None
+        began = self._clock()
+        sleep(_NAP)
+        waited = self._clock() - began - _NAP
+        if queue is not None and for_core is not None:
+            # Who wakes up waits for a core first, where others use them all.
+            woken = queue.since()
+            waited, for_core = waited - woken, for_core + woken
+        return for_core, max(0.0, waited)
 
     def _cpu_spent(self, busy: float, last: float) -> float | None:
         if self._cpu_clock is None:

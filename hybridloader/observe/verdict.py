@@ -52,9 +52,9 @@ MORE = 8
 """Multiple of the workers that is advised at most: the figures tell nothing of what is in the way then,
 such as a disk or the loop's own thread."""
 
-TURN = 0.25
-"""Part of its turn that a thread computes, at least. Threads that take turns at the GIL compute all of
-it; three quarters are left for cores that others take, which is more than `FOR_CORES` would be."""
+TURN = 0.5
+"""Part of the time of one core, as far as they had it, which threads compute at least if they hold the
+GIL: the larger part. Threads that take turns at the GIL compute all of it."""
 
 HELD = 0.5
 """Part of the interpreter's switch interval by which results of threads are late, if another holds the
@@ -260,8 +260,8 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
         )
     known = sorted(stage.latencies)
     late = known[3 * len(known) // 4] if len(known) >= 3 else 0.0
-    # Of threads that take turns at the GIL, one computes at any time that it has a core.
-    turn = TURN * (stage.busy - (stage.wait_for_core or 0.0)) / stage.workers
+    # Of threads that take turns at the GIL, one computes, or waits for a core with the GIL in its hands.
+    turn = TURN * max(0.0, stage.busy / stage.workers - (stage.wait_for_core or 0.0))
     waits = stage.gil_waits
     # Late as cores were busy: whoever let go of the GIL has got it back at once.
     free = (

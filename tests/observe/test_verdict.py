@@ -20,6 +20,7 @@ from hybridloader.observe.recording import (
     Wait,
 )
 from hybridloader.observe.stats import LOOP, Stats, stats_of
+from hybridloader.observe.verdict import kind_of
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
 FULL_OF_OURS = CoreUse(2.0, 2.0, 1.9)
@@ -391,6 +392,27 @@ def test_results_that_are_late_as_cores_are_busy_are_not_taken_for_the_gil(
 ) -> None:
     late = replace(stage(), cpu=15.0, latencies=(5e-3,) * 4, gil_waits=waits)
     assert stats_of(recording(late)).verdict.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpu", "for_core", "kind"),
+    [(2, 3.0, 2.0, "waits"), (2, 9.0, 0.0, "holds-gil"), (4, 2.5, 7.5, "holds-gil")],
+    ids=["waiting", "taking turns", "taking turns at a quarter of a core"],
+)
+def test_threads_that_hold_the_gil_compute_for_most_of_the_time_that_a_core_is_theirs(
+    workers: int, cpu: float, for_core: float, kind: str
+) -> None:
+    """Threads that wait for a disk, on a machine so busy that their results and looks are late."""
+    made = replace(
+        stage(),
+        workers=workers,
+        busy=10.0 * workers,
+        cpu=cpu,
+        wait_for_core=for_core,
+        latencies=(5e-3,) * 4,
+        gil_waits=(5e-3,) * 4,
+    )
+    assert kind_of(made)[0] == kind
 
 
 def test_batches_of_other_sizes_are_compared_by_their_samples() -> None:
