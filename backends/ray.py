@@ -8,20 +8,22 @@ used again, so the store is free as soon as a batch is opened.
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any, ClassVar
 
 from hybridloader import engine
+from hybridloader.backends import ray_cluster
 
 _LATE = 30.0
 """Seconds after which a worker that Ray has not started is warned of. Starting one takes 1 to 5 s."""
+
+_LOOKS = 1.0
+"""Seconds from one look at the cluster to the next."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,14 @@ class Ray(engine.Backend):
         Cluster to connect to, as `ray.init` takes it. None takes the one that this process is connected
         to, or that the environment names (RAY_ADDRESS).
     start
-        Whether to start a cluster on this machine if there is none.
+        Whether to start a cluster on this machine if none runs there.
 
     Raises
     ------
     BackendUnavailable
         As a loader begins: Ray is not installed, or there is no cluster.
+    ValueError
+        As a loader begins: Ray does not take an option.
     """
 
     num_cpus: float = 1
@@ -59,49 +63,30 @@ class Ray(engine.Backend):
         return True
 
     def check(self) -> None:
+        ray_cluster.check(self.address, start=self.start)
         try:
-            ray = _ray()
-        except ImportError as error:
-            raise engine.BackendUnavailable(
-                f"backend 'ray' needs Ray: pip install 'hybridloader[ray]' ({error})"
-            ) from error
-        if (self._address() or "").startswith("ray://") or ray.util.client.ray.is_connected():
-            raise engine.BackendUnavailable(
-                "backend 'ray' does not run behind Ray Client (ray://): Ray would keep all batches at "
-                "the other end of the connection. Run the script on a machine of the cluster, such as "
-                "by `ray job submit`."
-            )
-        if not (ray.is_initialized() or self._address() or self.start):
-            raise engine.BackendUnavailable(
-                "backend 'ray' starts no cluster unasked, and this process is connected to none. Call "
-                "ray.init() first, or say Ray(address='auto') for one that runs on this machine, "
-                "Ray(address='HOST:6379') for another, or Ray(start=True) to start one here."
-            )
+            self._actor_type()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self}: Ray does not take these options: {error}") from error
 
     def open(self) -> engine.Crew:
-        ray = _ray()
-        if not ray.is_initialized():
-            if address := self._address():
-                ray.init(address=address)
-            else:
-                ray.init("local", include_dashboard=False)
+        ray_cluster.connect(self.address)
+        wanted = ", ".join(f"{name}={value}" for name, value in self._options().items())
+        return _RayCrew(self._actor_type(), self.memory.bytes(), wanted)
+
+    def _options(self) -> dict[str, Any]:
         names = "num_cpus", "resources", "scheduling_strategy", "runtime_env"
-        wanted = {n: value for n in names if (value := getattr(self, n)) is not None}
-        actor = _actor_class().options(max_restarts=0, max_task_retries=0, **wanted)
-        return _RayCrew(actor, self.memory.bytes(), ", ".join(f"{n}={wanted[n]}" for n in wanted))
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
-    def _address(self) -> str | None:
-        return self.address or os.environ.get("RAY_ADDRESS")
-
-
-def _ray() -> Any:
-    return import_module("ray")  # not typed throughout, and only there if it is used
+    def _actor_type(self) -> Any:
+        return _actor_class().options(max_restarts=0, max_task_retries=0, **self._options())
 
 
 @cache
 def _actor_class() -> Any:
-    ray = _ray()
-    return ray.remote(concurrency_groups={"life": 1, "aside": 1})(engine.CalledWorker)
+    return ray_cluster.package().remote(concurrency_groups={"life": 1, "aside": 1})(
+        engine.CalledWorker
+    )
 
 
 class _Result(engine.Payload):
@@ -134,13 +119,23 @@ class _RayCrew(engine.Crew):
     def __init__(self, actor: Any, memory: int, wanted: str) -> None:
         self.actor, self.memory, self.wanted = actor, memory, wanted
         self.slots = engine.PrivateSlots(memory)
+        self.connection = ray_cluster.connection()
+        # All the mutable state:
+        self.closed = False
+        self.late = self.next_look = 0.0  # time from which a worker is late; 0: none is waited for
         self.upkeep = self.look
-        self.late = time.monotonic() + _LATE
 
     def look(self) -> None:
-        """Warn of memory, and once of workers that Ray has not started."""
+        """Warn of memory, and of workers that Ray has not started; report the end of the connection."""
         self.slots.warn()
-        if self.late and time.monotonic() > self.late:
+        now = time.monotonic()
+        if now < self.next_look:
+            return
+        self.next_look = now + _LOOKS
+        if ray_cluster.connection() != self.connection:
+            for actor in self.actors:
+                actor.lost(ray_cluster.SHUT_DOWN)
+        elif self.late and now > self.late:
             self.late = 0.0
             late = [actor for actor in self.actors if actor.placed is None and actor.is_alive()]
             if late:
@@ -154,7 +149,9 @@ class _RayCrew(engine.Crew):
         self.slots.page_lock(locks)
 
     def start(self, worker: int, spec: engine.WorkerSpec) -> None:
-        ray = _ray()
+        ray = ray_cluster.package()
+        if ray_cluster.connection() != self.connection:  # or Ray would start a cluster unasked
+            raise engine.BackendUnavailable("Ray was shut down while the loader had workers there")
         starting = (actor.work for actor in self.actors if not actor.ready)
         work = next((work for sent, work in starting if sent is spec), None)
         if work is None:  # else those that start together share it
@@ -162,6 +159,7 @@ class _RayCrew(engine.Crew):
         share = max(1, self.memory // max(1, spec.workers))
         actor = self.actor.remote(worker, work, share)
         self.place(worker, _Actor(self, worker, actor, (spec, work)))
+        self.late = time.monotonic() + _LATE
 
     def send(self, worker: int, message: engine.Message) -> None:
         if isinstance(message, engine.Task) and isinstance(message.index, _Result):
@@ -179,6 +177,7 @@ class _RayCrew(engine.Crew):
         super().leave()
 
     def close(self) -> None:
+        self.closed, self.upkeep = True, None
         super().close()
         self.slots.close()
 
@@ -207,25 +206,28 @@ class _Actor(engine.CallingHandle):
     known_pid = None  # on this machine; `name` has the other
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
+        actor = self.actor
+        if actor is None:  # it ends on another thread
+            raise RuntimeError(f"{self.name} has ended")
         if method == "step":
-            ref = self.actor.step.remote(*arguments)
+            ref = actor.step.remote(*arguments)
         else:
             group = "life" if method == "run" else "aside"
-            bound = getattr(self.actor, method)
+            bound = getattr(actor, method)
             ref = bound.options(concurrency_group=group).remote(*arguments)
         future: Future[Any] = ref.future()
         return future
 
     def is_alive(self) -> bool:
-        ray = _ray()
+        ray = ray_cluster.package()
         return super().is_alive() and ray.is_initialized()
 
     def end(self) -> None:
-        _ray().kill(self.actor)
+        ray_cluster.package().kill(self.actor)
 
     def stack(self, timeout: float = 1.0) -> str:
-        ray = _ray()
-        if self.placed is not None:
+        ray = ray_cluster.package()
+        if self.placed is not None or not ray.is_initialized():
             return super().stack(timeout)
         has, free = ray.cluster_resources(), ray.available_resources()
         return f"Ray has not started it: it takes {self.crew.wanted}; of {has} free are {free}."
@@ -235,12 +237,13 @@ class _Actor(engine.CallingHandle):
 
     def received(self, done: engine.Done, step: Future[Any]) -> engine.Done:
         ref = step.object_ref  # type: ignore[attr-defined]  # Ray's future holds it
-        return done._replace(payload=_Result(done.payload, ref, self.crew.slots))
+        result = _Result(done.payload, ref, self.crew.slots)
+        if self.crew.closed:  # nobody is going to take it
+            result.discard()
+        return done._replace(payload=result)
 
     def died(self, error: Exception) -> engine.Exited:
-        said, _, guesses = str(error).partition("Some common causes")
-        why = said.strip().rpartition("\n")[2].rstrip(". ")
-        return engine.Exited(self._number, f"is gone: {why}", evidence=guesses)
+        return ray_cluster.exited(self._number, error)
 
     def over(self) -> None:
         self.actor, self.work = None, (None, None)  # Ray ends an actor that nobody refers to

@@ -37,6 +37,31 @@ Parts = list[Any]
 _ENDED = "the loop has ended"
 
 
+class _Here(threading.local):
+    """Part that a thread has in calls."""
+
+    making = 0  # calls that it makes now
+    is_told = False  # it is told of their ends, so it can't wait for one
+
+
+_here = _Here()
+
+
+def _when_done(call: Future[Any], then: Callable[[Future[Any]], None]) -> None:
+    """Call `then` as a call ends, on the thread that is told of it; here and now if it has ended."""
+    _here.making += 1
+    try:
+        call.add_done_callback(partial(_tell, then))
+    finally:
+        _here.making -= 1
+
+
+def _tell(then: Callable[[Future[Any]], None], call: Future[Any]) -> None:
+    if not _here.making:
+        _here.is_told = True
+    then(call)
+
+
 def parts_of(thing: Message | Event, *, other_main: bool = False) -> Parts:
     """Pickle a message or an event as `dumps` does, with its large buffers apart."""
     buffers: list[Any] = []
@@ -203,17 +228,22 @@ class CallingHandle(WorkerHandle):
 
     def begin(self) -> None:
         """Start the worker."""
-        self.call("where").add_done_callback(self._place)
+        _when_done(self.call("where"), self._place)
         self._life = self.call("run")
         self.step(None)
-        self._life.add_done_callback(self._deliver)
+        _when_done(self._life, self._deliver)
 
     def step(self, *arguments: Any) -> None:
         """Call `step`; nothing if the worker is gone, or was killed."""
-        if self.is_alive() and not self._killed:
+        if not self.is_alive() or self._killed:
+            return
+        try:
             step = self.call("step", *arguments)
-            self._steps.append(step)
-            step.add_done_callback(self._deliver)
+        except Exception as error:  # it may have ended meanwhile
+            self._give_up(f"could not be called: {error!r}")
+            return
+        self._steps.append(step)
+        _when_done(step, self._deliver)
 
     def leave(self) -> None:
         """Have the worker leave out the rest of its batch, and end."""
@@ -230,8 +260,16 @@ class CallingHandle(WorkerHandle):
 
     def terminate(self) -> None:
         self._killed = True
-        with suppress(Exception):  # it is gone already
-            self.end()
+        if _here.is_told:  # to end a worker may take an answer, which would come here
+            threading.Thread(target=self._end, daemon=True).start()
+        else:
+            self._end()
+
+    def lost(self, cause: str) -> None:
+        """Report the end of a worker of which nothing will be heard, as calls have ended for good."""
+        with self._lock:
+            self._steps.clear()
+            self._report_end(Exited(self._number, cause))
 
     @property
     def exitcode(self) -> int | None:
@@ -241,8 +279,11 @@ class CallingHandle(WorkerHandle):
         return not self._over.is_set()
 
     def join(self, timeout: float | None = None) -> None:
-        if self.is_alive():
-            self._over.wait(timeout)
+        if not self.is_alive():
+            return
+        if _here.is_told:
+            raise RuntimeError("the thread that is told of a worker's end can't wait for it")
+        self._over.wait(timeout)
 
     # -- the parts -------------------------------------------------------------------------------
 
@@ -257,12 +298,25 @@ class CallingHandle(WorkerHandle):
         with self._lock:
             while self._steps and self._steps[0].done():
                 self._take(self._steps.popleft())
-            if self._life.done() and not self._steps and self.is_alive():
-                exited = self._exit()
-                self._cause = exited.cause
-                self._report(exited)
-                self._over.set()
-                self.over()
+            if self._life.done() and not self._steps:
+                self._report_end(self._exit())
+
+    def _report_end(self, exited: Exited) -> None:
+        if not self._over.is_set():
+            self._cause = exited.cause
+            self._report(exited)
+            self._over.set()
+            self.over()
+
+    def _end(self) -> None:
+        with suppress(Exception):  # it is gone already
+            self.end()
+
+    def _give_up(self, reason: str) -> None:
+        """Kill a worker one of whose tasks would never have an answer."""
+        if not self._over.is_set() and not self._life.done() and not self._doomed:
+            self._doomed = reason
+            threading.Thread(target=self.terminate, daemon=True).start()
 
     def _take(self, step: Future[Any]) -> None:
         try:
@@ -277,9 +331,7 @@ class CallingHandle(WorkerHandle):
                     self.started()
                 self._report(event)
         except Exception as error:
-            if not self._life.done() and not self._doomed:  # its task would never have an answer
-                self._doomed = f"gave no answer: {error!r}"
-                threading.Thread(target=self.terminate, daemon=True).start()
+            self._give_up(f"gave no answer: {error!r}")
 
     def _exit(self) -> Exited:
         try:

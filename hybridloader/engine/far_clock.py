@@ -32,7 +32,7 @@ class FarClock:
     ) -> None:
         self._ask, self._clock = ask, clock
         # All the mutable state:
-        self.offset = 0.0  # seconds to take off a time there
+        self.offset: float | None = None  # seconds to take off a time there; None: not known yet
         self._shortest = float("inf")
         self._left = 0  # round trips
         self._due = float("inf")  # time of the next look
@@ -60,8 +60,12 @@ class FarClock:
             self._trip()
 
     def translate(self, extras: dict[str, Any]) -> None:
-        """Turn the times of measures into ours."""
-        if MEASURES in extras:
+        """Turn the times of measures into ours; take those out that came before the first answer."""
+        if MEASURES not in extras:
+            return
+        if self.offset is None:
+            del extras[MEASURES]
+        else:
             extras[MEASURES] = extras[MEASURES].moved(-self.offset)
-            if self._clock() >= self._due:
-                self.look()
+        if self._clock() >= self._due:
+            self.look()

@@ -26,9 +26,12 @@ from hybridloader import (
     ShippingError,
     WorkerDied,
     WorkerTimeout,
+    engine,
     get_worker_info,
 )
+from hybridloader.backends.ray_cluster import exited
 from hybridloader.testing import BackendContract, Gate
+from hybridloader.testing.work import Call, echo
 
 ray = pytest.importorskip("ray")
 
@@ -121,6 +124,33 @@ def test_a_place_that_never_comes_is_a_timeout_with_what_ray_has() -> None:
         next(iter(loader))
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_cpus": -1}, {"resources": {"CPU": 1}}, {"scheduling_strategy": 3}]
+)
+def test_options_that_ray_does_not_take_are_an_error_before_any_worker(options: Any) -> None:
+    before = len(actors())
+    with pytest.raises(
+        ValueError, match=f"(?s)Ray\\(.*does not take these options: .*{next(iter(options))}"
+    ):
+        iter(DataLoader(range(4), num_workers=1, backend=Ray(**options)))
+    assert len(actors()) == before
+
+
+def test_each_worker_without_a_place_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["hybridloader.backends.ray"]
+    monkeypatch.setattr(module, "_LATE", 0.0)
+    monkeypatch.setattr(module, "_LOOKS", 0.0)
+    crew = Ray(num_cpus=1000).open()
+    for number in range(2):
+        crew.start(number, engine.WorkerSpec("map(f)", 2, Call(echo)))
+        with pytest.warns(
+            UserWarning, match=rf"{number + 1} of {number + 1} workers have no place"
+        ):
+            crew.wait(0)
+        crew.wait(0)
+    crew.close()
+
+
 # -- deaths ----------------------------------------------------------------------------------------
 
 
@@ -153,13 +183,17 @@ def test_an_actor_that_is_killed_is_replaced(tmp_path: Path, kill: str) -> None:
     iterator: Any = iter(loader)
     first = next(iterator)[1].tolist()
     gate.await_arrivals()
-    for worker in iterator._workers:
+    workers = [*iterator._workers]
+    for worker in workers:
         if kill == "ray.kill":
             worker.kill()
         else:
             os.kill(worker.pid, signal.SIGKILL)
     gate.open()
     assert first + labels(iterator) == [*range(40)]
+    for worker in workers:
+        worker.join(20)
+        assert worker.exitcode == 1
 
 
 def test_a_task_that_takes_too_long_is_told_of_with_the_stack(tmp_path: Path) -> None:
@@ -168,6 +202,71 @@ def test_a_task_that_takes_too_long_is_told_of_with_the_stack(tmp_path: Path) ->
     with pytest.raises(WorkerTimeout, match="in arrive"):
         list(loader)
     gate.open()
+
+
+DIED = "The actor died unexpectedly before finishing this task.\n\tclass_name: C\n\tactor_id: 07\n"
+WORKER = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
+COMMON = "Some common causes include: (1) the process was killed by the OOM killer"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "at", "evidence"),
+    [
+        (f"{DIED}{WORKER}. {COMMON}", WORKER, None, COMMON),
+        (
+            f"{DIED}Task was killed due to the node running low on memory.\n\nMemory was 31 GB.\nSet",
+            "Task was killed due to the node running low on memory",
+            None,
+            "Memory was 31 GB.\nSet",
+        ),
+        (
+            f"{DIED}The actor died because its node has died. Node Id: 5\n\tthe node was terminated",
+            "The actor died because its node has died. Node Id: 5",
+            -1,
+            "the node was terminated",
+        ),
+        ("The actor died because of an error\n  File x\nKeyError: 3", "KeyError: 3", None, ""),
+        ("", "RuntimeError('')", None, ""),
+        (
+            f"{DIED}The actor is dead because its owner has died. Owner worker exit type: INTENDED",
+            "Ray was shut down",
+            None,
+            "",
+        ),
+    ],
+    ids=["crash", "memory", "node", "own error", "nothing", "shut down"],
+)
+def test_what_ray_says_of_an_end_is_told(
+    text: str, cause: str, at: int | None, evidence: str
+) -> None:
+    found = exited(3, RuntimeError(text))
+    assert (found.worker, found.cause, found.at) == (3, f"is gone: {cause}", at)
+    assert found.evidence == evidence
+
+
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+def test_a_cluster_that_is_shut_down_is_an_error_and_none_is_started(policy: str) -> None:
+    script = textwrap.dedent("""
+        import sys
+        import ray
+        from hybridloader import DataLoader, Ray
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        options = dict(num_workers=1, backend=Ray(num_cpus=0.1), on_worker_death=sys.argv[1])
+        batches = iter(DataLoader(range(10_000), 4, **options))
+        next(batches)
+        ray.shutdown()
+        try:
+            for batch in batches:
+                pass
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+        print(ray.is_initialized())
+    """)
+    command = [sys.executable, "-c", script, policy]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "Ray was shut down" in done.stdout, done.stderr
+    assert done.stdout.startswith("WorkerDied: ")
+    assert done.stdout.endswith("\nFalse\n")
 
 
 # -- what is left ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hybridloader import engine
+from hybridloader.engine import calls
 from hybridloader.engine.calls import Parts, parts_of, work_of
 from hybridloader.engine.far_clock import EVERY, TRIPS, FarClock
 from hybridloader.engine.meter import MEASURES, Measures
@@ -23,6 +24,8 @@ from hybridloader.testing.work import Call, echo
 class Handle(engine.CallingHandle):
     """Its calls are answered by the test."""
 
+    gone = False
+
     def __init__(self) -> None:
         self.events: list[engine.Event] = []
         super().__init__(3, self.events.append)
@@ -31,11 +34,14 @@ class Handle(engine.CallingHandle):
         self.begin()
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
+        if self.gone:
+            raise OSError("no connection")
         future: Future[Any] = Future()
         self.calls.append((method, future))
         return future
 
     def end(self) -> None:
+        self.ended_by = threading.current_thread()
         self.ended.set()
 
     def answer(self, number: int, *events: engine.Event) -> None:
@@ -46,6 +52,12 @@ class Handle(engine.CallingHandle):
 
     def life(self) -> Future[Any]:
         return next(future for method, future in self.calls if method == "run")
+
+
+@pytest.fixture(autouse=True)
+def this_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests answer calls on the thread that makes them."""
+    monkeypatch.setattr(calls, "_here", calls._Here())
 
 
 def sent(events: list[Parts]) -> list[Parts]:
@@ -98,6 +110,69 @@ def test_a_worker_that_lives_and_has_no_answer_is_killed_and_told_of() -> None:
     assert exited.cause is not None
     assert "the store is full" in exited.cause
     assert handle.exitcode == 1
+
+
+def test_a_worker_that_can_not_be_called_is_killed_and_told_of() -> None:
+    handle = Handle()
+    handle.answer(0, engine.Ready(3))
+    handle.gone = True
+    handle.step([])
+    assert handle.ended.wait(60)
+    handle.life().set_exception(RuntimeError("killed"))
+    *_, exited = handle.events
+    assert isinstance(exited, engine.Exited)
+    assert "could not be called: OSError('no connection')" in str(exited.cause)
+
+
+def test_the_thread_that_is_told_of_ends_waits_for_none_and_kills_on_another() -> None:
+    """A finalizer that comes on it would wait for what that thread alone can tell."""
+    told = list[object]()
+
+    def tell() -> None:
+        handle.answer(0, engine.Ready(3))
+        try:
+            handle.join(60)
+        except RuntimeError as error:
+            told.append(error)
+        handle.terminate()
+
+    handle = Handle()
+    teller = threading.Thread(target=tell)
+    teller.start()
+    teller.join(60)
+    assert [type(error) for error in told] == [RuntimeError]
+    assert handle.ended.wait(60)
+    assert handle.ended_by is not teller
+    handle.life().set_exception(RuntimeError("killed"))
+    handle.join()
+
+
+def test_a_call_that_has_ended_as_it_is_made_marks_no_thread() -> None:
+    class Prompt(Handle):
+        def call(self, method: str, *arguments: Any) -> Future[Any]:
+            future = super().call(method)
+            if method == "where":
+                future.set_result((1, "elsewhere"))
+            return future
+
+    handle = Prompt()
+    assert handle.placed == (1, "elsewhere")
+    handle.join(0)
+    handle.terminate()
+    assert handle.ended_by is threading.current_thread()
+
+
+def test_a_worker_is_reported_once_when_calls_have_ended_for_good() -> None:
+    handle = Handle()
+    handle.answer(0, engine.Ready(3))
+    handle.step([])
+    handle.lost("is gone: no cluster")
+    handle.lost("is gone: no cluster")
+    handle.life().set_exception(RuntimeError("late"))
+    handle.steps()[1].set_exception(RuntimeError("late"))
+    assert numbers(handle.events) == [engine.Ready, engine.Exited]
+    assert handle.exitcode == 1
+    handle.join()
 
 
 def test_a_worker_that_was_killed_is_sent_nothing() -> None:
@@ -196,7 +271,15 @@ def test_a_worker_that_died_has_no_clock() -> None:
     gone.set_exception(OSError("gone"))
     clock = FarClock(lambda: gone)
     clock.look()
-    assert clock.offset == 0.0
+    assert clock.offset is None
+
+
+def test_times_that_come_before_the_offset_is_known_are_left_out() -> None:
+    clock = FarClock(Future)
+    clock.look()
+    extras = {MEASURES: _measures(1100.0), "other": 1}
+    clock.translate(extras)
+    assert extras == {"other": 1}
 
 
 def _measures(began: float) -> Measures:
