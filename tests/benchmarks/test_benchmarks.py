@@ -367,6 +367,12 @@ def test_quoted_figures_are_those_of_the_kept_run(page: str) -> None:
     )
 
 
+@pytest.mark.parametrize("case", registry.CASES)
+def test_each_case_has_a_table_in_the_page(case: str) -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert f"<!-- benchmarks:begin {case} -->" in text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
