@@ -7,14 +7,16 @@ was imported. torch's `collate_tensor_fn` is told None (docs/decisions/0004 says
 - In a worker thread the answer belongs to that thread and to those of `threads_per_worker`. A thread or
   an executor that a dataset starts by itself is told None, as in the training script; hand it the
   `WorkerInfo`. In a worker process every thread has the answer, as with torch.
-- Code that reads ``torch.utils.data._utils.worker._worker_info`` finds torch's global, which stays None
-  in threads. So does a function that was made out of torch's code before the first worker started.
+- Code that reads ``torch.utils.data._utils.worker._worker_info`` finds torch's global, which is set in
+  worker processes and stays None in threads. A function that was made out of torch's code before the
+  first worker started finds the same.
 - The first worker of a process changes torch's function for good; without a worker its answer is the
   same as before.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -33,6 +35,15 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+def _forget_thread() -> None:
+    """Forget what the thread that forked was: the child is no worker, or a worker of another loader."""
+    vars(_current).pop("info", None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_thread)
 
 
 def get_worker_info() -> WorkerInfo | None:
@@ -80,10 +91,14 @@ def set_process_info(info: Any) -> None:
 
 
 def _teach_process() -> None:
+    from torch.utils.data._utils import worker
+
     _teach_torch()
     info: Any = _Current.info
     if isinstance(info, Description):
         _Current.info = info.in_torchs_words()
+    torchs: Any = worker
+    torchs._worker_info = _Current.info  # for code that reads it; a process has one worker
 
 
 def set_worker_info(info: WorkerInfo | None) -> None:

@@ -29,7 +29,7 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
     None if the dataset can't be gathered.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not is_default_collate(collate_fn):
+    if torch is None or not is_default_collate(collate_fn) or not _as_torch_ships():
         return None
     gather = _gather_of(dataset)
     if gather is None:
@@ -47,17 +47,53 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
     return fetch
 
 
+def _as_torch_ships() -> bool:
+    """Return True if default collation and the datasets' methods are as torch defines them.
+
+    `default_collate_fn_map` may be changed in place (its docstring says how), and a test may replace a
+    method.
+    """
+    from torch import Tensor
+    from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+    from torch.utils.data._utils import collate
+
+    functions: Any = collate.default_collate_fn_map
+    if functions.get(Tensor) is not collate.collate_tensor_fn:
+        return False
+    if any(issubclass(kind, known) for kind in (tuple, list, dict) for known in functions):
+        return False
+    kinds: tuple[Any, ...] = (TensorDataset, Subset, StackDataset, ConcatDataset)
+    methods = (vars(kind).get(name) for kind in kinds for name in ("__getitem__", "__getitems__"))
+    torchs = TensorDataset.__init__.__code__.co_filename
+    return all(
+        method is None or getattr(getattr(method, "__code__", None), "co_filename", None) == torchs
+        for method in methods
+    )
+
+
 def _gather_of(dataset: Any) -> Gather | None:
     from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
     makers: dict[type, Callable[[Any], Gather | None]] = {
-        TensorDataset: lambda dataset: _of_tensors(dataset.tensors),
+        TensorDataset: _of_tensor_dataset,
         Subset: _of_subset,
         StackDataset: lambda dataset: _of_stack(dataset.datasets),
         ConcatDataset: _of_concat,
     }
     make = makers.get(type(dataset))
     return None if make is None else make(dataset)
+
+
+def _of_tensor_dataset(dataset: Any) -> Gather | None:
+    tensors = dataset.tensors
+    gather = _of_tensors(tensors)
+
+    def gather_if_same(index: Any) -> Any:
+        if dataset.tensors is not tensors:  # given others in the middle of a pass
+            raise Odd
+        return gather(index)  # type: ignore[misc]
+
+    return None if gather is None else gather_if_same
 
 
 def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
@@ -89,10 +125,10 @@ def _of_subset(dataset: Any) -> Gather | None:
     inner = _gather_of(dataset.dataset)
     if inner is None:
         return None
-    places = dataset.indices
 
     def gather(index: Any) -> Any:
         # One by one: the list may have been changed, and it may be a range.
+        places = dataset.indices
         chosen = [places[i] for i in index.tolist()]
         if {*map(type, chosen)} != {int}:
             raise Odd

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from types import GeneratorType
 from typing import Any
 
 from hybridloader._support.state_copies import load_into
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.fetcher import Abandoned, EndOfShard, Fetcher, TaskContext
 from hybridloader.fetching.outcome import short
-from hybridloader.seeding.sample_rng import innermost
 
 
 class ShardReader(Fetcher):
@@ -40,13 +38,12 @@ class ShardReader(Fetcher):
             self.position += 1
 
     def close(self) -> None:
-        """Close the iterator if it is a generator, so that its `finally` and `with` blocks end now.
+        """Let the iterator go, as torch's fetcher does.
 
-        Other iterators are only let go: only their author knows what their `close` would do.
+        A generator that nobody else holds ends at this, its `finally` and `with` blocks too. One that
+        the dataset keeps goes on with the next pass: `iter()` of a generator is that generator.
         """
-        samples, self._samples, self.ended = innermost(self._samples), iter(()), True
-        if isinstance(samples, GeneratorType) and not samples.gi_running:
-            samples.close()
+        self._samples, self.ended = iter(()), True
 
 
 class ShardFetcher(ShardReader):

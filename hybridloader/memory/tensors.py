@@ -107,6 +107,8 @@ class Tensors:
             if base is not None:
                 return _rebuild_view, (base, *base.place(plain))
         order = None if plain.is_contiguous() else _dense_order(plain)
+        if order is None and plain is tensor and (base := _smaller_base(plain)) is not None:
+            return _rebuild_view, (base, *base.place(plain))
         # In the order of its strides a dense tensor is contiguous memory: no copy, and the other
         # side gets the same strides back (channels_last stays channels_last).
         flat = plain.contiguous() if order is None else plain.permute(order).contiguous()
@@ -226,6 +228,18 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     last: int = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     start, size = int(tensor.storage_offset()), tensor.element_size()
     return start * size, (start + last + 1) * size
+
+
+def _smaller_base(tensor: torch.Tensor) -> _Base | None:
+    """Return the part of its storage that `tensor` covers, if that is smaller than its elements.
+
+    So it is after `expand`: three numbers stay three numbers, as with torch.
+    """
+    if not tensor.numel():
+        return None
+    start, end = _extent(tensor)
+    smaller = end - start < tensor.numel() * tensor.element_size()
+    return _Base(tensor.untyped_storage(), start, end) if smaller else None
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparison import same
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import hybridloader
 from hybridloader.fetching.gather import gatherer
@@ -126,3 +128,59 @@ def test_any_batches_of_indices(batches: list[list[int]], which: int) -> None:
     theirs = outcome(torch.utils.data.DataLoader(data, batch_sampler=batches))
     ours = outcome(hybridloader.DataLoader(data, batch_sampler=batches))
     same([theirs], [ours])
+
+
+class Padded(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        (tuple, lambda batch, *, collate_fn_map=None: "mine"),
+        (torch.Tensor, lambda batch, *, collate_fn_map=None: "mine"),
+        ((dict, tuple), lambda batch, *, collate_fn_map=None: "mine"),
+    ],
+)
+@pytest.mark.parametrize("name", ["pair", "stack by name", "subset", "concat"])
+def test_a_collate_function_that_was_added_to_torchs_map_is_called(
+    name: str, kind: Any, function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(default_collate_fn_map, kind, function)
+    data = datasets()[name]
+    theirs = outcome(torch.utils.data.DataLoader(data, 4))
+    ours = outcome(hybridloader.DataLoader(data, 4))
+    assert "mine" in str(theirs)
+    same([theirs], [ours])
+
+
+def test_a_collate_function_of_another_class_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(default_collate_fn_map, Padded, lambda batch, *, collate_fn_map=None: None)
+    assert gatherer(datasets()["pair"], torch.utils.data.default_collate) is not None
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Subset])
+def test_a_method_that_was_replaced_is_called(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "__getitems__" if kind is Subset else "__getitem__"
+    before, calls = getattr(kind, name), []
+
+    @functools.wraps(before)
+    def replaced(self: Any, index: Any) -> Any:
+        calls.append(index)
+        return before(self, index)
+
+    monkeypatch.setattr(kind, name, replaced)
+    list(hybridloader.DataLoader(datasets()["subset"], 4))
+    assert calls
+
+
+def test_tensors_and_indices_that_are_replaced_between_batches_are_seen() -> None:
+    pair = TensorDataset(torch.zeros(6))
+    subset = Subset(pair, [0, 1, 2, 3])
+    it = iter(hybridloader.DataLoader(subset, 2))
+    assert next(it)[0].tolist() == [0, 0]
+    pair.tensors = (torch.arange(6),)
+    subset.indices = [0, 1, 5, 4]
+    assert next(it)[0].tolist() == [5, 4]
