@@ -9,9 +9,29 @@ uses these functions.
 from __future__ import annotations
 
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+T = TypeVar("T")
 
 _MISSING = object()
+
+
+class Fallback(Generic[T]):
+    """Property that an attribute of the same name on the object replaces, as a method would be.
+
+    For names that torch does not use, and a user's subclass may.
+    """
+
+    def __init__(self, read: Callable[[Any], T]) -> None:
+        self._read, self.__doc__ = read, read.__doc__
+
+    @overload
+    def __get__(self, thing: None, kind: type) -> Fallback[T]: ...
+    @overload
+    def __get__(self, thing: object, kind: type | None = None) -> T: ...
+    def __get__(self, thing: Any, kind: type | None = None) -> Fallback[T] | T:
+        return self if thing is None else self._read(thing)
 
 
 def attribute(thing: Any, name: str, default: Any = None) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.attributes import has
+from hybridloader._support.caller import warn
 from hybridloader.engine.registry import get_backend
 from hybridloader.loader.dataloader import DataLoader
 from hybridloader.loader.options import Options
@@ -39,7 +40,8 @@ def from_torch(
     """Make a `hybridloader.DataLoader` that equals `loader`, on a backend of your choice.
 
     Dataset, samplers, generator and functions are the same objects, and attributes that were set on the
-    loader since it was made are kept. Iterators and persistent workers of `loader` stay with it.
+    loader since it was made are kept; those with the name of an option of ours are not, and warn.
+    Iterators and persistent workers of `loader` stay with it.
 
     Parameters
     ----------
@@ -74,6 +76,12 @@ def from_torch(
     # Not by the constructor: it would wrap a data pipe again, and takes no batch sampler together with
     # that sampler's batch size.
     known = {"_prefetch_chosen": True, **vars(loader)}  # as of torch's it is not known
+    taken = sorted(vars(loader).keys() & {"backend", *Options._fields})
+    if taken:
+        warn(
+            f"this loader has {', '.join(taken)} as attributes of its own; of a "
+            "hybridloader.DataLoader these are options, with the values that were given to from_torch()"
+        )
     vars(made).update(known, **said._asdict(), backend=backend, _iterator=None)
     made._plan().check()
     return made

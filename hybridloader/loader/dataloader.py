@@ -16,7 +16,8 @@ import torch.utils.data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hybridloader._support.arguments import whole
-from hybridloader._support.attributes import attribute
+from hybridloader._support.attributes import Fallback, attribute
+from hybridloader._support.errors import add_note
 from hybridloader.engine.contract import Backend
 from hybridloader.engine.registry import get_backend
 from hybridloader.loader.iterator_kinds import iterator_of
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 
 _TORCHS = inspect.signature(torch.utils.data.DataLoader).parameters
+
+_OURS = ", ".join(("backend", *Options._fields))
+"""Parameters that torch's loader has not; a subclass may use their names for something else."""
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Lightning needs the bare class
@@ -199,9 +203,16 @@ persistent_workers, pin_memory_device, in_order
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         plan = self._plan()
-        plan.check()
+        try:
+            plan.check()
+            plan.warn()
+        except (TypeError, ValueError) as error:
+            if not type(self).__module__.startswith("hybridloader."):
+                add_note(
+                    error, f"As attributes of a {type(self).__name__}, {_OURS} are its options."
+                )
+            raise
         self.check_worker_number_rationality()
-        plan.warn_if_idle()
         return iterator_of(self, plan)
 
     def report(self) -> str:
@@ -234,7 +245,7 @@ persistent_workers, pin_memory_device, in_order
             )
         return nothing_observed()
 
-    @property
+    @Fallback
     def skipped(self) -> tuple[Skipped, ...]:
         """Samples of the last pass that were left out or replaced, in the order of the batches."""
         budget = record_of(self).budget
@@ -285,7 +296,7 @@ persistent_workers, pin_memory_device, in_order
         if epoch is not None:
             announce(self, epoch)
 
-    @property
+    @Fallback
     def resuming(self) -> tuple[int, int] | None:
         """Number of samples that workers have read again after a resume, and how many they must.
 

@@ -203,8 +203,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         """Start another pass; from a state that was loaded, with other workers."""
         if self._pin_thread is not None:
             self._pin_thread.break_off()
-        plan = LoaderPlan.of(loader, self._plan.chosen, self._plan.options)
-        self._pass_start = PassStart(plan, again=True)
+        self._pass_start = PassStart(self._plan.again(loader), again=True)
         with self._pass_start.generators_restored():
             super()._reset(loader)
             self._pass_start.apply(self)

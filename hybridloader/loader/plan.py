@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 
 from hybridloader._support.arguments import flag, function, seconds, whole
-from hybridloader._support.attributes import attribute
+from hybridloader._support.attributes import attribute, has
 from hybridloader._support.caller import warn_once
 from hybridloader.backends.fallback import usable
 from hybridloader.engine.contract import Backend
@@ -88,6 +88,11 @@ class LoaderPlan:
             record=record,
         )
         return plan
+
+    def again(self, loader: Any) -> LoaderPlan:
+        """Read `loader` for another pass of the same workers: as with torch, their number stays."""
+        plan = LoaderPlan.of(loader, self.chosen, self.options)
+        return replace(plan, num_workers=self.num_workers, prefetch_factor=self.prefetch_factor)
 
     @property
     def reorder(self) -> ReorderLimit | None:
@@ -262,8 +267,15 @@ class LoaderPlan:
         kind: Any = self.multiprocessing_context.Process
         return kind not in ordinary
 
-    def warn_if_idle(self) -> None:
-        """Warn once of a backend that has no workers."""
+    def warn(self) -> None:
+        """Warn once of a backend that has no workers, and of a context whose processes are not used."""
+        if self.num_workers and self.context_is_foreign:
+            kind = type(self.multiprocessing_context).__name__
+            warn_once(
+                f"the {kind} that was given as multiprocessing_context has a Process of its own, which "
+                f"is not used: {self.backend!r} starts its workers by {self.start_method!r} itself. Set "
+                "up a worker in worker_init_fn, or use torch's DataLoader for this."
+            )
         if self.asked is not None and not (self.num_workers or self.asked.in_caller):
             warn_once(
                 f"backend={self.asked.name!r} has no workers with num_workers=0: the calling thread "
@@ -281,7 +293,7 @@ def _check_dataset(dataset: Any) -> None:
     kind = type(dataset)
     if hasattr(kind, "__getitem__") or isinstance(dataset, IterableDataset):
         return
-    if hasattr(kind, "__getitems__"):
+    if has(dataset, "__getitems__"):  # torch asks the object, not its class
         return
     if isinstance(dataset, type):
         raise TypeError(

@@ -37,6 +37,10 @@ _DRAWN_AT_ONCE = (
 """Samplers that draw nothing after their first index, from any generator."""
 
 
+_LONGEST_CHAIN = 16
+"""Samplers around one another that are looked at; real ones are two to four."""
+
+
 class SamplerState(NamedTuple):
     """State of a sampler, and of the iterator over it; None for what has no state."""
 
@@ -185,17 +189,19 @@ class Samplers(NamedTuple):
 def _chain(outer: Any) -> list[Any]:
     """Return `outer` and the samplers that it draws from.
 
-    accelerate puts one sampler of batches around another, as its `batch_sampler`.
+    accelerate puts one sampler of batches around another, as its `batch_sampler`. A mock has another one
+    behind every name, for ever.
     """
     found = [outer]
-    while True:
+    while len(found) < _LONGEST_CHAIN:
         last = found[-1]
         inner = attribute(last, "batch_sampler")
         if inner is None:
             inner = attribute(last, "sampler")
         if inner is None or any(inner is one for one in found):
-            return found
+            break
         found.append(inner)
+    return found
 
 
 def _stateful(outer: Any) -> Any:

@@ -149,6 +149,15 @@ def test_what_was_set_after_the_constructor_comes_along() -> None:
     assert set(vars(from_torch(TorchLoader(Squares())))) == set(vars(DataLoader(Squares())))
 
 
+def test_an_attribute_with_the_name_of_an_option_is_not_taken_for_it() -> None:
+    theirs: Any = TorchLoader(Squares(), 3)
+    theirs.device = "cuda:1"
+    with pytest.warns(UserWarning, match="has device as attributes of its own"):
+        ours: Any = from_torch(theirs)
+    assert ours.device is None
+    assert passes(ours, 1) == passes(theirs, 1)
+
+
 def test_it_is_made_for_frameworks_as_any_of_ours() -> None:
     """Its keywords are attributes as passed, under their names; it pickles; guarded ones are guarded."""
     backend = Threads()

@@ -26,6 +26,7 @@ from support.compat import EVERY
 from support.parity_cases import (
     MAP_OPTIONS,
     MAPS,
+    OPEN_ENDED,
     PIPES,
     STREAM_OPTIONS,
     STREAMS,
@@ -175,7 +176,7 @@ def cell(data: str, options: str, workers: int, more: str = "", stop: int = 0) -
     name = "+".join(filter(None, (data, options, more, f"{workers}w", f"stop{stop}" * bool(stop))))
     return Cell(
         name,
-        (MAPS | STREAMS | PIPES)[data],
+        (MAPS | STREAMS | PIPES | OPEN_ENDED)[data],
         chosen,
         workers,
         draws="draw" in data,
@@ -212,7 +213,7 @@ def cells_without_workers() -> list[Cell]:
         for options in ("batches", "defaults", "drop-last", "shuffle", "generator")
         if (data, options) != ("pipe-batched", "shuffle")
     ]
-    stops = ("ints", "drawn", "fragile", "stream", "drawing", "pipe-shuffled")
+    stops = ("ints", "drawn", "fragile", "stream", "drawing", "pipe-shuffled", "endless")
     return cells + [cell(data, "generator", 0, stop=2) for data in stops]
 
 
@@ -349,7 +350,7 @@ def name_of(backend: Any) -> str:
     return backend if isinstance(backend, str) else "default" if backend is None else backend.name
 
 
-@pytest.mark.parametrize("data", list(MAPS | STREAMS | PIPES))
+@pytest.mark.parametrize("data", list(MAPS | STREAMS | PIPES | OPEN_ENDED))
 def test_without_workers_a_run_is_the_same_as_with_torch(data: str) -> None:
     mine = [cell for cell in ALONE if cell.name.startswith(f"{data}+")]
     for cell in mine:

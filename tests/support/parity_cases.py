@@ -225,6 +225,17 @@ class Epochs(Stream):
         return iter([(self.epoch, *who)] * 4)
 
 
+class Endless(Stream):
+    """Keeps its iterator, as one over a socket or a queue does: each pass goes on behind the last."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        super().__init__(make, 0)
+        self.source = (make(number) for number in range(1 << 60))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+
 class Sized(Stream):
     def __len__(self) -> int:
         return self.length
@@ -248,6 +259,9 @@ STREAMS: dict[str, Callable[[], Any]] = {
     "no-stream": partial(Stream, number, 0),
     "chain": lambda: ChainDataset([Stream(number, 3), Stream(number, 5)]),
 }
+
+OPEN_ENDED: dict[str, Callable[[], Any]] = {"endless": partial(Endless, number)}
+"""Streams for passes that are broken off."""
 
 # -- data pipes ------------------------------------------------------------------------------------
 

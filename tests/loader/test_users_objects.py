@@ -1,0 +1,223 @@
+"""What users bring along: iterators they keep, mocks, contexts, attributes of their own subclasses."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, ClassVar
+from unittest.mock import MagicMock, Mock
+
+import pytest
+import torch
+from support.compat import Numbers, flat, keep
+from support.forking import in_a_fork
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torchs
+from torch.utils.data._utils.worker import WorkerInfo
+
+from hybridloader import DataLoader
+from hybridloader._support import caller
+from hybridloader.engine.worker_info import worker_info_set
+
+# -- iterators -------------------------------------------------------------------------------------
+
+
+class Kept(IterableDataset[int]):
+    """Dataset over one generator that it keeps, as over a socket."""
+
+    def __init__(self) -> None:
+        self.source = iter(number for number in range(1 << 60))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.source
+
+
+def test_a_look_at_one_batch_does_not_end_what_the_dataset_keeps() -> None:
+    data = Kept()
+    loader = DataLoader(data, 2)
+    assert next(iter(loader)).tolist() == [0, 1]
+    assert [batch.tolist() for batch in islice(loader, 2)] == [[2, 3], [4, 5]]
+    assert next(data.source) == 6
+
+
+def test_persistent_workers_go_on_with_what_the_dataset_keeps() -> None:
+    """How far the pass before has read ahead depends on nothing that a user could know."""
+    loader: Any = DataLoader(
+        Kept(), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    for batch in loader:
+        assert batch.tolist() == [0, 1]
+        break
+    (again,) = islice(loader, 1)
+    assert again[0] >= 2
+    assert again[1] == again[0] + 1
+    loader._iterator.close()
+
+
+class Opening(IterableDataset[int]):
+    """Dataset whose iterator has something open until it ends."""
+
+    events: ClassVar[list[str]] = []  # of the class, as each worker has a copy of the dataset
+
+    def __iter__(self) -> Iterator[int]:
+        self.events.append("opened")
+        try:
+            yield from range(1 << 60)
+        finally:
+            self.events.append("closed")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "backend": "threads"}], ids=str)
+def test_a_generator_that_nobody_keeps_ends_with_the_pass(options: dict[str, Any]) -> None:
+    data = Opening()
+    data.events.clear()
+    for number in (1, 2):
+        it: Any = iter(DataLoader(data, 2, **options))
+        next(it)
+        it.close()
+        assert data.events == ["opened", "closed"] * number
+
+
+# -- samplers and datasets -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_a_mock_may_be_the_sampler(name: str) -> None:
+    sampler = MagicMock()
+    sampler.__iter__.return_value = iter([[1], [2]] if name == "batch_sampler" else [1, 2])
+    loader: Any = DataLoader(Numbers(), **{name: sampler}, collate_fn=keep)
+    assert list(loader) == [[1], [2]]
+    with pytest.raises(TypeError, match="must be an iterable of indices"):
+        DataLoader(Numbers(), **{name: Mock()})
+
+
+class Wrapped:
+    """Wrapper that has `__getitems__` through `__getattr__`, where torch finds it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class Together(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [10 * index for index in indices]
+
+
+def test_getitems_of_a_wrapper_is_found_where_torch_finds_it() -> None:
+    data: Any = Wrapped(Together(4))
+    assert flat(DataLoader(data, 2)) == flat(TorchLoader(data, 2)) == [0, 10, 20, 30]
+
+
+# -- subclasses and attributes ---------------------------------------------------------------------
+
+
+class Counting(DataLoader):
+    """A user's loader that counts under names which ours has, and torch's has not."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.skipped = 0  # type: ignore[assignment]
+        self.resuming = True  # type: ignore[assignment]
+
+
+def test_names_of_ours_that_are_no_parameters_may_be_used() -> None:
+    loader = Counting(Numbers(4), 2)
+    assert (loader.skipped, loader.resuming) == (0, True)
+    loader.skipped += 1  # type: ignore[operator]
+    assert len(list(loader)) == 2
+    assert loader.skipped == 1
+    del loader.skipped, loader.resuming
+    assert (loader.skipped, loader.resuming) == ((), None)
+
+
+class OfAFramework(DataLoader):
+    """A user's loader that means something else by `device`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.device = 3.5  # type: ignore[assignment]
+
+
+def test_an_attribute_that_is_read_as_an_option_is_named_when_it_can_not_be_one() -> None:
+    loader = OfAFramework(Numbers(4), 2)
+    with pytest.raises(TypeError, match="device") as caught:
+        iter(loader)
+    (note,) = caught.value.__notes__
+    assert note.startswith("As attributes of a OfAFramework, backend, threads_per_worker, on_error")
+    assert "device" in note
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        return iter([info.id] * 4)
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads", None])
+def test_fewer_workers_for_persistent_ones_count_from_the_next_iterator_on(backend: Any) -> None:
+    """As with torch, which resets the workers that it has."""
+    loader: Any = DataLoader(Streamed(), 2, num_workers=2, persistent_workers=True, backend=backend)
+    first = flat(loader)
+    loader.num_workers = 1
+    assert flat(loader) == first == [0, 0, 1, 1] * 2
+    loader._iterator.close()
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+class Global(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        info: Any = torchs._worker_info
+        return info is get_worker_info(), type(info) is WorkerInfo, info.id
+
+
+@pytest.mark.parametrize("backend", ["fork", "spawn"])
+def test_torchs_global_tells_of_a_worker_process(backend: str) -> None:
+    loader: Any = DataLoader(Global(4), num_workers=2, backend=backend, collate_fn=keep)
+    assert list(loader) == [[(True, True, worker)] for worker in (0, 1, 0, 1)]
+    assert torchs._worker_info is None
+
+
+def test_a_process_that_a_worker_thread_forks_is_not_that_worker() -> None:
+    """torch's loader in a dataset: its workers are forked, and are told by torch who they are."""
+    outer: Any = WorkerInfo(id=3, num_workers=4, seed=0, dataset=None, worker_method="thread")
+    inner: Any = WorkerInfo(id=0, num_workers=2, seed=0, dataset=None, worker_method="thread")
+
+    def act() -> None:
+        assert get_worker_info() is None
+        torchs._worker_info = inner
+        assert get_worker_info() is inner
+
+    with worker_info_set(outer):
+        assert in_a_fork(act) == 0
+        assert get_worker_info() is outer
+
+
+class Named(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined,misc]
+    pass
+
+
+class Context(type(multiprocessing.get_context("fork"))):  # type: ignore[misc]
+    Process = Named
+
+
+def test_a_context_with_a_process_of_its_own_is_warned_of() -> None:
+    caller.warn_once.cache_clear()
+    context: Any = Context()
+    loader = DataLoader(Numbers(2), num_workers=1, multiprocessing_context=context)
+    with pytest.warns(UserWarning, match="Context that was given as multiprocessing_context"):
+        assert flat(loader) == [0, 1]
+    ordinary: Any = torch.multiprocessing.get_context("fork")
+    assert flat(DataLoader(Numbers(2), num_workers=1, multiprocessing_context=ordinary)) == [0, 1]
