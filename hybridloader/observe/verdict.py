@@ -53,8 +53,8 @@ MORE = 8
 such as a disk or the loop's own thread."""
 
 TURN = 0.5
-"""Part of the time of one core, as far as they had it, which threads compute at least if they hold the
-GIL: the larger part. Threads that take turns at the GIL compute all of it."""
+"""Least part of their turns for which threads compute if they hold the GIL. They take turns then, and
+the turns of all of them together last as long as they are busy, less their waits for a core."""
 
 HELD = 0.5
 """Part of the interpreter's switch interval by which results of threads are late, if another holds the
@@ -261,7 +261,8 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
     known = sorted(stage.latencies)
     late = known[3 * len(known) // 4] if len(known) >= 3 else 0.0
     # Of threads that take turns at the GIL, one computes, or waits for a core with the GIL in its hands.
-    turn = TURN * max(0.0, stage.busy / stage.workers - (stage.wait_for_core or 0.0))
+    # Where several wait for a core at once, none of them holds the others up.
+    turn = stage.busy / stage.workers - (stage.wait_for_core or 0.0)
     waits = stage.gil_waits
     # Late as cores were busy: whoever let go of the GIL has got it back at once.
     free = (
@@ -273,7 +274,7 @@ def kind_of(stage: StageRecord, switch_interval: float = 0.005) -> tuple[str | N
         stage.in_process
         and late >= HELD * switch_interval
         and not free
-        and (stage.cpu is None or stage.cpu >= turn)
+        and (stage.cpu is None or stage.cpu >= TURN * turn > 0)
     ):
         return (
             "holds-gil",

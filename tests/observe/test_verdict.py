@@ -396,8 +396,13 @@ def test_results_that_are_late_as_cores_are_busy_are_not_taken_for_the_gil(
 
 @pytest.mark.parametrize(
     ("workers", "cpu", "for_core", "kind"),
-    [(2, 3.0, 2.0, "waits"), (2, 9.0, 0.0, "holds-gil"), (4, 2.5, 7.5, "holds-gil")],
-    ids=["waiting", "taking turns", "taking turns at a quarter of a core"],
+    [
+        (2, 3.0, 2.0, "waits"),
+        (2, 9.0, 0.0, "holds-gil"),
+        (4, 2.5, 7.5, "holds-gil"),
+        (8, 1.0, 12.0, "waits"),
+    ],
+    ids=["waiting", "taking turns", "turns at a quarter of a core", "waiting for a core at once"],
 )
 def test_threads_that_hold_the_gil_compute_for_most_of_the_time_that_a_core_is_theirs(
     workers: int, cpu: float, for_core: float, kind: str
