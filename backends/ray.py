@@ -132,10 +132,7 @@ class _RayCrew(engine.Crew):
         if now < self.next_look:
             return
         self.next_look = now + _LOOKS
-        if ray_cluster.connection() != self.connection:
-            for actor in self.actors:
-                actor.lost(ray_cluster.SHUT_DOWN)
-        elif self.late and now > self.late:
+        if not self._lost() and self.late and now > self.late:
             self.late = 0.0
             late = [actor for actor in self.actors if actor.placed is None and actor.is_alive()]
             if late:
@@ -178,8 +175,16 @@ class _RayCrew(engine.Crew):
 
     def close(self) -> None:
         self.closed, self.upkeep = True, None
+        self._lost()  # or it would wait for what no worker can answer
         super().close()
         self.slots.close()
+
+    def _lost(self) -> bool:
+        if ray_cluster.connection() == self.connection:
+            return False
+        for actor in self.actors:
+            actor.lost(ray_cluster.SHUT_DOWN)
+        return True
 
     @property
     def actors(self) -> Sequence[_Actor]:

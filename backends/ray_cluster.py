@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -57,10 +58,11 @@ def connect(address: str | None) -> None:
 def connection() -> Any:
     """Return what tells this connection to a cluster from any other; None if there is none."""
     ray = package()
-    if not ray.is_initialized():
-        return None
-    context = ray.get_runtime_context()
-    return context.get_job_id(), context.get_node_id()  # a new cluster counts jobs from 1 again
+    if ray.is_initialized():
+        with suppress(Exception):  # another thread shuts it down
+            context = ray.get_runtime_context()
+            return context.get_job_id(), context.get_node_id()  # a new cluster counts jobs from 1
+    return None
 
 
 def exited(number: int, error: Exception) -> engine.Exited:

@@ -38,10 +38,12 @@ _ENDED = "the loop has ended"
 
 
 class _Here(threading.local):
-    """Part that a thread has in calls."""
+    """What this thread is doing with calls."""
 
     making = 0  # calls that it makes now
-    is_told = False  # it is told of their ends, so it can't wait for one
+    is_told = (
+        False  # it is the transport's and is told of ends: to wait for one could last for ever
+    )
 
 
 _here = _Here()
@@ -57,8 +59,8 @@ def _when_done(call: Future[Any], then: Callable[[Future[Any]], None]) -> None:
 
 
 def _tell(then: Callable[[Future[Any]], None], call: Future[Any]) -> None:
-    if not _here.making:
-        _here.is_told = True
+    if not _here.making and threading.current_thread() is not threading.main_thread():
+        _here.is_told = True  # for good: a finalizer may come between two ends, too
     then(call)
 
 
@@ -174,8 +176,9 @@ class CalledWorker:
 class CallingHandle(WorkerHandle):
     """Handle of a `CalledWorker`: makes its calls, and reports what they return in their order.
 
-    Calls may end in any order, on any thread. What the worker has sent before it died is reported before
-    its `Exited`. A subclass writes `call` and `end`, and calls `begin`.
+    Calls may end in any order, on any thread. A thread that tells of an end, the main one apart, is
+    taken for the transport's own, and can't `join`. What the worker has sent before it died is reported
+    before its `Exited`. A subclass writes `call` and `end`, and calls `begin`.
 
     Parameters
     ----------

@@ -269,6 +269,26 @@ def test_a_cluster_that_is_shut_down_is_an_error_and_none_is_started(policy: str
     assert done.stdout.endswith("\nFalse\n")
 
 
+def test_workers_of_a_cluster_that_is_gone_are_over_though_there_is_another() -> None:
+    script = textwrap.dedent("""
+        import ray
+        from hybridloader import DataLoader, Ray
+        start = dict(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(**start)
+        batches = iter(DataLoader(range(10_000), 4, num_workers=1, backend=Ray(num_cpus=0.1)))
+        next(batches)
+        (worker,) = batches._workers
+        ray.shutdown()
+        ray.init(**start)
+        batches.close()
+        worker.join()
+        print(worker.is_alive(), worker.exitcode)
+    """)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False 1\n", done.stderr
+
+
 # -- what is left ----------------------------------------------------------------------------------
 
 

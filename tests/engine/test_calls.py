@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hybridloader import engine
-from hybridloader.engine import calls
 from hybridloader.engine.calls import Parts, parts_of, work_of
 from hybridloader.engine.far_clock import EVERY, TRIPS, FarClock
 from hybridloader.engine.meter import MEASURES, Measures
@@ -52,12 +51,6 @@ class Handle(engine.CallingHandle):
 
     def life(self) -> Future[Any]:
         return next(future for method, future in self.calls if method == "run")
-
-
-@pytest.fixture(autouse=True)
-def this_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests answer calls on the thread that makes them."""
-    monkeypatch.setattr(calls, "_here", calls._Here())
 
 
 def sent(events: list[Parts]) -> list[Parts]:
@@ -147,6 +140,17 @@ def test_the_thread_that_is_told_of_ends_waits_for_none_and_kills_on_another() -
     handle.join()
 
 
+def test_the_main_thread_may_end_calls_and_waits_all_the_same() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    handle = Handle()
+    handle.life().set_exception(RuntimeError("killed"))
+    handle.answer(0, engine.Ready(3))
+    other = Handle()
+    other.join(0)
+    assert not handle.is_alive()
+    assert other.is_alive()
+
+
 def test_a_call_that_has_ended_as_it_is_made_marks_no_thread() -> None:
     class Prompt(Handle):
         def call(self, method: str, *arguments: Any) -> Future[Any]:
@@ -155,11 +159,19 @@ def test_a_call_that_has_ended_as_it_is_made_marks_no_thread() -> None:
                 future.set_result((1, "elsewhere"))
             return future
 
-    handle = Prompt()
-    assert handle.placed == (1, "elsewhere")
-    handle.join(0)
-    handle.terminate()
-    assert handle.ended_by is threading.current_thread()
+    told = list[object]()
+
+    def make() -> None:
+        handle = Prompt()
+        told.append(handle.placed)
+        handle.join(0)
+        handle.terminate()
+        told.append(handle.ended_by)
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    maker.join(60)
+    assert told == [(1, "elsewhere"), maker]
 
 
 def test_a_worker_is_reported_once_when_calls_have_ended_for_good() -> None:
