@@ -18,7 +18,7 @@ _MISSING = object()
 
 
 class Fallback(Generic[T]):
-    """Property that an attribute of the same name on the object replaces, as a method would be.
+    """Read-only property that an attribute of the same name on the object hides, as it hides a method.
 
     For names that torch does not use, and a user's subclass may.
     """

@@ -79,8 +79,9 @@ def from_torch(
     taken = sorted(vars(loader).keys() & {"backend", *Options._fields})
     if taken:
         warn(
-            f"this loader has {', '.join(taken)} as attributes of its own; of a "
-            "hybridloader.DataLoader these are options, with the values that were given to from_torch()"
+            f"this loader has attributes of its own that are options of hybridloader.DataLoader: "
+            f"{', '.join(taken)}; their values are not taken over. Give those to from_torch() that you "
+            "mean as options"
         )
     vars(made).update(known, **said._asdict(), backend=backend, _iterator=None)
     made._plan().check()

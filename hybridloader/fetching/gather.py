@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hybridloader.fetching.collate import is_default_collate, slot_for
@@ -29,10 +29,10 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
     None if the dataset can't be gathered.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not is_default_collate(collate_fn) or not _as_torch_ships():
+    if torch is None or not is_default_collate(collate_fn):
         return None
     gather = _gather_of(dataset)
-    if gather is None:
+    if gather is None or not _as_torch_ships():
         return None
 
     def fetch(indices: Sequence[int]) -> Any:
@@ -41,7 +41,7 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
         try:  # by way of an array: torch.tensor takes five times as long for a list
             index = torch.frombuffer(array("q", indices), dtype=torch.int64)
             return gather(index)
-        except (IndexError, OverflowError, RuntimeError):
+        except (IndexError, OverflowError, RuntimeError, ValueError):
             raise Odd from None
 
     return fetch
@@ -60,7 +60,8 @@ def _as_torch_ships() -> bool:
     functions: Any = collate.default_collate_fn_map
     if functions.get(Tensor) is not collate.collate_tensor_fn:
         return False
-    if any(issubclass(kind, known) for kind in (tuple, list, dict) for known in functions):
+    empties: tuple[Any, ...] = (), [], {}
+    if any(isinstance(empty, known) for empty in empties for known in functions):
         return False
     kinds: tuple[Any, ...] = (TensorDataset, Subset, StackDataset, ConcatDataset)
     methods = (vars(kind).get(name) for kind in kinds for name in ("__getitem__", "__getitems__"))
@@ -77,23 +78,34 @@ def _gather_of(dataset: Any) -> Gather | None:
     makers: dict[type, Callable[[Any], Gather | None]] = {
         TensorDataset: _of_tensor_dataset,
         Subset: _of_subset,
-        StackDataset: lambda dataset: _of_stack(dataset.datasets),
+        StackDataset: _of_stack,
         ConcatDataset: _of_concat,
     }
     make = makers.get(type(dataset))
-    return None if make is None else make(dataset)
+    if make is None or "__getitems__" in vars(dataset):  # torch asks the object, not its class
+        return None
+    return make(dataset)
+
+
+def _while_same(gather: Gather, read: Callable[[], Iterable[Any]]) -> Gather:
+    """Return `gather` for as long as `read` finds the objects that it finds now.
+
+    A dataset may be given others in the middle of a pass.
+    """
+    found = [*read()]
+    identities = [*map(id, found)]
+
+    def gather_if_same(index: Any) -> Any:
+        if [*map(id, read())] != identities:
+            raise Odd
+        return gather(index)
+
+    return gather_if_same
 
 
 def _of_tensor_dataset(dataset: Any) -> Gather | None:
-    tensors = dataset.tensors
-    gather = _of_tensors(tensors)
-
-    def gather_if_same(index: Any) -> Any:
-        if dataset.tensors is not tensors:  # given others in the middle of a pass
-            raise Odd
-        return gather(index)  # type: ignore[misc]
-
-    return None if gather is None else gather_if_same
+    gather = _of_tensors(dataset.tensors)
+    return None if gather is None else _while_same(gather, lambda: (dataset.tensors,))
 
 
 def _of_tensors(tensors: Sequence[Any]) -> Gather | None:
@@ -134,19 +146,26 @@ def _of_subset(dataset: Any) -> Gather | None:
             raise Odd
         return inner(torch.frombuffer(array("q", chosen), dtype=torch.int64))
 
-    return gather
+    return _while_same(gather, lambda: (dataset.dataset,))
 
 
-def _of_stack(datasets: Any) -> Gather | None:
+def _of_stack(dataset: Any) -> Gather | None:
+    datasets = dataset.datasets
     if isinstance(datasets, dict):
         parts = {key: _gather_of(part) for key, part in datasets.items()}
         if any(part is None for part in parts.values()):
             return None
-        return lambda index: {key: part(index) for key, part in parts.items() if part}
+        return _while_same(
+            lambda index: {key: part(index) for key, part in parts.items() if part},
+            lambda: (dataset.datasets, *datasets, *datasets.values()),
+        )
     columns = [_gather_of(part) for part in datasets]
     if any(part is None for part in columns):
         return None
-    return lambda index: [part(index) for part in columns if part]
+    return _while_same(
+        lambda index: [part(index) for part in columns if part],
+        lambda: (dataset.datasets, *datasets),
+    )
 
 
 def _of_concat(dataset: Any) -> Gather | None:
@@ -185,4 +204,8 @@ def _of_concat(dataset: Any) -> Gather | None:
                 batch[rows] = column[part][local]
         return found
 
-    return gather
+    def read() -> Iterable[Any]:
+        parts = dataset.datasets
+        return (parts, dataset.cumulative_sizes, *parts, *(part.tensors for part in parts))
+
+    return _while_same(gather, read)

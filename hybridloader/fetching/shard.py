@@ -82,6 +82,7 @@ class ShardFetcher(ShardReader):
             raise
         finally:
             self.position += len(batch)
+            del samples  # an error of `collate_fn` holds this frame, and must not hold the iterator
         if not self._batched:
             if not batch:
                 raise EndOfShard

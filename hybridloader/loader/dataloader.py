@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
@@ -201,17 +202,27 @@ persistent_workers, pin_memory_device, in_order
     def _plan(self) -> LoaderPlan:
         return LoaderPlan.of(self, self.backend, Options.of(self))
 
+    def _plan_ahead(self) -> LoaderPlan:
+        """Return the plan of the next pass; workers that stay for it keep their number."""
+        plan, latest = self._plan(), record_of(self).progress
+        if self._iterator is None or latest is None or latest.workers == plan.num_workers:
+            return plan
+        return replace(plan, num_workers=latest.workers)
+
     def _get_iterator(self) -> _BaseDataLoaderIter:
         plan = self._plan()
+        plan.check_arguments()
         try:
-            plan.check()
-            plan.warn()
+            plan.check_options()
         except (TypeError, ValueError) as error:
             if not type(self).__module__.startswith("hybridloader."):
                 add_note(
-                    error, f"As attributes of a {type(self).__name__}, {_OURS} are its options."
+                    error,
+                    f"A hybridloader.DataLoader reads these attributes as options: {_OURS}. Rename "
+                    f"those of {type(self).__name__} that mean something else.",
                 )
             raise
+        plan.warn()
         self.check_worker_number_rationality()
         return iterator_of(self, plan)
 
@@ -257,7 +268,7 @@ persistent_workers, pin_memory_device, in_order
         Without it passes are counted from 0. A loaded state is kept if it is of this epoch.
         """
         epoch = whole("epoch", epoch, 0)
-        leave_for_epoch(self._plan(), epoch)
+        leave_for_epoch(self._plan_ahead(), epoch)
         announce(self, epoch)
         # By identity, each of them once.
         for one in {id(one): one for one in (*Samplers.of(self).chain, self.dataset)}.values():
@@ -275,7 +286,7 @@ persistent_workers, pin_memory_device, in_order
         StateError
             The dataset's `state_dict` raised, or its state can't be pickled.
         """
-        return state_of(self._plan(), stays=self._iterator is not None)
+        return state_of(self._plan_ahead(), stays=self._iterator is not None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume where `state_dict` was taken, on any backend, with the next pass.
@@ -292,7 +303,7 @@ persistent_workers, pin_memory_device, in_order
             names the field. Errors that show only when it is used (a sampler that has shrunk) are
             raised by ``iter``, before any worker starts.
         """
-        epoch = load(self._plan(), state_dict)
+        epoch = load(self._plan_ahead(), state_dict)
         if epoch is not None:
             announce(self, epoch)
 

@@ -167,7 +167,7 @@ class PassStart:
     def progress(self, iterator: Any) -> Progress:
         """Make the progress of this pass, which is the loader's from now on."""
         plan, resume, record = self._plan, self.resume, self._plan.record
-        made = Progress(self.replay, self.epoch, plan.readers, iterable=plan.iterable)
+        made = Progress(self.replay, self.epoch, plan.num_workers, iterable=plan.iterable)
         made.base_seed, made.shared_seed = int(iterator._base_seed), iterator._shared_seed
         before = record.progress if self._again else None
         if before is not None and before.finished and before.stateful:
@@ -254,7 +254,7 @@ def state_of(plan: LoaderPlan, *, stays: bool) -> dict[str, Any]:
             return written(plan, progress, WITHIN)
     again = stays and progress is not None
     replay = SamplerReplay.of(plan.samplers, steps_of(plan.num_workers, again=again))
-    upcoming = Progress(replay, plan.epoch, plan.readers, iterable=plan.iterable)
+    upcoming = Progress(replay, plan.epoch, plan.num_workers, iterable=plan.iterable)
     if progress is not None:
         upcoming.base_seed, upcoming.yielded = progress.base_seed, progress.yielded
         upcoming.count = progress.count

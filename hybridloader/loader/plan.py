@@ -127,6 +127,10 @@ class LoaderPlan:
     def check(self) -> None:
         """Refuse arguments that contradict each other. Raises `TypeError` or `ValueError`."""
         self.check_arguments()
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Refuse options that torch's loader has not. Raises `TypeError` or `ValueError`."""
         self.options.check()
         for problem in (*self.option_problems.values(), self.contradiction):
             if problem is not None:
@@ -293,13 +297,13 @@ def _check_dataset(dataset: Any) -> None:
     kind = type(dataset)
     if hasattr(kind, "__getitem__") or isinstance(dataset, IterableDataset):
         return
-    if has(dataset, "__getitems__"):  # torch asks the object, not its class
-        return
     if isinstance(dataset, type):
         raise TypeError(
             f"dataset must be a dataset, got the class {dataset.__name__}; "
             f"make one: {dataset.__name__}(...)"
         )
+    if has(dataset, "__getitems__"):  # torch asks the object, not its class
+        return
     more = ""
     if hasattr(kind, "__iter__"):
         more = "; to read an iterable, use Pipeline.from_iterable, or a subclass of IterableDataset"

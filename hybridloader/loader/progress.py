@@ -57,13 +57,14 @@ class Results(Protocol):
 
 
 class Progress:
-    """Counts of one pass over a dataset that `readers` read: workers, or the caller alone.
+    """Counts of one pass over a dataset that `workers` workers read, or the caller if there are none.
 
     `replay` describes how the sampler's iterator was made.
     """
 
-    def __init__(self, replay: SamplerReplay, epoch: int, readers: int, *, iterable: bool) -> None:
+    def __init__(self, replay: SamplerReplay, epoch: int, workers: int, *, iterable: bool) -> None:
         self.replay, self.epoch, self.iterable = replay, epoch, iterable
+        self.workers, readers = workers, max(1, workers)
         # All the mutable state:
         self.base_seed = 0
         self.shared_seed: int | None = None

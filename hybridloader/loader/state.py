@@ -136,7 +136,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
         "_IterableDataset_len_called": plan.length_called,
         "_shared_seed": progress.shared_seed,
         "_base_seed": progress.base_seed,
-        "_num_workers": plan.num_workers,
+        "_num_workers": progress.workers,
         "_last_yielded_worker_id": progress.last_worker,
         "dataset_state": dataset,
         "fetcher_state": None,

@@ -168,7 +168,7 @@ device, observe
         if record.progress is None and record.loaded is None:
             self._iterator = self._get_iterator()
             self._begun = True
-        plan = self._plan()
+        plan = self._plan_ahead()
         return torchdata_form.state_of(plan, state_of(plan, stays=self._iterator is not None))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -187,4 +187,4 @@ device, observe
             is an `AssertionError` too, as with torchdata.
         """
         self._drop_begun()
-        torchdata_form.load(self._plan(), state_dict, super().load_state_dict)
+        torchdata_form.load(self._plan_ahead(), state_dict, super().load_state_dict)

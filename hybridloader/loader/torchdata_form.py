@@ -91,10 +91,10 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
         finished and progress is not None
     ):  # torchdata writes states of the end even if no worker stays
         places = snapshots_of([end._replace(ended=True) for end in progress.ends()])
-    snapshots = {
-        name: _worker(plan, number, places.get(name)) for number, name in _names(plan.readers)
-    }
-    if not plan.num_workers:
+    workers = own["_num_workers"]
+    readers = max(1, workers)
+    snapshots = {name: _worker(plan, number, places.get(name)) for number, name in _names(readers)}
+    if not workers:
         only = snapshots["worker_0"]
         state, fetcher = only["dataset_state"], only["fetcher_state"]
         itself = state is None and fetcher is not None and fetcher["dataset_iter_state"] is not None
@@ -112,9 +112,9 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
     return {
         "_snapshot": {
             "_snapshot_step": yielded,
-            "_last_yielded_worker_id": last_shown if last_shown >= 0 else plan.readers - 1,
+            "_last_yielded_worker_id": last_shown if last_shown >= 0 else readers - 1,
             "_main_snapshot": {
-                "_num_workers": plan.readers,
+                "_num_workers": readers,
                 **main,
                 "_base_seed": own["_base_seed"],
             },

@@ -106,9 +106,11 @@ class Tensors:
             base = self._base_of(plain) if self.bases else None
             if base is not None:
                 return _rebuild_view, (base, *base.place(plain))
-        order = None if plain.is_contiguous() else _dense_order(plain)
-        if order is None and plain is tensor and (base := _smaller_base(plain)) is not None:
-            return _rebuild_view, (base, *base.place(plain))
+        order = None
+        if not plain.is_contiguous():
+            order = _dense_order(plain)
+            if order is None and plain is tensor and (base := _smaller_base(plain)) is not None:
+                return _rebuild_view, (base, *base.place(plain))
         # In the order of its strides a dense tensor is contiguous memory: no copy, and the other
         # side gets the same strides back (channels_last stays channels_last).
         flat = plain.contiguous() if order is None else plain.permute(order).contiguous()

@@ -152,7 +152,7 @@ def test_what_was_set_after_the_constructor_comes_along() -> None:
 def test_an_attribute_with_the_name_of_an_option_is_not_taken_for_it() -> None:
     theirs: Any = TorchLoader(Squares(), 3)
     theirs.device = "cuda:1"
-    with pytest.warns(UserWarning, match="has device as attributes of its own"):
+    with pytest.warns(UserWarning, match="options of hybridloader.DataLoader: device; their"):
         ours: Any = from_torch(theirs)
     assert ours.device is None
     assert passes(ours, 1) == passes(theirs, 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import pytest
 import torch
@@ -184,3 +185,85 @@ def test_tensors_and_indices_that_are_replaced_between_batches_are_seen() -> Non
     pair.tensors = (torch.arange(6),)
     subset.indices = [0, 1, 5, 4]
     assert next(it)[0].tolist() == [5, 4]
+
+
+def parts() -> list[Any]:
+    return [TensorDataset(torch.zeros(4)), TensorDataset(torch.zeros(4))]
+
+
+def replace_inner(data: Any) -> None:
+    data.dataset = TensorDataset(torch.ones(4))
+
+
+def replace_parts(data: Any) -> None:
+    data.datasets = [TensorDataset(torch.ones(4)), TensorDataset(torch.ones(4))]
+
+
+def replace_tensors(data: Any) -> None:
+    for part in data.datasets:
+        part.tensors = (torch.ones(4),)
+
+
+def replace_value(data: Any) -> None:
+    data.datasets["a"] = TensorDataset(torch.ones(4))
+
+
+def add_tensor(data: Any) -> None:
+    data.tensors.append(torch.ones(4))
+
+
+def of_a_list() -> Any:
+    data = TensorDataset(torch.zeros(4))
+    data.tensors = [torch.zeros(4)]  # type: ignore[assignment]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: Subset(parts()[0], range(4)), replace_inner),
+        (lambda: StackDataset(*parts()), replace_parts),
+        (lambda: StackDataset(*parts()), replace_tensors),
+        (lambda: StackDataset(**dict(zip("ab", parts(), strict=True))), replace_value),
+        (lambda: ConcatDataset(parts()), replace_parts),
+        (lambda: ConcatDataset(parts()), replace_tensors),
+        (of_a_list, add_tensor),
+    ],
+)
+def test_parts_that_are_replaced_between_batches_are_seen_as_torch_sees_them(
+    make: Callable[[], Any], change: Callable[[Any], None]
+) -> None:
+    found = []
+    for kind in (torch.utils.data.DataLoader, hybridloader.DataLoader):
+        data = make()
+        it = iter(kind(data, 2))
+        batches = [next(it)]
+        change(data)
+        found.append([*batches, next(it)])
+    same([found[0]], [found[1]])
+    first, second = found[1]
+    assert repr(first) != repr(second)
+
+
+def test_getitems_of_one_object_is_asked() -> None:
+    data: Any = TensorDataset(torch.zeros(4))
+    data.__getitems__ = lambda indices: [(torch.tensor(index),) for index in indices]
+    theirs, ours = (
+        outcome(kind(data, 2)) for kind in (torch.utils.data.DataLoader, hybridloader.DataLoader)
+    )
+    same([theirs], [ours])
+    assert next(iter(hybridloader.DataLoader(data, 2)))[0].tolist() == [0, 1]
+
+
+@runtime_checkable
+class Named(Protocol):
+    name: str
+
+
+def test_a_protocol_may_be_in_torchs_map_of_collate_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    functions: Any = default_collate_fn_map
+    monkeypatch.setitem(functions, Named, functions[float])
+    assert gatherer(parts()[0], torch.utils.data.default_collate) is not None
+    assert next(iter(hybridloader.DataLoader([1, 2], 2))).tolist() == [1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from torch.utils.data._utils.worker import WorkerInfo
 
-from hybridloader import DataLoader
+from hybridloader import DataLoader, StatefulDataLoader
 from hybridloader._support import caller
 from hybridloader.engine.worker_info import worker_info_set
 
@@ -60,6 +61,7 @@ class Opening(IterableDataset[int]):
     """Dataset whose iterator has something open until it ends."""
 
     events: ClassVar[list[str]] = []  # of the class, as each worker has a copy of the dataset
+    thread: ClassVar[int]
 
     def __iter__(self) -> Iterator[int]:
         self.events.append("opened")
@@ -67,6 +69,7 @@ class Opening(IterableDataset[int]):
             yield from range(1 << 60)
         finally:
             self.events.append("closed")
+            Opening.thread = threading.get_ident()
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "backend": "threads"}], ids=str)
@@ -78,6 +81,30 @@ def test_a_generator_that_nobody_keeps_ends_with_the_pass(options: dict[str, Any
         next(it)
         it.close()
         assert data.events == ["opened", "closed"] * number
+
+
+class Failing:
+    """`collate_fn` that keeps the thread which it is called on."""
+
+    def __call__(self, batch: list[int]) -> Any:
+        self.thread = threading.get_ident()
+        raise KeyError(batch[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "backend": "threads"}], ids=str)
+def test_a_generator_ends_in_its_worker_though_an_error_of_collate_is_kept(
+    options: dict[str, Any],
+) -> None:
+    """The error's traceback has the frame that read the generator."""
+    data, collate = Opening(), Failing()
+    data.events.clear()
+    it: Any = iter(DataLoader(data, 2, collate_fn=collate, **options))
+    with pytest.raises(KeyError) as kept:
+        next(it)
+    it.close()
+    assert data.events == ["opened", "closed"]
+    assert data.thread == collate.thread
+    assert kept.value is not None
 
 
 # -- samplers and datasets -------------------------------------------------------------------------
@@ -111,6 +138,11 @@ class Wrapped:
 class Together(Numbers):
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [10 * index for index in indices]
+
+
+def test_a_class_is_no_dataset_though_its_objects_are() -> None:
+    with pytest.raises(TypeError, match=r"got the class Together; make one: Together\(\.\.\.\)"):
+        DataLoader(Together, 2)  # type: ignore[arg-type]
 
 
 def test_getitems_of_a_wrapper_is_found_where_torch_finds_it() -> None:
@@ -153,8 +185,14 @@ def test_an_attribute_that_is_read_as_an_option_is_named_when_it_can_not_be_one(
     with pytest.raises(TypeError, match="device") as caught:
         iter(loader)
     (note,) = caught.value.__notes__
-    assert note.startswith("As attributes of a OfAFramework, backend, threads_per_worker, on_error")
+    assert "options: backend, threads_per_worker, on_error" in note
     assert "device" in note
+    assert note.endswith("Rename those of OfAFramework that mean something else.")
+    loader.device = None
+    loader.num_workers = -1
+    with pytest.raises(ValueError, match="num_workers") as caught:  # type: ignore[assignment]
+        iter(loader)
+    assert not hasattr(caught.value, "__notes__")
 
 
 class Streamed(IterableDataset[Any]):
@@ -172,6 +210,28 @@ def test_fewer_workers_for_persistent_ones_count_from_the_next_iterator_on(backe
     loader.num_workers = 1
     assert flat(loader) == first == [0, 0, 1, 1] * 2
     loader._iterator.close()
+
+
+@pytest.mark.filterwarnings("ignore:Streamed has no state_dict")
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("backend", ["inline", "threads"])
+def test_a_state_tells_of_the_workers_that_the_pass_has(backend: str, kind: Any) -> None:
+    def loader(**more: Any) -> Any:
+        return kind(Streamed(), 2, num_workers=2, backend=backend, **more)
+
+    first = loader(persistent_workers=True)
+    list(first)
+    first.num_workers = 1
+    it = iter(first)
+    before = [next(it).tolist()]
+    within = first.state_dict()
+    before += [batch.tolist() for batch in it]
+    again = loader()
+    again.load_state_dict(within)
+    assert before[:1] + [batch.tolist() for batch in again] == before == [[0, 0], [1, 1]] * 2
+    first.load_state_dict(first.state_dict())
+    assert flat(first) == [0, 0, 1, 1] * 2
+    first._iterator.close()
 
 
 # -- workers ---------------------------------------------------------------------------------------
