@@ -59,7 +59,7 @@ def _when_done(call: Future[Any], then: Callable[[Future[Any]], None]) -> None:
 
 
 def _tell(then: Callable[[Future[Any]], None], call: Future[Any]) -> None:
-    if not _here.making and threading.current_thread() is not threading.main_thread():
+    if not _here.making and threading.get_ident() != threading.main_thread().ident:
         _here.is_told = True  # for good: a finalizer may come between two ends, too
     then(call)
 
