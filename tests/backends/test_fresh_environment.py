@@ -123,7 +123,7 @@ def marks() -> Any:
     return info.id, variables, [p for p in sys.path if p.startswith("/of/")], len(of_init_fns)
 
 
-@pytest.mark.parametrize("way", ["fresh", *WAYS])
+@pytest.mark.parametrize("way", [pytest.param("fresh", marks=pytest.mark.full), *WAYS])
 def test_what_one_workers_init_fn_changes_is_that_workers_alone(way: str) -> None:
     found = told(Asked(3, marks), 3, backend=BACKENDS[way], worker_init_fn=mark)
     assert [one["extra"] for one in found] == [
@@ -150,7 +150,7 @@ class Registering(Asked):
         (self.folder / f"{name}-{os.getpid()}").touch()
 
 
-@pytest.mark.parametrize("way", ["fresh", *WAYS])
+@pytest.mark.parametrize("way", [pytest.param("fresh", marks=pytest.mark.full), *WAYS])
 def test_each_worker_runs_its_exit_functions(way: str, tmp_path: Path) -> None:
     found = told(Registering(tmp_path), 2, backend=BACKENDS[way])
     expected = {f"{name}-{one['extra']}" for one in found for name in ("loaded", "read")}

@@ -104,10 +104,7 @@ nothing else comes out where it does not, is a property test below."""
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("ragged", "unsigned") else pytest.mark.full)
-        for name in ODD
-    ],
+    [pytest.param(name, marks=() if name == "ragged" else pytest.mark.full) for name in ODD],
 )
 def test_odd_samples_give_what_torch_gives_or_raise_what_torch_raises(
     plain: Any, name: str

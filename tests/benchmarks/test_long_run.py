@@ -82,7 +82,10 @@ def test_every_kind_of_work_delivers_every_sample(
     kind(work.Job(backend, random.Random(3)))
 
 
-@pytest.mark.parametrize("backend", ["fork", "shared-memory", "spawn"])
+@pytest.mark.parametrize(
+    "backend",
+    ["fork", *(pytest.param(name, marks=pytest.mark.full) for name in ("shared-memory", "spawn"))],
+)
 def test_a_cycle_does_all_of_them(backend: str) -> None:
     tally: Counter[str] = Counter()
     work.cycle(backend, 0, 0, tally)

@@ -32,6 +32,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return importlib.import_module("why_slow")
 
 
+@pytest.mark.full  # 32 s: each cause is a shorter test of tests/observe
 def test_the_example_is_slow_for_the_reasons_that_the_page_gives(
     example: Any, tmp_path: Path
 ) -> None:

@@ -111,7 +111,7 @@ def test_threads_that_hold_the_gil_are_named() -> None:
     assert "processes" in stats.verdict.advice
 
 
-@pytest.mark.parametrize("backend", ["fork", "spawn"])
+@pytest.mark.parametrize("backend", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_results_that_are_dear_to_send_are_named(backend: str) -> None:
     stats = loaded("large", backend, 1)[1]
     assert (stats.verdict.cause, stats.verdict.kind) == ("stage", "transport"), str(stats)

@@ -261,7 +261,7 @@ def test_a_script_may_be_left_with_a_live_iterator(
 @pytest.mark.parametrize(
     ("where", "trial"),
     [
-        ("interrupt at a stage", "threads stuck"),
+        pytest.param("interrupt at a stage", "threads stuck", marks=pytest.mark.full),
         ("interrupt at a stage", "fork stuck"),
         ("interrupt at a stage", "fork going"),
         ("interrupt at a relay", "fork stuck"),
