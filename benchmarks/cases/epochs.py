@@ -67,7 +67,11 @@ _WITHOUT_TORCH = "<= 0.4x torch's time, dataset without torch"
 TARGETS = (
     faster_than_torch("P5", _WITHOUT_TORCH, 2.5, _FRESH, variant="dataset"),
     faster_than_torch("P5", "<= 0.25x torch's time, paths", 4, _FRESH, variant="paths"),
-    Target("P6", "<= 0.2 ms", at_most(0.2, BACKENDS)),
+    Target(
+        *("P6", "<= 0.2 ms", at_most(0.2, BACKENDS)),
+        why="On another machine of two cores (AMD EPYC, 2026-11-22, 2 rounds) threads took 0.164 ms, "
+        "and torch 1.13.",
+    ),
     faster_than_torch("P6", "<= 0.2x torch's time", 5, BACKENDS),
     faster_than_torch(
         *("P8", ">= 20x torch", 20, DATALOADERS),

@@ -128,9 +128,23 @@ def _beside_more_processes(
             yield ours, theirs
 
 
+_ONE_GIL = (
+    "Reading, decoding and the thread that batches share one GIL, and use one core in full. In a trial "
+    "of its own ours took 2.9 to 3.2 ms an item, two bare processes 2.23 to 2.33; with decoding in the "
+    "processes, too, it takes 2.6 to 2.75. An item is 4.45 ms of work for one core. Ours takes 0.9 ms "
+    "more: 0.4 for the thread that batches, most of it in turns at the GIL, 0.2 for the threads that "
+    "give out the tasks, and the rest for waking those that read."
+)
 TARGETS = (
-    Target("P4", ">= 0.95 of all cores together", at_least(0.95, (PIPELINE,), "together")),
-    Target("P4", "ahead of all with as many processes", ahead_with_as_many(1)),
-    Target("P4", "level with torch with 8 to 24 processes", level_with_torch),
-    Target("P4", "<= 0.5x its memory", of_its_memory(0.5)),
+    Target(
+        *("P4", ">= 0.95 of all cores together"),
+        at_least(0.95, (PIPELINE,), "together"),
+        why=_ONE_GIL,
+    ),
+    Target("P4", "ahead of all with as many processes", ahead_with_as_many(1), why=_ONE_GIL),
+    Target("P4", "level with torch with 8 to 24 processes", level_with_torch, why=_ONE_GIL),
+    Target(
+        *("P4", "<= 0.5x its memory", of_its_memory(0.5)),
+        why="With 16 processes of torch's it is met. With 8 there is less to save: ours has two.",
+    ),
 )
