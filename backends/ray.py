@@ -136,23 +136,20 @@ class _RayCrew(engine.Crew):
             self.late = 0.0
             late = [actor for actor in self.actors if actor.placed is None and actor.is_alive()]
             if late:
-                warnings.warn(
-                    f"{len(late)} of {len(self.actors)} workers have no place yet. {late[0].stack()} "
-                    "Ask for less (Ray(num_cpus=...), num_workers=), or add nodes.",
-                    stacklevel=2,
-                )
+                told = f"{len(late)} of {len(self.actors)} workers have no place yet. {late[0].stack()} "
+                told += "Ask for less (Ray(num_cpus=...), num_workers=), or add nodes."
+                warnings.warn(told, stacklevel=2)
 
     def page_lock(self, locks: Any) -> None:
         self.slots.page_lock(locks)
 
     def start(self, worker: int, spec: engine.WorkerSpec) -> None:
-        ray = ray_cluster.package()
         if ray_cluster.connection() != self.connection:  # or Ray would start a cluster unasked
             raise engine.BackendUnavailable("Ray was shut down while the loader had workers there")
         starting = (actor.work for actor in self.actors if not actor.ready)
         work = next((work for sent, work in starting if sent is spec), None)
         if work is None:  # else those that start together share it
-            work = ray.put(engine.work_of(spec))
+            work = ray_cluster.package().put(engine.work_of(spec))
         share = max(1, self.memory // max(1, spec.workers))
         actor = self.actor.remote(worker, work, share)
         self.place(worker, _Actor(self, worker, actor, (spec, work)))
@@ -224,8 +221,7 @@ class _Actor(engine.CallingHandle):
         return future
 
     def is_alive(self) -> bool:
-        ray = ray_cluster.package()
-        return super().is_alive() and ray.is_initialized()
+        return super().is_alive() and ray_cluster.package().is_initialized()
 
     def end(self) -> None:
         ray_cluster.package().kill(self.actor)
@@ -241,8 +237,7 @@ class _Actor(engine.CallingHandle):
         self.work = None, None
 
     def received(self, done: engine.Done, step: Future[Any]) -> engine.Done:
-        ref = step.object_ref  # type: ignore[attr-defined]  # Ray's future holds it
-        result = _Result(done.payload, ref, self.crew.slots)
+        result = _Result(done.payload, step.object_ref, self.crew.slots)  # type: ignore[attr-defined]
         if self.crew.closed:  # nobody is going to take it
             result.discard()
         return done._replace(payload=result)

@@ -128,7 +128,7 @@ TARGETS = (
     Target(
         *("P13", "processes: <= 1.25x the bound", within(1.25, BACKENDS[1:])),
         why="Each worker gets the batches that torch gives it, in turn, so that it draws what torch's "
-        "would. With the times of these samples that rule alone takes 1.09 and 1.23 of the bound. With "
+        "would. With the times of these samples that rule alone takes 1.14 and 1.26 of the bound. With "
         "`seeding='sample'` any worker may make any batch: in a trial of its own, on quiet cores, that "
         "took 1.54 s of lognormal samples, torch's rule 1.93, and torch 2.3.",
     ),
