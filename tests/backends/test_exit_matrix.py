@@ -96,8 +96,8 @@ def part(trials: list[Trial]) -> list[Trial]:
         for group in groups.values()
         if not group[0].stuck and group[0].backend != _other_process(group[0].cause)
     ]
-    # Stuck workers take the two seconds that they may: of them a twelfth.
-    stuck = [group for group in groups.values() if group[0].stuck][::12]
+    # Stuck workers take the two seconds that they may: of them a sixth.
+    stuck = [group for group in groups.values() if group[0].stuck][::6]
     return [group[_turn(group[0]) % len(group)] for group in [*plain, *stuck]]
 
 
