@@ -38,7 +38,7 @@ _ENDED = "the loop has ended"
 
 
 class _Here(threading.local):
-    """What this thread is doing with calls."""
+    """Calls that a thread makes, and whether it is told of their ends."""
 
     making = 0  # calls that it makes now
     is_told = (
