@@ -40,10 +40,10 @@ _ENDED = "the loop has ended"
 class _Here(threading.local):
     """Calls that a thread makes, and whether it is told of their ends."""
 
-    making = 0  # calls that it makes now
-    is_told = (
-        False  # it is the transport's and is told of ends: to wait for one could last for ever
-    )
+    making = 0
+    """Calls that it makes now."""
+    is_told = False
+    """True for a thread of the transport, which is told of ends: to wait for one could last for ever."""
 
 
 _here = _Here()
