@@ -33,8 +33,9 @@ DATALOADERS = ("inline", *WITH_WORKERS)
 """Forms of hybridloader's `DataLoader`."""
 
 PIPELINE = "pipeline"
-HYBRIDS = (PIPELINE, f"{PIPELINE} fork", f"{PIPELINE} spread")
-"""Forms of hybridloader's `Pipeline` of three stages."""
+SPREAD = f"{PIPELINE} spread"
+HYBRIDS = (PIPELINE, f"{PIPELINE} fork", SPREAD)
+"""Forms of hybridloader's `Pipeline` for three kinds of work; `SPREAD` does all of them in processes."""
 
 BY_SAMPLES = (f"{PIPELINE} threads",)
 """hybridloader's `Pipeline` that makes samples on threads, one task each, and batches behind them."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.loaders.work import READERS, Closing, Opener, Running, Work
-from benchmarks.names import BACKENDS, BY_SAMPLES, PIPELINE
+from benchmarks.names import BACKENDS, BY_SAMPLES, PIPELINE, SPREAD
 
 
 def _running(pipeline: Any) -> Running:
@@ -60,5 +60,5 @@ BATCH_OPENERS: dict[str, Opener] = {name: partial(_one_stage, "threads") for nam
 HYBRID_OPENERS: dict[str, Opener] = {
     PIPELINE: partial(_hybrid, "shared-memory"),
     f"{PIPELINE} fork": partial(_hybrid, "fork"),
-    f"{PIPELINE} spread": _spread,
+    SPREAD: _spread,
 }

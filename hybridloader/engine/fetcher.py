@@ -167,7 +167,7 @@ class Fetcher(ABC):
     def begin(self, index: Any, ring: Callable[[], None]) -> Begun:
         """Have threads fetch the samples of a task, and `ring` when they have ended.
 
-        Asked of a worker with threads, if `Fetch.divisible`, or with coroutines, which need no ring.
+        Asked if `Fetch.overlaps`. Coroutines need no ring.
         """
         raise NotImplementedError
 
@@ -239,6 +239,11 @@ class Fetch(ABC):
     def divisible(self) -> bool:
         """True if several workers that share the dataset may fetch the samples of one task."""
         return False
+
+    @property
+    def overlaps(self) -> bool:
+        """True if a worker's threads, or coroutines, may fetch samples of several tasks at a time."""
+        return self.coroutines > 1 or (self.threads > 1 and self.divisible)
 
     def with_dataset(self, dataset: Any) -> Fetch:
         """Return the same work on another copy of the dataset; by default that of a dataclass."""

@@ -65,9 +65,7 @@ class WorkerSpec:
     @property
     def overlaps(self) -> bool:
         """True if a worker's threads, or coroutines, may fetch samples of several tasks at a time."""
-        if self.tracked or self.timed or self.tells:
-            return False
-        return self.fetch.coroutines > 1 or (self.fetch.threads > 1 and self.fetch.divisible)
+        return self.fetch.overlaps and not (self.tracked or self.timed or self.tells)
 
 
 class Task(NamedTuple):

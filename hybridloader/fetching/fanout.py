@@ -87,7 +87,8 @@ class Fanout:
     ) -> _Job:
         """Have `threads` helpers do what `map` does, behind what was begun before; don't wait."""
         job = _Job(function, items, context, what, ring)
-        self._call(min(self.threads, job.count), job)
+        # All threads from the first call on: those of this call may be busy when the next one comes.
+        self._call(min(self.threads, job.count), job, start=self.threads)
         if not self._started:
             job.take_part(helping=True)
         return job
@@ -101,20 +102,21 @@ class Fanout:
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
         self._finalizer.atexit = False
 
-    def _call(self, helpers: int, job: _Job) -> None:
-        """Have `helpers` threads work at `job` too."""
+    def _call(self, helpers: int, job: _Job, *, start: int = 0) -> None:
+        """Have `helpers` threads work at `job` too, of at least `start`."""
         if self._owner != os.getpid():
             self._finalizer.detach()  # its queue may have been in any state when we were forked
             self._start_afresh()
         job.surroundings = _Surroundings()
-        if self._started < min(helpers, self._most):
+        start = max(start, helpers)
+        if self._started < min(start, self._most):
             with self._starting:
-                self._start(helpers, job.surroundings.alone)
+                self._start(start, job.surroundings.alone)
         for _ in range(min(helpers, self._started)):
             self._jobs.put(job)
 
-    def _start(self, helpers: int, alone: bool) -> None:
-        while self._started < min(helpers, self._most):
+    def _start(self, threads: int, alone: bool) -> None:
+        while self._started < min(threads, self._most):
             name = f"hybridloader-fanout-{self._started + 1}"
             thread = threading.Thread(
                 target=_help, args=(self._jobs, alone), name=name, daemon=True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -28,7 +28,7 @@ from hybridloader.fetching.fetch import MapFetch
 from hybridloader.fetching.on_error.error_handler import ErrorHandler, seeded
 from hybridloader.fetching.on_error.item_loop import ItemLoop, Opened
 from hybridloader.fetching.on_error.policies import Policy
-from hybridloader.fetching.on_error.task_results import sendable_items
+from hybridloader.fetching.on_error.task_results import TaskResults, sendable_items
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
@@ -110,7 +110,7 @@ class WorkFetch(Fetch):
     """Work of a stage: a list of items in, a list of results out."""
 
     steps: tuple[Step, ...]  # at least one
-    threads: int = 1  # of a worker, that share the items of one task
+    threads: int = 1  # of a worker
     on_error: Policy | None = None  # retries and replaces here; failures to skip are only noted
 
     @property
@@ -128,6 +128,10 @@ class WorkFetch(Fetch):
     @property
     def coroutines(self) -> int:  # type: ignore[override]  # of others a field
         return self.steps[0].concurrency
+
+    @property
+    def overlaps(self) -> bool:
+        return self.threads > 1 or self.coroutines > 1
 
     def with_dataset(self, dataset: Any) -> WorkFetch:
         steps = tuple(
@@ -172,24 +176,30 @@ class ItemsFetcher(Fetcher):
     ) -> None:
         self._handler, self._context, self._rng = handler, context, context.rng
         enter = None if self._rng is None else numbered_item
-        spread = spread_over(threads, context) if threads > 1 else None
-        self._loop = ItemLoop(opened, handler, context, spread, enter=enter)
+        self._spread = spread_over(threads, context) if threads > 1 else None
+        self._loop = ItemLoop(opened, handler, context, self._spread, enter=enter)
         self._coroutines: Any = opened[0][1] if coroutines else None
 
     def fetch(self, items: list[Any]) -> Any:
-        spared, rng = type(items) is Spared, self._rng
-        if rng is not None:
-            items = list(zip(items, count(rng.take(len(items))), strict=False))
+        spared = type(items) is Spared
+        items = self._numbered(items)
         if self._coroutines is not None:
             items = self._coroutines.through(items)
-        return self._results(items, spared=spared)
+        return self._handed_over(self._loop.run(items, spared=spared))
 
-    def _results(self, items: Iterable[Any], *, spared: bool = False) -> Any:
-        results = self._loop.run(items, spared=spared)
+    def _numbered(self, items: list[Any]) -> list[Any]:
+        rng = self._rng
+        return items if rng is None else list(zip(items, count(rng.take(len(items)))))
+
+    def _handed_over(self, results: TaskResults) -> Any:
         return results.hand_over(self._context) if results.notes else results.values
 
     def begin(self, items: Any, ring: Callable[[], None]) -> Begun:
-        begun: Begun = self._coroutines.begin(items)
+        begun: Begun
+        if self._spread is None:
+            begun = self._coroutines.begin(items)
+        else:
+            begun = self._spread.begin(self._loop.alone, self._numbered(items), ring)
         return begun
 
     def wake(self) -> None:
@@ -197,7 +207,9 @@ class ItemsFetcher(Fetcher):
             self._coroutines.wake()
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
-        return self._results(self._coroutines.ended(index, samples))
+        if self._spread is not None:
+            return self._handed_over(self._loop.joined(samples))
+        return self._handed_over(self._loop.run(self._coroutines.ended(index, samples)))
 
     def close(self) -> None:
         if self._coroutines is not None:

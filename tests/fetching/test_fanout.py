@@ -94,6 +94,18 @@ def test_threads_are_started_when_there_are_items_for_them_and_kept() -> None:
     assert len(fanout_threads() - before) == 4
 
 
+def test_calls_that_are_begun_one_after_the_other_have_all_threads() -> None:
+    mine, function = Fanout(5), together(5)
+    ended: SimpleQueue[None] = SimpleQueue()
+    jobs = [
+        mine.begin(function, items, None, "item", partial(ended.put, None))
+        for items in ([1, 2], [3, 4], [5])
+    ]
+    for _ in jobs:
+        ended.get(timeout=LONG)
+    assert [job.result() for job in jobs] == [[1, 2], [3, 4], [5]]
+
+
 def test_an_error_waits_for_what_is_running_and_later_errors_do_not_hide_it() -> None:
     late_has_raised, ended = threading.Event(), []
 

@@ -293,7 +293,23 @@ def test_threads_of_a_worker_work_at_the_same_time(backend: str) -> None:
     found = list(Pipeline.from_dataset(range(12)).map(meet, **where))
     assert [item for item, _, _ in found] == list(range(12))
     assert len({pid for _, pid, _ in found}) == 1
-    assert len({thread for _, _, thread in found}) == 3
+    # The first task is done by two helpers and the worker's own thread, the next ones by three helpers.
+    assert len({thread for _, _, thread in found[:3]}) == 3
+    assert len({thread for _, _, thread in found}) <= 4
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_a_slow_item_holds_up_one_thread_and_not_the_tasks_behind_it(backend: str) -> None:
+    later = threading.Event()
+
+    def wait_for_later(item: int) -> int:
+        if item == 9:  # in the third task at hand
+            later.set()
+        return item if item != 4 or later.wait(30) else -1
+
+    where: dict[str, Any] = {"backend": backend, "num_workers": 1, "threads_per_worker": 2}
+    assert list(Pipeline.from_dataset(range(12)).map(wait_for_later, **where)) == list(range(12))
 
 
 # -- the metrics -------------------------------------------------------------------------------------

@@ -100,6 +100,14 @@ def test_the_items_are_the_same_wherever_they_are_made(places: str) -> None:
     assert digest(run(pipeline(PLACES[places]))) == expected()
 
 
+@pytest.mark.parametrize("places", ["threads in processes", "threads in threads"])
+def test_and_if_items_of_several_tasks_are_in_work(
+    places: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridloader.engine.under_way._LEAST", 0.0)
+    assert digest(run(pipeline(PLACES[places]))) == expected()
+
+
 @pytest.mark.slow
 def test_and_on_fresh_processes() -> None:
     """Two steps of five, which are fused: a fresh process takes 2 s to import this module."""

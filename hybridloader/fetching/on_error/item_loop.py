@@ -55,11 +55,9 @@ class ItemLoop:
 
     def run(self, items: Iterable[Any], *, spared: bool = False) -> TaskResults:
         """Take the items of a task through the steps; with `spared`, some may be `GivenUp`."""
-        results, context, maps = self.new_results(), self._context, self._maps
         if self._spread is not None:
-            for part in self._spread(self.alone, items):
-                results.extend(part)
-            return results
+            return self.joined(self._spread(self.alone, items))
+        results, context, maps = self.new_results(), self._context, self._maps
         if self._enter is not None:
             items = map(self._enter, items)
         if context.tracked:
@@ -92,6 +90,13 @@ class ItemLoop:
                 del error
             if context.cancelled:
                 raise Abandoned
+        return results
+
+    def joined(self, parts: Iterable[TaskResults]) -> TaskResults:
+        """Return the results of a task whose items went `alone`."""
+        results = self.new_results()
+        for part in parts:
+            results.extend(part)
         return results
 
     def alone(self, item: Any) -> TaskResults:
