@@ -220,7 +220,7 @@ class Fetch(ABC):
     in_turn: ClassVar[bool] = False
     """True if a sample can be read only after those before it."""
     threads: int = 1
-    """Number of threads of a worker, its own included, that fetch the samples of one task."""
+    """Number of threads of a worker that fetch samples."""
     coroutines: int = 0
     """Number of coroutines that a worker has in work at a time; 0: it has none."""
 

@@ -163,8 +163,13 @@ class Meter:
         if ended - began >= _LONG:
             self._parts.append((began, ended, ended - began))
 
-    def tell(self, began: float, fetched: float, ended: float, retried: int) -> Measures:
-        """Return the measures since the last ones, after a task that began and ended then."""
+    def tell(
+        self, began: float, fetched: float, ended: float, retried: int, spent: float = 0.0
+    ) -> Measures:
+        """Return the measures since the last ones, after a task that began and ended then.
+
+        Its samples took the seconds `spent` before, on other threads.
+        """
         last, told, busy = ended - began, self._told, self.busy
         spans = [*self._parts, (began, ended, last)]
         before = busy - sum(seconds for _, _, seconds in spans)
@@ -176,7 +181,7 @@ class Meter:
             busy,
             self._cpu_spent(busy, last),
             *self._waits(ended),
-            (ended - fetched) / last if self.looks and last > 0 else 0.0,
+            (ended - fetched) / (last + spent) if self.looks and last > 0 else 0.0,
             self._reporting,
             retried,
             None if self.slices is None else self.slices.tell(ended + EVERY),

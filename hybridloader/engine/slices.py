@@ -108,10 +108,10 @@ class Slices:
 
     # -- called by the worker, on its own thread ---------------------------------------------------
 
-    def task(self, number: int, fetched: float, ended: float) -> None:
-        """Note the task in hand, which was fetched, and packed."""
+    def task(self, number: int, fetched: float, ended: float, spent: float = 0.0) -> None:
+        """Note the task in hand, which was fetched, and packed; `spent` is that of `Meter.tell`."""
         began = self.began
-        self.on = ended - began >= LONG
+        self.on = ended - began + spent >= LONG
         self.since = ALWAYS if self.on else self._due
         self._idle(began)
         self.add("fetch", began, fetched)

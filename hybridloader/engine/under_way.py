@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hybridloader.engine.fetcher import Begun, TaskContext
-from hybridloader.engine.messages import Done, Event, Task
+from hybridloader.engine.messages import Done, Event, First, Task
 
 _LEAST = 1e-3
 """Seconds that a task takes a worker and its threads, from which the next ones are begun early, until
@@ -37,8 +37,9 @@ class Fetched(NamedTuple):
 class TasksUnderWay:
     """Source of messages for a worker, which begins tasks as they come.
 
-    Messages that are no such task wait until those before them are answered. `next` and `report` are for
-    the worker's loop, in place of the functions given.
+    Messages that are no such task wait until those before them are answered; but not a `First`, as items
+    are numbered when they are begun. `next` and `report` are for the worker's loop, in place of the
+    functions given.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class TasksUnderWay:
         # All the mutable state:
         self._ring: Callable[[], None] | None = None  # called by threads, as samples have ended
         self._mean = 0.0  # seconds of a task, of late
+        self._longest = 0.0  # seconds of a sample of the task that is answered now
         self._early = early  # tasks are begun before those before them are answered
         self._begun: deque[Fetched] = deque()
         self._later: deque[Any] = deque()
@@ -65,11 +67,13 @@ class TasksUnderWay:
         begun, later = self._begun, self._later
         while True:
             if begun and begun[0].samples.ended:
+                # With fewer samples than threads, a task takes as long as one of them.
+                self._longest = max(begun[0].samples.seconds, default=0.0)
                 return begun.popleft()
             if later and self._started(later[0]):
                 later.popleft()
                 continue
-            if later and not begun:
+            if later and (not begun or type(later[0]) is First):
                 return later.popleft()
             waited = bool(begun) and begun[0].samples.wait_here()
             if waited and self._ring is not None:
@@ -96,7 +100,7 @@ class TasksUnderWay:
     def report(self, event: Event) -> None:
         """Report an event, and learn from it."""
         if type(event) is Done:
-            seconds = event.seconds
+            seconds, self._longest = max(event.seconds, self._longest), 0.0
             self._mean = seconds if not self._mean else self._mean + (seconds - self._mean) * _NEW
             self._early = self._mean > (_LEAST / 2 if self._early else _LEAST)
         self._report(event)

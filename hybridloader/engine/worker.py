@@ -261,10 +261,7 @@ class Worker:
         if self.meter is not None:
             now = perf_counter()
             self.meter.part(now - spent, now, here=False)
-        event = self._answer(task, lambda index: fetcher.assemble(samples.result(), index))
-        if isinstance(event, Done):
-            return event._replace(seconds=event.seconds + spent)
-        return event
+        return self._answer(task, lambda index: fetcher.assemble(samples.result(), index), spent)
 
     def _refuse(self, index: Any) -> Any:
         assert self._broken is not None
@@ -281,14 +278,17 @@ class Worker:
         assemble = partial(self._fetcher.assemble, task.results)
         if task.measures and self.meter is not None:
             self.meter.due = float("-inf")  # they go with its own
-        event = self._answer(Task(task.seq, task.items), assemble)
-        if isinstance(event, Done):
-            if event.extras is not None and MEASURES in event.extras:
-                event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
-            return event._replace(worker=task.worker, seconds=event.seconds + sum(task.seconds))
-        return event._replace(worker=task.worker) if isinstance(event, Failed) else None
+        event = self._answer(Task(task.seq, task.items), assemble, sum(task.seconds))
+        if isinstance(event, Done) and event.extras is not None and MEASURES in event.extras:
+            event.extras[MEASURES] = event.extras[MEASURES].joined(task.measures)
+        return event._replace(worker=task.worker) if isinstance(event, (Done, Failed)) else None
 
-    def _answer(self, task: Task, fetch: Callable[[Any], Any] | None = None) -> Event | None:
+    def _answer(
+        self,
+        task: Task,
+        fetch: Callable[[Any], Any] | None = None,
+        spent: float = 0.0,  # seconds that its samples took before
+    ) -> Event | None:
         if self._exhausted:
             return None
         context, fetcher, meter = self.context, self._fetcher, self.meter
@@ -332,16 +332,18 @@ class Worker:
                 meter.busy += ended - began
                 if slices is not None:
                     if on:
-                        slices.task(task.seq, fetched, ended)
+                        slices.task(task.seq, fetched, ended, spent)
                     else:
                         slices.short += 1
-                        if ended - began >= LONG:
+                        if ended - began + spent >= LONG:
                             slices.since = ALWAYS
                 if (ended >= meter.due or context.retried) and (on or slices is None):
                     retried = context.take_retried()
-                    context.add(MEASURES, meter.tell(began, fetched, ended, retried))
+                    context.add(MEASURES, meter.tell(began, fetched, ended, retried, spent))
             extras = None if context.extras is None else context.take_extras()
-            return Done(self.worker, task.seq, payload, ended - began, fetcher.position, extras)
+            return Done(
+                self.worker, task.seq, payload, ended - began + spent, fetcher.position, extras
+            )
         except EndOfShard:
             self._exhausted = True
             return Exhausted(self.worker, task.seq, self._position, self._state_now())

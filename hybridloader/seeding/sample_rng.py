@@ -66,6 +66,7 @@ class Now(threading.local):
     digest: bytes | None = None  # hash of the sample's key; None outside of any sample
     own: Any = None  # generators that the sample has asked for: see `rng`
     item: bytes = b""  # number of the item that a stage works on
+    first: bytes = b""  # key of the first sample of the task in hand
     generators: Any = GLOBALS  # that code on this thread draws from: `GLOBALS`, or its own instead
 
 
@@ -83,7 +84,6 @@ class SampleRng:
         self.worker, self._number = worker, number
         # All the mutable state:
         self._parts: dict[int, SampleRng] = {}  # by the number of their function
-        self.first: bytes = b""  # key of the first sample of the task in hand
         self.begin(origin)
 
     def begin(self, origin: Origin) -> None:
@@ -157,7 +157,7 @@ class SampleRng:
 
     def seeded_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return `collate_fn`, seeded by the first sample of the task in hand."""
-        return lambda samples: self.call(COLLATE, self.first, collate_fn, samples)
+        return lambda samples: self.call(COLLATE, now.first, collate_fn, samples)
 
     def seeded_shard(
         self, make: Callable[[], Iterator[Any]], *, later: bool = False
@@ -196,12 +196,12 @@ class SampleRng:
 
     def task(self, key: Callable[[Any], bytes], function: Callable[[Any], T], index: Any) -> T:
         """Return ``function(index)``, the result of a task, collation seeded by ``key(index)``."""
-        outer = now.digest, now.own, now.item  # a sample may have a loader of its own
-        self.first = key(index)
+        outer = now.digest, now.own, now.item, now.first  # a sample may have a loader of its own
+        now.first = key(index)
         try:
             return function(index)
         finally:
-            now.digest, now.own, now.item = outer
+            now.digest, now.own, now.item, now.first = outer
 
 
 def numbered_item(pair: tuple[Any, int]) -> Any:

@@ -72,6 +72,12 @@ def test_short_tasks_are_told_together_and_long_ones_alone() -> None:
     assert last.wait_for_core is None
 
 
+def test_packing_is_a_share_of_all_that_a_task_took_on_threads_too() -> None:
+    meter = Meter(Metering(None), FakeClock(1.0))
+    found = meter.tell(1.0, 1.001, 1.004, 0, 0.016)  # fetched before, for 16 ms; packed for 3
+    assert found.packing == pytest.approx(3 / 20)
+
+
 def test_what_a_thread_does_between_its_tasks_is_not_theirs() -> None:
     clock, cpu = FakeClock(1.0), FakeClock()
     meter = Meter(Metering(cpu, alone=False), clock)
