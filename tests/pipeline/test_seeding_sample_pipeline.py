@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -106,6 +107,29 @@ def test_and_if_items_of_several_tasks_are_in_work(
 ) -> None:
     monkeypatch.setattr("hybridloader.engine.under_way._LEAST", 0.0)
     assert digest(run(pipeline(PLACES[places]))) == expected()
+
+
+def test_batches_that_threads_make_at_once_are_collated_with_their_own_seeds() -> None:
+    second_began = threading.Event()
+
+    class Waiting:
+        def __getitem__(self, index: int) -> int:
+            if index == 2:
+                second_began.set()
+            return index if second_began.wait(30) else -1
+
+    def collated(where: Any, dataset: Any) -> list[Any]:
+        pipe = Pipeline.from_dataset(
+            dataset,
+            batch_sampler=[[0, 1], [2, 3]],
+            collate_fn=lambda samples: (samples, random.random()),
+            seeding="sample",
+            **where,
+        )
+        return list(pipe.run(seed=9))
+
+    found = collated(threads(1, threads_per_worker=2), Waiting())
+    assert found == collated(INLINE, range(4))
 
 
 @pytest.mark.slow
