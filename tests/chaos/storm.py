@@ -352,6 +352,10 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["fork", "shared-memory", "threads"])
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
+    if "ray" in options.backends:
+        import ray
+
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     total: Counter[str] = Counter()
     epochs = samples = restarts = 0
     began = time.monotonic()
