@@ -192,6 +192,7 @@ class PassStart:
         if progress.iterable:
             progress.begin(first, None)
             return indices
+        indices = self._plan.samplers.drawn_in_batches(indices)
         leads = self._leads()
         progress.begin(first, ahead, leads)
         access = self._plan.samplers.state_access(indices)

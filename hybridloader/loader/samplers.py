@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from inspect import GEN_CREATED, getgeneratorstate, isgenerator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -155,6 +157,19 @@ class Samplers(NamedTuple):
         """Give such a sampler another epoch, if it has a different one."""
         if epoch is not None and self.told_epoch != epoch:
             self._seeded.set_epoch(epoch)
+
+    def drawn_in_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return what `batches` are, drawn a batch at a time where the sampler of samples can do that.
+
+        One by one, its indices cost the calling thread 3 times as much.
+        """
+        inner = self.chain[-1]
+        of_one = attribute(inner, "batches") if len(self.chain) == 2 and is_ours(inner) else None
+        if of_one is None or type(self.outer) is not BatchSampler:
+            return batches
+        if not isgenerator(batches) or getgeneratorstate(batches) != GEN_CREATED:
+            return batches
+        return iter(of_one(self.outer.batch_size, self.outer.drop_last))
 
     def draw_seed(self) -> int:
         """Draw the seed of the workers, as torch does."""

@@ -126,8 +126,8 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     def _left(self, epoch: int, position: int) -> bool:
         return self._n - position >= (self.num_replicas if self.uneven == "drop" else 1)
 
-    def _items(self, place: SamplerPlace) -> list[int]:
-        steps = min(self._BLOCK, self._steps(place.position))
+    def _items(self, place: SamplerPlace, most: int) -> list[int]:
+        steps = min(most, self._steps(place.position))
         if steps <= 0:
             return []
         first = place.position + self.rank

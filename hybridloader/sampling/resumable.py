@@ -86,9 +86,9 @@ class ResumableSampler(Sampler[T_co]):
         """True if `epoch` goes on at `position`."""
         return position < self._positions(epoch)
 
-    def _items(self, place: SamplerPlace) -> list[Any]:
-        """Some items that follow `place`; none at the end."""
-        stop = min(place.position + self._BLOCK, self._positions(place.epoch))
+    def _items(self, place: SamplerPlace, most: int) -> list[Any]:
+        """The `most` items that follow `place`, or as many as there are."""
+        stop = min(place.position + most, self._positions(place.epoch))
         return self._read(place.epoch, place.position, stop)
 
     def _agreement(self) -> dict[str, Any]:
@@ -96,14 +96,41 @@ class ResumableSampler(Sampler[T_co]):
         return {"n": self._n, **{name: getattr(self, name) for name in self._STATED}}
 
     def __iter__(self) -> Iterator[T_co]:
-        place = self._upcoming()  # with the first item
-        self._next, self._begun, self._place = None, place.epoch, place
         step = self._step
-        while items := self._items(place):
+        for place, items in self._blocks(self._BLOCK):
             for item in items:
                 place.position += step
                 self._place = place
                 yield item
+
+    def batches(self, batch_size: int, drop_last: bool) -> Iterator[list[T_co]]:
+        """The batches that torch's `BatchSampler` makes of this sampler, which cost less this way.
+
+        Parameters
+        ----------
+        batch_size
+            Items of a batch.
+        drop_last
+            Leave out the last batch if it has fewer.
+        """
+        for place, items in self._blocks(max(1, self._BLOCK // batch_size) * batch_size):
+            if drop_last:
+                del items[len(items) // batch_size * batch_size :]
+            for start in range(0, len(items), batch_size):
+                batch = items[start : start + batch_size]
+                place.position += self._step * len(batch)
+                self._place = place
+                yield batch
+
+    def _blocks(self, most: int) -> Iterator[tuple[SamplerPlace, list[T_co]]]:
+        """Begin an epoch, and give up to `most` items at a time; their reader moves the place on."""
+        place = self._upcoming()  # with the first item
+        self._next, self._begun, self._place = None, place.epoch, place
+        items = self._items(place, most)
+        while len(items) == most:
+            yield place, items
+            items = self._items(place, most)
+        yield place, items
         if self._place is place:
             self._place = None
 

@@ -6,6 +6,7 @@ environment. Both ranks do everything there is to do once, and write down what t
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pickle
@@ -33,8 +34,11 @@ LENGTH = 26
 """Number of samples, no multiple of two batches: accelerate evens out the end."""
 
 WORLD = 2
-LIMIT = 100
-"""Seconds for both ranks; two imports of accelerate beside each other are most of the 8 they take."""
+LIMIT = 80
+"""Seconds for each rank; two imports of accelerate beside each other are most of the 8 they take.
+
+A rank that takes longer prints where each of its threads is, and ends.
+"""
 
 
 class Counted(IterableDataset[torch.Tensor]):
@@ -57,6 +61,7 @@ def flat(loader: Any) -> list[Any]:
 
 
 def rank_main(folder: Path) -> None:
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -144,7 +149,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         )
     try:
         for rank, process in enumerate(running):
-            _, told = process.communicate(timeout=LIMIT)
+            _, told = process.communicate(timeout=LIMIT + 20)
             assert process.returncode == 0, f"rank {rank}: {told[-4000:]}"
     finally:
         for process in running:

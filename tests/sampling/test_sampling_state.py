@@ -8,7 +8,7 @@ import json
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
 
 import hybridloader
 from hybridloader.sampling import (
@@ -127,6 +128,32 @@ def test_an_iteration_that_was_left_is_an_epoch_too(make: Callable[[], Any]) -> 
     assert next(iter(sampler)) == plain[0][0]
     assert sampler.epoch == 0
     assert list(sampler) == plain[1]
+
+
+@made
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 7, 50])
+def test_batches_and_the_states_beside_them_are_those_of_torchs_batch_sampler(
+    make: Callable[[], Any], size: int, drop_last: bool
+) -> None:
+    sampler, other = make(), make()
+    for _ in range(2):
+        torchs = iter(BatchSampler(sampler, size, drop_last))
+        ours = other.batches(size, drop_last)
+        # A difference of their lengths is one too: then a batch stands beside None.
+        for one, another in zip_longest(torchs, ours):
+            assert one == another
+            assert sampler.state_dict() == other.state_dict()
+        assert sampler.state_dict() == other.state_dict()
+
+
+def test_the_state_is_that_of_the_batches_that_were_drawn_last() -> None:
+    sampler = ShuffleSampler(23, 3)
+    first, second = sampler.batches(4, False), sampler.batches(4, False)
+    for batches, place in [(first, (0, 4)), (second, (1, 4)), (first, (0, 8)), (second, (1, 8))]:
+        next(batches)
+        state = sampler.state_dict()
+        assert (state["epoch"], state["position"]) == place
 
 
 @made
