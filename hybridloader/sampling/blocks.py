@@ -162,7 +162,7 @@ class BlockOrder:
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:
-        self._key = seed, epoch
+        self._key, self._window = (seed, epoch), window
         order = Permutation(len(sizes), seed, epoch, purpose="blocks").read(0, len(sizes))
         ends = np.cumsum(sizes[order])
         # First index of a block, less its first place in this order.
@@ -174,16 +174,17 @@ class BlockOrder:
     def take(self, positions: Ints) -> Ints:
         """The indices at `positions`, which must be from 0 to below the number of samples."""
         windows = np.searchsorted(self._bounds, positions, "right") - 1
-        by_window = np.argsort(windows, kind="stable")
-        found, firsts = np.unique(windows[by_window], return_index=True)
-        places = np.empty(len(positions), np.int64)
-        parts = np.split(by_window, firsts[1:])
-        for window, part in zip(found.tolist(), parts, strict=False):
+        indices = np.empty(len(positions), np.int64)
+        changes = np.flatnonzero(windows[1:] != windows[:-1]) + 1  # few: positions mostly ascend
+        for window in sorted({*windows[:1].tolist(), *windows[changes].tolist()}):
+            part = np.flatnonzero(windows == window)
             start, stop = self._bounds[window : window + 2].tolist()
             shuffled = _window_order(stop - start, *self._key, window)
-            places[part] = start + shuffled.take(positions[part] - start)
-        block = np.searchsorted(self._ends, places, "right")
-        indices: Ints = places + self._shift[block]
+            places = start + shuffled.take(positions[part] - start)
+            first = window * self._window  # among its own blocks, one is found sooner
+            ends = self._ends[first : first + self._window]
+            block = first + np.searchsorted(ends, places, "right")
+            indices[part] = places + self._shift[block]
         return indices
 
 

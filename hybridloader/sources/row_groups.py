@@ -140,38 +140,58 @@ class RowGroups:
         self._idle: list[_OpenFile] = []  # remote files that nobody reads, the last one used last
         self._closed = False
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
-        self._bytes = 0
+        self._bytes = self._largest = 0  # of all, and of the largest that there was
         self._dropped: deque[tuple[int, int]] = deque(maxlen=_LATELY)
         self._again = 0  # row groups that were decoded again, of those
 
     def get(
-        self, file: ParquetFile, group: int, columns: Sequence[str], condition: Any, rows: int
-    ) -> Columns:
+        self,
+        file: ParquetFile,
+        group: int,
+        columns: Sequence[str],
+        condition: Any,
+        rows: int,
+        *,
+        wait: bool = True,
+    ) -> Columns | None:
         """Return the row group of number `group` in its file.
 
-        Raises `SourceError` if it has not the `rows` rows that were counted.
+        None if another thread decodes it, and this one shall not `wait`. Raises `SourceError` if it has
+        not the `rows` rows that were counted.
         """
         key = file.number, group
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
-        with entry.lock:
+        if entry.columns is not None:
+            return entry.columns
+        if not entry.lock.acquire(blocking=wait):
+            return None
+        try:
             if entry.columns is None:
                 found = self._read(file, group, columns, condition)
-                if len(found.table) != rows:
+                if len(found) != rows:
                     raise SourceError(
-                        f"{file.name}, row group {group} has {len(found.table)} rows, and had {rows} "
-                        "when it was indexed; make the Parquet again"
+                        f"{file.name}, row group {group} has {len(found)} rows, and had {rows} when it "
+                        "was indexed; make the Parquet again"
                     )
                 entry.columns = found
                 self._keep(key, found.nbytes)
             return entry.columns
+        finally:
+            entry.lock.release()
+
+    @property
+    def has_room(self) -> bool:
+        """True if another row group, as large as the largest so far, would drop none."""
+        return self._bytes + self._largest <= self._limit
 
     def _keep(self, key: tuple[int, int], size: int) -> None:
         with self._lock:
             if key not in self._entries:  # closed meanwhile
                 return
             self._bytes += size
+            self._largest = max(self._largest, size)
             self._again += key in self._dropped
             for old in [*self._entries]:
                 if self._bytes <= self._limit:

@@ -19,7 +19,7 @@ from support.http_store import HttpStore
 
 from hybridloader import BlockShuffleSampler, DataLoader, Pipeline, Skip, SourceError, StoreError
 from hybridloader.sources import Parquet
-from hybridloader.sources.row_groups import ParquetFile
+from hybridloader.sources.row_groups import ParquetFile, RowGroups
 from hybridloader.sources.store import Store
 
 pa = pytest.importorskip("pyarrow")
@@ -153,8 +153,6 @@ def test_a_filter_counts_rows_and_leaves_out_row_groups(folder: Path) -> None:
 def test_row_groups_are_read_once_in_a_window_and_kept_within_the_bound(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridloader.sources.row_groups import RowGroups
-
     read = RowGroups._read
     seen: list[int] = []
     lock = threading.Lock()

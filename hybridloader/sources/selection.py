@@ -1,0 +1,131 @@
+"""`Selection`: the samples of a batch, as rows of row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridloader.sources.columns import Columns, Ints
+
+
+class Part(NamedTuple):
+    """Rows of one row group. A slice if the samples of a batch follow each other."""
+
+    columns: Columns
+    rows: Ints | slice
+
+
+class Selection(NamedTuple):
+    """Samples of a batch."""
+
+    parts: Sequence[Part]
+    """Samples that stand in the same row group, one group after the other."""
+    order: Ints | None
+    """The place of each sample of the batch among those of the parts; None: they are in order."""
+    size: int
+    """Number of samples."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the samples as dicts of Python's objects."""
+        return self._listed(_rows_of(columns.table, rows) for columns, rows in self.parts)
+
+    def tensors(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return these columns of the batch: tensors of numbers, and lists of Python's objects."""
+        batch: dict[str, Any] = dict.fromkeys(names)
+        alike: dict[Any, list[str]] = {}
+        first = self.parts[0]
+        for name in names:
+            array = first.columns.array(name)
+            if array is None:
+                batch[name] = self._listed(
+                    _rows_of(columns.table.column(name), rows) for columns, rows in self.parts
+                )
+            elif array.ndim > 1:
+                batch[name] = self._tensor(name, array)
+            else:
+                alike.setdefault(array.dtype, []).append(name)
+        for several in alike.values():
+            batch.update(zip(several, self._side_by_side(tuple(several)), strict=True))
+        return batch
+
+    def _listed(self, parts: Iterator[list[Any]]) -> list[Any]:
+        found = list(chain.from_iterable(parts))
+        return found if self.order is None else [found[place] for place in self.order.tolist()]
+
+    def _tensor(self, name: str, first: npt.NDArray[Any]) -> Any:
+        """Return a column of arrays; `first` is that of the first part."""
+        tensor = _empty((self.size, *first.shape[1:]), first.dtype)
+        target = tensor.numpy()
+        part = target if self.order is None else np.empty_like(target)
+        stop = 0
+        for columns, rows in self.parts:
+            array: Any = columns.array(name)
+            if isinstance(rows, slice):
+                start, stop = stop, stop + rows.stop - rows.start
+                part[start:stop] = array[rows]
+            else:
+                start, stop = stop, stop + len(rows)
+                # With "raise" for "clip" it would copy twice.
+                array.take(rows, axis=0, out=part[start:stop], mode="clip")
+        if self.order is not None:
+            # An assignment by an index takes twice as long as two takes that write where they are to.
+            part.take(self.order, axis=0, out=target, mode="clip")
+        return tensor
+
+    def _side_by_side(self, names: tuple[str, ...]) -> Sequence[Any]:
+        """Return columns of one dtype, each with memory of its own.
+
+        19 columns of 4,096 samples from 8 row groups take 0.22 ms this way and 0.55 one by one. On two
+        threads at once, these take 0.9 and 0.27: each of the 171 short calls lets the GIL go.
+        """
+        import torch
+
+        from hybridloader.fetching.collate import slot_for
+
+        found = [_taken(columns.matrix(names), rows) for columns, rows in self.parts]
+        joined = found[0] if len(found) == 1 else np.concatenate(found)
+        matrix = torch.from_numpy(joined if self.order is None else joined.take(self.order, axis=0))
+        unbind_copy: Any = torch.unbind_copy  # torch's stubs know only the form with `out`
+        slot = slot_for((self.size,), matrix.dtype)
+        if slot is None:
+            return unbind_copy(matrix, 1)  # type: ignore[no-any-return]
+        out = [slot, *(_empty((self.size,), joined.dtype) for _ in names[1:])]
+        unbind_copy(matrix, 1, out=out)
+        return out
+
+
+def _taken(array: npt.NDArray[Any], rows: Ints | slice) -> npt.NDArray[Any]:
+    return array[rows] if isinstance(rows, slice) else array.take(rows, axis=0)
+
+
+def _rows_of(values: Any, rows: Ints | slice) -> list[Any]:
+    """Return rows of a table, or values of a column of pyarrow's."""
+    if isinstance(rows, slice):
+        values = values.slice(rows.start, rows.stop - rows.start)
+    else:
+        values = values.take(rows)
+    found: list[Any] = values.to_pylist()
+    return found
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a new tensor, in shared memory where the batch goes to another process."""
+    import torch
+
+    from hybridloader.fetching.collate import slot_for
+
+    kind = _dtype_of(dtype)
+    slot = slot_for(shape, kind)
+    return torch.empty(shape, dtype=kind) if slot is None else slot
+
+
+@cache
+def _dtype_of(dtype: npt.DTypeLike) -> Any:
+    import torch
+
+    return torch.from_numpy(np.empty(0, dtype)).dtype
