@@ -355,7 +355,8 @@ def main() -> None:
     if "ray" in options.backends:
         import ray
 
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        # Two steps of five workers each, and those that have not gone yet.
+        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     total: Counter[str] = Counter()
     epochs = samples = restarts = 0
     began = time.monotonic()
