@@ -275,10 +275,10 @@ def test_going_on_in_the_middle_of_many_costs_nothing_by_the_place() -> None:
     asked = 0
 
     class Counting(ShuffleSampler):
-        def _items(self, place: Any) -> list[int]:
+        def _items(self, place: Any, most: int) -> list[int]:
             nonlocal asked
             asked += 1
-            return super()._items(place)
+            return super()._items(place, most)
 
     length = 100_000_000
     loader = DataLoader(range(length), 256, sampler=Counting(length, seed=0))  # type: ignore[arg-type]
