@@ -312,8 +312,7 @@ def test_three_epochs_are_theirs(made: str, workers: int, backend: str) -> None:
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """States are taken each time, however busy the machine is: torchdata knows no others."""
-    for name in ("FREE", "_COLD"):
-        monkeypatch.setattr(f"hybridloader._support.cadence.{name}", 60.0)
+    monkeypatch.setattr("hybridloader._support.cadence.SHARE", 1)
 
 
 @pytest.mark.usefixtures("cheap")
