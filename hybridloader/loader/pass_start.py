@@ -192,7 +192,7 @@ class PassStart:
         if progress.iterable:
             progress.begin(first, None)
             return indices
-        indices = self._plan.samplers.drawn_in_batches(indices)
+        indices = self._plan.samplers.drawn_in_batches(indices, arrays=self._plan.takes_arrays)
         leads = self._leads()
         progress.begin(first, ahead, leads)
         access = self._plan.samplers.state_access(indices)

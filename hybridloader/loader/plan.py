@@ -113,6 +113,13 @@ class LoaderPlan:
         return parse_seeding(self.options.seeding) is not None
 
     @property
+    def takes_arrays(self) -> bool:
+        """True if the dataset makes a batch of an array of indices, and nobody else looks at them."""
+        if attribute(self.dataset, "takes_arrays", False) is not True:
+            return False
+        return not self.seeded_by_sample and self.options.on_error == "raise"
+
+    @property
     def joins(self) -> bool:
         """True if what is left over of the workers' shards is joined to full batches."""
         return self.options.shard_remainders == "join"

@@ -126,16 +126,15 @@ class DistributedShuffleSampler(ResumableSampler[int]):
     def _left(self, epoch: int, position: int) -> bool:
         return self._n - position >= (self.num_replicas if self.uneven == "drop" else 1)
 
-    def _items(self, place: SamplerPlace, most: int) -> list[int]:
+    def _items(self, place: SamplerPlace, most: int) -> Ints:
         steps = min(most, self._steps(place.position))
         if steps <= 0:
-            return []
+            return np.empty(0, np.int64)
         first = place.position + self.rank
         positions = first + self.num_replicas * np.arange(steps, dtype=np.int64)
         if positions[-1] >= self._n:  # only where padded
             positions %= self._n
-        items: list[int] = self._indices(place.epoch, positions).tolist()
-        return items
+        return self._indices(place.epoch, positions)
 
     def _indices(self, epoch: int, positions: Ints) -> Ints:
         """The indices at `positions` of the order of `epoch`, that of all ranks."""

@@ -8,7 +8,7 @@ state to save beside a batch is the one that the sampler had at that batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from torch.utils.data import Sampler
@@ -19,6 +19,9 @@ from hybridloader.sampling.arguments import LARGEST, seed_of
 from hybridloader.sampling.permutation import BLOCK
 
 T_co = TypeVar("T_co", covariant=True)
+
+Items = Any
+"""Several items: a list, or an array if they are numbers."""
 
 VERSION = 1
 """Version of the state. It changes with the meaning of a field, and with the order of a seed."""
@@ -74,7 +77,7 @@ class ResumableSampler(Sampler[T_co]):
         self._begun = 0  # the epoch of the iteration that began last
         self._place: SamplerPlace | None = None  # of the iteration that yielded last, until it ends
 
-    def _read(self, epoch: int, start: int, stop: int) -> list[Any]:
+    def _read(self, epoch: int, start: int, stop: int) -> Items:
         """The items from position `start` to before `stop`."""
         raise NotImplementedError
 
@@ -86,7 +89,7 @@ class ResumableSampler(Sampler[T_co]):
         """True if `epoch` goes on at `position`."""
         return position < self._positions(epoch)
 
-    def _items(self, place: SamplerPlace, most: int) -> list[Any]:
+    def _items(self, place: SamplerPlace, most: int) -> Items:
         """The `most` items that follow `place`, or as many as there are."""
         stop = min(place.position + most, self._positions(place.epoch))
         return self._read(place.epoch, place.position, stop)
@@ -98,12 +101,14 @@ class ResumableSampler(Sampler[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         step = self._step
         for place, items in self._blocks(self._BLOCK):
-            for item in items:
+            for item in _listed(items):
                 place.position += step
                 self._place = place
                 yield item
 
-    def batches(self, batch_size: int, drop_last: bool) -> Iterator[list[T_co]]:
+    def batches(
+        self, batch_size: int, drop_last: bool, *, arrays: bool = False
+    ) -> Iterator[Sequence[T_co]]:
         """The batches that torch's `BatchSampler` makes of this sampler, which cost less this way.
 
         Parameters
@@ -112,17 +117,19 @@ class ResumableSampler(Sampler[T_co]):
             Items of a batch.
         drop_last
             Leave out the last batch if it has fewer.
+        arrays
+            Give batches of numbers as arrays of int64: no number is then an object of Python's.
         """
         for place, items in self._blocks(max(1, self._BLOCK // batch_size) * batch_size):
-            if drop_last:
-                del items[len(items) // batch_size * batch_size :]
-            for start in range(0, len(items), batch_size):
+            items = items if arrays else _listed(items)
+            stop = len(items) // batch_size * batch_size if drop_last else len(items)
+            for start in range(0, stop, batch_size):
                 batch = items[start : start + batch_size]
                 place.position += self._step * len(batch)
                 self._place = place
                 yield batch
 
-    def _blocks(self, most: int) -> Iterator[tuple[SamplerPlace, list[T_co]]]:
+    def _blocks(self, most: int) -> Iterator[tuple[SamplerPlace, Items]]:
         """Begin an epoch, and give up to `most` items at a time; their reader moves the place on."""
         place = self._upcoming()  # with the first item
         self._next, self._begun, self._place = None, place.epoch, place
@@ -205,3 +212,8 @@ class ResumableSampler(Sampler[T_co]):
         if position and not self._left(epoch, position):
             return epoch + 1, 0
         return epoch, position
+
+
+def _listed(items: Items) -> list[Any]:
+    found: list[Any] = items if isinstance(items, list) else items.tolist()
+    return found

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
+import numpy as np
+import numpy.typing as npt
+
 from hybridloader.sampling.arguments import count_of
 from hybridloader.sampling.permutation import Permutation, order_of
 from hybridloader.sampling.resumable import ResumableSampler
@@ -49,6 +52,5 @@ class ShuffleSampler(ResumableSampler[int]):
         """The k-th index of the epoch `self.epoch`."""
         return self.order()[k]
 
-    def _read(self, epoch: int, start: int, stop: int) -> list[int]:
-        items: list[int] = self.order(epoch).read(start, stop).tolist()
-        return items
+    def _read(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        return self.order(epoch).read(start, stop)

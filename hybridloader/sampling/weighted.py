@@ -152,7 +152,7 @@ class WeightedSampler(ResumableSampler[int]):
     def at(self, k: int) -> int:
         """The k-th draw of the epoch `self.epoch`."""
         k = whole("k", k, 0, self.num_samples - 1)
-        return self._read(self.epoch, k, k + 1)[0]
+        return int(self._read(self.epoch, k, k + 1)[0])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_chosen": None}
@@ -163,15 +163,12 @@ class WeightedSampler(ResumableSampler[int]):
     def _positions(self, epoch: int) -> int:
         return self.num_samples
 
-    def _read(self, epoch: int, start: int, stop: int) -> list[int]:
+    def _read(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         if self._sums is not None:
-            found = self._sums.find(uniform_draws(self.seed, epoch, start, stop))
-        else:
-            if self._chosen is None or self._chosen[0] != epoch:
-                self._chosen = epoch, self._choose(epoch)
-            found = self._chosen[1][start:stop]
-        items: list[int] = found.tolist()
-        return items
+            return self._sums.find(uniform_draws(self.seed, epoch, start, stop))
+        if self._chosen is None or self._chosen[0] != epoch:
+            self._chosen = epoch, self._choose(epoch)
+        return self._chosen[1][start:stop]
 
     def _choose(self, epoch: int) -> npt.NDArray[np.int64]:
         """An epoch of draws without replacement.

@@ -147,6 +147,18 @@ def test_batches_and_the_states_beside_them_are_those_of_torchs_batch_sampler(
         assert sampler.state_dict() == other.state_dict()
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("make", [MADE[name] for name in ("shuffle", "rank, drop", "blocks")])
+def test_batches_of_numbers_may_be_arrays(make: Callable[[], Any], drop_last: bool) -> None:
+    lists, arrays = make(), make()
+    for one, another in zip_longest(
+        lists.batches(5, drop_last), arrays.batches(5, drop_last, arrays=True)
+    ):
+        assert another.dtype == np.int64
+        assert another.tolist() == one
+        assert arrays.state_dict() == lists.state_dict()
+
+
 def test_the_state_is_that_of_the_batches_that_were_drawn_last() -> None:
     sampler = ShuffleSampler(23, 3)
     first, second = sampler.batches(4, False), sampler.batches(4, False)

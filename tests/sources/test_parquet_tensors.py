@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import DataLoader, SourceError
+from hybridloader import BlockShuffleSampler, DataLoader, SourceError
 from hybridloader.sources import Parquet
 from hybridloader.sources.row_groups import RowGroups
 
@@ -173,4 +173,35 @@ def test_a_full_cache_is_not_filled_ahead(wide: Parquet, monkeypatch: pytest.Mon
         for batch, start in zip(found, (0, 8), strict=True):
             check_wide(batch.result(60), list(range(start, start + 8)))
     assert decoding.begun.empty()
+    rows.close()
+
+
+class Asked(Parquet):
+    """Keeps the types of what it is asked for."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        asked.append(type(indices))
+        return super().__getitems__(indices)
+
+
+asked: list[type] = []
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({}, np.ndarray), ({"on_error": "skip"}, list), ({"seeding": "sample"}, list)],
+)
+def test_samplers_of_ours_ask_for_arrays_where_nobody_else_looks_at_them(
+    tmp_path: Path, options: dict[str, Any], kind: type
+) -> None:
+    path = tmp_path / "numbers.parquet"
+    pq.write_table(pa.table({"x": np.arange(50)}), path, row_group_size=8)
+    rows = Asked(path, tensors=True)
+    sampler = BlockShuffleSampler(rows, seed=0, window=3)
+    wanted = [list(range(50))[at] for at in sampler]
+    asked.clear()
+    sampler.set_epoch(0)
+    loader = DataLoader(rows, 7, sampler=sampler, collate_fn=Parquet.collate_fn, **options)
+    assert torch.cat([batch["x"] for batch in loader]).tolist() == wanted
+    assert set(asked) == {kind}
     rows.close()
