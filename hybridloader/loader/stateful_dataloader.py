@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hybridloader.engine.restart import RestartPolicy
     from hybridloader.fetching.on_error.policies import Replace, Retry, Skip
     from hybridloader.memory.accelerator import Accelerator
+    from hybridloader.observe.reporting import Observe
     from hybridloader.seeding.sample_seeds import SampleSeeding
 
 _OURS = inspect.signature(DataLoader).parameters
@@ -117,7 +118,7 @@ device, observe
         seeding: str | SampleSeeding = "worker",
         shard_remainders: str = "keep",
         device: str | torch.device | Accelerator | Transfer | None = None,
-        observe: bool = False,
+        observe: bool | Observe = False,
     ) -> None:
         given = dict(locals())
         self.snapshot_every_n_steps = snapshot_every_n_steps
