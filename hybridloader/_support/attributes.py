@@ -71,6 +71,14 @@ def own_attributes(thing: Any) -> dict[str, Any]:
     return found
 
 
+def length_of(thing: Any) -> int | None:
+    """Return ``len(thing)``, or None if it has none, or one that raises `NotImplementedError`."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def close(thing: Any) -> None:
     """Close what can be closed; most iterators hold nothing and have no `close`."""
     shut = attribute(thing, "close")

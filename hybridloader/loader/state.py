@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from hybridloader._support.attributes import length_of
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import (
     Frozen,
@@ -94,13 +95,6 @@ def agreement(plan: LoaderPlan) -> dict[str, Any]:
     if plan.iterable:
         own["shard_remainders"] = plan.options.shard_remainders
     return own
-
-
-def length_of(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 START, WITHIN, END = "start", "within", "end"

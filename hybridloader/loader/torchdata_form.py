@@ -15,19 +15,12 @@ from typing import Any
 
 import torch
 
+from hybridloader._support.attributes import length_of
 from hybridloader._support.errors import StateError
 from hybridloader._support.state_copies import copied, is_stateful
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.sampler_replay import steps_of
-from hybridloader.loader.state import (
-    OWN,
-    VERSION,
-    WITHIN,
-    agreement,
-    given,
-    length_of,
-    snapshots_of,
-)
+from hybridloader.loader.state import OWN, VERSION, WITHIN, agreement, given, snapshots_of
 
 _SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed")
 """Keys that both of torchdata's shapes have, and that our own dict has under the same names."""

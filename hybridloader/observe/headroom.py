@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridloader._support.arguments import function, whole
-from hybridloader._support.attributes import attribute
+from hybridloader._support.attributes import attribute, length_of
 from hybridloader._support.devices_in_use import device_in_use
 from hybridloader._support.text import short
 from hybridloader.observe.display import html
@@ -154,7 +154,7 @@ def measure(
             f"headroom() takes a loader or a pipeline first, not {short(loader)}: {error}"
         ) from None
     kept, taken, warm = list[Any](), 0, WARM_UP
-    length = _length(loader)
+    length = length_of(loader)
     if length is not None:
         warm = min(warm, length // 2)
     began = _since(clock, wait) if not warm else 0.0
@@ -193,13 +193,6 @@ def measure(
 def _since(clock: Callable[[], float], wait: Callable[[], None]) -> float:
     wait()
     return clock()
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def _rate(seconds: float) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from hybridloader._support.attributes import length_of
 from hybridloader.observe.headroom import WARM_UP, Headroom, synchronize
 
 if TYPE_CHECKING:
@@ -170,12 +171,9 @@ class Reuse:
 
     def batches_of(self, loader: Any) -> KeptBatches:
         """Return an empty store for the batches of `loader`."""
-        try:
-            length: int | None = len(loader)
-        except TypeError:
-            length = None
         number = len(self.times) + 1
-        times = LoopTimes("DataLoader" if number == 1 else f"DataLoader {number}", length)
+        name = "DataLoader" if number == 1 else f"DataLoader {number}"
+        times = LoopTimes(name, length_of(loader))
         self.times.append(times)
         return KeptBatches(times)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.manual_clock import Clock
+from torch.utils.data import IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline
@@ -103,6 +104,25 @@ def test_of_real_loaders(kind: str) -> None:
     assert (found.steps, found.batches, len(seen)) == (20, 4, 44)
     if kind == "persistent":
         made._iterator.close()
+
+
+class Lengthless(IterableDataset[int]):
+    """Dataset whose class has a `__len__` that is only there to be overridden."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(80))
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_length_that_is_not_implemented_is_none() -> None:
+    assert (
+        hybridloader.headroom(
+            DataLoader(Lengthless(), 2), lambda batch: batch.abs(), steps=20
+        ).steps
+        == 20
+    )
 
 
 def test_forms(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,12 @@ The reader is the thread that pulls. What samplers and iterables mean is torch's
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from hybridloader._support.attributes import attribute
+from hybridloader._support.attributes import attribute, length_of
 from hybridloader._support.errors import no_stop
 from hybridloader._support.state_copies import is_stateful
 from hybridloader._support.text import short
@@ -129,7 +129,7 @@ class Indices(Source):
 
     def length(self, upstream: Length) -> Length:
         order = self._order
-        return _length(self.dataset if order is None else order)
+        return length_of(self.dataset if order is None else order)
 
 
 def _is_iterable_dataset(dataset: Any) -> bool:
@@ -205,7 +205,7 @@ class Items(Source):
         return _described(super().describe(longest), self.source)
 
     def length(self, upstream: Length) -> Length:
-        return _length(self.source) if hasattr(type(self.source), "__iter__") else None
+        return length_of(self.source) if hasattr(type(self.source), "__iter__") else None
 
 
 def _tell_epoch(source: Any, context: Context) -> None:
@@ -220,16 +220,7 @@ def _tell_epoch(source: Any, context: Context) -> None:
 def _described(without: str, data: Any) -> str:
     """Put in the type of `data` and its length: the repr of a dataset may be as long as the dataset."""
     told = attribute(data, "__qualname__") or type(data).__qualname__
-    if isinstance(_length(data), int):
-        told += f" of {_length(data)}"
+    if (length := length_of(data)) is not None:
+        told += f" of {length}"
     name, _, rest = without.partition("(")
     return f"{name}({told})" if rest == ")" else f"{name}({told}, {rest}"
-
-
-def _length(source: Any) -> Length:
-    if not isinstance(source, Sized):
-        return None
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):  # a class that only inherited it
-        return None
