@@ -180,7 +180,7 @@ def no_stop(error: Exception, what: str = "the dataset, or a function,") -> Exce
 
 
 def twin(exception: Exception) -> Exception:
-    """Return another exception of the same type, arguments, attributes, cause and traceback.
+    """Return another exception of the same type, arguments, attributes, notes, cause and traceback.
 
     For a worker that answers many tasks with one error: an exception that the consumer raises collects
     the consumer's frames in its traceback, and a worker thread must not keep these.
@@ -196,7 +196,8 @@ def twin(exception: Exception) -> Exception:
         assembled = _Parts(kind, args, vars(exception)).assemble()
         assert isinstance(assembled, Exception)
         other = assembled
-    other.__dict__.pop("__notes__", None)
+    if (notes := other.__dict__.get("__notes__")) is not None:
+        other.__dict__["__notes__"] = list(notes)  # the consumer adds its own
     other.__cause__, other.__context__ = exception.__cause__, exception.__context__
     other.__suppress_context__ = exception.__suppress_context__
     return other.with_traceback(exception.__traceback__)

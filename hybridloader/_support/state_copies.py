@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from hybridloader._support.attributes import attribute
 from hybridloader._support.cadence import Cadence
-from hybridloader._support.errors import StateError
+from hybridloader._support.errors import StateError, add_note
 from hybridloader._support.hf_streams import has_buffer
 from hybridloader._support.inheritance import Shared
 
@@ -246,9 +246,13 @@ def _picklable(value: Any) -> bool:
 
 
 def load_into(thing: Any, state: Any, what: str) -> None:
-    """Let `thing`, which errors call `what`, go on from `state`."""
+    """Let `thing`, which errors call `what`, go on from `state`. Raises what its method raises."""
     check_takes(thing, what)
-    thing.load_state_dict(state)
+    try:
+        thing.load_state_dict(state)
+    except Exception as error:
+        add_note(error, f"In load_state_dict() of {what} ({type(thing).__name__}).")
+        raise
 
 
 def check_takes(thing: Any, what: str) -> None:

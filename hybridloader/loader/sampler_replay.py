@@ -149,7 +149,11 @@ def load_sampler(
     except StateError:
         raise
     except Exception as error:  # a foreign sampler may raise anything
-        raise StateError(f"the sampler did not take its state: {error}") from error
+        name = type(stateful or samplers.chain[-1]).__name__
+        raise StateError(
+            f"the sampler ({name}) did not take its state: {type(error).__name__}: {error}; load it "
+            "into a loader with the sampler that it was taken from"
+        ) from error
     if (skipped := _skip(indices, since)) < since:
         raise StateError(
             f"{type(samplers.outer).__name__} has given {skipped} of the {since} items that it gave "

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.failing_datasets import text_of
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from hybridloader import DataLoader
@@ -196,6 +197,45 @@ def test_a_dataset_without_a_state_does_not_take_one() -> None:
     found = state(1, dataset=Stateful())
     with pytest.raises(StateError, match="Stream has no load_state_dict"):
         make(dataset=Stream()).load_state_dict(found)
+
+
+class Picky(Stream):
+    """Dataset that takes no state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("level")
+
+
+@pytest.mark.parametrize(("workers", "backend"), [(0, "inline"), (1, "threads")])
+def test_what_a_dataset_raises_names_it(workers: int, backend: str) -> None:
+    options = {"num_workers": workers, "backend": backend}
+    loader = make(dataset=Picky(), **options)
+    loader.load_state_dict(state(1, dataset=Picky(), **options))
+    with pytest.raises(KeyError, match="level") as raised:
+        next(iter(loader))
+    told = text_of(raised.value)
+    assert "In load_state_dict() of" in told
+    assert "(Picky)." in told
+
+
+class PickySampler(SequentialSampler):
+    """Sampler that takes no state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("level")
+
+
+def test_what_a_sampler_raises_names_it() -> None:
+    loader = make(sampler=PickySampler(Silent()))
+    loader.load_state_dict(state(1, sampler=PickySampler(Silent())))
+    with pytest.raises(StateError, match=r"\(PickySampler\).*KeyError: 'level'; load it into"):
+        iter(loader)
 
 
 def test_what_was_loaded_is_a_copy() -> None:

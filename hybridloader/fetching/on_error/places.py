@@ -62,17 +62,14 @@ def rest_is_lost(which: str, error: Exception) -> ShardLost:
 
 
 def alike(error: Exception) -> Exception:
-    """Return another exception like `error`, notes included, to be raised elsewhere.
+    """Return another exception like `error`, to be raised elsewhere.
 
     Its traceback lacks the last frame, that of the function that caught `error` and keeps the copy.
     """
-    notes = error.__dict__.get("__notes__")
     try:
         other = twin(error)
     except Exception:  # its class wants arguments that nobody knows
         return error
-    if notes is not None:
-        other.__dict__["__notes__"] = list(notes)
     return other.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
 
